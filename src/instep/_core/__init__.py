@@ -1,0 +1,1 @@
+"""What every source shares. Imports torch alone; never ``torch.distributed``."""

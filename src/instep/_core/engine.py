@@ -1,0 +1,50 @@
+"""The two things instep asks of the autograd engine that have no public name.
+
+Both are used by torch's own DDP and FSDP. ``tests/unit/test_engine.py`` fails clearly when torch changes them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_NO_GRAPH_TASK = -1
+
+
+def graph_task() -> int | None:
+    """The number of the backward this thread is running, ``None`` outside of one. Never used twice."""
+    task = torch._C._current_graph_task_id()
+    return None if task == _NO_GRAPH_TASK else task
+
+
+class _EndOfBackward:
+    """Called by the engine when the backward ends; dropped without a call when the backward raises.
+
+    The engine frees a failed backward's callbacks before the exception reaches Python, so ``failed`` has run by
+    the time the user's ``except`` clause does.
+    """
+
+    __slots__ = ("_end", "_failed")
+
+    def __init__(self, end: Callable[[], None], failed: Callable[[], None]) -> None:
+        self._end = end
+        self._failed: Callable[[], None] | None = failed
+
+    def __call__(self) -> None:
+        self._failed = None
+        self._end()
+
+    def __del__(self) -> None:
+        if self._failed is not None:
+            self._failed()
+
+
+def at_end_of_backward(end: Callable[[], None], failed: Callable[[], None]) -> None:
+    """Call ``end`` after the current backward's last node, or ``failed`` if the backward raises before that.
+
+    Callbacks run in the order they were asked for, on the thread that called ``backward()``. One that is asked for
+    by a callback runs after all that were asked for before: after DDP's own, when those are already there. An
+    exception in ``end`` surfaces from ``backward()`` with its own type.
+    """
+    queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
+    queue_callback(_EndOfBackward(end, failed))

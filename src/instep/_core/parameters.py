@@ -1,0 +1,80 @@
+"""The attached parameters: found again by weak reference, and checked for being still the same."""
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from instep._core.plan import ParameterSpec
+from instep._core.spent import SpentGradient
+from instep._core.stepper import Stepper
+from instep.errors import StaleAttachmentError
+
+
+class Place:
+    """One attribute of one module that holds a parameter. A tied parameter has several."""
+
+    __slots__ = ("_module", "attribute", "name")
+
+    def __init__(self, module: nn.Module, attribute: str, name: str) -> None:
+        self._module = weakref.ref(module)
+        self.attribute = attribute
+        self.name = name
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        module = self._module()
+        # _parameters, not getattr: a parametrized attribute would be computed anew.
+        return module is not None and module._parameters.get(self.attribute) is parameter
+
+
+class AttachedParameter:
+    """One parameter, held weakly, with the stepper of the optimizer it belongs to."""
+
+    __slots__ = ("_ref", "places", "spec", "spent", "stepper")
+
+    def __init__(
+        self,
+        parameter: torch.Tensor,
+        spec: ParameterSpec,
+        places: tuple[Place, ...],
+        stepper: Stepper,
+        spent: SpentGradient,
+    ) -> None:
+        self._ref = weakref.ref(parameter)
+        self.spec = spec
+        self.places = places
+        self.stepper = stepper
+        self.spent = spent
+
+    def peek(self) -> torch.Tensor | None:
+        """The parameter, ``None`` if it is gone."""
+        return self._ref()
+
+    def get(self) -> torch.Tensor:
+        """The parameter; ``StaleAttachmentError`` if it is gone."""
+        parameter = self._ref()
+        if parameter is None:
+            raise StaleAttachmentError(
+                f"parameter {self.spec.name!r} was replaced after attach and no longer exists. "
+                "Build the optimizer on the new parameters, and attach again"
+            )
+        return parameter
+
+
+def require_unchanged(parameters: Iterable[AttachedParameter]) -> None:
+    """Raise ``StaleAttachmentError`` for the first parameter that is not the one that was attached."""
+    for attached in parameters:
+        parameter, spec = attached.get(), attached.spec
+        for place in attached.places:
+            if not place.holds(parameter):
+                raise StaleAttachmentError(
+                    f"parameter {place.name!r} was replaced after attach: the optimizer still holds the old one, so "
+                    "the new one would silently not train. detach(), rebuild the optimizer, and attach again"
+                )
+        if parameter.dtype != spec.dtype or parameter.device != spec.device:
+            raise StaleAttachmentError(
+                f"parameter {spec.name!r} was {spec.dtype} on {spec.device} when it was attached and is "
+                f"{parameter.dtype} on {parameter.device} now. Move and convert the model first, then build the "
+                "optimizer, then attach"
+            )

@@ -1,0 +1,218 @@
+"""Steps a few parameters with the user's own optimizer, which stays as it is.
+
+A bucket is stepped by a *shadow* of the optimizer: an object of the same class with the same attributes and the same
+per-parameter state, whose ``param_groups`` hold the bucket's parameters alone. It lives for one call. What the update
+writes outside the parameters' own state (values in a group, keys of ``state`` that are no parameter, attributes) is
+taken from the shadows, must be the same for all of them, and is written into the user's object when the step is
+committed.
+"""
+
+import copy
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
+
+_ABSENT = object()
+_IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_PER_PARAMETER = ("params", "param_names")
+_OWN = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+class Stepper:
+    """Steps the parameters of one optimizer, which it holds weakly."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.name = type(optimizer).__name__
+        self._forget()
+
+    def _forget(self) -> None:
+        self._open = False
+        self._owner: dict[int, tuple[int, int]] = {}
+        self._state_size = 0
+        self._shared_state: dict[Any, Any] = {}
+        self._used: dict[int, dict[str, Any]] = {}
+        self._written: dict[str, dict[Any, Any]] = {}
+
+    def step(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Update ``parameters`` from their ``.grad``, as the optimizer's ``step()`` would, and nothing else.
+
+        The optimizer's and torch's global step hooks do not run. Version counters are bumped even where the
+        kernel does not (fused ones), so that autograd still notices a weight that was saved for a later node.
+        """
+        optimizer = self._alive()
+        if not self._open:
+            self._begin(optimizer)
+        groups = self._groups_of(optimizer, parameters)
+        given = [_fingerprints(group) for group in groups.values()]
+        shadow = _shadow(optimizer, list(groups.values()), self._state_of(optimizer, parameters))
+        base = dict(vars(shadow))
+        try:
+            with torch.no_grad():
+                _undecorated_step(type(optimizer))(shadow)
+        finally:
+            for parameter in parameters:
+                if parameter in shadow.state:
+                    optimizer.state[parameter] = shadow.state[parameter]
+            torch.autograd.graph.increment_version(parameters)
+        for index, group, before in zip(groups, shadow.param_groups, given, strict=True):
+            now = _fingerprints(group)
+            self._collect(f"param_groups[{index}]", {key: group[key] for key in _changes(now, before)})
+        self._collect("state", _changes(_shared(shadow.state), self._shared_state))
+        self._collect("attribute", _changes(vars(shadow), base))
+
+    def require_same_hyperparameters(self) -> None:
+        """Raise ``HyperparameterChangedError`` if a group's value is not the one the buckets were stepped with."""
+        optimizer = self._alive()
+        for index, used in self._used.items():
+            self._compare(index, used, optimizer.param_groups[index])
+
+    def commit(self) -> None:
+        """Write into the user's optimizer what the shadows wrote outside the parameters' own state."""
+        optimizer = self._alive()
+        if self._open:
+            for where, values in self._written.items():
+                if where == "attribute":
+                    vars(optimizer).update(values)
+                elif where == "state":
+                    optimizer.state.update(values)
+                else:
+                    index = int(where.removeprefix("param_groups[").removesuffix("]"))
+                    optimizer.param_groups[index].update(values)
+            self._sort_new_state(optimizer)
+        self._forget()
+
+    def abort(self) -> None:
+        """Forget the step."""
+        self._forget()
+
+    def _alive(self) -> Optimizer:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise RuntimeError(f"the attached {self.name} no longer exists; keep a reference to it")
+        return optimizer
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        self._open = True
+        self._owner = {
+            id(p): (index, position)
+            for index, group in enumerate(optimizer.param_groups)
+            for position, p in enumerate(group["params"])
+        }
+        self._state_size = len(optimizer.state)
+        self._shared_state = _shared(optimizer.state)
+
+    def _groups_of(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> dict[int, dict[str, Any]]:
+        members: dict[int, list[int]] = {}
+        for parameter in parameters:
+            if id(parameter) not in self._owner:
+                raise StaleAttachmentError(
+                    f"a parameter of shape {tuple(parameter.shape)} is no longer in {self.name}.param_groups. "
+                    "detach() before taking parameters out of an optimizer, and attach again after"
+                )
+            index, position = self._owner[id(parameter)]
+            members.setdefault(index, []).append(position)
+        groups: dict[int, dict[str, Any]] = {}
+        for index, positions in sorted(members.items()):
+            live = optimizer.param_groups[index]
+            if index in self._used:
+                self._compare(index, self._used[index], live)
+            else:
+                self._used[index] = _fingerprints(live)
+            group = {k: _private(v) for k, v in live.items() if k not in _PER_PARAMETER}
+            for key in _PER_PARAMETER:
+                if key in live:
+                    group[key] = [live[key][position] for position in positions]
+            groups[index] = group
+        return groups
+
+    def _state_of(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> dict[Any, Any]:
+        state: dict[Any, Any] = defaultdict(dict)
+        state.update({key: _private(value) for key, value in self._shared_state.items()})
+        state.update({p: optimizer.state[p] for p in parameters if p in optimizer.state})
+        return state
+
+    def _compare(self, index: int, used: dict[str, Any], live: dict[str, Any]) -> None:
+        for key in _changes(_fingerprints(live), used):
+            raise HyperparameterChangedError(
+                f"{self.name}.param_groups[{index}][{key!r}] changed to {live[key]!r} after backward had already "
+                "stepped parameters with the old value. Change hyper-parameters (and call the scheduler) "
+                "after optimizer.step() or before backward(), not in between"
+            )
+
+    def _collect(self, where: str, changes: dict[Any, Any]) -> None:
+        first = self._written.setdefault(where, changes)
+        for key in first.keys() | changes.keys():
+            if key not in first or key not in changes or not _same(first[key], changes[key]):
+                raise UnsupportedOptimizerError(
+                    f"{self.name} cannot be stepped bucket by bucket: its update of {where} {key!r} depends on which "
+                    "parameters step together, so the result would differ from the plain loop. Use this optimizer "
+                    "without instep"
+                )
+
+    def _sort_new_state(self, optimizer: Optimizer) -> None:
+        """Order the entries this step added as the plain ``step()`` would have: by group, not by bucket."""
+        added = list(optimizer.state)[self._state_size :]
+        last = (len(optimizer.param_groups), 0)
+        for key in sorted(added, key=lambda k: self._owner.get(id(k), last)):
+            optimizer.state[key] = optimizer.state.pop(key)
+
+
+def _shadow(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Any, Any]) -> Optimizer:
+    # object.__new__: no constructor runs, so nothing is validated, registered or patched a second time.
+    shadow: Optimizer = object.__new__(type(optimizer))
+    vars(shadow).update(vars(optimizer))
+    vars(shadow).pop("step", None)  # an LR scheduler's patch of the instance
+    shadow.param_groups = groups
+    shadow.state = state  # type: ignore[assignment]
+    shadow._optimizer_step_pre_hooks = OrderedDict()
+    shadow._optimizer_step_post_hooks = OrderedDict()
+    return shadow
+
+
+def _undecorated_step(cls: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """``cls.step`` without the wrapper in which torch runs its global step hooks: they are owed one call per step."""
+    step: Any = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def _shared(state: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+
+
+def _private(value: Any) -> Any:
+    """A copy that may be changed in place without its origin seeing it. What cannot be changed is shared."""
+    if isinstance(value, _IMMUTABLE) or (isinstance(value, tuple) and all(isinstance(v, _IMMUTABLE) for v in value)):
+        return value
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _fingerprint(value: Any) -> Any:
+    """Something to compare later, without reading a tensor's values: on an accelerator that would wait for them."""
+    return (id(value), value._version) if isinstance(value, torch.Tensor) else _private(value)
+
+
+def _fingerprints(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: _fingerprint(value) for key, value in group.items() if key not in _PER_PARAMETER}
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    return type(a) is type(b) and bool(a == b)
+
+
+def _changes(now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
+    return {k: v for k, v in now.items() if k not in _OWN and not _same(v, before.get(k, _ABSENT))}

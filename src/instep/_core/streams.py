@@ -1,0 +1,43 @@
+"""All stream code. On CPU there are no streams, and everything here does nothing."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class StepStreams:
+    """One side stream per accelerator device, on which buckets are stepped."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.Stream] = {}
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """Make the device's side stream current, ordered after all that the device's current stream holds now:
+        the gradient, and every kernel that still reads the old weight."""
+        if device.type == "cpu":
+            yield
+            return
+        current = torch.accelerator.current_stream(device)
+        side = self._streams.get(device)
+        if side is None:
+            side = self._streams[device] = torch.Stream(device)
+        side.wait_stream(current)
+        torch.accelerator.set_stream(side)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(current)
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Tell the caching allocator that the side stream still reads ``tensors``, so they may be dropped now."""
+        for tensor in tensors:
+            side = self._streams.get(tensor.device)
+            if side is not None:
+                tensor.record_stream(side)
+
+    def join(self) -> None:
+        """Order the current stream of each device after everything stepped so far."""
+        for device, side in self._streams.items():
+            torch.accelerator.current_stream(device).wait_stream(side)

@@ -1,0 +1,160 @@
+"""What ``attach`` refuses, before anything is changed. Each message names what was found and what to do."""
+
+import gc
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from instep._core.parameters import Place
+from instep.errors import AttachError, UnsupportedOptimizerError
+
+Names = Mapping[int, tuple[torch.Tensor, tuple[Place, ...]]]
+"""By ``id``: each parameter of a model, in order, with every place that holds it."""
+
+
+def name_parameters(model: nn.Module) -> Names:
+    """Name the parameters of ``model``; those inside a wrapper get the name the wrapped module knows them by."""
+    names: dict[int, tuple[torch.Tensor, tuple[Place, ...]]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                name = _plain_name(model, f"{prefix}.{attribute}" if prefix else attribute)
+                _, places = names.get(id(parameter), (parameter, ()))
+                names[id(parameter)] = (parameter, (*places, Place(module, attribute, name)))
+    return names
+
+
+def _plain_name(model: nn.Module, name: str) -> str:
+    return name.removeprefix("module.") if isinstance(model, DistributedDataParallel) else name
+
+
+def refuse_options(model: nn.Module, optimizers: Sequence[Any], schedule: str, bucket_bytes: int | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise AttachError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not optimizers:
+        raise AttachError("optimizer is an empty list: give one optimizer or more")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise AttachError(
+                f"optimizer must be a torch.optim.Optimizer or a list of them, not {type(optimizer).__name__}"
+            )
+    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
+        raise AttachError(f"the same {type(optimizers[0]).__name__} is given twice in optimizer")
+    if schedule != "backward":
+        raise AttachError(f"schedule={schedule!r} is not known: this version has schedule='backward'")
+    if bucket_bytes is not None and (
+        isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1
+    ):
+        raise AttachError(f"bucket_bytes must be a positive number of bytes or None, not {bucket_bytes!r}")
+
+
+def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedOptimizerError(
+                f"{kind} cannot step during backward: it evaluates the loss again within a step, and every update "
+                "depends on all parameters. Use it without instep"
+            )
+        inner = next(_inner_optimizers(optimizer), None)
+        if inner is not None:
+            attribute, wrapped = inner
+            raise UnsupportedOptimizerError(
+                f"{kind} holds another optimizer ({attribute}: {type(wrapped).__name__}), so its step is more than an "
+                "update per parameter. Attach the inner optimizer if the wrapper adds nothing to step(), else use "
+                f"{kind} without instep"
+            )
+        patch = vars(optimizer).get("step")
+        if patch is not None and not getattr(patch, "_wrapped_by_lr_sched", False):
+            raise UnsupportedOptimizerError(
+                f"the step method of this {kind} object was replaced (by {getattr(patch, '__qualname__', patch)!r}), "
+                "and instep cannot tell what it does. Attach before it is replaced, or use the optimizer without instep"
+            )
+        if any(group.get("differentiable", False) for group in optimizer.param_groups):
+            raise UnsupportedOptimizerError(
+                f"{kind}(differentiable=True) keeps the step in the autograd graph, which backward is just leaving. "
+                "Use differentiable=False, or no instep"
+            )
+
+
+def _inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+    for attribute, value in vars(optimizer).items():
+        if attribute in ("param_groups", "state"):
+            continue
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        for candidate in values:
+            if isinstance(candidate, Optimizer):
+                yield attribute, candidate
+
+
+def refuse_parameters(names: Names, optimizers: Sequence[Optimizer], taken: Mapping[int, object]) -> None:
+    seen: dict[int, str] = {}
+    trainable = False
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                where = f"{type(optimizer).__name__}.param_groups[{number}]['params'][{position}]"
+                known = id(parameter) in names
+                name = names[id(parameter)][1][0].name if known else f"of shape {tuple(parameter.shape)}"
+                if not parameter.is_leaf:
+                    raise AttachError(
+                        f"{where}, parameter {name!r}, is not a leaf: autograd gives it no final gradient. Optimize "
+                        "the parameter it was computed from"
+                    )
+                if not known:
+                    raise AttachError(
+                        f"{where}, {name}, is not a parameter of the model. Attach the model that owns it, or the "
+                        "module that holds both models; if the parameter was replaced, rebuild the optimizer"
+                    )
+                if id(parameter) in seen:
+                    raise AttachError(
+                        f"parameter {name!r} is at {seen[id(parameter)]} and again at {where}: it would be stepped "
+                        "twice. Give it to one optimizer, once"
+                    )
+                if id(parameter) in taken:
+                    raise AttachError(
+                        f"parameter {name!r} is already attached ({taken[id(parameter)]!r}). Call detach() on that "
+                        "attachment first; several optimizers go into one call: attach(model, [first, second])"
+                    )
+                if _is_sharded(parameter):
+                    raise AttachError(
+                        f"parameter {name!r} is a {type(parameter).__name__}: sharded models (fully_shard, FSDP, "
+                        "tensor parallel) are not supported by this version"
+                    )
+                seen[id(parameter)] = where
+                trainable = trainable or parameter.requires_grad
+    if not seen:
+        raise AttachError("the optimizer has no parameters")
+    if not trainable:
+        first = names[next(iter(seen))][1][0].name
+        raise AttachError(
+            f"all {len(seen)} parameters of the optimizer are frozen ({first!r} and so on): none will get a gradient. "
+            "Set requires_grad before attach"
+        )
+
+
+def refuse_wrappers(model: nn.Module, names: Names) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not used
+    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+        raise AttachError("FullyShardedDataParallel is not supported by this version")
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    inside = set(model.modules())
+    # A DDP instance outside of the model gives the model no sign; there are few objects to ask.
+    for ddp in (found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)):
+        if ddp not in inside and any(id(p) in names for p in ddp.parameters()):
+            raise AttachError(
+                f"{type(model).__name__} is wrapped in a DistributedDataParallel: its own gradients are those of this "
+                "rank alone. Attach the DistributedDataParallel instead"
+            )
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and isinstance(parameter, tensor.DTensor)

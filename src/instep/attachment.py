@@ -1,0 +1,328 @@
+"""``attach``: the optimizer's step moves into backward, and the loop stays as it is."""
+
+import functools
+import logging
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from instep._core.engine import graph_task
+from instep._core.hooks import BoundHook
+from instep._core.parameters import AttachedParameter, require_unchanged
+from instep._core.plan import MIB, ParameterSpec, Plan
+from instep._core.spent import SpentGradient
+from instep._core.stepper import Stepper
+from instep._core.transaction import Recorder, Transaction
+from instep._validation import (
+    Names,
+    name_parameters,
+    refuse_optimizers,
+    refuse_options,
+    refuse_parameters,
+    refuse_wrappers,
+)
+from instep.errors import AttachError
+from instep.sources import Source
+from instep.sources.ddp import DDPSource
+from instep.sources.local import LocalSource
+
+DEFAULT_BUCKET_BYTES = 16 * MIB
+
+_logger = logging.getLogger("instep")
+_attachments: "weakref.WeakKeyDictionary[nn.Module, Attachment]" = weakref.WeakKeyDictionary()
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    schedule: str = "backward",
+    bucket_bytes: int | None = None,
+) -> "Attachment":
+    """Step the parameters of ``model`` during ``loss.backward()``, with the user's own ``optimizer``.
+
+    The loop stays as it is: ``optimizer.step()`` after backward steps what backward left (parameters whose gradient
+    only DDP's end of backward knows, buckets that were not full) and commits the step. Parameters, optimizer state
+    and ``param_groups`` are after each step bit for bit those of the plain loop. The optimizer object is neither
+    replaced nor wrapped; schedulers, ``state_dict`` and checkpoints are the plain ones.
+
+    On one device a bucket is stepped as soon as its last gradient is accumulated, and its gradients are freed. Under
+    ``DistributedDataParallel`` DDP's own buckets are stepped as they arrive, while later ones are in flight.
+
+    Args:
+        model: any module, or a ``DistributedDataParallel``, already on its device and in its dtype.
+        optimizer: one ``torch.optim.Optimizer`` or several, of parameters of ``model``. Frozen ones are left alone
+            until they are unfrozen.
+        schedule: when a bucket steps. ``"backward"``: as soon as its gradients are final.
+        bucket_bytes: bytes of gradient at which a bucket is full; 16 MiB unless told. Not under DDP, whose own
+            ``bucket_cap_mb`` decides.
+
+    Returns:
+        The attachment. It lives as long as the model does, whether or not it is kept.
+
+    Raises:
+        AttachError: something about the arguments, named in the message. No hook was left behind.
+        UnsupportedOptimizerError: the optimizer's update couples parameters, or it wraps another optimizer.
+
+    With ``INSTEP_DISABLE=1`` in the environment nothing is attached, and a warning says so.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    refuse_options(model, optimizers, schedule, bucket_bytes)
+    refuse_optimizers(optimizers)
+    wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    if wrapped and bucket_bytes is not None:
+        raise AttachError(
+            f"bucket_bytes={bucket_bytes} does not apply to DistributedDataParallel, which makes its own buckets: "
+            "leave it out, and give DistributedDataParallel(bucket_cap_mb=…) instead"
+        )
+    names = name_parameters(model)
+    refuse_parameters(names, optimizers, {id(p): a for a in _attachments.values() for p in a._parameters()})
+    refuse_wrappers(model, names)
+    attachment = Attachment(model, optimizers, names, wrapped, bucket_bytes or DEFAULT_BUCKET_BYTES)
+    if os.environ.get("INSTEP_DISABLE", "") not in ("", "0"):
+        _logger.warning("INSTEP_DISABLE is set: attach() left the model and the optimizer as they are")
+    else:
+        attachment._connect()
+        _attachments[model] = attachment
+    return attachment
+
+
+def attached(model: nn.Module) -> "Attachment | None":
+    """The attachment of ``model``, ``None`` if it has none."""
+    return _attachments.get(model)
+
+
+class Attachment:
+    """What :func:`attach` returns. As a context manager it detaches on leaving."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        names: Names,
+        wrapped: Sequence[DistributedDataParallel],
+        bucket_bytes: int,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._model_name = type(model).__name__
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._ddps = [weakref.ref(ddp) for ddp in wrapped]
+        self._steppers = [Stepper(optimizer) for optimizer in optimizers]
+        self._transaction = Transaction(self._steppers, _rank)
+        self._transaction.parameters = self._gather(optimizers, names)
+        self._transaction.on_open = self._begin_step
+        self._handles: list[RemovableHandle] = []
+        self._pre_hooks: list[RemovableHandle] = []
+        self._sources: list[Source] = []
+        local = {a.spec.index: a for a in self._transaction.parameters}
+        for ddp in wrapped:
+            managed = _managed(ddp)
+            mine = [a for a in local.values() if id(a.get()) in managed]
+            local = {index: a for index, a in local.items() if a not in mine}
+            if mine:
+                self._sources.append(DDPSource(self._transaction, mine, ddp))
+        if local:
+            self._sources.append(LocalSource(self._transaction, list(local.values()), bucket_bytes))
+
+    # What the user sees.
+
+    @property
+    def plan(self) -> Plan:
+        """The buckets as they are now. They change after the first steps, when the order of gradients is known."""
+        return Plan(tuple(bucket for source in self._sources for bucket in source.buckets))
+
+    @property
+    def step_count(self) -> int:
+        """How many steps have been committed by ``optimizer.step()`` and wrote anything."""
+        return self._transaction.step_count
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Around forward and backward of every micro-batch but the last: gradients add up, nothing steps.
+
+        Under DDP this is ``no_sync()`` too.
+        """
+        with ExitStack() as stack:
+            for ref in self._ddps:
+                if (ddp := ref()) is not None:
+                    stack.enter_context(ddp.no_sync())
+            outer, self._transaction.accumulating = self._transaction.accumulating, True
+            try:
+                yield
+            finally:
+                self._transaction.accumulating = outer
+
+    def synchronize(self) -> None:
+        """Return when every parameter holds what the steps so far have written, for the device's current stream.
+
+        After ``backward()`` has returned, this is already so: call it before reading weights from another stream.
+        """
+        self._transaction.streams.join()
+
+    def accept_torn(self) -> None:
+        """Take the weights as they are after a step that was applied only in part, and train on.
+
+        Call it after loading model and optimizer from a checkpoint, or to go on from the torn weights. Clears the
+        gradients. Does nothing when no step is torn.
+        """
+        if self._transaction.state == "torn":
+            _logger.warning("the torn step %d was accepted", self.step_count + 1)
+            self._transaction.forget(gradients=True)
+
+    def detach(self) -> None:
+        """Give the model and the optimizer back as they came. Safe to call twice, and with a step open or torn.
+
+        One thing stays: DDP cannot let go of a communication hook. It becomes the plain mean that DDP computes
+        without one, and a later ``attach`` takes it up again.
+        """
+        for source in self._sources:
+            source.disconnect()
+        for handle in (*self._handles, *self._pre_hooks):
+            handle.remove()
+        self._handles.clear()
+        self._pre_hooks.clear()
+        self._transaction.forget(gradients=False)
+        model = self._model()
+        if model is not None and _attachments.get(model) is self:
+            del _attachments[model]
+
+    def __enter__(self) -> "Attachment":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def __repr__(self) -> str:
+        optimizers = ", ".join(stepper.name for stepper in self._steppers)
+        plan = self.plan
+        state = self._transaction.state if self._handles else "detached"
+        return (
+            f"<instep.Attachment {self._model_name} with {optimizers}: schedule='backward', "
+            f"{len(plan.buckets)} buckets of {plan.nbytes / MIB:.2f} MiB, {self.step_count} steps, {state}>"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a model is not attached: what refers to its attachment refers to nothing."""
+        return
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Tell ``recorder`` of every bucket's step and communication from now on; ``None`` to stop."""
+        self._transaction.recorder = recorder
+
+    # What torch calls.
+
+    def _connect(self) -> None:
+        model = self._model()
+        assert model is not None
+        try:
+            for source in self._sources:
+                source.connect()
+            self._handles.append(model.register_forward_pre_hook(BoundHook(self._before_forward)))
+            for ref, stepper in zip(self._optimizers, self._steppers, strict=True):
+                optimizer = ref()
+                assert optimizer is not None
+                commit = BoundHook(functools.partial(self._after_step, stepper))
+                self._handles.append(optimizer.register_step_post_hook(commit))
+            self._register_pre_hooks()
+        except BaseException:
+            self.detach()
+            raise
+
+    def _register_pre_hooks(self) -> None:
+        """Ours run last: the user's see the gradients as spent, and raise rather than find none."""
+        for handle in self._pre_hooks:
+            handle.remove()
+        self._pre_hooks.clear()
+        for ref, stepper in zip(self._optimizers, self._steppers, strict=True):
+            if (optimizer := ref()) is not None:
+                flush = BoundHook(functools.partial(self._before_step, stepper))
+                self._pre_hooks.append(optimizer.register_step_pre_hook(flush))
+
+    def _begin_step(self) -> None:
+        self._register_pre_hooks()
+        for source in self._sources:
+            source.begin_step()
+
+    def _before_forward(self, module: nn.Module, args: object) -> None:
+        # Inside a backward this is a checkpointed segment run again.
+        if torch.compiler.is_compiling() or graph_task() is not None:
+            return
+        self._transaction.require_readable()
+        require_unchanged(self._transaction.parameters)
+        if self._transaction.state == "idle":
+            for source in self._sources:
+                source.refresh()
+
+    def _before_step(
+        self, stepper: Stepper, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self._transaction.begin_flush(stepper)
+            return None
+
+        @functools.wraps(closure)
+        def then_flush() -> Any:
+            loss = closure()
+            self._transaction.begin_flush(stepper)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], then_flush, *args[2:]), kwargs
+        return args, {**kwargs, "closure": then_flush}
+
+    def _after_step(
+        self, stepper: Stepper, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._transaction.commit(stepper)
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for attached in self._transaction.parameters:
+            if (parameter := attached.peek()) is not None:
+                yield parameter
+
+    def _gather(self, optimizers: Sequence[Optimizer], names: Names) -> tuple[AttachedParameter, ...]:
+        owner = {
+            id(p): stepper
+            for optimizer, stepper in zip(optimizers, self._steppers, strict=True)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        parameters: list[AttachedParameter] = []
+        for parameter, places in names.values():
+            if id(parameter) not in owner:
+                continue
+            name = places[0].name
+            nbytes = parameter.numel() * parameter.element_size()
+            spec = ParameterSpec(len(parameters), name, parameter.shape, parameter.dtype, parameter.device, nbytes)
+            spent = SpentGradient(parameter, name, self._transaction.misused)
+            parameters.append(AttachedParameter(parameter, spec, places, owner[id(parameter)], spent))
+        return tuple(parameters)
+
+
+def _managed(ddp: DistributedDataParallel) -> set[int]:
+    """The parameters that ``ddp`` reduces: trainable when it was built, and not among those it was told to ignore."""
+    return {
+        id(parameter)
+        for name, parameter in ddp.module.named_parameters()
+        if name not in ddp.parameters_to_ignore and parameter.requires_grad
+    }
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -1,0 +1,24 @@
+"""Building blocks for DDP communication hooks. Useful without the rest of instep."""
+
+import torch
+import torch.distributed as dist
+
+
+def mean_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup, divisor: int) -> torch.futures.Future[torch.Tensor]:
+    """Sum ``tensor / divisor`` over ``group`` in place, and return the future of that same tensor.
+
+    Divides as DDP's reducer does without a hook (``torch/csrc/distributed/c10d/reducer.cpp``): a dense bucket is
+    multiplied by ``1 / divisor`` and a sparse one divided, before the reduction. torch's ``allreduce_hook`` divides
+    dense buckets too, which differs in the last bit when ``divisor`` is not a power of two.
+    """
+    if tensor.is_sparse:
+        tensor.div_(divisor)
+    else:
+        tensor.mul_(1.0 / divisor)
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(_only_tensor)
+    return future
+
+
+def _only_tensor(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    return future.value()[0]

@@ -1,0 +1,100 @@
+"""Every error instep raises on purpose. Each message names what was found and what to do."""
+
+from collections.abc import Sequence
+
+__all__ = [
+    "AccumulationError",
+    "AttachError",
+    "HyperparameterChangedError",
+    "InstepError",
+    "SpentGradientError",
+    "StaleAttachmentError",
+    "TornStepError",
+    "UncommittedStepError",
+    "UnsupportedOptimizerError",
+]
+
+
+class InstepError(RuntimeError):
+    """Base of all errors below."""
+
+
+class AttachError(InstepError, ValueError):
+    """The model, the optimizer or an option cannot be attached as given. Nothing was changed."""
+
+
+class UnsupportedOptimizerError(AttachError):
+    """The optimizer's update couples parameters, or the object wraps another optimizer.
+
+    Raised by ``attach`` where the class says so, else at the first step in which two buckets
+    disagree about a value they share; that step is then torn.
+    """
+
+
+class AccumulationError(InstepError):
+    """A second backward reached a parameter that this step has already consumed.
+
+    Wrap all but the last micro-batch in ``overlap.accumulate()`` (or DDP's ``no_sync``).
+    """
+
+
+class UncommittedStepError(AccumulationError):
+    """A forward found that backward has already updated the weights, but ``step()`` never came.
+
+    The plain loop would still see the old weights here.
+    """
+
+
+class SpentGradientError(InstepError):
+    """A gradient was used after it had been applied and freed during backward."""
+
+
+class StaleAttachmentError(InstepError):
+    """A parameter was replaced, moved to another device or converted after ``attach``."""
+
+
+class HyperparameterChangedError(InstepError):
+    """A hyper-parameter changed between the backward that used it and ``optimizer.step()``."""
+
+
+class TornStepError(InstepError):
+    """A step was applied to some of the parameters only.
+
+    Attributes:
+        step: the number of the step, counted from 1.
+        applied: names of the parameters that already hold the new value.
+        pending: names of the parameters whose gradient was final but that were not updated.
+        rank: this process's rank, 0 without ``torch.distributed``.
+        cause: what stopped the step, when it is known. Also the ``__cause__``.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        applied: Sequence[str],
+        pending: Sequence[str],
+        rank: int,
+        cause: BaseException | None,
+    ) -> None:
+        self.step = step
+        self.applied = tuple(applied)
+        self.pending = tuple(pending)
+        self.rank = rank
+        self.cause = self.__cause__ = cause
+        reason = "backward raised" if cause is None else f"{type(cause).__name__}: {cause}"
+        super().__init__(
+            f"step {step} is torn on rank {rank}: {len(self.applied)} parameters were updated "
+            f"({_some(self.applied)}) and {len(self.pending)} were left ({_some(self.pending)}), because "
+            f"{reason}. Load model and optimizer from a checkpoint and call accept_torn(), or call "
+            "accept_torn() alone to train on from these weights"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.step, self.applied, self.pending, self.rank, self.cause)
+
+
+def _some(names: Sequence[str], limit: int = 4) -> str:
+    if not names:
+        return "none"
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown}, …"

@@ -1,0 +1,114 @@
+"""Gradients that are final once autograd has accumulated them: one device, no communication."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from instep._core.engine import at_end_of_backward, graph_task
+from instep._core.hooks import BoundHook
+from instep._core.parameters import AttachedParameter
+from instep._core.plan import Bucket, fill_buckets
+from instep._core.transaction import Transaction
+
+
+class LocalSource:
+    """Post-accumulate-grad hooks, gathered into buckets of about ``bucket_bytes``.
+
+    Buckets first follow the model's order backwards; after the first step, the order in which gradients arrived.
+    A bucket with a parameter that gets no gradient is never full: ``optimizer.step()`` steps the rest of it.
+    """
+
+    def __init__(self, transaction: Transaction, parameters: Sequence[AttachedParameter], bucket_bytes: int) -> None:
+        self._transaction = transaction
+        self._parameters = tuple(parameters)
+        self._bucket_bytes = bucket_bytes
+        self._handles: dict[int, RemovableHandle] = {}
+        self._trainable: list[AttachedParameter] = []
+        self._observed: list[AttachedParameter] = []
+        self._follows_observed = False
+        self._running: set[int] = set()
+        self._late: set[int] = set()
+        self._ended = False
+        self._fill([])
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return self._buckets
+
+    def connect(self) -> None:
+        self.refresh()
+
+    def disconnect(self) -> None:
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def refresh(self) -> None:
+        trainable = [attached for attached in self._parameters if attached.get().requires_grad]
+        if trainable == self._trainable:
+            return
+        for attached in trainable:
+            if attached.spec.index not in self._handles:
+                hook = BoundHook(partial(self._accumulated, attached))
+                self._handles[attached.spec.index] = attached.get().register_post_accumulate_grad_hook(hook)
+        self._trainable = trainable
+        self._follows_observed = False
+        self._fill(reversed(trainable))
+
+    def begin_step(self) -> None:
+        if self._observed and self._transaction.step_count and not self._follows_observed:
+            seen = set(self._observed)
+            self._follows_observed = True
+            self._fill([*self._observed, *(a for a in reversed(self._trainable) if a not in seen)])
+        self._missing = [len(members) for members in self._members]
+        self._observed = []
+        self._running.clear()
+        self._late.clear()
+        self._ended = False
+
+    def _fill(self, order: Iterable[AttachedParameter]) -> None:
+        attached = {a.spec.index: a for a in order}
+        self._buckets = fill_buckets("local", (a.spec for a in attached.values()), self._bucket_bytes)
+        self._members = [tuple(attached[spec.index] for spec in bucket.parameters) for bucket in self._buckets]
+        self._bucket_of = {a.spec.index: number for number, members in enumerate(self._members) for a in members}
+        self._missing = [len(members) for members in self._members]
+
+    def _accumulated(self, attached: AttachedParameter, parameter: torch.Tensor) -> None:
+        if not self._transaction.arrive((attached,)):
+            return
+        self._observed.append(attached)
+        number = self._bucket_of[attached.spec.index]
+        self._missing[number] -= 1
+        if self._may_write() and self._missing[number] == 0:
+            members = self._members[number]
+            if self._transaction.apply(members):
+                self._transaction.spend(members)
+
+    def _may_write(self) -> bool:
+        """Whether the running backward is the first of this step, or nested in it (reentrant checkpointing).
+
+        In a later one gradients stay where they are: if it goes on to reach an applied parameter, that raises
+        before anything of it was written, else ``optimizer.step()`` steps them.
+        """
+        task = graph_task()
+        if task is None or task in self._late:
+            return False
+        if task not in self._running:
+            if self._ended and not self._running:
+                self._late.add(task)
+                return False
+            self._running.add(task)
+            at_end_of_backward(partial(self._end, task), partial(self._raised, task))
+        return True
+
+    def _end(self, task: int) -> None:
+        self._running.discard(task)
+        self._ended = True
+        self._transaction.streams.join()
+        self._transaction.raise_failure()
+
+    def _raised(self, task: int) -> None:
+        self._running.discard(task)
+        self._transaction.backward_raised()

@@ -1,0 +1,117 @@
+"""Is it the same, bit for bit? The plain loop beside the attached one, on the user's own model."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from instep.attachment import attach
+
+Build = Callable[[], tuple[nn.Module, Optimizer | Sequence[Optimizer], Callable[[int], object]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What :func:`verify` found.
+
+    Attributes:
+        steps: how many steps were compared.
+        tensors: how many tensors were compared after the last of them.
+        difference: the first difference, with the tensor's name; ``None`` if there is none.
+    """
+
+    steps: int
+    tensors: int
+    difference: str | None
+
+    @property
+    def equal(self) -> bool:
+        return self.difference is None
+
+
+def verify(build: Build, steps: int = 3, **options: Any) -> Verification:
+    """Train twice, plain and attached, and compare all parameters, buffers and optimizer state after every step.
+
+    Args:
+        build: returns ``(model, optimizer, step)``, where ``step(i)`` runs the i-th iteration of the loop: forward,
+            backward, ``optimizer.step()``, and what else belongs to it. It is called twice with the same random
+            seed, and so is each step, so both loops see the same weights, dropout and shuffling.
+        steps: how many iterations to compare.
+        options: passed on to :func:`instep.attach`.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        plain, plain_optimizer, plain_step = build()
+        torch.manual_seed(0)
+        model, optimizer, step = build()
+        with attach(model, optimizer, **options):
+            for i in range(steps):
+                torch.manual_seed(i)
+                plain_step(i)
+                torch.manual_seed(i)
+                step(i)
+                difference = first_difference(training_state(plain, plain_optimizer), training_state(model, optimizer))
+                if difference is not None:
+                    return Verification(i + 1, 0, f"after step {i + 1}: {difference}")
+            tensors = sum(isinstance(value, torch.Tensor) for _, value in training_state(model, optimizer))
+        return Verification(steps, tensors, None)
+
+
+def training_state(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
+    """Everything a step changes, with a name for each: parameters, buffers, optimizer state and group values.
+
+    Parameters keep their names; state is named after its parameter, in the optimizer's own order.
+    """
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        names[id(parameter)] = name
+        yield f"parameter {name!r}", parameter.detach()
+    for name, buffer in model.named_buffers():
+        yield f"buffer {name!r}", buffer
+    for one in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
+        kind = type(one).__name__
+        for key, value in one.state.items():
+            yield from _leaves(f"{kind}.state of {names.get(id(key), key)!r}", value)
+        for number, group in enumerate(one.param_groups):
+            for option, value in group.items():
+                if option != "params":
+                    yield from _leaves(f"{kind}.param_groups[{number}][{option!r}]", value)
+
+
+def first_difference(plain: Iterator[tuple[str, Any]], other: Iterator[tuple[str, Any]]) -> str | None:
+    """Compare two states of :func:`training_state` bit for bit; the first difference in words, or ``None``."""
+    left, right = list(plain), list(other)
+    for (name, a), (other_name, b) in zip(left, right, strict=False):
+        if name != other_name:
+            return f"{name} stands where the attached loop has {other_name}"
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            if a.dtype != b.dtype or a.shape != b.shape:
+                return f"{name} is {a.dtype} {tuple(a.shape)}, attached {b.dtype} {tuple(b.shape)}"
+            if not _same_bits(a, b):
+                gap = (a.detach().double() - b.detach().double()).abs().max().item()
+                return f"{name} differs by up to {gap:.3g}"
+        elif type(a) is not type(b) or a != b:
+            return f"{name} is {a!r}, attached {b!r}"
+    if len(left) != len(right):
+        longer = left if len(left) > len(right) else right
+        return f"only one loop has {longer[min(len(left), len(right))][0]}"
+    return None
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    # NaN equals NaN here: a loop that diverges must diverge the same way.
+    return torch.equal(a, b) or (a.is_floating_point() and bool(torch.all((a == b) | (a.isnan() & b.isnan()))))
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(f"{name}[{key!r}]", item)
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _leaves(f"{name}[{i}]", item)
+    else:
+        yield name, value

@@ -1,0 +1,106 @@
+"""A few ranks, spawned once, that run test bodies together over gloo on loopback."""
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+START_SECONDS = 120
+BODY_SECONDS = 120
+GROUP_TIMEOUT = timedelta(seconds=30)
+
+
+class BodyFailed(AssertionError):
+    """A rank's body raised; the message is its traceback."""
+
+
+class RankPool:
+    """``world_size`` processes in one process group. Started when first used, and again after a failure."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``body`` on every rank; its results in rank order. ``body`` is a module-level function."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((body, args, kwargs))
+        answers = [self._answer(rank) for rank in range(self.world_size)]
+        failed = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
+        if failed:
+            self.stop()  # the ranks may be at different collectives now
+            raise BodyFailed("\n".join(failed))
+        return [value for _, value in answers]
+
+    def stop(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        rendezvous = Path(tempfile.mkdtemp(prefix="instep-ranks-")) / "store"
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.world_size, str(rendezvous), theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        for rank in range(self.world_size):
+            ok, value = self._answer(rank, START_SECONDS)
+            assert ok, value
+
+    def _answer(self, rank: int, seconds: float = BODY_SECONDS) -> tuple[bool, Any]:
+        pipe = self._pipes[rank]
+        if not pipe.poll(seconds):
+            self.stop()
+            raise BodyFailed(f"rank {rank} of {self.world_size} did not answer within {seconds} s")
+        try:
+            answer: tuple[bool, Any] = pipe.recv()
+        except EOFError:
+            self.stop()
+            raise BodyFailed(f"rank {rank} of {self.world_size} died") from None
+        return answer
+
+
+def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    torch.set_num_threads(1)
+    device = None
+    if torch.cuda.is_available():
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
+    )
+    pipe.send((True, None))
+    while True:
+        try:
+            body, args, kwargs = pipe.recv()
+        except EOFError:
+            break
+        try:
+            pipe.send((True, body(*args, **kwargs)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
