@@ -19,7 +19,7 @@ BODY_SECONDS = 120
 GROUP_TIMEOUT = timedelta(seconds=30)
 
 
-class BodyFailed(AssertionError):
+class BodyFailedError(AssertionError):
     """A rank's body raised; the message is its traceback."""
 
 
@@ -41,7 +41,7 @@ class RankPool:
         failed = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
         if failed:
             self.stop()  # the ranks may be at different collectives now
-            raise BodyFailed("\n".join(failed))
+            raise BodyFailedError("\n".join(failed))
         return [value for _, value in answers]
 
     def stop(self) -> None:
@@ -59,9 +59,7 @@ class RankPool:
         rendezvous = Path(tempfile.mkdtemp(prefix="instep-ranks-")) / "store"
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, self.world_size, str(rendezvous), theirs), daemon=True
-            )
+            process = context.Process(target=_serve, args=(rank, self.world_size, str(rendezvous), theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -74,12 +72,12 @@ class RankPool:
         pipe = self._pipes[rank]
         if not pipe.poll(seconds):
             self.stop()
-            raise BodyFailed(f"rank {rank} of {self.world_size} did not answer within {seconds} s")
+            raise BodyFailedError(f"rank {rank} of {self.world_size} did not answer within {seconds} s")
         try:
             answer: tuple[bool, Any] = pipe.recv()
         except EOFError:
             self.stop()
-            raise BodyFailed(f"rank {rank} of {self.world_size} died") from None
+            raise BodyFailedError(f"rank {rank} of {self.world_size} died") from None
         return answer
 
 

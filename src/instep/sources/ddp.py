@@ -190,5 +190,16 @@ def _record(recorder: Recorder, name: str, future: torch.futures.Future[torch.Te
 
 def _slices(bucket: GradBucket) -> list[torch.Tensor]:
     """The bucket's gradients, one for each of its parameters, as views of its buffer."""
-    buffer = bucket.buffer()
-    return [buffer] if buffer.is_sparse else bucket.gradients()
+    buffer, parameters = bucket.buffer(), bucket.parameters()
+    if buffer.is_sparse:
+        return [buffer]
+    if not any(parameter.is_complex() for parameter in parameters):
+        return bucket.gradients()
+    # DDP reduces complex gradients as pairs of reals, and gradients() of such a bucket returns half of each.
+    slices, offset = [], 0
+    for parameter in parameters:
+        layout = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
+        pairs = buffer.as_strided(layout.shape, layout.stride(), buffer.storage_offset() + offset)
+        slices.append(torch.view_as_complex(pairs) if parameter.is_complex() else pairs)
+        offset += layout.numel()
+    return slices

@@ -1,0 +1,56 @@
+"""Fixtures for all tests: the device, the pools of ranks, and the guard against leaks."""
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from instep import attachment
+from tests.distributed.pool import RankPool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        torch.use_deterministic_algorithms(True)
+    yield torch.device(request.param)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks() -> Iterator[None]:
+    """No attachment, thread or process group outlives the test that made it."""
+    threads = set(threading.enumerate())
+    yield
+    gc.collect()
+    assert not list(attachment._attachments), "a model is still attached: detach it, or drop it"
+    # Autograd and the pools' pipes have no Python threads of their own.
+    assert set(threading.enumerate()) <= threads, "a thread was left running"
+    assert not dist.is_initialized(), "a process group was left in this process"
+
+
+def _pool(world_size: int) -> Iterator[RankPool]:
+    pool = RankPool(world_size)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[RankPool]:
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def three_ranks() -> Iterator[RankPool]:
+    """With two ranks every sum commutes and halving is exact; only three tell the right order of both."""
+    yield from _pool(3)
