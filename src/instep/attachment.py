@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -31,7 +32,7 @@ from instep._validation import (
     refuse_parameters,
     refuse_wrappers,
 )
-from instep.errors import AttachError
+from instep.errors import AttachError, StaleAttachmentError
 from instep.sources import Source
 from instep.sources.ddp import DDPSource
 from instep.sources.local import LocalSource
@@ -233,6 +234,7 @@ class Attachment:
             for source in self._sources:
                 source.connect()
             self._handles.append(model.register_forward_pre_hook(BoundHook(self._before_forward)))
+            self._handles.append(model.register_forward_hook(BoundHook(self._after_forward)))
             for ref, stepper in zip(self._optimizers, self._steppers, strict=True):
                 optimizer = ref()
                 assert optimizer is not None
@@ -262,11 +264,27 @@ class Attachment:
         # Inside a backward this is a checkpointed segment run again.
         if torch.compiler.is_compiling() or graph_task() is not None:
             return
+        self._refuse_late_ddp()
         self._transaction.require_readable()
         require_unchanged(self._transaction.parameters)
         if self._transaction.state == "idle":
             for source in self._sources:
                 source.refresh()
+
+    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        if torch.compiler.is_compiling() or graph_task() is not None:
+            return
+        for node in _nodes(output):
+            node.register_prehook(self._transaction.begin_backward)
+
+    def _refuse_late_ddp(self) -> None:
+        # torch's own record of the DDP instance whose forward is running; dynamo reads it too.
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is not None and not any(ref() is ddp for ref in self._ddps):
+            raise StaleAttachmentError(
+                f"{self._model_name} was wrapped in a DistributedDataParallel after attach: its own gradients are "
+                "those of this rank alone. detach(), wrap the model first, and attach the DistributedDataParallel"
+            )
 
     def _before_step(
         self, stepper: Stepper, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -313,6 +331,18 @@ class Attachment:
             spent = SpentGradient(parameter, name, self._transaction.misused)
             parameters.append(AttachedParameter(parameter, spec, places, owner[id(parameter)], spent))
         return tuple(parameters)
+
+
+def _nodes(output: object) -> Iterator[Node]:
+    """The autograd nodes of the tensors in a module's output: backward starts at them."""
+    if isinstance(output, torch.Tensor):
+        if output.grad_fn is not None:
+            yield output.grad_fn
+    elif isinstance(output, Mapping):
+        yield from _nodes(list(output.values()))
+    elif isinstance(output, (list, tuple)):
+        for item in output:
+            yield from _nodes(item)
 
 
 def _managed(ddp: DistributedDataParallel) -> set[int]:

@@ -36,7 +36,7 @@ class SpentGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub types the disabled default
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        spent = _find(args) or _find(list((kwargs or {}).values()))
+        spent = _find([*args, *(kwargs or {}).values()])
         assert spent is not None
         operation = func.overloadpacket.__name__
         error: InstepError

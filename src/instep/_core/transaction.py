@@ -53,12 +53,30 @@ class Transaction:
         self._arrived: set[int] = set()
         self._applied: set[int] = set()
         self._uncommitted: set[Stepper] = set()
+        self._backward: int | None = None
         self._flushing: Stepper | None = None
         self._failure: BaseException | None = None
         self._torn: Callable[[], TornStepError] | None = None
         self._torn_in: int | None = None
 
-    # What a source does during backward.
+    # What happens during backward.
+
+    def begin_backward(self, gradients: object) -> None:
+        """An output of the model is about to get its gradient, before any parameter does.
+
+        Raises ``AccumulationError``, before anything is written or reduced, if an earlier backward of this step has
+        already updated weights. Some outputs lie deep in the graph: in the same backward they are met later.
+        """
+        task = graph_task()
+        if self.accumulating or task == self._backward:
+            return
+        if self._applied:
+            raise AccumulationError(
+                "a second backward began before optimizer.step(), but the first has already updated the weights. Wrap "
+                "all but the last micro-batch in `with overlap.accumulate():` (DDP: no_sync()), or add the losses and "
+                "call backward() once"
+            )
+        self._backward = task
 
     def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
         """Announce final gradients. ``False``: leave them in ``.grad``, this step must not be written now.

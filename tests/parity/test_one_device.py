@@ -1,0 +1,416 @@
+"""One device: the attached loop beside the plain one, bit for bit, after every step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.checkpoint import checkpoint
+
+import instep
+from instep.verify import first_difference, training_state
+from tests.cases import Blocks, OptimizerCase, Sometimes, Tied, batch, optimizer_cases, two_groups
+
+SMALL = 2_000  # bytes: several buckets even in these models
+
+
+def assert_equal(build: Callable[[], Any], steps: int = 5, **options: Any) -> None:
+    found = instep.verify(build, steps=steps, **{"bucket_bytes": SMALL, **options})
+    assert found.equal, found.difference
+    assert found.tensors > 0
+
+
+def loop(
+    make: Callable[[], nn.Module],
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    loss: Callable[[nn.Module, int], torch.Tensor] | None = None,
+    device: torch.device | str = "cpu",
+) -> Callable[[], Any]:
+    """A loop with a scheduler, as a user would write it."""
+
+    def cross_entropy(model: nn.Module, i: int) -> torch.Tensor:
+        x, y = batch(i)
+        return nn.functional.cross_entropy(model(x.to(device)), y.to(device))
+
+    def build() -> Any:
+        model = make().to(device)
+        opt = optimizer(model)
+        scheduler = LambdaLR(opt, lambda e: 1 / (1 + e))
+
+        def step(i: int) -> None:
+            (loss or cross_entropy)(model, i).backward()
+            opt.step()
+            opt.zero_grad()
+            scheduler.step()
+
+        return model, opt, step
+
+    return build
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(two_groups(model), lr=1e-2, fused=True)
+
+
+@pytest.mark.parametrize("case", list(optimizer_cases()), ids=lambda case: case[0])
+def test_every_optimizer_with_two_groups_and_a_scheduler(case: OptimizerCase, device: torch.device) -> None:
+    _, cls, kwargs = case
+    assert_equal(loop(Blocks, lambda model: cls(two_groups(model), **kwargs), device=device))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 500, 5_000, None])
+def test_any_bucket_size(bucket_bytes: int | None) -> None:
+    assert_equal(loop(Blocks, adamw), bucket_bytes=bucket_bytes)
+
+
+def test_muon_and_adamw_as_two_optimizers() -> None:
+    def build() -> Any:
+        model = Blocks()
+        matrices, rest = (group["params"] for group in two_groups(model))
+        optimizers = [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2, fused=True)]
+
+        def step(i: int) -> None:
+            x, y = batch(i)
+            nn.functional.cross_entropy(model(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+
+        return model, optimizers, step
+
+    assert_equal(build)
+
+
+def test_tied_weights(device: torch.device) -> None:
+    def loss(model: nn.Module, i: int) -> torch.Tensor:
+        tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(i)).to(device)
+        return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    assert_equal(loop(Tied, adamw, loss, device))
+
+
+@pytest.mark.parametrize("optimizer", [adamw, lambda m: torch.optim.SGD(m.parameters(), 0.1, 0.9, weight_decay=0.1)])
+def test_parameters_unused_in_some_steps_keep_their_weights_and_momentum(
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+) -> None:
+    def loss(model: nn.Module, i: int) -> torch.Tensor:
+        x, y = batch(i)
+        return nn.functional.cross_entropy(model(x, (0, None, 1, 1)[i % 4]), y)
+
+    assert_equal(loop(Sometimes, optimizer, loss), steps=8)
+
+
+def test_frozen_parameters_that_thaw_later() -> None:
+    def make() -> nn.Module:
+        model = Blocks()
+        model.inner.requires_grad_(False)
+        model.blocks[1].requires_grad_(False)
+        return model
+
+    def loss(model: nn.Module, i: int) -> torch.Tensor:
+        model.inner.requires_grad_(i >= 2)
+        model.outer.requires_grad_(i < 3)
+        x, y = batch(i)
+        return nn.functional.cross_entropy(model(x), y)
+
+    assert_equal(loop(make, adamw, loss), steps=6)
+
+
+def test_a_thawed_parameter_is_stepped_in_backward_again() -> None:
+    model = Blocks()
+    model.inner.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instep.attach(model, optimizer) as overlap:
+        assert "inner.weight" not in str(overlap.plan)
+        model.inner.requires_grad_(True)
+        model(batch(0)[0]).sum().backward()
+        assert "SpentGradient" in repr(model.inner.weight.grad)
+        optimizer.step()
+
+
+def test_local_accumulation() -> None:
+    def build() -> Any:
+        model = Blocks()
+        optimizer = adamw(model)
+
+        def step(i: int) -> None:
+            overlap = instep.attached(model)
+            for micro in range(3):
+                x, y = batch(3 * i + micro)
+                if overlap is not None and micro < 2:
+                    with overlap.accumulate():
+                        nn.functional.cross_entropy(model(x), y).backward()
+                else:
+                    nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    assert_equal(build)
+
+
+def test_bfloat16_parameters(device: torch.device) -> None:
+    def loss(model: nn.Module, i: int) -> torch.Tensor:
+        x, y = batch(i)
+        return nn.functional.cross_entropy(model(x.to(device, torch.bfloat16)).float(), y.to(device))
+
+    assert_equal(loop(lambda: Blocks().to(torch.bfloat16), adamw, loss, device))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("cls", [torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD])
+def test_sparse_gradients(cls: Callable[..., torch.optim.Optimizer]) -> None:
+    def loss(model: nn.Module, i: int) -> torch.Tensor:
+        tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(i))
+        return model(tokens).square().mean()
+
+    def words() -> nn.Module:
+        return nn.Sequential(nn.Embedding(32, 8, sparse=True))
+
+    assert_equal(loop(words, lambda model: cls(model.parameters(), 0.1), loss))
+
+
+def test_non_reentrant_checkpointing() -> None:
+    def loss(model: nn.Module, i: int) -> torch.Tensor:
+        x, y = batch(i)
+        x = model.inner(x)
+        for block in model.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return nn.functional.cross_entropy(model.outer(x), y)
+
+    assert_equal(loop(Blocks, adamw, loss))
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["head outside", "all inside"])
+def test_reentrant_checkpointing_that_visits_a_parameter_once(outside: bool) -> None:
+    def loss(model: nn.Module, i: int) -> torch.Tensor:
+        x, y = batch(i)
+        x = x.requires_grad_()
+        for part in (model.inner, *model.blocks) if outside else (model.inner, *model.blocks, model.outer):
+            x = checkpoint(part, x, use_reentrant=True)
+        return nn.functional.cross_entropy(model.outer(x) if outside else x, y)
+
+    assert_equal(loop(Blocks, adamw, loss))
+
+
+def test_a_gradient_penalty_in_the_loss() -> None:
+    def loss(model: nn.Module, i: int) -> torch.Tensor:
+        x, y = batch(i)
+        x.requires_grad_()
+        out = nn.functional.cross_entropy(model(x), y)
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        return out + slope.square().sum()
+
+    assert_equal(loop(Blocks, adamw, loss))
+
+
+def test_two_backwards_that_share_no_parameter() -> None:
+    """Two models in one optimizer, one backward each: the second is left to optimizer.step()."""
+
+    def build() -> Any:
+        model = nn.ModuleList([Blocks(), Blocks()])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def step(i: int) -> None:
+            x, y = batch(i)
+            losses = [nn.functional.cross_entropy(part(x), y) for part in model]
+            for one in losses:
+                one.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    assert_equal(build)
+
+
+def test_a_tensor_learning_rate_and_a_cycling_scheduler() -> None:
+    def build() -> Any:
+        model = Blocks()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
+        scheduler = OneCycleLR(optimizer, max_lr=0.05, total_steps=10)
+
+        def step(i: int) -> None:
+            x, y = batch(i)
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+
+        return model, optimizer, step
+
+    assert_equal(build, steps=8)
+
+
+def test_a_closure() -> None:
+    def build() -> Any:
+        model = Blocks()
+        optimizer = adamw(model)
+
+        def step(i: int) -> None:
+            x, y = batch(i)
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            assert torch.is_tensor(optimizer.step(closure))
+
+        return model, optimizer, step
+
+    assert_equal(build)
+
+
+def test_zero_grad_in_place_after_the_step() -> None:
+    def build() -> Any:
+        model = Blocks()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+        def step(i: int) -> None:
+            x, y = batch(i)
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+        return model, optimizer, step
+
+    assert_equal(build)
+
+
+class GroupStep(torch.optim.Optimizer):
+    """Keeps its step count in the group, in a non-parameter state entry, and on itself, as some optimizers do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "count": 0, "history": []})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        self.state["total"] = self.state.get("total", 0) + 1
+        for group in self.param_groups:
+            group["count"] += 1
+            group["history"].append(group["count"])
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / group["count"])
+
+
+def test_state_kept_outside_of_the_parameters() -> None:
+    assert_equal(loop(Blocks, lambda model: GroupStep([{**g, "history": []} for g in two_groups(model)])), steps=6)
+    model = Blocks()
+    optimizer = GroupStep(model.parameters())
+    with instep.attach(model, optimizer, bucket_bytes=SMALL):
+        for i in range(3):
+            model(batch(i)[0]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.calls == optimizer.state["total"] == 3
+
+
+def test_optimizer_state_goes_both_ways_in_the_middle_of_a_run() -> None:
+    """Plain, attached, plain: each loads what the other saved, and the end is that of a plain run."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for i in steps:
+            x, y = batch(i)
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Blocks()
+        return model, adamw(model)
+
+    reference, reference_optimizer = fresh()
+    train(reference, reference_optimizer, range(9))
+
+    saved = None
+    for number in range(3):
+        model, optimizer = fresh()
+        overlap = instep.attach(model, optimizer, bucket_bytes=SMALL) if number == 1 else None
+        if saved is not None:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        train(model, optimizer, range(3 * number, 3 * number + 3))
+        saved = (model.state_dict(), optimizer.state_dict())
+        if overlap is not None:
+            overlap.detach()
+
+    plain = training_state(reference, reference_optimizer)
+    assert first_difference(plain, training_state(model, optimizer)) is None
+
+
+def test_step_hooks_fire_once_per_step() -> None:
+    model = Blocks()
+    optimizer = adamw(model)
+    fired: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: fired.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: fired.append("post"))
+    everywhere = register_optimizer_step_post_hook(lambda *_: fired.append("global"))
+    try:
+        with instep.attach(model, optimizer, bucket_bytes=SMALL) as overlap:
+            assert len(overlap.plan.buckets) > 3
+            model(batch(0)[0]).sum().backward()
+            assert fired == []
+            optimizer.step()
+    finally:
+        everywhere.remove()
+    assert fired == ["pre", "post", "global"]
+
+
+def test_a_compiled_model() -> None:
+    assert_equal(loop(lambda: torch.compile(Blocks(), backend="aot_eager"), adamw), steps=3)
+
+
+def test_buckets_follow_the_order_in_which_gradients_arrive() -> None:
+    """A model whose modules are registered in the reverse of the order they run in."""
+
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.middle, self.first = (nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.middle(self.first(x)))
+
+    model = Backwards()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instep.attach(model, optimizer, bucket_bytes=1) as overlap:
+        names = [bucket.parameters[0].name for bucket in overlap.plan.buckets]
+        assert names[0].startswith("first")
+        for i in range(2):
+            model(batch(i)[0]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        names = [bucket.parameters[0].name for bucket in overlap.plan.buckets]
+        assert names[0].startswith("last")
+
+
+def test_only_the_largest_bucket_of_gradients_is_ever_alive() -> None:
+    model = Blocks(width=64, depth=6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instep.attach(model, optimizer, bucket_bytes=20_000) as overlap:
+        alive: list[int] = []
+
+        def count(_: torch.Tensor) -> None:
+            real = [p.grad for p in model.parameters() if p.grad is not None and "Spent" not in repr(p.grad)]
+            alive.append(sum(g.nbytes for g in real))
+
+        for i in range(2):
+            handles = [p.register_post_accumulate_grad_hook(count) for p in model.parameters()] if i else []
+            model(batch(i)[0]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        largest = max(bucket.nbytes for bucket in overlap.plan.buckets)
+        assert max(alive) <= largest < overlap.plan.nbytes / 3
+        for handle in handles:
+            handle.remove()

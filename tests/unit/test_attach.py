@@ -1,0 +1,236 @@
+"""What attach refuses: a typed error that names the parameter and the cure, and no hook left behind."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep.errors import AttachError, UnsupportedOptimizerError
+from tests.cases import Blocks, batch
+
+
+def hooks_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[int]:
+    """How many hooks are registered where instep registers its own."""
+    counts = [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()]
+    counts += [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
+    counts += [len(o._optimizer_step_pre_hooks) + len(o._optimizer_step_post_hooks) for o in optimizers]
+    return counts
+
+
+class Coupled(torch.optim.Optimizer):
+    """Scales every update by the norm of all gradients together."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "scale": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            grads = [p.grad for p in group["params"] if p.grad is not None]
+            if grads:
+                group["scale"] = torch.stack([g.norm() for g in grads]).norm().item()
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / group["scale"])
+
+
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([p for g in inner.param_groups for p in g["params"]], {})
+        self.inner = inner
+
+
+MODEL = Blocks()
+OTHER = nn.Linear(3, 5)
+
+
+def sgd(parameters: Any, **kwargs: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=0.1, **kwargs)
+
+
+def with_replaced_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    optimizer.step = lambda closure=None: None
+    return optimizer
+
+
+def with_non_leaf(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    optimizer.param_groups[0]["params"][1] = MODEL.inner.weight * 2
+    return optimizer
+
+
+def with_no_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    optimizer.param_groups[0]["params"] = []
+    return optimizer
+
+
+def frozen() -> nn.Module:
+    return Blocks().requires_grad_(False)
+
+
+FROZEN = frozen()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (lambda: sgd([*MODEL.parameters(), *OTHER.parameters()]), ["(5, 3)", "not a parameter of the model"]),
+        (lambda: sgd(OTHER.parameters()), ["not a parameter of the model"]),
+        (lambda: [sgd(MODEL.parameters()), sgd([MODEL.outer.bias])], ["'outer.bias'", "one optimizer, once"]),
+        (lambda: with_non_leaf(sgd(MODEL.parameters())), ["not a leaf"]),
+        (lambda: with_no_parameters(sgd(MODEL.parameters())), ["no parameters"]),
+        (list, ["empty list"]),
+        (lambda: ["AdamW"], ["not str"]),
+        (lambda: [o := sgd(MODEL.parameters()), o], ["given twice"]),
+        (lambda: torch.optim.LBFGS(MODEL.parameters()), ["LBFGS"]),
+        (lambda: Lookahead(sgd(MODEL.parameters())), ["Lookahead", "inner: SGD", "inner optimizer"]),
+        (lambda: with_replaced_step(sgd(MODEL.parameters())), ["SGD", "step method", "replaced"]),
+        (lambda: sgd(MODEL.parameters(), differentiable=True), ["differentiable"]),
+    ],
+)
+def test_bad_optimizers_are_refused_and_nothing_is_left_behind(optimizer: Any, words: list[str]) -> None:
+    before = hooks_of(MODEL)
+    with pytest.raises(AttachError) as refused:
+        instep.attach(MODEL, optimizer())
+    for word in words:
+        assert word in str(refused.value)
+    assert hooks_of(MODEL) == before
+    assert instep.attached(MODEL) is None
+
+
+def test_a_parameter_twice_in_one_group() -> None:
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = sgd([MODEL.outer.weight, MODEL.outer.weight])
+    with pytest.raises(AttachError, match=r"'outer.weight'.*twice"):
+        instep.attach(MODEL, optimizer)
+
+
+def test_nothing_but_frozen_parameters() -> None:
+    with pytest.raises(AttachError, match=r"frozen \('inner.weight'"):
+        instep.attach(FROZEN, sgd(FROZEN.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"schedule": "sideways"}, "schedule='sideways'"),
+        ({"schedule": "forward"}, "schedule='forward'"),
+        ({"bucket_bytes": 0}, "bucket_bytes"),
+        ({"bucket_bytes": 1.5}, "bucket_bytes"),
+        ({"bucket_bytes": True}, "bucket_bytes"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(AttachError, match=words):
+        instep.attach(MODEL, sgd(MODEL.parameters()), **options)
+
+
+def test_a_model_that_is_no_module() -> None:
+    with pytest.raises(AttachError, match="Module"):
+        instep.attach(MODEL.forward, sgd(MODEL.parameters()))  # type: ignore[arg-type]
+
+
+def test_attaching_twice() -> None:
+    model = Blocks()
+    optimizer = sgd(model.parameters())
+    with instep.attach(model, optimizer):
+        before = hooks_of(model, optimizer)
+        with pytest.raises(AttachError, match=r"'inner.weight' is already attached"):
+            instep.attach(model, sgd(model.parameters()))
+        with pytest.raises(AttachError, match="already attached"):
+            instep.attach(model.blocks, sgd(model.blocks.parameters()))
+        assert hooks_of(model, optimizer) == before
+    with instep.attach(model, optimizer):
+        pass
+
+
+def test_a_failure_in_the_middle_of_registration_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Blocks()
+    optimizer = sgd(model.parameters())
+    before = hooks_of(model, optimizer)
+
+    def refuse(*_: Any) -> None:
+        raise OSError("no more hooks")
+
+    monkeypatch.setattr(optimizer, "register_step_pre_hook", refuse)
+    with pytest.raises(OSError, match="no more hooks"):
+        instep.attach(model, optimizer)
+    assert hooks_of(model, optimizer) == before
+    assert instep.attached(model) is None
+
+
+def test_an_update_that_couples_parameters_is_refused_at_the_first_disagreement() -> None:
+    model = Blocks()
+    optimizer = Coupled(model.parameters())
+    with instep.attach(model, optimizer, bucket_bytes=500):
+        with pytest.raises(UnsupportedOptimizerError, match=r"Coupled.*'scale'"):
+            model(batch(0)[0]).sum().backward()
+        with pytest.raises(instep.errors.TornStepError):
+            optimizer.step()
+
+
+def test_parts_of_one_model_are_attached_separately() -> None:
+    model = Blocks()
+    optimizers = [sgd(model.blocks.parameters()), sgd([*model.inner.parameters(), *model.outer.parameters()])]
+    with instep.attach(model.blocks, optimizers[0]), instep.attach(model, optimizers[1]) as overlap:
+        assert instep.attached(model) is overlap
+        for i in range(2):
+            model(batch(i)[0]).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert overlap.step_count == 2
+
+
+def test_disabled_by_the_environment(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("INSTEP_DISABLE", "1")
+    model = Blocks()
+    optimizer = sgd(model.parameters())
+    before = hooks_of(model, optimizer)
+    with caplog.at_level(logging.WARNING):
+        overlap = instep.attach(model, optimizer)
+    assert "INSTEP_DISABLE" in caplog.text
+    assert hooks_of(model, optimizer) == before
+    assert "detached" in repr(overlap)
+    with overlap.accumulate():
+        model(batch(0)[0]).sum().backward()
+    optimizer.step()
+    overlap.detach()
+
+
+def test_what_the_attachment_says_of_itself() -> None:
+    model = Blocks()
+    optimizer = sgd(model.parameters())
+    overlap = instep.attach(model, optimizer, bucket_bytes=4_000)
+    assert repr(overlap).startswith("<instep.Attachment Blocks with SGD: schedule='backward', ")
+    assert "0 steps, idle" in repr(overlap)
+    table = str(overlap.plan)
+    assert "outer.bias" in table.splitlines()[1]
+    assert table.splitlines()[-1].startswith("total")
+    assert overlap.plan.nbytes == sum(p.nbytes for p in model.parameters())
+    model(batch(0)[0]).sum().backward()
+    assert "open" in repr(overlap)
+    optimizer.step()
+    overlap.synchronize()
+    assert overlap.step_count == 1
+    overlap.detach()
+    assert "detached" in repr(overlap)
+    overlap.detach()
+
+
+def test_detach_restores_the_model() -> None:
+    model = Blocks()
+    optimizer = sgd(model.parameters())
+    before = hooks_of(model, optimizer)
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    overlap = instep.attach(model, optimizer)
+    assert hooks_of(model, optimizer) != before
+    model(batch(0)[0]).sum().backward()
+    overlap.detach()
+    assert hooks_of(model, optimizer) == before
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert all(p.grad is None for p in model.parameters())
+    model(batch(0)[0]).sum().backward()
+    assert all(type(p.grad) is torch.Tensor for p in model.parameters())

@@ -1,0 +1,78 @@
+"""The private parts of torch that instep stands on. A failure here says which one has changed."""
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from instep._core.engine import at_end_of_backward, graph_task
+from instep._core.stepper import _undecorated_step
+
+
+def test_graph_task_numbers_the_running_backward() -> None:
+    seen: list[int | None] = []
+    layer = nn.Linear(2, 2)
+    layer.weight.register_post_accumulate_grad_hook(lambda _: seen.append(graph_task()))
+    for _ in range(2):
+        layer(torch.ones(1, 2)).sum().backward()
+    assert graph_task() is None
+    assert len(set(seen)) == 2
+    assert None not in seen
+
+
+def test_callbacks_run_at_the_end_in_the_order_they_were_asked_for() -> None:
+    order: list[str] = []
+    layer = nn.Linear(2, 2)
+
+    def never() -> None:
+        order.append("failed")
+
+    def first() -> None:
+        order.append("first")
+        at_end_of_backward(lambda: order.append("third"), never)
+
+    def hook(_: torch.Tensor) -> None:
+        order.append("gradient")
+        at_end_of_backward(first, never)
+        at_end_of_backward(lambda: order.append("second"), never)
+
+    layer.weight.register_post_accumulate_grad_hook(hook)
+    layer(torch.ones(1, 2)).sum().backward()
+    assert order == ["gradient", "first", "second", "third"]
+
+
+def test_a_failed_backward_drops_its_callbacks_before_the_except_clause() -> None:
+    events: list[str] = []
+    layer = nn.Linear(2, 2)
+
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        raise ValueError("boom")
+
+    x = torch.ones(1, 2, requires_grad=True)
+    hidden = x * 1
+    hidden.register_hook(fail)
+    layer.weight.register_post_accumulate_grad_hook(
+        lambda _: at_end_of_backward(lambda: events.append("end"), lambda: events.append("failed"))
+    )
+    try:
+        layer(hidden).sum().backward()
+    except ValueError:
+        events.append("except")
+    assert events == ["failed", "except"]
+
+
+def test_torch_wraps_step_once_and_marks_it() -> None:
+    class Mine(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:
+            """Mine."""
+
+    layer = nn.Linear(2, 2)
+    for cls in (torch.optim.SGD, Mine):
+        cls(layer.parameters(), lr=0.1)
+        assert _undecorated_step(cls) is not cls.step
+        assert not hasattr(_undecorated_step(cls), "hooked")
+
+
+def test_what_is_read_of_ddp_is_there() -> None:
+    assert DistributedDataParallel._get_active_ddp_module() is None
+    source = DistributedDataParallel.__init__.__code__.co_names
+    assert {"parameters_to_ignore", "process_group"} <= set(source)

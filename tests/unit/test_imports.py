@@ -1,0 +1,65 @@
+"""Imports run one way: see the table. A room may use those to its right."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import instep
+
+ROOT = Path(instep.__file__).parent
+ALLOWED = {
+    "errors": set(),
+    "comm_hooks": set(),
+    "report": set(),
+    "_core": {"errors"},
+    "sources": {"_core", "comm_hooks", "errors"},
+    "_validation": {"_core", "errors"},
+    "attachment": {"_validation", "sources", "_core", "errors"},
+    "verify": {"attachment"},
+    "demo": {"attachment", "verify", "report", "errors"},
+    "cli": {"demo", "_version"},
+}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported_by(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+    return found
+
+
+FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.parent != ROOT or not path.stem.startswith("__")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_room_imports_only_what_stands_below_it(path: Path) -> None:
+    room = room_of(path)
+    if room == "_version":
+        return
+    others = {name.split(".")[1] for name in imported_by(path) if name.startswith("instep.")} - {room}
+    assert others <= ALLOWED[room], f"{room} must not import {others - ALLOWED[room]}"
+
+
+def test_the_core_does_not_know_of_ranks() -> None:
+    for path in ROOT.joinpath("_core").glob("*.py"):
+        assert not any(name.startswith("torch.distributed") for name in imported_by(path)), path.name
+
+
+def test_sources_do_not_know_one_another() -> None:
+    for path in ROOT.joinpath("sources").glob("*.py"):
+        others = {name for name in imported_by(path) if name.startswith("instep.sources.")}
+        assert not others, f"{path.name} imports {others}"
+
+
+def test_the_public_names() -> None:
+    public = {name for name in vars(instep) if not name.startswith("_")}
+    rooms = {path.stem for path in ROOT.iterdir() if not path.stem.startswith("_")} | {"sources"}
+    assert public - rooms | {"verify"} == {"Attachment", "Verification", "attach", "attached", "verify"}

@@ -1,0 +1,432 @@
+"""Loops that would silently train wrong raise instead, before anything more is written."""
+
+import copy
+import io
+import pickle
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import instep
+from instep.errors import (
+    AccumulationError,
+    HyperparameterChangedError,
+    SpentGradientError,
+    StaleAttachmentError,
+    TornStepError,
+    UncommittedStepError,
+)
+from tests.cases import Blocks, batch
+
+SMALL = 2_000
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Blocks()
+
+
+@pytest.fixture
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.fixture
+def overlap(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    with instep.attach(model, optimizer, bucket_bytes=SMALL) as overlap:
+        yield overlap
+
+
+def loss_of(model: nn.Module, seed: int = 0) -> torch.Tensor:
+    x, y = batch(seed)
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_untouched(model: nn.Module, before: list[torch.Tensor]) -> None:
+    assert all(map(torch.equal, weights(model), before))
+
+
+def test_a_second_backward_without_accumulate(model: nn.Module, overlap: Any) -> None:
+    first, second = loss_of(model, 0), loss_of(model, 1)
+    first.backward()
+    before = weights(model)
+    with pytest.raises(AccumulationError, match=r"accumulate\(\)"):
+        second.backward()
+    assert_untouched(model, before)
+
+
+def test_a_second_backward_that_reaches_fresh_parameters_first(overlap: Any, model: nn.Module) -> None:
+    """Two heads on one trunk: the second head has no gradient yet when the second backward reaches it."""
+    heads = nn.ModuleDict({"trunk": nn.Linear(16, 16), "a": nn.Linear(16, 4), "b": nn.Linear(16, 4)})
+    optimizer = torch.optim.SGD(heads.parameters(), lr=0.1)
+    with instep.attach(heads, optimizer, bucket_bytes=1):
+        trunk = heads["trunk"](batch(0)[0])
+        heads["a"](trunk).sum().backward(retain_graph=True)
+        before = weights(heads)
+        with pytest.raises(AccumulationError, match="'trunk.bias' arrived again"):
+            heads["b"](trunk).sum().backward()
+        assert_untouched(heads, before)
+
+
+def test_a_second_loss_on_the_same_outputs(model: nn.Module, overlap: Any) -> None:
+    """No weight lies between the outputs and either loss, so only the second arrival tells."""
+    layer = nn.Linear(16, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with instep.attach(layer, optimizer):
+        out = {"logits": layer(batch(0)[0])}["logits"]
+        out.sum().backward(retain_graph=True)
+        before = weights(layer)
+        with pytest.raises(AccumulationError):
+            out.square().sum().backward()
+        assert_untouched(layer, before)
+
+
+class WithHidden(nn.Module):
+    """Returns every hidden state, as large language models may: most outputs lie deep in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        hidden = []
+        for layer in self.layers:
+            x = layer(x).tanh()
+            hidden.append(x)
+        return {"out": x, "hidden": tuple(hidden)}
+
+
+def test_outputs_deep_in_the_graph_are_no_second_backward() -> None:
+    model = WithHidden()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instep.attach(model, optimizer, bucket_bytes=1) as overlap:
+        for i in range(3):
+            out = model(batch(i)[0])
+            (out["out"].sum() + sum(h.square().sum() for h in out["hidden"])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert overlap.step_count == 3
+
+
+def test_a_forward_before_the_step_was_committed(model: nn.Module, overlap: Any) -> None:
+    loss_of(model).backward()
+    with pytest.raises(UncommittedStepError, match=r"optimizer.step\(\)"):
+        model(batch(1)[0])
+    assert issubclass(UncommittedStepError, AccumulationError)
+
+
+def test_a_graph_that_is_used_twice(model: nn.Module, optimizer: Any, overlap: Any) -> None:
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    before = weights(model)
+    with pytest.raises(AccumulationError):
+        loss.backward()
+    assert_untouched(model, before)
+    optimizer.step()  # the first backward's step is whole
+    assert overlap.step_count == 1
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+        lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0, foreach=True),
+        lambda m: nn.utils.clip_grad_value_(m.parameters(), 1.0),
+        lambda m: nn.utils.get_total_norm([p.grad for p in m.parameters()]),
+        lambda m: m.inner.weight.grad.norm(),
+        lambda m: m.inner.weight.grad.mul_(2),
+        lambda m: m.inner.weight.grad.data,
+        lambda m: m.inner.weight.grad.clone(),
+        lambda m: m.inner.weight.grad + 1,
+        lambda m: torch.stack([m.outer.bias.grad, m.outer.bias.grad]),
+        lambda m: m.zero_grad(set_to_none=False),
+        lambda m: m.double(),
+        lambda m: copy.deepcopy(m.inner.weight.grad),
+    ],
+)
+def test_gradients_are_spent_between_backward_and_step(model: nn.Module, overlap: Any, touch: Any) -> None:
+    loss_of(model).backward()
+    before = weights(model)
+    with pytest.raises(SpentGradientError, match="applied during backward"):
+        touch(model)
+    assert_untouched(model, before)
+
+
+def test_a_spent_gradient_can_be_looked_at_but_not_read(model: nn.Module, overlap: Any) -> None:
+    loss_of(model).backward()
+    grad = model.inner.weight.grad
+    assert "inner.weight" in repr(grad)
+    assert grad.shape == model.inner.weight.shape
+    assert grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("form", [{}, {"fused": True}, {"foreach": True}])
+def test_gradscaler(model: nn.Module, form: dict[str, bool]) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **form)
+    with instep.attach(model, optimizer, bucket_bytes=SMALL):
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss_of(model)).backward()
+        with pytest.raises(SpentGradientError, match="GradScaler"):
+            scaler.step(optimizer)
+        with pytest.raises(TornStepError, match="scaled"):
+            optimizer.step()
+        with pytest.raises(TornStepError):
+            model(batch(0)[0])
+
+
+def test_a_clip_in_a_step_pre_hook_sees_spent_gradients_whenever_it_was_registered(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    with instep.attach(model, optimizer, bucket_bytes=SMALL):
+        optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 1.0) and None)
+        loss_of(model).backward()
+        with pytest.raises(SpentGradientError):
+            optimizer.step()
+
+
+def test_a_clip_inside_a_closure(model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any) -> None:
+    def closure() -> torch.Tensor:
+        loss = loss_of(model)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return loss
+
+    with pytest.raises(SpentGradientError):
+        optimizer.step(closure)
+
+
+def test_a_hyperparameter_changed_between_backward_and_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any
+) -> None:
+    loss_of(model).backward()
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(HyperparameterChangedError, match=r"param_groups\[0\]\['lr'\] changed to 0.5"):
+        optimizer.step()
+    with pytest.raises(TornStepError):
+        model(batch(0)[0])
+
+
+def test_a_tensor_hyperparameter_changed_in_place(model: nn.Module) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
+    with instep.attach(model, optimizer, bucket_bytes=SMALL):
+        loss_of(model).backward()
+        optimizer.param_groups[0]["lr"].fill_(0.5)
+        with pytest.raises(HyperparameterChangedError):
+            optimizer.step()
+
+
+def test_gradients_cleared_between_backward_and_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any
+) -> None:
+    """The plain loop would not step at all."""
+    loss_of(model).backward()
+    optimizer.zero_grad()
+    with pytest.raises(SpentGradientError, match=r"cleared or replaced.*zero_grad"):
+        optimizer.step()
+
+
+def replace(model: Any) -> None:
+    model.inner.weight = nn.Parameter(torch.zeros(24, 16))
+
+
+def untie(model: Any) -> None:
+    model.inner = nn.Linear(16, 24)
+
+
+def convert(model: Any) -> None:
+    model.double()
+
+
+def assign(model: Any) -> None:
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+
+
+def parametrize(model: Any) -> None:
+    nn.utils.parametrizations.weight_norm(model.inner)
+
+
+@pytest.mark.parametrize("change", [replace, untie, convert, assign, parametrize])
+def test_a_parameter_that_is_no_longer_the_attached_one(model: nn.Module, overlap: Any, change: Any) -> None:
+    loss_of(model).backward()
+    overlap._optimizers[0]().step()
+    change(model)
+    with pytest.raises(StaleAttachmentError, match=r"inner.weight|inner.bias"):
+        model(batch(0)[0])
+
+
+def test_a_parameter_moved_to_another_device(model: nn.Module, overlap: Any) -> None:
+    model.inner.to("meta")
+    with pytest.raises(StaleAttachmentError, match=r"inner.weight"):
+        model(batch(0)[0])
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: torch_save_and_load(m)],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+def test_a_copy_is_not_attached_and_does_not_drive_the_original(
+    model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any, duplicate: Any
+) -> None:
+    twin = duplicate(model)
+    before = weights(model)
+    assert instep.attached(twin) is None
+    loss_of(twin).backward()
+    loss_of(twin).backward()
+    assert all(type(p.grad) is torch.Tensor for p in twin.parameters())
+    assert_untouched(model, before)
+    assert overlap.step_count == 0
+    twin_optimizer = copy.deepcopy(optimizer)
+    twin_optimizer.step()
+    loss_of(model).backward()
+    optimizer.step()
+    assert overlap.step_count == 1
+
+
+def torch_save_and_load(model: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded: nn.Module = torch.load(buffer, weights_only=False)
+    return loaded
+
+
+def test_reentrant_checkpointing_that_visits_a_parameter_twice(
+    model: Any, optimizer: torch.optim.Optimizer, overlap: Any
+) -> None:
+    x = batch(0)[0].requires_grad_()
+    x = model.inner(x)
+    for _ in range(2):
+        x = checkpoint(model.blocks[0], x, use_reentrant=True)
+    with pytest.raises(AccumulationError, match="use_reentrant=False"):
+        model.outer(x).sum().backward()
+    with pytest.raises(TornStepError):
+        optimizer.step()
+
+
+def test_a_weight_read_outside_of_its_gradient_path_is_noticed_with_a_fused_step(model: nn.Module) -> None:
+    """torch's fused kernels do not bump the version counter by themselves."""
+    layer = nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True)
+    with instep.attach(layer, optimizer, bucket_bytes=1):
+        hidden = batch(0)[0] @ layer.weight.detach().requires_grad_()
+        source = batch(1)[0].requires_grad_()
+        out = layer(source @ layer.weight.detach()) + hidden
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+class Boom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ValueError("boom")
+
+
+def test_a_backward_that_raises_after_a_bucket_was_stepped_is_torn(
+    model: Any, optimizer: torch.optim.Optimizer, overlap: Any
+) -> None:
+    x = Boom.apply(model.inner(batch(0)[0]))
+    for block in model.blocks:
+        x = x + block(x)
+    with pytest.raises(ValueError, match="boom"):
+        model.outer(x).sum().backward()
+    after = weights(model)
+    for use in (lambda: model(batch(0)[0]), optimizer.step):
+        with pytest.raises(TornStepError) as torn:
+            use()
+        assert torn.value.step == 1
+        assert "outer.weight" in torn.value.applied
+        assert "inner.weight" not in torn.value.applied
+    assert_untouched(model, after)
+    overlap.accept_torn()
+    assert all(p.grad is None for p in model.parameters())
+    loss_of(model).backward()
+    optimizer.step()
+    assert overlap.step_count == 1
+
+
+def test_a_backward_that_raises_before_anything_was_stepped_leaves_the_plain_loop(
+    model: Any, optimizer: torch.optim.Optimizer
+) -> None:
+    with instep.attach(model, optimizer) as overlap:  # one bucket: never full
+        x = Boom.apply(model.inner(batch(0)[0]))
+        before = weights(model)
+        with pytest.raises(ValueError, match="boom"):
+            model.outer(x).sum().backward()
+        assert_untouched(model, before)
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+        assert overlap.step_count == 1
+
+
+class Fails(torch.optim.SGD):
+    """Raises when it is about to step a parameter of the given shape."""
+
+    def __init__(self, params: Any, shape: tuple[int, ...]) -> None:
+        super().__init__(params, lr=0.1)
+        self.shape = shape
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if any(tuple(p.shape) == self.shape and p.grad is not None for p in group["params"]):
+                raise ZeroDivisionError("the update")
+        return super().step(closure)
+
+
+def test_an_error_in_the_update_surfaces_from_backward_with_its_own_type(model: Any) -> None:
+    optimizer = Fails(model.parameters(), (24, 16))
+    with instep.attach(model, optimizer, bucket_bytes=SMALL) as overlap:
+        with pytest.raises(ZeroDivisionError, match="the update"):
+            loss_of(model).backward()
+        with pytest.raises(TornStepError, match="ZeroDivisionError: the update") as torn:
+            model(batch(0)[0])
+        assert isinstance(torn.value.__cause__, ZeroDivisionError)
+        assert "inner.weight" in torn.value.pending
+        overlap.accept_torn()
+
+
+def test_an_error_in_the_flush_is_torn(model: Any) -> None:
+    """The unused parameter keeps its bucket from filling, so optimizer.step() itself meets the error."""
+    model.extra = nn.Parameter(torch.zeros(3))
+    optimizer = Fails(model.parameters(), (24, 16))
+    with instep.attach(model, optimizer):
+        loss_of(model).backward()
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+        with pytest.raises(TornStepError, match=r"Fails.step\(\) raised"):
+            model(batch(0)[0])
+
+
+def test_an_interrupt_in_the_update_is_not_swallowed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with instep.attach(model, optimizer, bucket_bytes=SMALL):
+        monkeypatch.setattr(sys.modules["torch.optim.sgd"], "sgd", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model).backward()
+
+
+def test_step_without_backward_is_the_plain_step(model: nn.Module, optimizer: Any, overlap: Any) -> None:
+    """Tools that create state by a step of their own, with gradients no source announced, must keep working."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert len(optimizer.state) == len(list(model.parameters()))
+    assert overlap.step_count == 0
