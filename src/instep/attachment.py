@@ -328,7 +328,7 @@ class Attachment:
             name = places[0].name
             nbytes = parameter.numel() * parameter.element_size()
             spec = ParameterSpec(len(parameters), name, parameter.shape, parameter.dtype, parameter.device, nbytes)
-            spent = SpentGradient(parameter, name, self._transaction.misused)
+            spent = SpentGradient(parameter, name, functools.partial(self._transaction.misuse, spec))
             parameters.append(AttachedParameter(parameter, spec, places, owner[id(parameter)], spent))
         return tuple(parameters)
 

@@ -33,16 +33,27 @@ class RankPool:
 
     def run(self, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``body`` on every rank; its results in rank order. ``body`` is a module-level function."""
-        if not self._processes:
-            self._start()
-        for pipe in self._pipes:
-            pipe.send((body, args, kwargs))
+        self._send(body, args, kwargs)
         answers = [self._answer(rank) for rank in range(self.world_size)]
         failed = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
         if failed:
             self.stop()  # the ranks may be at different collectives now
             raise BodyFailedError("\n".join(failed))
         return [value for _, value in answers]
+
+    def run_until_a_rank_dies(self, survivor: int, body: Callable[..., Any], *args: Any) -> Any:
+        """Call ``body`` on every rank, one of which it ends; the survivor's result. The pool is stopped."""
+        self._send(body, args, {})
+        ok, value = self._answer(survivor)
+        self.stop()
+        assert ok, value
+        return value
+
+    def _send(self, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((body, args, kwargs))
 
     def stop(self) -> None:
         for pipe in self._pipes:

@@ -268,22 +268,6 @@ def test_a_closure() -> None:
     assert_equal(build)
 
 
-def test_zero_grad_in_place_after_the_step() -> None:
-    def build() -> Any:
-        model = Blocks()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-        def step(i: int) -> None:
-            x, y = batch(i)
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-
-        return model, optimizer, step
-
-    assert_equal(build)
-
-
 class GroupStep(torch.optim.Optimizer):
     """Keeps its step count in the group, in a non-parameter state entry, and on itself, as some optimizers do."""
 

@@ -72,7 +72,7 @@ def test_a_second_backward_that_reaches_fresh_parameters_first(overlap: Any, mod
         trunk = heads["trunk"](batch(0)[0])
         heads["a"](trunk).sum().backward(retain_graph=True)
         before = weights(heads)
-        with pytest.raises(AccumulationError, match="'trunk.bias' arrived again"):
+        with pytest.raises(AccumulationError, match=r"'trunk.bias' arrived again"):
             heads["b"](trunk).sum().backward()
         assert_untouched(heads, before)
 
@@ -234,6 +234,30 @@ def test_gradients_cleared_between_backward_and_step(
         optimizer.step()
 
 
+@pytest.mark.parametrize(
+    "clear", [lambda o, m: None, lambda o, m: o.zero_grad(set_to_none=False), lambda o, m: m.zero_grad(False)]
+)
+def test_gradients_that_are_not_cleared_to_none_after_the_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any, clear: Any
+) -> None:
+    """The plain loop would add the next gradient to this one, or step unused parameters from zeros."""
+    for i in range(2):
+        loss_of(model, i).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss_of(model, 2).backward()
+    optimizer.step()
+    before = weights(model)
+    with pytest.raises(SpentGradientError, match=r"set_to_none=True"):  # noqa: PT012  # whichever comes first
+        clear(optimizer, model)
+        loss_of(model, 3).backward()
+    assert_untouched(model, before)
+    optimizer.zero_grad()
+    loss_of(model, 3).backward()
+    optimizer.step()
+    assert overlap.step_count == 4
+
+
 def replace(model: Any) -> None:
     model.inner.weight = nn.Parameter(torch.zeros(24, 16))
 
@@ -261,6 +285,20 @@ def test_a_parameter_that_is_no_longer_the_attached_one(model: nn.Module, overla
     change(model)
     with pytest.raises(StaleAttachmentError, match=r"inner.weight|inner.bias"):
         model(batch(0)[0])
+
+
+def test_a_model_may_move_between_steps_and_back(
+    model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any
+) -> None:
+    """As a loop does that saves on another device, and clears its gradients only at the start of an iteration."""
+    loss_of(model).backward()
+    optimizer.step()
+    model.double().float()
+    assert "SpentGradient" in repr(model.inner.weight.grad)
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    optimizer.step()
+    assert overlap.step_count == 2
 
 
 def test_a_parameter_moved_to_another_device(model: nn.Module, overlap: Any) -> None:

@@ -13,6 +13,8 @@ from typing import Protocol
 
 from instep._core.engine import graph_task
 from instep._core.parameters import AttachedParameter
+from instep._core.plan import ParameterSpec
+from instep._core.spent import CONVERSION
 from instep._core.stepper import Stepper
 from instep._core.streams import StepStreams
 from instep.errors import (
@@ -68,7 +70,13 @@ class Transaction:
         already updated weights. Some outputs lie deep in the graph: in the same backward they are met later.
         """
         task = graph_task()
-        if self.accumulating or task == self._backward:
+        if task == self._backward:
+            return
+        if not self._applied:
+            for attached in self.parameters:
+                if attached.get().grad is attached.spent:
+                    raise _never_cleared(attached.spec.name, "backward()")
+        if self.accumulating:
             return
         if self._applied:
             raise AccumulationError(
@@ -221,6 +229,10 @@ class Transaction:
         if self._flushing is stepper:
             self._flushing = None
             stepper.commit()
+            # The plain loop still has its gradients here, until the user clears them.
+            for attached in self.parameters:
+                if attached.stepper is stepper and self.is_applied(attached):
+                    attached.get().grad = attached.spent
             if stepper in self._uncommitted:
                 self._uncommitted.discard(stepper)
                 if not self._uncommitted:
@@ -241,10 +253,36 @@ class Transaction:
         """``"idle"``, ``"open"`` or ``"torn"``."""
         return "torn" if self._torn is not None else "open" if self._arrived else "idle"
 
-    def misused(self, error: InstepError) -> None:
-        """A spent gradient was used in a way that makes the applied step wrong."""
+    def misuse(self, spec: ParameterSpec, operation: str) -> InstepError | None:
+        """The error for ``operation`` on a spent gradient; ``None`` lets a model move between steps.
+
+        The step is torn if its weights are now known to be wrong.
+        """
+        error: InstepError
+        if spec.index not in self._applied:
+            return None if operation == CONVERSION else _never_cleared(spec.name, operation)
+        if graph_task() is not None:
+            error = AccumulationError(
+                f"the gradient of {spec.name!r} arrived again before optimizer.step(), but this step has already "
+                "applied it. Wrap all but the last micro-batch in `with overlap.accumulate():` (DDP: no_sync(); "
+                "losses that share a graph: add them and call backward() once). A parameter that reentrant "
+                "checkpointing visits twice needs use_reentrant=False"
+            )
+        elif "unscale" in operation:
+            error = SpentGradientError(
+                f"GradScaler found the gradient of {spec.name!r} already applied, still scaled: this step's "
+                "weights are wrong. A loss scale cannot be undone once backward has stepped; train in bfloat16 "
+                "without a scaler, or detach() before using GradScaler"
+            )
+        else:
+            return SpentGradientError(
+                f"{operation} was called on the gradient of {spec.name!r}, which was applied during backward and "
+                "freed. Between backward() and optimizer.step() there is nothing left to read, clip or change: "
+                "detach() to use plain steps, or move the operation into a gradient hook"
+            )
         if self._torn is None:
             self._tear(error)
+        return error
 
     def _tear(self, cause: BaseException | None) -> None:
         names = [a.spec.name for a in self.parameters if self.is_applied(a)]
@@ -259,3 +297,11 @@ class Transaction:
         self._flushing = None
         for stepper in self._steppers:
             stepper.abort()
+
+
+def _never_cleared(name: str, operation: str) -> SpentGradientError:
+    return SpentGradientError(
+        f"{operation} met the gradient of {name!r} from a step that is over: it was applied during backward and freed, "
+        "so it can neither be added to nor zeroed in place nor read. Call zero_grad() with set_to_none=True, the "
+        "default, between optimizer.step() and the next backward()"
+    )

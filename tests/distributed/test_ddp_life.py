@@ -1,0 +1,335 @@
+"""Under DistributedDataParallel: what goes wrong, what is refused, and what detach leaves."""
+
+import copy
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import instep
+import instep.sources.ddp
+from instep.errors import AccumulationError, AttachError, StaleAttachmentError, TornStepError
+from instep.verify import first_difference, training_state
+from tests.cases import Blocks, batch
+from tests.distributed.pool import RankPool
+
+
+def make(**options: Any) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Blocks(), **{"bucket_cap_mb": 0.004, **options})
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
+    x, y = batch(100 * dist.get_rank() + seed)
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for i in steps:
+        loss_of(model, i).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, a, b))
+
+
+def body_detach_and_attach_again() -> str | None:
+    plain, plain_optimizer = make()
+    model, optimizer = make()
+    train(plain, plain_optimizer, range(9))
+    overlap = instep.attach(model, optimizer)
+    train(model, optimizer, range(3))
+    overlap.detach()
+    loss_of(model, 3).backward()
+    assert all(type(p.grad) is torch.Tensor for p in model.parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, range(4, 6))
+    with instep.attach(model, optimizer) as overlap:
+        train(model, optimizer, range(6, 9))
+        assert overlap.step_count == 3
+    return first_difference(training_state(plain, plain_optimizer), training_state(model, optimizer))
+
+
+def test_detach_leaves_the_plain_mean_and_a_later_attach_takes_the_hook_up_again(three_ranks: RankPool) -> None:
+    assert three_ranks.run(body_detach_and_attach_again) == [None] * 3
+
+
+def body_join(divide_by_initial_world_size: bool) -> str | None:
+    def run(attach: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, optimizer = make()
+        if attach:
+            instep.attach(model, optimizer)
+        steps = 3 + 2 * dist.get_rank()
+        with model.join(divide_by_initial_world_size=divide_by_initial_world_size):
+            train(model, optimizer, range(steps))
+        return model, optimizer
+
+    plain, plain_optimizer = run(False)
+    model, optimizer = run(True)
+    overlap = instep.attached(model)
+    assert overlap is not None
+    assert overlap.step_count == 3 + 2 * dist.get_rank()
+    overlap.detach()
+    return first_difference(training_state(plain, plain_optimizer), training_state(model, optimizer))
+
+
+@pytest.mark.parametrize("divide_by_initial_world_size", [True, False])
+def test_join_with_uneven_inputs(three_ranks: RankPool, divide_by_initial_world_size: bool) -> None:
+    assert three_ranks.run(body_join, divide_by_initial_world_size) == [None] * 3
+
+
+class Fails(torch.optim.SGD):
+    failing = True
+
+    def step(self, closure: Any = None) -> Any:
+        if Fails.failing and any(p.shape == (24, 16) for g in self.param_groups for p in g["params"]):
+            raise ZeroDivisionError("the update")
+        return super().step(closure)
+
+
+def body_step_raises() -> bool:
+    """The error has its own type, no bucket after it is stepped, and DDP works on."""
+    model, _ = make()
+    optimizer = Fails(model.parameters(), lr=0.1)
+    overlap = instep.attach(model, optimizer)
+    Fails.failing = False
+    train(model, optimizer, range(2))
+    Fails.failing = True
+    with pytest.raises(ZeroDivisionError, match="the update"):
+        loss_of(model, 2).backward()
+    after = weights(model)
+    for use in (optimizer.step, lambda: loss_of(model, 3)):
+        with pytest.raises(TornStepError) as torn:
+            use()
+        assert torn.value.step == 3
+        assert torn.value.applied
+        assert "inner.weight" in torn.value.pending
+        assert torn.value.rank == dist.get_rank()
+    assert equal(weights(model), after)
+    overlap.accept_torn()
+    Fails.failing = False
+    train(model, optimizer, range(3, 6))
+    assert overlap.step_count == 5
+    overlap.detach()
+    return True
+
+
+def test_an_error_in_the_update(two_ranks: RankPool) -> None:
+    assert two_ranks.run(body_step_raises) == [True] * 2
+
+
+def body_failed_future(failing_bucket: int) -> tuple[str, bool, bool]:
+    model, optimizer = make()
+    overlap = instep.attach(model, optimizer)
+    train(model, optimizer, range(2))
+    before = weights(model)
+    real, calls = instep.sources.ddp.mean_allreduce, []
+
+    def fail(future: torch.futures.Future[Any]) -> torch.Tensor:
+        future.value()
+        raise ConnectionError("the peer is gone")
+
+    def failing(*args: Any) -> torch.futures.Future[torch.Tensor]:
+        calls.append(args)
+        future = real(*args)
+        return future.then(fail) if len(calls) - 1 == failing_bucket else future
+
+    instep.sources.ddp.mean_allreduce = failing
+    try:
+        loss_of(model, 2).backward()
+    except RuntimeError as error:
+        message = str(error)
+    else:
+        message = "no error"
+    finally:
+        instep.sources.ddp.mean_allreduce = real
+    assert len(calls) > 2
+    untouched = equal(weights(model), before)
+    try:
+        optimizer.step()
+        torn = False
+    except TornStepError:
+        torn = True
+    overlap.detach()
+    return message, untouched, torn
+
+
+@pytest.mark.parametrize("failing_bucket", [0, 1])
+def test_a_failed_communication_is_never_stepped_from(failing_bucket: int) -> None:
+    """In the first bucket: nothing was written. In a later one: torn, and said so at once."""
+    pool = RankPool(2)
+    try:
+        for message, untouched, torn in pool.run(body_failed_future, failing_bucket):
+            assert "the peer is gone" in message
+            assert (untouched, torn) == ((True, False) if failing_bucket == 0 else (False, True))
+    finally:
+        pool.stop()
+
+
+def body_peer_dies() -> tuple[str, bool, float]:
+    model, optimizer = make()
+    instep.attach(model, optimizer)
+    train(model, optimizer, range(2))
+    before = weights(model)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        loss_of(model, 2).backward()
+    except RuntimeError as error:
+        return type(error).__name__, equal(weights(model), before), time.monotonic() - started
+    return "no error", equal(weights(model), before), time.monotonic() - started
+
+
+def test_a_killed_peer_raises_on_the_survivor_and_writes_nothing() -> None:
+    """torch's own overlap returns normally here, with half the local gradient applied."""
+    pool = RankPool(2)
+    error, untouched, seconds = pool.run_until_a_rank_dies(0, body_peer_dies)
+    assert error == "RuntimeError"
+    assert untouched
+    assert seconds < 30 + 5
+
+
+def body_second_backward() -> bool:
+    model, optimizer = make()
+    with instep.attach(model, optimizer) as overlap:
+        train(model, optimizer, range(2))
+        loss = loss_of(model, 2)
+        loss.backward(retain_graph=True)
+        before = weights(model)
+        for use in (loss.backward, lambda: loss_of(model, 3)):
+            with pytest.raises(AccumulationError):
+                use()
+        assert equal(weights(model), before)
+        optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, range(3, 5))
+        assert overlap.step_count == 5
+    return True
+
+
+def test_a_second_backward_is_refused_and_ddp_works_on(two_ranks: RankPool) -> None:
+    assert two_ranks.run(body_second_backward) == [True] * 2
+
+
+def body_refusals() -> bool:
+    model, optimizer = make()
+    inner = model.module
+    with pytest.raises(AttachError, match=r"Attach the DistributedDataParallel instead"):
+        instep.attach(inner, optimizer)
+    with pytest.raises(AttachError, match="bucket_cap_mb"):
+        instep.attach(model, optimizer, bucket_bytes=1024)
+    with instep.attach(model, optimizer):
+        with pytest.raises(AttachError, match="already attached"):
+            instep.attach(model, optimizer)
+        parts = list(model.parameters())
+    first, second = (torch.optim.SGD(part, lr=0.1) for part in (parts[:4], parts[4:]))
+    with instep.attach(model, first), pytest.raises(AttachError, match=r"attach\(model, \[first, second\]\)"):
+        instep.attach(model, second)
+    with instep.attach(model, [first, second]) as overlap:
+        for i in range(2):
+            loss_of(model, i).backward()
+            first.step()
+            second.step()
+            model.zero_grad()
+        assert overlap.step_count == 2
+
+    hooked, optimizer = make()
+    hooked.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(AttachError, match="already has a communication hook"):
+        instep.attach(hooked, optimizer)
+
+    early = Blocks()
+    with instep.attach(early, torch.optim.SGD(early.parameters(), lr=0.1)):
+        wrapped = DistributedDataParallel(early)
+        with pytest.raises(StaleAttachmentError, match="wrap the model first"):
+            loss_of(wrapped, 0)
+    return True
+
+
+def test_what_is_refused(two_ranks: RankPool) -> None:
+    assert two_ranks.run(body_refusals) == [True] * 2
+
+
+def body_inside_another_module() -> str | None:
+    """A module that holds a DDP instance beside parameters of its own, and a compiled DDP instance."""
+
+    class Outer(nn.Module):
+        def __init__(self, core: nn.Module) -> None:
+            super().__init__()
+            self.core = core
+            self.scale = nn.Parameter(torch.ones(10))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.core(x) * self.scale
+
+    def run(attach: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Outer(make()[0])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if attach:
+            overlap = instep.attach(model, optimizer)
+            assert {bucket.source for bucket in overlap.plan.buckets} == {"ddp", "local"}
+        train(model, optimizer, range(4))
+        return model, optimizer
+
+    plain, attached = run(False), run(True)
+    return first_difference(training_state(*plain), training_state(*attached))
+
+
+def test_ddp_inside_another_module(three_ranks: RankPool) -> None:
+    assert three_ranks.run(body_inside_another_module) == [None] * 3
+
+
+def body_copies() -> bool:
+    model, optimizer = make()
+    instep.attach(model, optimizer)
+    train(model, optimizer, range(2))
+    before = weights(model)
+    twin = copy.deepcopy(model.module)
+    x, y = batch(0)
+    for _ in range(2):
+        nn.functional.cross_entropy(twin(x), y).backward()
+    assert all(type(p.grad) is torch.Tensor for p in twin.parameters())
+    assert equal(weights(model), before)
+    train(model, optimizer, range(2, 4))
+    overlap = instep.attached(model)
+    assert overlap is not None
+    assert overlap.step_count == 4
+    overlap.detach()
+    return True
+
+
+def test_a_copy_is_not_attached(two_ranks: RankPool) -> None:
+    assert two_ranks.run(body_copies) == [True] * 2
+
+
+def body_plan() -> str:
+    model, optimizer = make()
+    with instep.attach(model, optimizer) as overlap:
+        assert len(overlap.plan.buckets) == 1
+        train(model, optimizer, range(2))
+        assert sum(len(bucket.parameters) for bucket in overlap.plan.buckets) == len(list(model.parameters()))
+        return str(overlap.plan)
+
+
+def test_the_plan_shows_the_buckets_of_ddp(two_ranks: RankPool) -> None:
+    plan, other = two_ranks.run(body_plan)
+    assert plan == other
+    assert plan.splitlines()[1].split()[1] == "ddp"
+    assert len(plan.splitlines()) > 4
+    assert "module." not in plan
