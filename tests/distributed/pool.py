@@ -59,10 +59,8 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.kill()
+            process.join()
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:

@@ -269,7 +269,10 @@ def test_a_closure() -> None:
 
 
 class GroupStep(torch.optim.Optimizer):
-    """Keeps its step count in the group, in a non-parameter state entry, and on itself, as some optimizers do."""
+    """Keeps its step count in the group, in a non-parameter state entry, and on itself, as some optimizers do.
+
+    It counts a step of a group in which something has a gradient: after backward that is none.
+    """
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "count": 0, "history": []})
@@ -277,9 +280,10 @@ class GroupStep(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        self.calls += 1
-        self.state["total"] = self.state.get("total", 0) + 1
-        for group in self.param_groups:
+        stepped = [g for g in self.param_groups if any(p.grad is not None for p in g["params"])]
+        self.calls += bool(stepped)
+        self.state["total"] = self.state.get("total", 0) + bool(stepped)
+        for group in stepped:
             group["count"] += 1
             group["history"].append(group["count"])
             for p in group["params"]:

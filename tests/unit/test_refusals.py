@@ -326,6 +326,7 @@ def test_a_copy_is_not_attached_and_does_not_drive_the_original(
     twin_optimizer = copy.deepcopy(optimizer)
     twin_optimizer.step()
     loss_of(model).backward()
+    twin(batch(0)[0])  # the original is in the middle of a step, the copy is not
     optimizer.step()
     assert overlap.step_count == 1
 

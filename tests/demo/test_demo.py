@@ -1,0 +1,355 @@
+"""``instep demo``: what it finds, what it refuses, and that it leaves nothing behind."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import instep
+from instep.cli import app
+from instep.demo import lockstep, placement, run
+from instep.demo.errors import DemoError
+from instep.demo.job import Finished, Job, Placement, Progress, Size
+from instep.demo.launch import launch
+from instep.demo.memory import GradientProbe
+from instep.demo.model import CONTEXT, SHAPES, Shape
+from instep.demo.text import ROWS, Batches, load_text
+
+DEMO = [sys.executable, "-m", "instep", "demo"]
+TEXT = b"In the beginning was the word, and it was a byte. " * 20
+LOOP_KEYS = {
+    "first_loss",
+    "last_loss",
+    "median_step_seconds",
+    "median_optimizer_seconds",
+    "median_exposed_optimizer_seconds",
+    "peak_gradient_bytes",
+    "losses",
+    "step_seconds",
+}
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes(TEXT)
+    return path
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command in this process, on one rank, with a model of no size."""
+
+    def train_here(job: Job, text: bytes, tell: Callable[[Progress], None]) -> list[Finished]:
+        return [lockstep.train(job, text, 0, torch.device("cpu"), tell)]
+
+    monkeypatch.setitem(SHAPES, Size.SMALL, Shape(width=16, depth=2, heads=2))
+    monkeypatch.setattr(run, "launch", train_here)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def invoke(*options: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["demo", *map(str, options)], catch_exceptions=False)
+    return result.exit_code, result.stdout, result.stderr
+
+
+# The whole command, as a user runs it.
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_trains_to_equal_weights(ranks: int, text: Path, tmp_path: Path) -> None:
+    written = tmp_path / "numbers.json"
+    options = ["--ranks", str(ranks), "--steps", "6", "--text", str(text), "--json", str(written)]
+    done = subprocess.run([*DEMO, *options], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "step 1/6: loss" in done.stdout
+    assert "equal after every step" in done.stdout
+    numbers = json.loads(written.read_text())
+    assert sorted(tmp_path.iterdir()) == [written, text], "nothing temporary is left"
+    assert numbers["equal"] is True
+    assert numbers["difference"] is None
+    assert numbers["instep_version"] == instep.__version__
+    assert (numbers["ranks"], numbers["steps"], numbers["model"]) == (ranks, 6, "small")
+    assert numbers["buckets"] >= 5
+    assert numbers["tensors_compared"] > 200
+    assert numbers["ratio"]["p10"] <= numbers["ratio"]["median"] <= numbers["ratio"]["p90"]
+    plain, attached = numbers["plain"], numbers["instep"]
+    assert plain.keys() == attached.keys() == LOOP_KEYS
+    assert plain["losses"] == attached["losses"]
+    assert len(plain["step_seconds"]) == 6
+    if numbers["device"] == "cpu":
+        assert attached["median_exposed_optimizer_seconds"] <= attached["median_optimizer_seconds"]
+    if ranks == 1:
+        assert plain["peak_gradient_bytes"] == numbers["gradient_bytes"]
+        assert attached["peak_gradient_bytes"] < numbers["gradient_bytes"] / 3
+    else:
+        assert attached["peak_gradient_bytes"] == plain["peak_gradient_bytes"] >= numbers["gradient_bytes"]
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """All processes: parent and state by process id."""
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True)
+    rows = (line.split() for line in listed.stdout.splitlines())
+    return {int(pid): (int(parent), state) for pid, parent, state in rows}
+
+
+def children(parent: int) -> set[int]:
+    return {pid for pid, (of, _) in processes().items() if of == parent}
+
+
+def alive(pids: set[int]) -> set[int]:
+    return {pid for pid, (_, state) in processes().items() if pid in pids and not state.startswith("Z")}
+
+
+def require_gone(pids: set[int], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(pids)
+
+
+@pytest.fixture
+def training(text: Path) -> Iterator[tuple[subprocess.Popen[str], set[int]]]:
+    """A command that has begun to train, at the head of a process group of its own, and its children."""
+    options = ["--ranks", "2", "--steps", "500", "--text", str(text)]
+    command = subprocess.Popen(
+        [*DEMO, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert command.stdout is not None
+        assert any(line.startswith("step 1/500") for line in command.stdout)
+        pids = children(command.pid)
+        assert len(pids) >= 2
+        yield command, pids
+    finally:
+        if command.poll() is None:
+            os.killpg(command.pid, signal.SIGKILL)
+        command.communicate()
+
+
+def test_ctrl_c_leaves_no_process(training: tuple[subprocess.Popen[str], set[int]]) -> None:
+    command, pids = training
+    os.killpg(command.pid, signal.SIGINT)  # a terminal sends it to every process
+    _, errors = command.communicate(timeout=20)
+    assert command.returncode == 130
+    assert errors == "instep demo: interrupted\n"
+    require_gone(pids, 5)
+
+
+def test_ranks_end_when_the_command_is_killed(training: tuple[subprocess.Popen[str], set[int]]) -> None:
+    command, pids = training
+    command.kill()
+    command.wait(timeout=20)
+    require_gone(pids, 10)
+
+
+def test_sigterm_stops_the_ranks(monkeypatch: pytest.MonkeyPatch, text: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    running: set[int | None] = set()
+
+    def terminate(job: Job, text: bytes, tell: Callable[[Progress], None]) -> list[Finished]:
+        def at_first_step(progress: Progress) -> None:
+            running.update(process.pid for process in multiprocessing.active_children())
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        return launch(job, text, at_first_step)
+
+    monkeypatch.setattr(run, "launch", terminate)
+    code, _, errors = invoke("--ranks", 1, "--text", text)
+    assert (code, errors) == (143, "instep demo: terminated\n")
+    assert len(running) == 1
+    assert not multiprocessing.active_children()
+
+
+# Ranks that do not come to an end.
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    job = Job(Size.SMALL, 500, Placement("cpu", 2))
+
+    def kill_a_rank(progress: Progress) -> None:
+        victim = multiprocessing.active_children()[0].pid
+        assert victim is not None
+        os.kill(victim, signal.SIGKILL)
+
+    with pytest.raises(DemoError, match=r"rank [01] was killed by SIGKILL"):
+        launch(job, TEXT, kill_a_rank)
+    assert not multiprocessing.active_children()
+
+
+def test_ranks_that_cannot_meet_say_why(monkeypatch: pytest.MonkeyPatch, text: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    code, _, errors = invoke("--ranks", 2, "--text", text)
+    assert code == 2
+    assert "could not meet the other ranks over gloo on interface 'nosuch0'" in errors
+    assert errors.count("\n") == 1
+    assert not multiprocessing.active_children()
+
+
+# One rank in this process.
+
+
+@pytest.mark.usefixtures("tiny")
+def test_unequal_weights_fail_and_are_named(monkeypatch: pytest.MonkeyPatch, text: Path, tmp_path: Path) -> None:
+    """One bit of one weight, once, is enough."""
+
+    def attach_and_spoil(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+        attachment = instep.attach(model, optimizer, **options)
+
+        def spoil(*_: object) -> None:
+            if attachment.step_count == 2:
+                with torch.no_grad():
+                    weight = model.get_parameter("head.bias")
+                    weight[7] = torch.nextafter(weight[7], torch.tensor(1.0))
+
+        optimizer.register_step_post_hook(spoil)
+        return attachment
+
+    monkeypatch.setattr(lockstep, "attach", attach_and_spoil)
+    written = tmp_path / "numbers.json"
+    code, output, _ = invoke("--ranks", 1, "--steps", 5, "--text", text, "--json", written)
+    assert code == 1
+    assert "NOT EQUAL" in output
+    assert "rank 0, after step 2: parameter 'head.bias' differs" in " ".join(output.split())
+    numbers = json.loads(written.read_text())
+    assert numbers["equal"] is False
+    assert "'head.bias'" in numbers["difference"]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_quiet_shows_the_table_alone(text: Path) -> None:
+    code, output, errors = invoke("--ranks", 1, "--steps", 5, "--text", text, "-q")
+    assert (code, errors) == (0, "")
+    assert "step 1/5" not in output
+    assert "plain / instep" in output
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", 0], "--steps 0: at least 5"),
+        (["--steps", 4], "--steps 4: at least 5"),
+        (["--ranks", 0], "--ranks 0: give 1"),
+        (["--ranks", -1], "--ranks -1: give 1"),
+        (["--ranks", 10_000], "--ranks 10000: at most"),
+        (["--text", "missing.txt"], "cannot read --text missing.txt: No such file"),
+        (["--text", "."], "cannot read --text .: Is a directory"),
+        (["--text", "empty"], "--text empty is empty"),
+        (["--text", "short"], "--text short has only 64 bytes"),
+        (["--json", "."], "cannot write --json .: it is there, and is no regular file"),
+        (["--json", "missing/numbers.json"], "cannot write --json missing/numbers.json: No such file"),
+        (["--json", "short/numbers.json"], "cannot write --json short/numbers.json: Not a directory"),
+    ],
+)
+def test_refuses_in_one_line(
+    options: list[object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").touch()
+    Path("short").write_bytes(TEXT[:CONTEXT])
+    code, output, errors = invoke(*options)
+    assert (code, output) == (2, "")
+    assert errors.startswith(f"instep demo: {message}")
+    assert errors.count("\n") == 1
+    assert sorted(os.listdir()) == ["empty", "short"]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_failing_training_keeps_the_old_json(monkeypatch: pytest.MonkeyPatch, text: Path, tmp_path: Path) -> None:
+    def fail(*_: object) -> list[Finished]:
+        raise DemoError("rank 0 was killed by SIGKILL")
+
+    monkeypatch.setattr(run, "launch", fail)
+    written = tmp_path / "numbers.json"
+    written.write_text("old")
+    code, _, errors = invoke("--ranks", 1, "--text", text, "--json", written)
+    assert (code, errors) == (2, "instep demo: rank 0 was killed by SIGKILL\n")
+    assert written.read_text() == "old"
+
+
+# The parts.
+
+
+def test_the_default_text_is_english() -> None:
+    assert b" the " in load_text(None)
+    assert len(load_text(None)) > 100_000
+
+
+def test_batches_differ_by_rank_and_repeat_from_run_to_run() -> None:
+    inputs, targets = Batches(TEXT, 0).next()
+    assert inputs.shape == targets.shape == (ROWS, CONTEXT)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    again, _ = Batches(TEXT, 0).next()
+    other, _ = Batches(TEXT, 1).next()
+    assert torch.equal(inputs, again)
+    assert not torch.equal(inputs, other)
+
+
+def test_the_shortest_text_makes_a_batch() -> None:
+    inputs, targets = Batches(TEXT[: CONTEXT + 1], 0).next()
+    assert inputs[0].tolist() == list(TEXT[:CONTEXT])
+    assert targets[0, -1] == TEXT[CONTEXT]
+
+
+def test_the_probe_counts_shared_storage_once() -> None:
+    buffer = torch.zeros(8)
+    first, second = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(6))
+    probe = GradientProbe([first, second])
+    first.grad, second.grad = buffer[:2], buffer[2:]
+    (first.sum() + second.sum()).backward()
+    probe.remove()
+    assert probe.peak_bytes == buffer.nbytes
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "device", "ranks"),
+    [
+        (0, None, "cpu", 2),
+        (0, 1, "cpu", 1),
+        (1, None, "cuda", 1),
+        (1, 1, "cuda", 1),
+        (8, None, "cuda", 2),
+        (8, 8, "cuda", 8),
+    ],
+)
+def test_ranks_go_to_gpus_where_there_are_enough(
+    gpus: int, asked: int | None, device: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    placed = placement.place(asked)
+    assert (placed.device, placed.ranks) == (device, ranks)
+    assert placed.backend == (None if ranks == 1 else "nccl" if gpus else "gloo")
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(DemoError, match="each rank takes a GPU, and there are 1"):
+        placement.place(2)
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"instep {instep.__version__}\n")
+
+
+def test_importing_the_library_imports_no_command() -> None:
+    program = (
+        "import sys, instep; sys.exit(any(m in sys.modules for m in ('typer', 'rich', 'instep.demo', 'instep.cli')))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
