@@ -45,10 +45,11 @@ class Program:
 @st.composite
 def programs(draw: Any) -> Program:
     optimizer = draw(st.sampled_from(tuple(OPTIMIZERS)))
-    # On CPU torch's fused SGD leaves bfloat16 parameters unwritten and their momentum uninitialised: two plain loops
-    # differ from each other.
-    broken = optimizer.startswith("SGD") and optimizer.endswith("fused")
-    dtypes = [torch.float32, torch.float64] if broken else [torch.float32, torch.float64, torch.bfloat16]
+    # torch's SGD in bfloat16 is left out of two forms. Fused on CPU: parameters stay unwritten and momentum
+    # uninitialised, so that two plain loops differ. Foreach: in a step where one parameter gets its first momentum,
+    # all others are updated with other kernels, which differ in the last bit in bfloat16 (docs/limits.md).
+    coupled = optimizer.startswith("SGD") and not optimizer.endswith("for-loop")
+    dtypes = [torch.float32, torch.float64] if coupled else [torch.float32, torch.float64, torch.bfloat16]
     depth = draw(st.integers(1, 6))
     layers = st.tuples(*[st.sampled_from([True, True, True, False])] * depth)
     step = st.builds(
