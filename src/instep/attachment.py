@@ -147,6 +147,15 @@ class Attachment:
         """How many steps have been committed by ``optimizer.step()`` and wrote anything."""
         return self._transaction.step_count
 
+    @property
+    def recorder(self) -> Recorder | None:
+        """Told of every bucket's step and communication; ``None``, the default, costs nothing."""
+        return self._transaction.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._transaction.recorder = recorder
+
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Around forward and backward of every micro-batch but the last: gradients add up, nothing steps.
@@ -220,10 +229,6 @@ class Attachment:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
-
-    def record(self, recorder: Recorder | None) -> None:
-        """Tell ``recorder`` of every bucket's step and communication from now on; ``None`` to stop."""
-        self._transaction.recorder = recorder
 
     # What torch calls.
 

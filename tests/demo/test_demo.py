@@ -26,7 +26,9 @@ from instep.demo.model import CONTEXT, SHAPES, Shape
 from instep.demo.text import ROWS, Batches, load_text
 
 DEMO = [sys.executable, "-m", "instep", "demo"]
+ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 TEXT = b"In the beginning was the word, and it was a byte. " * 20
+Training = tuple["subprocess.Popen[str]", set[int]]
 LOOP_KEYS = {
     "first_loss",
     "last_loss",
@@ -72,7 +74,8 @@ def invoke(*options: object) -> tuple[int, str, str]:
 def test_trains_to_equal_weights(ranks: int, text: Path, tmp_path: Path) -> None:
     written = tmp_path / "numbers.json"
     options = ["--ranks", str(ranks), "--steps", "6", "--text", str(text), "--json", str(written)]
-    done = subprocess.run([*DEMO, *options], capture_output=True, text=True, timeout=100)
+    environment = {**os.environ, **({} if ranks == 1 else ON_CPU)}
+    done = subprocess.run([*DEMO, *options], capture_output=True, text=True, timeout=100, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert "step 1/6: loss" in done.stdout
     assert "equal after every step" in done.stdout
@@ -121,11 +124,16 @@ def require_gone(pids: set[int], seconds: float) -> None:
 
 
 @pytest.fixture
-def training(text: Path) -> Iterator[tuple[subprocess.Popen[str], set[int]]]:
+def training(text: Path, tmp_path: Path) -> Iterator[Training]:
     """A command that has begun to train, at the head of a process group of its own, and its children."""
     options = ["--ranks", "2", "--steps", "500", "--text", str(text)]
     command = subprocess.Popen(
-        [*DEMO, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*DEMO, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **ON_CPU, "TMPDIR": str(tmp_path)},
     )
     try:
         assert command.stdout is not None
@@ -139,20 +147,22 @@ def training(text: Path) -> Iterator[tuple[subprocess.Popen[str], set[int]]]:
         command.communicate()
 
 
-def test_ctrl_c_leaves_no_process(training: tuple[subprocess.Popen[str], set[int]]) -> None:
+def test_ctrl_c_leaves_nothing(training: Training, tmp_path: Path) -> None:
     command, pids = training
     os.killpg(command.pid, signal.SIGINT)  # a terminal sends it to every process
     _, errors = command.communicate(timeout=20)
     assert command.returncode == 130
     assert errors == "instep demo: interrupted\n"
     require_gone(pids, 5)
+    assert not list(tmp_path.glob("instep-demo-*"))
 
 
-def test_ranks_end_when_the_command_is_killed(training: tuple[subprocess.Popen[str], set[int]]) -> None:
+def test_ranks_end_when_the_command_is_killed(training: Training, tmp_path: Path) -> None:
     command, pids = training
     command.kill()
     command.wait(timeout=20)
     require_gone(pids, 10)
+    assert not list(tmp_path.glob("instep-demo-*"))
 
 
 def test_sigterm_stops_the_ranks(monkeypatch: pytest.MonkeyPatch, text: Path) -> None:

@@ -10,7 +10,7 @@ committed.
 import copy
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class Stepper:
         self._owner: dict[int, tuple[int, int]] = {}
         self._state_size = 0
         self._shared_state: dict[Any, Any] = {}
-        self._used: dict[int, dict[str, Any]] = {}
+        self._used: dict[int, _Snapshot] = {}
         self._written: dict[str, dict[Any, Any]] = {}
 
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -50,28 +50,29 @@ class Stepper:
         if not self._open:
             self._begin(optimizer)
         groups = self._groups_of(optimizer, parameters)
-        given = [_fingerprints(group) for group in groups.values()]
-        shadow = _shadow(optimizer, list(groups.values()), self._state_of(optimizer, parameters))
+        given = {index: self._used[index].of_copy(group) for index, group in groups.items()}
+        state = {p: entry for p in parameters if (entry := optimizer.state.get(p)) is not None}
+        shadow = _shadow(optimizer, list(groups.values()), {**_private(self._shared_state), **state})
         base = dict(vars(shadow))
         try:
             with torch.no_grad():
                 _undecorated_step(type(optimizer))(shadow)
         finally:
-            for parameter in parameters:
-                if parameter in shadow.state:
-                    optimizer.state[parameter] = shadow.state[parameter]
+            if len(shadow.state) != len(self._shared_state) + len(state) or any(
+                shadow.state[p] is not entry for p, entry in state.items()
+            ):
+                optimizer.state.update({p: shadow.state[p] for p in parameters if p in shadow.state})
             torch.autograd.graph.increment_version(parameters)
-        for index, group, before in zip(groups, shadow.param_groups, given, strict=True):
-            now = _fingerprints(group)
-            self._collect(f"param_groups[{index}]", {key: group[key] for key in _changes(now, before)})
+        for (index, before), group in zip(given.items(), shadow.param_groups, strict=True):
+            self._collect(f"param_groups[{index}]", before.changes(group))
         self._collect("state", _changes(_shared(shadow.state), self._shared_state))
         self._collect("attribute", _changes(vars(shadow), base))
 
     def require_same_hyperparameters(self) -> None:
         """Raise ``HyperparameterChangedError`` if a group's value is not the one the buckets were stepped with."""
         optimizer = self._alive()
-        for index, used in self._used.items():
-            self._compare(index, used, optimizer.param_groups[index])
+        for index in self._used:
+            self._require_same(index, optimizer.param_groups[index])
 
     def commit(self) -> None:
         """Write into the user's optimizer what the shadows wrote outside the parameters' own state."""
@@ -122,9 +123,9 @@ class Stepper:
         for index, positions in sorted(members.items()):
             live = optimizer.param_groups[index]
             if index in self._used:
-                self._compare(index, self._used[index], live)
+                self._require_same(index, live)
             else:
-                self._used[index] = _fingerprints(live)
+                self._used[index] = _Snapshot(live)
             group = {k: _private(v) for k, v in live.items() if k not in _PER_PARAMETER}
             for key in _PER_PARAMETER:
                 if key in live:
@@ -132,16 +133,10 @@ class Stepper:
             groups[index] = group
         return groups
 
-    def _state_of(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> dict[Any, Any]:
-        state: dict[Any, Any] = defaultdict(dict)
-        state.update({key: _private(value) for key, value in self._shared_state.items()})
-        state.update({p: optimizer.state[p] for p in parameters if p in optimizer.state})
-        return state
-
-    def _compare(self, index: int, used: dict[str, Any], live: dict[str, Any]) -> None:
-        for key in _changes(_fingerprints(live), used):
+    def _require_same(self, index: int, live: dict[str, Any]) -> None:
+        for key, value in self._used[index].changes(live).items():
             raise HyperparameterChangedError(
-                f"{self.name}.param_groups[{index}][{key!r}] changed to {live[key]!r} after backward had already "
+                f"{self.name}.param_groups[{index}][{key!r}] changed to {value!r} after backward had already "
                 "stepped parameters with the old value. Change hyper-parameters (and call the scheduler) "
                 "after optimizer.step() or before backward(), not in between"
             )
@@ -164,13 +159,34 @@ class Stepper:
             optimizer.state[key] = optimizer.state.pop(key)
 
 
+class _Snapshot:
+    """A group's values at one moment, parameters aside, to find out later what has changed."""
+
+    def __init__(self, group: dict[str, Any]) -> None:
+        self._values = {key: value for key, value in group.items() if key not in _PER_PARAMETER}
+        self._mutable = {k: _fingerprint(v) for k, v in self._values.items() if not _is_immutable(v)}
+
+    def of_copy(self, group: dict[str, Any]) -> "_Snapshot":
+        """The snapshot of a private copy of the same group."""
+        return _Snapshot(group) if self._mutable else self
+
+    def changes(self, group: dict[str, Any]) -> dict[str, Any]:
+        """What ``group`` has in place of, or on top of, these values."""
+        return {key: value for key, value in group.items() if key not in _PER_PARAMETER and not self._has(key, value)}
+
+    def _has(self, key: str, value: Any) -> bool:
+        if key in self._mutable:
+            return _same(_fingerprint(value), self._mutable[key])
+        return _same(value, self._values.get(key, _ABSENT))
+
+
 def _shadow(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Any, Any]) -> Optimizer:
     # object.__new__: no constructor runs, so nothing is validated, registered or patched a second time.
     shadow: Optimizer = object.__new__(type(optimizer))
     vars(shadow).update(vars(optimizer))
     vars(shadow).pop("step", None)  # an LR scheduler's patch of the instance
     shadow.param_groups = groups
-    shadow.state = state  # type: ignore[assignment]
+    shadow.state = defaultdict(dict, state)
     shadow._optimizer_step_pre_hooks = OrderedDict()
     shadow._optimizer_step_post_hooks = OrderedDict()
     return shadow
@@ -186,20 +202,23 @@ def _shared(state: dict[Any, Any]) -> dict[Any, Any]:
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
+def _is_immutable(value: Any) -> bool:
+    return isinstance(value, _IMMUTABLE) or (isinstance(value, tuple) and all(map(_is_immutable, value)))
+
+
 def _private(value: Any) -> Any:
     """A copy that may be changed in place without its origin seeing it. What cannot be changed is shared."""
-    if isinstance(value, _IMMUTABLE) or (isinstance(value, tuple) and all(isinstance(v, _IMMUTABLE) for v in value)):
+    if _is_immutable(value):
         return value
+    if type(value) is dict:
+        return {key: _private(item) for key, item in value.items()}
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _fingerprint(value: Any) -> Any:
-    """Something to compare later, without reading a tensor's values: on an accelerator that would wait for them."""
-    return (id(value), value._version) if isinstance(value, torch.Tensor) else _private(value)
-
-
-def _fingerprints(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: _fingerprint(value) for key, value in group.items() if key not in _PER_PARAMETER}
+    """Something to compare later. A tensor's values are read only if another stands in its place by then: on an
+    accelerator that would wait for them."""
+    return (value, value._version) if isinstance(value, torch.Tensor) else _private(value)
 
 
 def _same(a: Any, b: Any) -> bool:

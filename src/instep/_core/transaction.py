@@ -38,7 +38,7 @@ class Transaction:
     Attributes:
         step_count: how many committed steps wrote anything.
         accumulating: while true, gradients are left to accumulate and no step opens.
-        recorder: told of each bucket's step; ``None`` when nobody listens.
+        recorder: told of each bucket's step and communication; ``None`` when nobody listens.
     """
 
     def __init__(self, steppers: Sequence[Stepper], rank: Callable[[], int]) -> None:
@@ -56,6 +56,8 @@ class Transaction:
         self._applied: set[int] = set()
         self._uncommitted: set[Stepper] = set()
         self._backward: int | None = None
+        # Of each optimizer one parameter that was left with a spent gradient when the last step was committed.
+        self._left: dict[Stepper, AttachedParameter] = {}
         self._flushing: Stepper | None = None
         self._failure: BaseException | None = None
         self._torn: Callable[[], TornStepError] | None = None
@@ -72,10 +74,9 @@ class Transaction:
         task = graph_task()
         if task == self._backward:
             return
-        if not self._applied:
-            for attached in self.parameters:
-                if attached.get().grad is attached.spent:
-                    raise _never_cleared(attached.spec.name, "backward()")
+        for attached in self._left.values():
+            if not self._applied and attached.get().grad is attached.spent:
+                raise _never_cleared(attached.spec.name, "backward()")
         if self.accumulating:
             return
         if self._applied:
@@ -233,6 +234,7 @@ class Transaction:
             for attached in self.parameters:
                 if attached.stepper is stepper and self.is_applied(attached):
                     attached.get().grad = attached.spent
+                    self._left[stepper] = attached
             if stepper in self._uncommitted:
                 self._uncommitted.discard(stepper)
                 if not self._uncommitted:

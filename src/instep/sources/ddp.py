@@ -161,12 +161,11 @@ class DDPSource:
         no gradient is spent: either would leave DDP unusable.
         """
         try:
-            for flight in self._in_flight:
-                if not self._transaction.arrive(flight.parameters):
-                    break
-                if not self._transaction.apply(flight.parameters, flight.fetch):
-                    break
-        except Exception as error:
+            if self._transaction.arrive([a for flight in self._in_flight for a in flight.parameters]):
+                for flight in self._in_flight:
+                    if not self._transaction.apply(flight.parameters, flight.fetch):
+                        break
+        except BaseException as error:
             self._transaction.fail(error)
         at_end_of_backward(self._settle, self._raised)
 

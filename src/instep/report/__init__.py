@@ -1,0 +1,1 @@
+"""What ran when: spans, told by a recorder, and the arithmetic on them."""
