@@ -3,9 +3,9 @@
     python benchmarks/step_placement.py                                            # one device
     torchrun --standalone --nproc-per-node 2 benchmarks/step_placement.py          # two ranks, loopback
 
-Every variant trains the same model on the same batches, step by step in turn. First all weights are compared with
-those of the plain loop; then the ratio of the plain loop's time to each variant's is printed with its spread, and beside
-it the bound: the same loop with no optimizer at all. One thread per rank.
+
+
+
 """
 
 import argparse
@@ -35,7 +35,7 @@ from instep._core.plan import MIB, ParameterSpec, fill_buckets  # noqa: E402
 from instep._core.stepper import Stepper  # noqa: E402
 from instep.comm_hooks import mean_allreduce  # noqa: E402
 from instep.demo.model import CONTEXT, ByteGPT, Shape  # noqa: E402
-from instep.verify import first_difference, training_state  # noqa: E402
+from instep.verification import first_difference, training_state  # noqa: E402
 
 ROWS = 2
 

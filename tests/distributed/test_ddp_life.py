@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 import instep.sources.ddp
 from instep.errors import AccumulationError, AttachError, StaleAttachmentError, TornStepError
-from instep.verify import first_difference, training_state
+from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.distributed.pool import RankPool
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep.verify import first_difference, training_state
+from instep.verification import first_difference, training_state
 from tests.cases import Blocks, Sometimes, Tied, batch, optimizer_cases, two_groups
 from tests.distributed.pool import RankPool
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import instep
 from instep.errors import InstepError
-from instep.verify import first_difference, training_state
+from instep.verification import first_difference, training_state
 from tests.cases import optimizer_cases
 
 OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}

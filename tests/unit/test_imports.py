@@ -1,6 +1,8 @@
 """Imports run one way: see the table. A room may use those to its right."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,8 @@ ALLOWED = {
     "sources": {"_core", "comm_hooks", "errors"},
     "_validation": {"_core", "errors"},
     "attachment": {"_validation", "sources", "_core", "errors"},
-    "verify": {"attachment"},
-    "demo": {"attachment", "verify", "report", "errors"},
+    "verification": {"attachment"},
+    "demo": {"attachment", "verification", "report", "_version"},
     "cli": {"demo", "_version"},
 }
 
@@ -60,6 +62,15 @@ def test_sources_do_not_know_one_another() -> None:
 
 
 def test_the_public_names() -> None:
-    public = {name for name in vars(instep) if not name.startswith("_")}
-    rooms = {path.stem for path in ROOT.iterdir() if not path.stem.startswith("_")} | {"sources"}
-    assert public - rooms | {"verify"} == {"Attachment", "Verification", "attach", "attached", "verify"}
+    assert instep.__all__ == ["Attachment", "Verification", "attach", "attached", "verify"]
+    for name in instep.__all__:
+        assert callable(getattr(instep, name))
+    assert issubclass(instep.errors.InstepError, RuntimeError)
+    with pytest.raises(AttributeError, match="no attribute 'detach'"):
+        instep.detach  # noqa: B018
+
+
+def test_the_command_line_does_not_wait_for_torch() -> None:
+    loaded = "import sys, instep.cli; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -12,7 +12,7 @@ from instep.demo.loop import Loop
 from instep.demo.text import Batches
 from instep.report.overlap import busy, exposed
 from instep.report.record import Span, SpanRecorder
-from instep.verify import first_difference, training_state
+from instep.verification import first_difference, training_state
 
 
 def train(job: Job, text: bytes, rank: int, device: torch.device, tell: Callable[[Progress], None]) -> Finished:
