@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.torch_version import TorchVersion
 
 import instep
 from instep.verification import first_difference, training_state
@@ -223,6 +224,7 @@ def test_sparse_embeddings(three_ranks: RankPool, optimizer: str) -> None:
     assert_equal_on_all(three_ranks, SparseWords, _tied_loss, optimizer, {}, groups=False)
 
 
+@pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 13), reason="plain DDP over gloo took none in torch 2.6")
 @pytest.mark.parametrize("view", [False, True])
 def test_complex_parameters(three_ranks: RankPool, view: bool) -> None:
     assert_equal_on_all(three_ranks, Rotations, _blocks_loss, "AdamW-0-foreach", {"gradient_as_bucket_view": view})

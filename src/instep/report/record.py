@@ -1,4 +1,4 @@
-"""Spans of time, and the recorder that ``Attachment.record`` tells of them."""
+"""Spans of time, and the recorder to set as ``Attachment.recorder``."""
 
 from typing import NamedTuple
 
