@@ -16,6 +16,7 @@ import statistics
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -98,20 +99,15 @@ class InCallback(Loop):
         specs = [ParameterSpec(i, "", p.shape, p.dtype, p.device, p.nbytes) for i, p in enumerate(parameters)]
         for bucket in fill_buckets("local", reversed(specs), self.bucket_bytes):
             members = [parameters[spec.index] for spec in bucket.parameters]
-            missing = len(members)
-
-            def ready(_: torch.Tensor, members: list[torch.Tensor] = members) -> None:
-                nonlocal_count[id(members)] -= 1
-                if nonlocal_count[id(members)] == 0:
-                    nonlocal_count[id(members)] = len(members)
-                    self.update(members, [m.grad for m in members if m.grad is not None])
-
-            nonlocal_count[id(members)] = missing
+            hook = partial(self._arrived, members, [])
             for parameter in members:
-                parameter.register_post_accumulate_grad_hook(ready)
+                parameter.register_post_accumulate_grad_hook(hook)
 
-
-nonlocal_count: dict[int, int] = {}
+    def _arrived(self, members: list[torch.Tensor], there: list[torch.Tensor], parameter: torch.Tensor) -> None:
+        there.append(parameter)
+        if len(there) == len(members):
+            there.clear()
+            self.update(members, [member.grad for member in members if member.grad is not None])
 
 
 class OnWorker(InCallback):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from instep._core.parameters import Place
@@ -70,6 +71,15 @@ def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
                 "update per parameter. Attach the inner optimizer if the wrapper adds nothing to step(), else use "
                 f"{kind} without instep"
             )
+        overrides = getattr(optimizer, "mng", None)  # bitsandbytes' GlobalOptimManager
+        if any(
+            getattr(overrides, name, None) for name in ("index2config", "pid2config", "module_weight_config_triple")
+        ):
+            raise UnsupportedOptimizerError(
+                f"bitsandbytes' GlobalOptimManager has overrides for single parameters, which {kind} finds by their "
+                "position in param_groups: in a bucket that would be another parameter's. Give these parameters a "
+                "group of their own instead"
+            )
         patch = vars(optimizer).get("step")
         if patch is not None and not getattr(patch, "_wrapped_by_lr_sched", False):
             raise UnsupportedOptimizerError(
@@ -117,10 +127,16 @@ def refuse_parameters(names: Names, optimizers: Sequence[Optimizer], taken: Mapp
                         f"parameter {name!r} is at {seen[id(parameter)]} and again at {where}: it would be stepped "
                         "twice. Give it to one optimizer, once"
                     )
+                if is_lazy(parameter):
+                    raise AttachError(
+                        f"parameter {name!r} has no shape yet (lazy module). Run one forward before the optimizer is "
+                        "built, then attach"
+                    )
                 if id(parameter) in taken:
                     raise AttachError(
-                        f"parameter {name!r} is already attached ({taken[id(parameter)]!r}). Call detach() on that "
-                        "attachment first; several optimizers go into one call: attach(model, [first, second])"
+                        f"parameter {name!r} is already attached ({taken[id(parameter)]!r}). Call "
+                        "instep.attached(model).detach() first; several optimizers go into one call: "
+                        "attach(model, [first, second])"
                     )
                 if _is_sharded(parameter):
                     raise AttachError(
@@ -140,6 +156,12 @@ def refuse_parameters(names: Names, optimizers: Sequence[Optimizer], taken: Mapp
 
 
 def refuse_wrappers(model: nn.Module, names: Names) -> None:
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel) and module._delay_all_reduce_params:
+            raise AttachError(
+                "DistributedDataParallel(delay_all_reduce_named_params=…) reduces those parameters after their "
+                "gradient hooks have run. Build it without, and attach again"
+            )
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not used
     if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
         raise AttachError("FullyShardedDataParallel is not supported by this version")

@@ -77,10 +77,13 @@ def attach(
 
     With ``INSTEP_DISABLE=1`` in the environment nothing is attached, and a warning says so.
     """
+    if os.environ.get("INSTEP_DISABLE", "") not in ("", "0"):
+        _logger.warning("INSTEP_DISABLE is set: attach() left the model and the optimizer as they are")
+        return Attachment(model, [], {}, _ddps_in(model), DEFAULT_BUCKET_BYTES)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     refuse_options(model, optimizers, schedule, bucket_bytes)
     refuse_optimizers(optimizers)
-    wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    wrapped = _ddps_in(model)
     if wrapped and bucket_bytes is not None:
         raise AttachError(
             f"bucket_bytes={bucket_bytes} does not apply to DistributedDataParallel, which makes its own buckets: "
@@ -90,11 +93,8 @@ def attach(
     refuse_parameters(names, optimizers, {id(p): a for a in _attachments.values() for p in a._parameters()})
     refuse_wrappers(model, names)
     attachment = Attachment(model, optimizers, names, wrapped, bucket_bytes or DEFAULT_BUCKET_BYTES)
-    if os.environ.get("INSTEP_DISABLE", "") not in ("", "0"):
-        _logger.warning("INSTEP_DISABLE is set: attach() left the model and the optimizer as they are")
-    else:
-        attachment._connect()
-        _attachments[model] = attachment
+    attachment._connect()
+    _attachments[model] = attachment
     return attachment
 
 
@@ -120,6 +120,8 @@ class Attachment:
         self._ddps = [weakref.ref(ddp) for ddp in wrapped]
         self._steppers = [Stepper(optimizer) for optimizer in optimizers]
         self._transaction = Transaction(self._steppers, _rank)
+        if wrapped:
+            self._transaction.in_no_sync = self._in_no_sync
         self._transaction.parameters = self._gather(optimizers, names)
         self._transaction.on_open = self._begin_step
         self._handles: list[RemovableHandle] = []
@@ -240,6 +242,9 @@ class Attachment:
                 source.connect()
             self._handles.append(model.register_forward_pre_hook(BoundHook(self._before_forward)))
             self._handles.append(model.register_forward_hook(BoundHook(self._after_forward)))
+            for owner, mine in self._owners():
+                hook = BoundHook(functools.partial(self._before_read, mine))
+                self._handles.append(owner.register_forward_pre_hook(hook))
             for ref, stepper in zip(self._optimizers, self._steppers, strict=True):
                 optimizer = ref()
                 assert optimizer is not None
@@ -276,6 +281,13 @@ class Attachment:
             for source in self._sources:
                 source.refresh()
 
+    def _before_read(self, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
+        # A part of the model may be called by itself. Inside the model's own forward this has been asked already.
+        if torch.compiler.is_compiling() or self._transaction.state != "open" or graph_task() is not None:
+            return
+        if any(map(self._transaction.is_applied, mine)):
+            self._transaction.require_readable()
+
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         if torch.compiler.is_compiling() or graph_task() is not None:
             return
@@ -290,6 +302,9 @@ class Attachment:
                 f"{self._model_name} was wrapped in a DistributedDataParallel after attach: its own gradients are "
                 "those of this rank alone. detach(), wrap the model first, and attach the DistributedDataParallel"
             )
+
+    def _in_no_sync(self) -> bool:
+        return any(not ddp.require_backward_grad_sync for ref in self._ddps if (ddp := ref()) is not None)
 
     def _before_step(
         self, stepper: Stepper, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -313,6 +328,15 @@ class Attachment:
         self, stepper: Stepper, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._transaction.commit(stepper)
+
+    def _owners(self) -> list[tuple[nn.Module, list[AttachedParameter]]]:
+        """The modules that hold attached parameters themselves, the model aside."""
+        owners: dict[nn.Module, list[AttachedParameter]] = {}
+        for attached in self._transaction.parameters:
+            for place in attached.places:
+                if (owner := place.module()) is not None and owner is not self._model():
+                    owners.setdefault(owner, []).append(attached)
+        return list(owners.items())
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for attached in self._transaction.parameters:
@@ -350,13 +374,14 @@ def _nodes(output: object) -> Iterator[Node]:
             yield from _nodes(item)
 
 
+def _ddps_in(model: nn.Module) -> list[DistributedDataParallel]:
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+
+
 def _managed(ddp: DistributedDataParallel) -> set[int]:
-    """The parameters that ``ddp`` reduces: trainable when it was built, and not among those it was told to ignore."""
-    return {
-        id(parameter)
-        for name, parameter in ddp.module.named_parameters()
-        if name not in ddp.parameters_to_ignore and parameter.requires_grad
-    }
+    """The parameters that ``ddp`` may reduce. Those that were frozen when it was built never come in a bucket, and are
+    left to ``optimizer.step()``."""
+    return {id(p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
 
 
 def _rank() -> int:

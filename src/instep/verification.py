@@ -63,7 +63,7 @@ def verify(build: Build, steps: int = 3, **options: Any) -> Verification:
 def training_state(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
     """Everything a step changes, with a name for each: parameters, buffers, optimizer state and group values.
 
-    Parameters keep their names; state is named after its parameter, in the optimizer's own order.
+    Parameters keep their names, and state is named after its parameter.
     """
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
@@ -71,22 +71,23 @@ def training_state(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer])
         yield f"parameter {name!r}", parameter.detach()
     for name, buffer in model.named_buffers():
         yield f"buffer {name!r}", buffer
-    for one in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
-        kind = type(one).__name__
+    for number, one in enumerate([optimizer] if isinstance(optimizer, Optimizer) else optimizer):
+        kind = f"{type(one).__name__} {number}" if number else type(one).__name__
         for key, value in one.state.items():
             yield from _leaves(f"{kind}.state of {names.get(id(key), key)!r}", value)
-        for number, group in enumerate(one.param_groups):
+        for index, group in enumerate(one.param_groups):
             for option, value in group.items():
                 if option != "params":
-                    yield from _leaves(f"{kind}.param_groups[{number}][{option!r}]", value)
+                    yield from _leaves(f"{kind}.param_groups[{index}][{option!r}]", value)
 
 
 def first_difference(plain: Iterator[tuple[str, Any]], other: Iterator[tuple[str, Any]]) -> str | None:
     """Compare two states of :func:`training_state` bit for bit; the first difference in words, or ``None``."""
-    left, right = list(plain), list(other)
-    for (name, a), (other_name, b) in zip(left, right, strict=False):
-        if name != other_name:
-            return f"{name} stands where the attached loop has {other_name}"
+    left, right = dict(plain), dict(other)
+    for name in left.keys() ^ right.keys():
+        return f"only the {'plain' if name in left else 'attached'} loop has {name}"
+    for name, a in left.items():
+        b = right[name]
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
             if a.dtype != b.dtype or a.shape != b.shape:
                 return f"{name} is {a.dtype} {tuple(a.shape)}, attached {b.dtype} {tuple(b.shape)}"
@@ -95,13 +96,12 @@ def first_difference(plain: Iterator[tuple[str, Any]], other: Iterator[tuple[str
                 return f"{name} differs by up to {gap:.3g}"
         elif type(a) is not type(b) or a != b:
             return f"{name} is {a!r}, attached {b!r}"
-    if len(left) != len(right):
-        longer = left if len(left) > len(right) else right
-        return f"only one loop has {longer[min(len(left), len(right))][0]}"
     return None
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.is_sparse:
+        a, b = a.to_dense(), b.to_dense()
     # NaN equals NaN here: a loop that diverges must diverge the same way.
     return torch.equal(a, b) or (a.is_floating_point() and bool(torch.all((a == b) | (a.isnan() & b.isnan()))))
 

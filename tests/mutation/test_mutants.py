@@ -103,8 +103,8 @@ MUTANTS = [
     Mutant(
         "step within accumulate()",
         "_core/transaction.py",
-        "        if self.accumulating:\n            return False",
-        "",
+        "if self.accumulating or (self.in_no_sync",
+        "if (self.in_no_sync",
         PARITY,
     ),
     Mutant(
@@ -131,7 +131,7 @@ MUTANTS = [
     Mutant(
         "do not compare hyper-parameters in step()",
         "_core/transaction.py",
-        "stepper.require_same_hyperparameters()",
+        "stepper.require_unchanged()",
         "pass",
         REFUSALS,
     ),

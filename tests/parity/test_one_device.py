@@ -334,6 +334,7 @@ def test_optimizer_state_goes_both_ways_in_the_middle_of_a_run() -> None:
         if overlap is not None:
             overlap.detach()
 
+    assert list(saved[1]["state"]) == list(reference_optimizer.state_dict()["state"])
     plain = training_state(reference, reference_optimizer)
     assert first_difference(plain, training_state(model, optimizer)) is None
 

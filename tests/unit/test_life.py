@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import instep
+from instep.errors import StaleAttachmentError
 from tests.cases import Blocks, batch
 
 
@@ -94,7 +95,7 @@ def test_many_models_do_not_grow() -> None:
 def test_a_dropped_optimizer_is_named() -> None:
     model = Blocks()
     instep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(RuntimeError, match="SGD no longer exists"):
+    with pytest.raises(StaleAttachmentError, match="SGD no longer exists"):
         model(batch(0)[0]).sum().backward()
     overlap = instep.attached(model)
     assert overlap is not None

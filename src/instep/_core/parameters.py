@@ -15,23 +15,25 @@ from instep.errors import StaleAttachmentError
 class Place:
     """One attribute of one module that holds a parameter. A tied parameter has several."""
 
-    __slots__ = ("_module", "attribute", "name")
+    __slots__ = ("attribute", "module", "name")
 
     def __init__(self, module: nn.Module, attribute: str, name: str) -> None:
-        self._module = weakref.ref(module)
+        self.module = weakref.ref(module)
         self.attribute = attribute
         self.name = name
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        module = self._module()
+        module = self.module()
         # _parameters, not getattr: a parametrized attribute would be computed anew.
-        return module is not None and module._parameters.get(self.attribute) is parameter
+        held = None if module is None else module._parameters.get(self.attribute)
+        # A plain tensor stands in for the parameter during torch.func.functional_call.
+        return held is parameter or (held is not None and not isinstance(held, nn.Parameter))
 
 
 class AttachedParameter:
     """One parameter, held weakly, with the stepper of the optimizer it belongs to."""
 
-    __slots__ = ("_ref", "places", "spec", "spent", "stepper")
+    __slots__ = ("_ref", "places", "spec", "spent", "stepper", "version")
 
     def __init__(
         self,
@@ -46,6 +48,7 @@ class AttachedParameter:
         self.places = places
         self.stepper = stepper
         self.spent = spent
+        self.version = -1  # of the tensor, after this step's update
 
     def peek(self) -> torch.Tensor | None:
         """The parameter, ``None`` if it is gone."""

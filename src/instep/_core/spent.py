@@ -52,6 +52,20 @@ class SpentGradient(torch.Tensor):
         return f"SpentGradient(of {self._of!r}: applied during backward, and freed)"
 
     @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """These reach for the storage, or put another one in its place, without passing through the dispatcher."""
+        moved = func == _SET_DATA and isinstance(args[1], SpentGradient)  # model.to() does so
+        if func in _ON_STORAGE and not moved:
+            spent = _find(args)
+            assert spent is not None
+            error = spent._explain(getattr(func, "__name__", str(func)))
+            assert error is not None
+            raise error
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub types the disabled default
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -62,6 +76,16 @@ class SpentGradient(torch.Tensor):
         if error is not None:
             raise error
         return SpentGradient(spent, spent._of, spent._explain, kwargs.get("dtype"), kwargs.get("device"))
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_ON_STORAGE = (
+    _SET_DATA,
+    torch.Tensor.share_memory_,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.data_ptr,
+    torch.Tensor.untyped_storage,
+)
 
 
 def _find(values: Sequence[Any]) -> SpentGradient | None:

@@ -35,6 +35,7 @@ class Stepper:
     def _forget(self) -> None:
         self._open = False
         self._owner: dict[int, tuple[int, int]] = {}
+        self._state: Any = None
         self._state_size = 0
         self._shared_state: dict[Any, Any] = {}
         self._used: dict[int, _Snapshot] = {}
@@ -46,16 +47,20 @@ class Stepper:
         The optimizer's and torch's global step hooks do not run. Version counters are bumped even where the
         kernel does not (fused ones), so that autograd still notices a weight that was saved for a later node.
         """
-        optimizer = self._alive()
+        optimizer = self.optimizer()
         if not self._open:
             self._begin(optimizer)
         groups = self._groups_of(optimizer, parameters)
-        given = {index: self._used[index].of_copy(group) for index, group in groups.items()}
+        given = {
+            i: self._used[i].of_copy(group) if i in self._used else _Snapshot(group) for i, group in groups.items()
+        }
         state = {p: entry for p in parameters if (entry := optimizer.state.get(p)) is not None}
         shadow = _shadow(optimizer, list(groups.values()), {**_private(self._shared_state), **state})
         base = dict(vars(shadow))
+        contents = {name: _content(value) for name, value in base.items() if name not in _OWN}
         try:
-            with torch.no_grad():
+            # backward() may be called inside an autocast block, which optimizer.step() is not.
+            with torch.no_grad(), torch.autocast(parameters[0].device.type, enabled=False):
                 _undecorated_step(type(optimizer))(shadow)
         finally:
             if len(shadow.state) != len(self._shared_state) + len(state) or any(
@@ -63,20 +68,31 @@ class Stepper:
             ):
                 optimizer.state.update({p: shadow.state[p] for p in parameters if p in shadow.state})
             torch.autograd.graph.increment_version(parameters)
-        for (index, before), group in zip(given.items(), shadow.param_groups, strict=True):
-            self._collect(f"param_groups[{index}]", before.changes(group))
+        for index, before in given.items():
+            self._collect(f"param_groups[{index}]", before.changes(shadow.param_groups[index]))
+        for name, content in contents.items():
+            if vars(shadow).get(name) is base[name] and _content(base[name]) != content:
+                raise UnsupportedOptimizerError(
+                    f"{self.name} changes its attribute {name!r} in place in every step, which bucket by bucket would "
+                    "happen once per bucket. Use this optimizer without instep"
+                )
         self._collect("state", _changes(_shared(shadow.state), self._shared_state))
         self._collect("attribute", _changes(vars(shadow), base))
 
-    def require_same_hyperparameters(self) -> None:
-        """Raise ``HyperparameterChangedError`` if a group's value is not the one the buckets were stepped with."""
-        optimizer = self._alive()
+    def require_unchanged(self) -> None:
+        """Raise ``HyperparameterChangedError`` if groups or state are not those the buckets were stepped with."""
+        optimizer = self.optimizer()
+        if optimizer.state is not self._state:
+            raise HyperparameterChangedError(
+                f"the state of {self.name} was replaced (load_state_dict?) after backward had already stepped "
+                "parameters with the old one. Load before backward() or after optimizer.step()"
+            )
         for index in self._used:
             self._require_same(index, optimizer.param_groups[index])
 
     def commit(self) -> None:
         """Write into the user's optimizer what the shadows wrote outside the parameters' own state."""
-        optimizer = self._alive()
+        optimizer = self.optimizer()
         if self._open:
             for where, values in self._written.items():
                 if where == "attribute":
@@ -93,10 +109,14 @@ class Stepper:
         """Forget the step."""
         self._forget()
 
-    def _alive(self) -> Optimizer:
+    def optimizer(self) -> Optimizer:
+        """The user's optimizer; ``StaleAttachmentError`` if it is gone."""
         optimizer = self._optimizer()
         if optimizer is None:
-            raise RuntimeError(f"the attached {self.name} no longer exists; keep a reference to it")
+            raise StaleAttachmentError(
+                f"the attached {self.name} no longer exists. Keep a reference to it, or call "
+                "instep.attached(model).detach() and attach another one"
+            )
         return optimizer
 
     def _begin(self, optimizer: Optimizer) -> None:
@@ -106,6 +126,7 @@ class Stepper:
             for index, group in enumerate(optimizer.param_groups)
             for position, p in enumerate(group["params"])
         }
+        self._state = optimizer.state
         self._state_size = len(optimizer.state)
         self._shared_state = _shared(optimizer.state)
 
@@ -120,11 +141,12 @@ class Stepper:
             index, position = self._owner[id(parameter)]
             members.setdefault(index, []).append(position)
         groups: dict[int, dict[str, Any]] = {}
-        for index, positions in sorted(members.items()):
-            live = optimizer.param_groups[index]
+        # All groups, empty ones too, in the optimizer's order, and parameters in theirs: some updates count them.
+        for index, live in enumerate(optimizer.param_groups):
+            positions = sorted(members.get(index, ()))
             if index in self._used:
                 self._require_same(index, live)
-            else:
+            elif positions:
                 self._used[index] = _Snapshot(live)
             group = {k: _private(v) for k, v in live.items() if k not in _PER_PARAMETER}
             for key in _PER_PARAMETER:
@@ -212,7 +234,20 @@ def _private(value: Any) -> Any:
         return value
     if type(value) is dict:
         return {key: _private(item) for key, item in value.items()}
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if isinstance(value, (list, tuple, set)) else value
+
+
+def _content(value: Any) -> Any:
+    """What an attribute holds, to notice a change in place. Entries kept by parameter are per-parameter state."""
+    if isinstance(value, torch.Tensor):
+        return id(value) if value.requires_grad else (id(value), value._version)
+    if isinstance(value, dict):
+        return {key: _content(item) for key, item in value.items() if not isinstance(key, torch.Tensor)}
+    if isinstance(value, (list, tuple, set)):
+        return [_content(item) for item in value]
+    return value if isinstance(value, _IMMUTABLE) else id(value)
 
 
 def _fingerprint(value: Any) -> Any:
@@ -230,7 +265,7 @@ def _same(a: Any, b: Any) -> bool:
         return type(a) is type(b) and len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    return type(a) is type(b) and bool(a == b)
+    return isinstance(a, (*_IMMUTABLE, set)) and type(a) is type(b) and bool(a == b)
 
 
 def _changes(now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:

@@ -39,6 +39,8 @@ class Transaction:
         step_count: how many committed steps wrote anything.
         accumulating: while true, gradients are left to accumulate and no step opens.
         recorder: told of each bucket's step and communication; ``None`` when nobody listens.
+        on_open: called when a step opens.
+        in_no_sync: under DDP: whether its gradients accumulate now.
     """
 
     def __init__(self, steppers: Sequence[Stepper], rank: Callable[[], int]) -> None:
@@ -48,6 +50,7 @@ class Transaction:
         self.accumulating = False
         self.recorder: Recorder | None = None
         self.on_open: Callable[[], None] = lambda: None
+        self.in_no_sync: Callable[[], bool] | None = None
         self._steppers = tuple(steppers)
         self._rank = rank
         # On accelerators the engine runs one thread per device, each of which may complete a bucket.
@@ -74,9 +77,12 @@ class Transaction:
         task = graph_task()
         if task == self._backward:
             return
-        for attached in self._left.values():
-            if not self._applied and attached.get().grad is attached.spent:
-                raise _never_cleared(attached.spec.name, "backward()")
+        if self.in_no_sync is not None and not self._applied:
+            # DDP's reducer would be unusable after the error that this gradient raises when it is added to.
+            for attached in self._left.values():
+                parameter = attached.get()
+                if parameter.requires_grad and parameter.grad is attached.spent:
+                    raise _never_cleared(attached.spec.name, "backward()")
         if self.accumulating:
             return
         if self._applied:
@@ -93,7 +99,7 @@ class Transaction:
         Raises ``AccumulationError`` when one of them was announced before in this step: before anything more is
         written.
         """
-        if self.accumulating:
+        if self.accumulating or (self.in_no_sync is not None and self.in_no_sync()):
             return False
         with self._lock:
             if self._torn is not None:
@@ -102,6 +108,7 @@ class Transaction:
                 raise self._torn()
             if not self._arrived:
                 self.on_open()
+            self._backward = graph_task()
             for attached in parameters:
                 if attached.spec.index in self._arrived:
                     error = AccumulationError(
@@ -127,6 +134,8 @@ class Transaction:
             writing = False
             try:
                 parameters = [attached.get() for attached in bucket]
+                for stepper in self._steppers:
+                    stepper.optimizer()
                 with self.streams.on(bucket[0].spec.device):
                     if fetch is not None:
                         fetch()
@@ -140,6 +149,8 @@ class Transaction:
                 self.fail(error, writing=writing)
                 return False
             self._applied.update(attached.spec.index for attached in bucket)
+            for parameter, attached in zip(parameters, bucket, strict=True):
+                attached.version = parameter._version
             self.streams.keep(p.grad for p in parameters if p.grad is not None)
             if self.recorder is not None:
                 self.recorder("step", bucket[0].spec.name, started, perf_counter())
@@ -210,9 +221,16 @@ class Transaction:
         applied = [a for a in self.parameters if a.stepper is stepper and self.is_applied(a)]
         try:
             if applied:
-                stepper.require_same_hyperparameters()
+                stepper.require_unchanged()
             for attached in applied:
-                if attached.get().grad is not attached.spent:
+                parameter = attached.get()
+                if parameter._version != attached.version:
+                    raise UncommittedStepError(
+                        f"parameter {attached.spec.name!r} was written between backward() and optimizer.step(), but "
+                        "backward had already updated it: the plain loop would have updated what was written. Change "
+                        "or load weights after optimizer.step() or before the forward"
+                    )
+                if parameter.grad is not attached.spent:
                     raise SpentGradientError(
                         f"the gradient of {attached.spec.name!r} was cleared or replaced between backward() and "
                         "optimizer.step(), but backward had already applied it. Call zero_grad() after "

@@ -213,13 +213,17 @@ def _slices(bucket: GradBucket) -> list[torch.Tensor]:
     buffer, parameters = bucket.buffer(), bucket.parameters()
     if buffer.is_sparse:
         return [buffer]
-    if not any(parameter.is_complex() for parameter in parameters):
+    if all(parameter.is_contiguous() and not parameter.is_complex() for parameter in parameters):
         return bucket.gradients()
-    # DDP reduces complex gradients as pairs of reals, and gradients() of such a bucket returns half of each.
+    # gradients() knows contiguous reals only. The reducer keeps a dense parameter's own strides (channels_last), and
+    # complex ones as pairs of reals (torch/csrc/distributed/c10d/reducer.cpp, initialize_bucket_views).
     slices, offset = [], 0
     for parameter in parameters:
         layout = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
-        pairs = buffer.as_strided(layout.shape, layout.stride(), buffer.storage_offset() + offset)
-        slices.append(torch.view_as_complex(pairs) if parameter.is_complex() else pairs)
+        if torch.empty_like(layout, device="meta").stride() == layout.stride():
+            view = buffer.as_strided(layout.shape, layout.stride(), buffer.storage_offset() + offset)
+        else:
+            view = buffer.narrow(0, offset, layout.numel()).view(layout.shape)
+        slices.append(torch.view_as_complex(view) if parameter.is_complex() else view)
         offset += layout.numel()
     return slices

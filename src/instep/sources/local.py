@@ -78,8 +78,10 @@ class LocalSource:
     def _accumulated(self, attached: AttachedParameter, parameter: torch.Tensor) -> None:
         if not self._transaction.arrive((attached,)):
             return
+        number = self._bucket_of.get(attached.spec.index)
+        if number is None:
+            return  # thawed since the buckets were made, within this very forward: left to optimizer.step()
         self._observed.append(attached)
-        number = self._bucket_of[attached.spec.index]
         self._missing[number] -= 1
         if self._may_write() and self._missing[number] == 0:
             members = self._members[number]
@@ -107,7 +109,9 @@ class LocalSource:
         self._running.discard(task)
         self._ended = True
         self._transaction.streams.join()
-        self._transaction.raise_failure()
+        # Asked for here, it runs after a DDP instance in the same backward is done: an error before that would leave
+        # the instance unusable.
+        at_end_of_backward(self._transaction.raise_failure, self._transaction.backward_raised)
 
     def _raised(self, task: int) -> None:
         self._running.discard(task)
