@@ -21,6 +21,7 @@ from instep._core.engine import graph_task
 from instep._core.hooks import BoundHook
 from instep._core.parameters import AttachedParameter, require_unchanged
 from instep._core.plan import MIB, ParameterSpec, Plan
+from instep._core.probe import require_separable
 from instep._core.spent import SpentGradient
 from instep._core.stepper import Stepper
 from instep._core.transaction import Recorder, Transaction
@@ -92,6 +93,8 @@ def attach(
     names = name_parameters(model)
     refuse_parameters(names, optimizers, {id(p): a for a in _attachments.values() for p in a._parameters()})
     refuse_wrappers(model, names)
+    for one in optimizers:
+        require_separable(one)
     attachment = Attachment(model, optimizers, names, wrapped, bucket_bytes or DEFAULT_BUCKET_BYTES)
     attachment._connect()
     _attachments[model] = attachment

@@ -268,19 +268,8 @@ def test_what_is_refused(two_ranks: RankPool) -> None:
 
 
 def body_inside_another_module() -> str | None:
-    """A module that holds a DDP instance beside parameters of its own, and a compiled DDP instance."""
-
-    class Outer(nn.Module):
-        def __init__(self, core: nn.Module) -> None:
-            super().__init__()
-            self.core = core
-            self.scale = nn.Parameter(torch.ones(10))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.core(x) * self.scale
-
     def run(attach: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = Outer(make()[0])
+        model = WithOwn(make()[0])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if attach:
             overlap = instep.attach(model, optimizer)
@@ -334,3 +323,92 @@ def test_the_plan_shows_the_buckets_of_ddp(two_ranks: RankPool) -> None:
     assert plan.splitlines()[1].split()[1] == "ddp"
     assert len(plan.splitlines()) > 4
     assert "module." not in plan
+
+
+class WithOwn(nn.Module):
+    """A module that holds a DDP instance beside parameters of its own."""
+
+    def __init__(self, core: nn.Module) -> None:
+        super().__init__()
+        self.core = core
+        self.scale = nn.Parameter(torch.ones(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.core(x) * self.scale
+
+
+def body_error_beside_ddp() -> bool:
+    """An error of a local parameter's update must not come before DDP is done with the same backward."""
+    model = WithOwn(make()[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instep.attach(model, optimizer) as overlap:
+        train(model, optimizer, range(2))
+        real = torch.optim.SGD.step.__wrapped__
+
+        def failing(self: Any, closure: Any = None) -> None:
+            raise ZeroDivisionError("once")
+
+        torch.optim.SGD.step.__wrapped__ = failing
+        try:
+            with pytest.raises(ZeroDivisionError):
+                loss_of(model, 2).backward()
+        finally:
+            torch.optim.SGD.step.__wrapped__ = real
+        overlap.accept_torn()
+        train(model, optimizer, range(3, 6))
+        assert overlap.step_count == 5
+    return True
+
+
+def test_an_error_beside_ddp_leaves_it_usable(two_ranks: RankPool) -> None:
+    assert two_ranks.run(body_error_beside_ddp) == [True] * 2
+
+
+def body_no_sync_of_ddp_itself() -> str | None:
+    """Parameters that DDP does not reduce accumulate in no_sync() too."""
+
+    def run(attach: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        core = make()[0]
+        model = WithOwn(core)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if attach:
+            instep.attach(model, optimizer)
+        for i in range(3):
+            with core.no_sync():
+                loss_of(model, 2 * i).backward()
+            loss_of(model, 2 * i + 1).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    return first_difference(training_state(*run(False)), training_state(*run(True)))
+
+
+def test_no_sync_of_ddp_itself(three_ranks: RankPool) -> None:
+    assert three_ranks.run(body_no_sync_of_ddp_itself) == [None] * 3
+
+
+def body_thawed_after_wrapping(view: bool) -> str | None:
+    """Frozen when DDP was built, thawed later: DDP never reduces it, and each rank trains its own, attached or not."""
+
+    def run(attach: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        inner = Blocks()
+        inner.outer.requires_grad_(False)
+        model = DistributedDataParallel(inner, gradient_as_bucket_view=view)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if attach:
+            instep.attach(model, optimizer)
+        for i in range(4):
+            inner.outer.requires_grad_(i >= 2)
+            loss_of(model, i).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    return first_difference(training_state(*run(False)), training_state(*run(True)))
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_parameter_thawed_after_wrapping(three_ranks: RankPool, view: bool) -> None:
+    assert three_ranks.run(body_thawed_after_wrapping, view) == [None] * 3

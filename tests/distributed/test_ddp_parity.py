@@ -51,6 +51,38 @@ class SparseWords(nn.Module):
         return self.out(self.words(tokens))
 
 
+def channels_last() -> nn.Module:
+    layers = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 10, 2), nn.Flatten())
+    return layers.to(memory_format=torch.channels_last)
+
+
+def _image_loss(model: nn.Module, seed: int) -> torch.Tensor:
+    x, y = batch(seed)
+    return nn.functional.cross_entropy(model(x.view(-1, 1, 4, 4).to(_device())), y.to(_device()))
+
+
+class Transposed(nn.Module):
+    """A dense parameter whose strides are not those of its shape, and one with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Parameter(torch.randn(10, 16).t())
+        self.gaps = nn.Parameter(torch.randn(16, 20)[:, ::2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.dense + x @ self.gaps
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize(
+    "model", [("channels_last", channels_last, _image_loss), ("strided", Transposed, _blocks_loss)]
+)
+@pytest.mark.parametrize("optimizer", ["SGD-1-for-loop", "AdamW-0-foreach", "AdamW-0-fused"])
+def test_parameters_with_strides_of_their_own(three_ranks: RankPool, optimizer: str, model: Any, view: bool) -> None:
+    make, loss = model
+    assert_equal_on_all(three_ranks, make, loss, optimizer, {"gradient_as_bucket_view": view}, groups=False)
+
+
 class Rotations(nn.Module):
     """A complex parameter between real ones."""
 

@@ -26,6 +26,6 @@ def test_drawn_programs_on_three_ranks(three_ranks: RankPool, program: Program, 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @given(programs(), st.booleans())
-@settings(EVERYTHING, max_examples=3_000)
+@settings(EVERYTHING, max_examples=1_000)
 def test_many_drawn_programs_on_two_ranks(two_ranks: RankPool, program: Program, view: bool) -> None:
     two_ranks.run(run_on_this_rank, program, view)

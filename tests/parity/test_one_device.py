@@ -357,6 +357,106 @@ def test_step_hooks_fire_once_per_step() -> None:
     assert fired == ["pre", "post", "global"]
 
 
+@pytest.mark.parametrize("cls", [torch.optim.Adafactor, torch.optim.AdamW])
+def test_backward_inside_an_autocast_block(cls: Callable[..., torch.optim.Optimizer]) -> None:
+    def build() -> Any:
+        model = Blocks()
+        optimizer = cls(model.parameters(), lr=1e-2)
+
+        def step(i: int) -> None:
+            x, y = batch(i)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                nn.functional.cross_entropy(model(x).float(), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    assert_equal(build)
+
+
+class ByGroupNumber(torch.optim.Optimizer):
+    """Finds its settings by the number of the group."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.scales = (1.0, 0.25)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for number, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * self.scales[number])
+
+
+def test_an_optimizer_that_counts_its_groups() -> None:
+    assert_equal(loop(Blocks, lambda model: ByGroupNumber(two_groups(model))))
+
+
+def test_an_object_in_a_group() -> None:
+    marker = object()
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": list(model.parameters()), "marker": marker}], lr=0.1)
+
+    assert_equal(loop(Blocks, optimizer))
+
+
+def test_a_head_used_outside_of_the_models_forward() -> None:
+    class Trunk(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[0](self.inner(x))
+
+    def loss(model: Any, i: int) -> torch.Tensor:
+        x, y = batch(i)
+        return nn.functional.cross_entropy(model.outer(model(x)), y)
+
+    assert_equal(loop(Trunk, adamw, loss), bucket_bytes=1)
+
+
+def test_requires_grad_toggled_inside_forward() -> None:
+    class Alternating(Blocks):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.inner.requires_grad_(self.calls % 2 == 0)
+            return super().forward(x)
+
+    assert_equal(loop(Alternating, adamw), bucket_bytes=1)
+
+
+def test_two_models_trained_in_turn_with_one_attachment() -> None:
+    """As in adversarial training: one half is frozen while the other learns, and cleared when its own turn comes."""
+
+    def build() -> Any:
+        pair = nn.ModuleDict({"g": nn.Linear(16, 16), "d": nn.Linear(16, 10)})
+        optimizers = {name: torch.optim.AdamW(part.parameters(), lr=1e-2) for name, part in pair.items()}
+
+        def step(i: int) -> None:
+            x, y = batch(i)
+            for name, part in pair.items():
+                pair.requires_grad_(False)
+                part.requires_grad_(True)
+                optimizers[name].zero_grad()
+                nn.functional.cross_entropy(pair["d"](pair["g"](x)), y).backward()
+                optimizers[name].step()
+
+        return pair, list(optimizers.values()), step
+
+    assert_equal(build)
+
+
+def test_functional_call() -> None:
+    def loss(model: nn.Module, i: int) -> torch.Tensor:
+        x, y = batch(i)
+        shifted = {name: p + 0.01 for name, p in model.named_parameters()}
+        return nn.functional.cross_entropy(torch.func.functional_call(model, shifted, (x,)), y)
+
+    assert_equal(loop(Blocks, adamw, loss))
+
+
 def test_a_compiled_model() -> None:
     assert_equal(loop(lambda: torch.compile(Blocks(), backend="aot_eager"), adamw), steps=3)
 

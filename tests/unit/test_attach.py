@@ -1,5 +1,6 @@
 """What attach refuses: a typed error that names the parameter and the cure, and no hook left behind."""
 
+import copy
 import logging
 from typing import Any
 
@@ -21,16 +22,18 @@ def hooks_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[int]:
 
 
 class Coupled(torch.optim.Optimizer):
-    """Scales every update by the norm of all gradients together."""
+    """Scales every update by the norm of all gradients together, from step ``after`` on."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Any, after: int = 0) -> None:
         super().__init__(params, {"lr": 0.1, "scale": 1.0})
+        self.after = after
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        self.after -= 1
         for group in self.param_groups:
             grads = [p.grad for p in group["params"] if p.grad is not None]
-            if grads:
+            if grads and self.after < 0:
                 group["scale"] = torch.stack([g.norm() for g in grads]).norm().item()
             for p in group["params"]:
                 if p.grad is not None:
@@ -132,6 +135,12 @@ def test_a_model_that_is_no_module() -> None:
         instep.attach(MODEL.forward, sgd(MODEL.parameters()))  # type: ignore[arg-type]
 
 
+def test_a_lazy_module() -> None:
+    model = nn.Sequential(nn.LazyLinear(4))
+    with pytest.raises(AttachError, match="lazy"):
+        instep.attach(model, sgd(model.parameters()))
+
+
 def test_attaching_twice() -> None:
     model = Blocks()
     optimizer = sgd(model.parameters())
@@ -161,10 +170,73 @@ def test_a_failure_in_the_middle_of_registration_leaves_nothing(monkeypatch: pyt
     assert instep.attached(model) is None
 
 
-def test_an_update_that_couples_parameters_is_refused_at_the_first_disagreement() -> None:
+class Clipped(torch.optim.SGD):
+    """Couples parameters without leaving a trace."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        nn.utils.clip_grad_norm_(params, 0.1)
+        return super().step()
+
+
+class Noisy(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.add_(torch.randn_like(p))
+        return super().step()
+
+
+class NeedsGradients(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"] if p.grad is not None])
+        return super().step()
+
+
+class CountsInPlace(torch.optim.SGD):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.seen = {"steps": 0}
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen["steps"] += 1
+        return super().step()
+
+
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [
+        (Clipped, "Clipped couples parameters"),
+        (Noisy, "Noisy draws random numbers"),
+        (NeedsGradients, "raises when no parameter has a gradient"),
+        (CountsInPlace, "CountsInPlace changes its attribute 'seen' in place"),
+    ],
+)
+def test_an_optimizer_of_unknown_make_is_tried_out_first(cls: Any, words: str) -> None:
     model = Blocks()
-    optimizer = Coupled(model.parameters())
+    optimizer = cls(model.parameters(), lr=0.1)
+    attributes = copy.deepcopy({k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state")})
+    random = torch.get_rng_state()
+    with pytest.raises(UnsupportedOptimizerError, match=words):
+        instep.attach(model, optimizer)
+    assert {k: vars(optimizer)[k] for k in attributes} == attributes
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not optimizer.state
+
+
+def test_an_update_that_couples_parameters_is_refused_at_attach_or_at_the_first_disagreement() -> None:
+    model = Blocks()
+    with pytest.raises(UnsupportedOptimizerError, match=r"Coupled.*'scale'"):
+        instep.attach(model, Coupled(model.parameters()))
+    optimizer = Coupled(model.parameters(), after=5)
     with instep.attach(model, optimizer, bucket_bytes=500):
+        for i in range(5):
+            model(batch(i)[0]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
         with pytest.raises(UnsupportedOptimizerError, match=r"Coupled.*'scale'"):
             model(batch(0)[0]).sum().backward()
         with pytest.raises(instep.errors.TornStepError):

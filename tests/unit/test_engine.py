@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._core.engine import at_end_of_backward, graph_task
-from instep._core.stepper import _undecorated_step
+from instep._core.stepper import undecorated_step
 
 
 def test_graph_task_numbers_the_running_backward() -> None:
@@ -68,8 +68,8 @@ def test_torch_wraps_step_once_and_marks_it() -> None:
     layer = nn.Linear(2, 2)
     for cls in (torch.optim.SGD, Mine):
         cls(layer.parameters(), lr=0.1)
-        assert _undecorated_step(cls) is not cls.step
-        assert not hasattr(_undecorated_step(cls), "hooked")
+        assert undecorated_step(cls) is not cls.step
+        assert not hasattr(undecorated_step(cls), "hooked")
 
 
 def test_what_is_read_of_ddp_is_there() -> None:

@@ -234,6 +234,56 @@ def test_gradients_cleared_between_backward_and_step(
         optimizer.step()
 
 
+def decay(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.9)
+
+
+def load_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.load_state_dict({k: torch.zeros_like(v) for k, v in model.state_dict().items()})
+
+
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("write", [decay, load_model, load_optimizer])
+def test_weights_or_state_written_between_backward_and_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any, write: Any
+) -> None:
+    """The plain loop would update what was written."""
+    loss_of(model).backward()
+    write(model, optimizer)
+    with pytest.raises((UncommittedStepError, HyperparameterChangedError), match=r"between backward|after backward"):
+        optimizer.step()
+    with pytest.raises(TornStepError):
+        model(batch(0)[0])
+
+
+def test_a_part_of_the_model_called_by_itself(model: Any, optimizer: torch.optim.Optimizer, overlap: Any) -> None:
+    loss_of(model).backward()
+    with pytest.raises(UncommittedStepError):
+        model.inner(batch(0)[0])
+    optimizer.step()
+    model.inner(batch(0)[0])
+
+
+@pytest.mark.parametrize(
+    "reach",
+    [
+        lambda m: m.share_memory(),
+        lambda m: torch.from_dlpack(m.inner.weight.grad),
+        lambda m: m.inner.weight.grad.untyped_storage(),
+        lambda m: setattr(m.inner.weight.grad, "data", torch.zeros(24, 16)),
+    ],
+)
+def test_a_spent_gradient_has_no_storage_to_reach_for(model: nn.Module, overlap: Any, reach: Any) -> None:
+    loss_of(model).backward()
+    with pytest.raises(SpentGradientError):
+        reach(model)
+
+
 @pytest.mark.parametrize(
     "clear", [lambda o, m: None, lambda o, m: o.zero_grad(set_to_none=False), lambda o, m: m.zero_grad(False)]
 )

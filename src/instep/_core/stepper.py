@@ -51,17 +51,15 @@ class Stepper:
         if not self._open:
             self._begin(optimizer)
         groups = self._groups_of(optimizer, parameters)
-        given = {
-            i: self._used[i].of_copy(group) if i in self._used else _Snapshot(group) for i, group in groups.items()
-        }
+        given = {i: self._used[i].of_copy(group) for i, group in groups.items() if group["params"]}
         state = {p: entry for p in parameters if (entry := optimizer.state.get(p)) is not None}
-        shadow = _shadow(optimizer, list(groups.values()), {**_private(self._shared_state), **state})
+        shadow = shadow_of(optimizer, list(groups.values()), {**_private(self._shared_state), **state})
         base = dict(vars(shadow))
         contents = {name: _content(value) for name, value in base.items() if name not in _OWN}
         try:
             # backward() may be called inside an autocast block, which optimizer.step() is not.
             with torch.no_grad(), torch.autocast(parameters[0].device.type, enabled=False):
-                _undecorated_step(type(optimizer))(shadow)
+                undecorated_step(type(optimizer))(shadow)
         finally:
             if len(shadow.state) != len(self._shared_state) + len(state) or any(
                 shadow.state[p] is not entry for p, entry in state.items()
@@ -202,7 +200,8 @@ class _Snapshot:
         return _same(value, self._values.get(key, _ABSENT))
 
 
-def _shadow(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Any, Any]) -> Optimizer:
+def shadow_of(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Any, Any]) -> Optimizer:
+    """An optimizer of the same class with the same attributes over other groups and state, without step hooks."""
     # object.__new__: no constructor runs, so nothing is validated, registered or patched a second time.
     shadow: Optimizer = object.__new__(type(optimizer))
     vars(shadow).update(vars(optimizer))
@@ -214,7 +213,7 @@ def _shadow(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Any,
     return shadow
 
 
-def _undecorated_step(cls: type[Optimizer]) -> Callable[[Optimizer], Any]:
+def undecorated_step(cls: type[Optimizer]) -> Callable[[Optimizer], Any]:
     """``cls.step`` without the wrapper in which torch runs its global step hooks: they are owed one call per step."""
     step: Any = cls.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]

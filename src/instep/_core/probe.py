@@ -1,0 +1,108 @@
+"""Does an optimizer of unknown make update each parameter by itself? It is tried on made-up parameters at attach."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from instep._core.stepper import Stepper, shadow_of, undecorated_step
+from instep.errors import UnsupportedOptimizerError
+
+STEPS = 3
+SIDE = 4
+
+
+def require_separable(optimizer: Optimizer) -> None:
+    """Raise ``UnsupportedOptimizerError`` if stepping parameters one by one differs from stepping them together.
+
+    torch's own optimizers are known and not asked. An optimizer that cannot be run on made-up parameters is taken as
+    it is: :class:`~instep._core.stepper.Stepper` still notices what is left in its groups and attributes.
+    """
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return
+    kind = type(optimizer).__name__
+    try:
+        together, alone = _twin(optimizer), _twin(optimizer)
+        before = torch.get_rng_state()
+        for step in range(STEPS):
+            _set_gradients(together, step)
+            _set_gradients(alone, step)
+            _step(together)
+            stepper = Stepper(alone)
+            for parameter in reversed(list(_parameters(alone))):
+                stepper.step([parameter])
+            stepper.commit()
+        random = not torch.equal(before, torch.get_rng_state())
+        torch.set_rng_state(before)
+        equal = all(map(torch.equal, _parameters(together), _parameters(alone)))
+    except UnsupportedOptimizerError:
+        raise
+    except Exception:
+        return
+    if random:
+        raise UnsupportedOptimizerError(
+            f"{kind} draws random numbers in step(): bucket by bucket they would go to other parameters than in the "
+            "plain loop. Use this optimizer without instep"
+        )
+    if not equal:
+        raise UnsupportedOptimizerError(
+            f"{kind} couples parameters: stepped one by one they get other values than stepped together, so stepping "
+            "during backward would differ from the plain loop. Use this optimizer without instep"
+        )
+    _require_step_without_gradients(together, kind)
+
+
+def _require_step_without_gradients(twin: Optimizer, kind: str) -> None:
+    for parameter in _parameters(twin):
+        parameter.grad = None
+    try:
+        _step(twin)
+    except Exception as error:
+        raise UnsupportedOptimizerError(
+            f"{kind}.step() raises when no parameter has a gradient ({type(error).__name__}: {error}), as it is after "
+            "backward has stepped them all. Use this optimizer without instep"
+        ) from error
+
+
+def _step(twin: Optimizer) -> None:
+    with torch.no_grad():
+        undecorated_step(type(twin))(twin)
+
+
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """The same optimizer with nothing of its own: copied attributes, no state, two small parameters for each kind of
+    parameter in a group."""
+    groups = []
+    for group in optimizer.param_groups:
+        kinds = {(p.dim(), p.dtype, p.device) for p in group["params"]}
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        made = [_parameter(*kind) for kind in sorted(kinds, key=str) for _ in range(2)]
+        groups.append({**copy.deepcopy(options), "params": made})
+    twin = shadow_of(optimizer, groups, {})
+    attributes = {
+        name: value
+        for name, value in vars(twin).items()
+        if name not in ("param_groups", "state") and not name.startswith("_optimizer_")
+    }
+    # The model's parameters, where an attribute refers to them, are not worth a copy.
+    large: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    vars(twin).update(copy.deepcopy(attributes, memo=large))
+    return twin
+
+
+def _parameter(dim: int, dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones((SIDE,) * dim, dtype=dtype, device=device))
+
+
+def _parameters(twin: Optimizer) -> Iterator[Any]:
+    for group in twin.param_groups:
+        yield from group["params"]
+
+
+def _set_gradients(twin: Optimizer, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for number, parameter in enumerate(_parameters(twin)):
+        gradient = torch.randn(parameter.shape, generator=generator) * (1 + number)
+        parameter.grad = gradient.to(parameter.device, parameter.dtype)
