@@ -74,9 +74,7 @@ class Transposed(nn.Module):
 
 
 @pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize(
-    "model", [("channels_last", channels_last, _image_loss), ("strided", Transposed, _blocks_loss)]
-)
+@pytest.mark.parametrize("model", [(channels_last, _image_loss), (Transposed, _blocks_loss)])
 @pytest.mark.parametrize("optimizer", ["SGD-1-for-loop", "AdamW-0-foreach", "AdamW-0-fused"])
 def test_parameters_with_strides_of_their_own(three_ranks: RankPool, optimizer: str, model: Any, view: bool) -> None:
     make, loss = model
