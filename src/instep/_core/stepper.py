@@ -11,6 +11,7 @@ import copy
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +22,17 @@ from instep.errors import HyperparameterChangedError, StaleAttachmentError, Unsu
 _ABSENT = object()
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _PER_PARAMETER = ("params", "param_names")
-_OWN = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OWN = (
+    "param_groups",
+    "state",
+    "defaults",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
 
 
 class Stepper:
@@ -35,6 +46,7 @@ class Stepper:
     def _forget(self) -> None:
         self._open = False
         self._owner: dict[int, tuple[int, int]] = {}
+        self._containers: list[str] = []
         self._state: Any = None
         self._state_size = 0
         self._shared_state: dict[Any, Any] = {}
@@ -55,10 +67,9 @@ class Stepper:
         state = {p: entry for p in parameters if (entry := optimizer.state.get(p)) is not None}
         shadow = shadow_of(optimizer, list(groups.values()), {**_private(self._shared_state), **state})
         base = dict(vars(shadow))
-        contents = {name: _content(value) for name, value in base.items() if name not in _OWN}
+        contents = {name: _content(base[name]) for name in self._containers}
         try:
-            # backward() may be called inside an autocast block, which optimizer.step() is not.
-            with torch.no_grad(), torch.autocast(parameters[0].device.type, enabled=False):
+            with torch.no_grad(), _without_autocast(parameters[0].device.type):
                 undecorated_step(type(optimizer))(shadow)
         finally:
             if len(shadow.state) != len(self._shared_state) + len(state) or any(
@@ -124,6 +135,11 @@ class Stepper:
             for index, group in enumerate(optimizer.param_groups)
             for position, p in enumerate(group["params"])
         }
+        self._containers = [
+            name
+            for name, value in vars(optimizer).items()
+            if name not in _OWN and isinstance(value, (torch.Tensor, dict, list, set))
+        ]
         self._state = optimizer.state
         self._state_size = len(optimizer.state)
         self._shared_state = _shared(optimizer.state)
@@ -217,6 +233,12 @@ def undecorated_step(cls: type[Optimizer]) -> Callable[[Optimizer], Any]:
     """``cls.step`` without the wrapper in which torch runs its global step hooks: they are owed one call per step."""
     step: Any = cls.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    # backward() may be called inside an autocast block; optimizer.step() is not.
+    enabled = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if enabled else nullcontext()
 
 
 def _shared(state: dict[Any, Any]) -> dict[Any, Any]:
