@@ -23,9 +23,9 @@ def require_separable(optimizer: Optimizer) -> None:
     if type(optimizer).__module__.startswith("torch.optim."):
         return
     kind = type(optimizer).__name__
+    generators = _Generators(optimizer)
     try:
         together, alone = _twin(optimizer), _twin(optimizer)
-        before = torch.get_rng_state()
         for step in range(STEPS):
             _set_gradients(together, step)
             _set_gradients(alone, step)
@@ -34,13 +34,14 @@ def require_separable(optimizer: Optimizer) -> None:
             for parameter in reversed(list(_parameters(alone))):
                 stepper.step([parameter])
             stepper.commit()
-        random = not torch.equal(before, torch.get_rng_state())
-        torch.set_rng_state(before)
         equal = all(map(torch.equal, _parameters(together), _parameters(alone)))
+        random = generators.advanced()
     except UnsupportedOptimizerError:
         raise
     except Exception:
         return
+    finally:
+        generators.restore()
     if random:
         raise UnsupportedOptimizerError(
             f"{kind} draws random numbers in step(): bucket by bucket they would go to other parameters than in the "
@@ -52,6 +53,26 @@ def require_separable(optimizer: Optimizer) -> None:
             "during backward would differ from the plain loop. Use this optimizer without instep"
         )
     _require_step_without_gradients(together, kind)
+
+
+class _Generators:
+    """torch's random number generators on the optimizer's devices, as they were: the user's loop must not notice."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+        self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
+        self._before = self._states()
+
+    def advanced(self) -> bool:
+        return not all(map(torch.equal, self._before, self._states()))
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._before[0])
+        for device, state in zip(self._devices, self._before[1:], strict=True):
+            torch.get_device_module(device).set_rng_state(state, device)
+
+    def _states(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(d) for d in self._devices)]
 
 
 def _require_step_without_gradients(twin: Optimizer, kind: str) -> None:
