@@ -35,7 +35,8 @@ class StepStreams:
         for tensor in tensors:
             side = self._streams.get(tensor.device)
             if side is not None:
-                tensor.record_stream(side)
+                for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+                    part.record_stream(side)
 
     def join(self) -> None:
         """Order the current stream of each device after everything stepped so far."""
