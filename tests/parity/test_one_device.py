@@ -334,9 +334,21 @@ def test_optimizer_state_goes_both_ways_in_the_middle_of_a_run() -> None:
         if overlap is not None:
             overlap.detach()
 
-    assert list(saved[1]["state"]) == list(reference_optimizer.state_dict()["state"])
     plain = training_state(reference, reference_optimizer)
     assert first_difference(plain, training_state(model, optimizer)) is None
+
+
+def test_state_is_created_in_the_order_of_the_plain_step() -> None:
+    orders = []
+    for attach in (False, True):
+        model = Blocks()
+        optimizer = adamw(model)
+        if attach:
+            instep.attach(model, optimizer, bucket_bytes=SMALL)
+        model(batch(0)[0]).sum().backward()
+        optimizer.step()
+        orders.append(list(optimizer.state_dict()["state"]))
+    assert orders[0] == orders[1]
 
 
 def test_step_hooks_fire_once_per_step() -> None:
