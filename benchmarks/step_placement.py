@@ -5,7 +5,7 @@
 
 Every variant trains the same model on the same batches, step by step in turn. First all weights are compared with
 those of the plain loop; then the ratio of the plain loop's time to each variant's is printed with its spread, and
-beside it the bound: the same loop with no optimizer at all. One thread per rank.
+beside it the bound: the same loop with no optimizer at all. One thread per rank unless told.
 """
 
 import argparse
@@ -194,10 +194,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bucket-mib", type=float, nargs="+", default=[0.1, 1.0, 4.0, 16.0])
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--depth", type=int, default=6)
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     rank = int(os.environ.get("RANK", "0"))
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
