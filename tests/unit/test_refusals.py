@@ -93,24 +93,26 @@ def test_a_second_loss_on_the_same_outputs(model: nn.Module, overlap: Any) -> No
 class WithHidden(nn.Module):
     """Returns every hidden state, as large language models may: most outputs lie deep in the graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, reentrant: bool) -> None:
         super().__init__()
+        self.reentrant = reentrant
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         hidden = []
         for layer in self.layers:
-            x = layer(x).tanh()
+            x = checkpoint(layer, x, use_reentrant=True).tanh() if self.reentrant else layer(x).tanh()
             hidden.append(x)
         return {"out": x, "hidden": tuple(hidden)}
 
 
-def test_outputs_deep_in_the_graph_are_no_second_backward() -> None:
-    model = WithHidden()
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_outputs_deep_in_the_graph_are_no_second_backward(reentrant: bool) -> None:
+    model = WithHidden(reentrant)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with instep.attach(model, optimizer, bucket_bytes=1) as overlap:
         for i in range(3):
-            out = model(batch(i)[0])
+            out = model(batch(i)[0].requires_grad_())
             (out["out"].sum() + sum(h.square().sum() for h in out["hidden"])).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -58,7 +58,8 @@ class Transaction:
         self._arrived: set[int] = set()
         self._applied: set[int] = set()
         self._uncommitted: set[Stepper] = set()
-        self._backward: int | None = None
+        # The running backward, and those nested in it by reentrant checkpointing.
+        self._backwards: set[int | None] = set()
         # Of each optimizer one parameter that was left with a spent gradient when the last step was committed.
         self._left: dict[Stepper, AttachedParameter] = {}
         self._flushing: Stepper | None = None
@@ -75,7 +76,7 @@ class Transaction:
         already updated weights. Some outputs lie deep in the graph: in the same backward they are met later.
         """
         task = graph_task()
-        if task == self._backward:
+        if task in self._backwards:
             return
         if self.in_no_sync is not None and not self._applied:
             # DDP's reducer would be unusable after the error that this gradient raises when it is added to.
@@ -91,7 +92,7 @@ class Transaction:
                 "all but the last micro-batch in `with overlap.accumulate():` (DDP: no_sync()), or add the losses and "
                 "call backward() once"
             )
-        self._backward = task
+        self._backwards = {task}
 
     def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
         """Announce final gradients. ``False``: leave them in ``.grad``, this step must not be written now.
@@ -108,7 +109,7 @@ class Transaction:
                 raise self._torn()
             if not self._arrived:
                 self.on_open()
-            self._backward = graph_task()
+            self._backwards.add(graph_task())
             for attached in parameters:
                 if attached.spec.index in self._arrived:
                     error = AccumulationError(
