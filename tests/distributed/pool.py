@@ -30,6 +30,7 @@ class RankPool:
         self.world_size = world_size
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``body`` on every rank; its results in rank order. ``body`` is a module-level function."""
@@ -62,10 +63,14 @@ class RankPool:
             process.kill()
             process.join()
         self._processes, self._pipes = [], []
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = None
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        rendezvous = Path(tempfile.mkdtemp(prefix="instep-ranks-")) / "store"
+        self._directory = tempfile.TemporaryDirectory(prefix="instep-ranks-")
+        rendezvous = Path(self._directory.name) / "store"
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.world_size, str(rendezvous), theirs), daemon=True)
