@@ -3,9 +3,9 @@
     python benchmarks/step_placement.py                                            # one device
     torchrun --standalone --nproc-per-node 2 benchmarks/step_placement.py          # two ranks, loopback
 
-Every variant trains the same model on the same batches, step by step in turn. First all weights are compared with
-those of the plain loop; then the ratio of the plain loop's time to each variant's is printed with its spread, and
-beside it the bound: the same loop with no optimizer at all. One thread per rank unless told.
+Every variant trains the same model on the same batches, step by step in turn. Before anything is printed all weights
+are compared with those of the plain loop; then the ratio of the plain loop's time to each variant's is printed with its
+spread, and beside it the bound: the same loop with no optimizer at all. One thread per rank unless told.
 """
 
 import argparse

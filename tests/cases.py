@@ -90,6 +90,19 @@ class Sometimes(nn.Module):
         return self.out(x)
 
 
+class Rotations(nn.Module):
+    """A complex parameter between real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 6)
+        self.turn = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+        self.outer = nn.Linear(6, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer((self.inner(x) * self.turn).real)
+
+
 def batch(seed: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, 16, generator=generator), torch.randint(0, 10, (rows,), generator=generator)

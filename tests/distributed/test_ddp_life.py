@@ -255,6 +255,14 @@ def body_refusals() -> bool:
     with pytest.raises(AttachError, match="already has a communication hook"):
         instep.attach(hooked, optimizer)
 
+    delayed = Blocks()
+    late = [("outer.weight", delayed.outer.weight), ("outer.bias", delayed.outer.bias)]
+    delaying = DistributedDataParallel(
+        delayed, delay_all_reduce_named_params=late, param_to_hook_all_reduce=delayed.inner.weight
+    )
+    with pytest.raises(AttachError, match="delay_all_reduce_named_params"):
+        instep.attach(delaying, torch.optim.SGD(delaying.parameters(), lr=0.1))
+
     early = Blocks()
     with instep.attach(early, torch.optim.SGD(early.parameters(), lr=0.1)):
         wrapped = DistributedDataParallel(early)

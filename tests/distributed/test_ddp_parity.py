@@ -12,7 +12,7 @@ from torch.torch_version import TorchVersion
 
 import instep
 from instep.verification import first_difference, training_state
-from tests.cases import Blocks, Sometimes, Tied, batch, optimizer_cases, two_groups
+from tests.cases import Blocks, Rotations, Sometimes, Tied, batch, optimizer_cases, two_groups
 from tests.distributed.pool import RankPool
 
 OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
@@ -79,19 +79,6 @@ class Transposed(nn.Module):
 def test_parameters_with_strides_of_their_own(three_ranks: RankPool, optimizer: str, model: Any, view: bool) -> None:
     make, loss = model
     assert_equal_on_all(three_ranks, make, loss, optimizer, {"gradient_as_bucket_view": view}, groups=False)
-
-
-class Rotations(nn.Module):
-    """A complex parameter between real ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 6)
-        self.turn = nn.Parameter(torch.randn(6, dtype=torch.complex64))
-        self.outer = nn.Linear(6, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.outer((self.inner(x) * self.turn).real)
 
 
 def compare(

@@ -96,8 +96,8 @@ MUTANTS = [
     Mutant(
         "clear spent gradients for good in step()",
         "_core/transaction.py",
-        "if attached.stepper is stepper and self.is_applied(attached):",
-        "if False:",
+        "            self.spend(applied)\n",
+        "",
         REFUSALS,
     ),
     Mutant(

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.verification import first_difference, training_state
-from tests.cases import Blocks, OptimizerCase, Sometimes, Tied, batch, optimizer_cases, two_groups
+from tests.cases import Blocks, OptimizerCase, Rotations, Sometimes, Tied, batch, optimizer_cases, two_groups
 
 SMALL = 2_000  # bytes: several buckets even in these models
 
@@ -161,6 +161,10 @@ def test_bfloat16_parameters(device: torch.device) -> None:
         return nn.functional.cross_entropy(model(x.to(device, torch.bfloat16)).float(), y.to(device))
 
     assert_equal(loop(lambda: Blocks().to(torch.bfloat16), adamw, loss, device))
+
+
+def test_complex_parameters() -> None:
+    assert_equal(loop(Rotations, lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")

@@ -219,7 +219,7 @@ class Transaction:
         if self._flushing is stepper:
             return  # a step() that calls its parent class's step(), where torch runs the hooks again
         self.require_whole()
-        applied = [a for a in self.parameters if a.stepper is stepper and self.is_applied(a)]
+        applied = self._applied_by(stepper)
         try:
             if applied:
                 stepper.require_unchanged()
@@ -250,10 +250,10 @@ class Transaction:
             self._flushing = None
             stepper.commit()
             # The plain loop still has its gradients here, until the user clears them.
-            for attached in self.parameters:
-                if attached.stepper is stepper and self.is_applied(attached):
-                    attached.get().grad = attached.spent
-                    self._left[stepper] = attached
+            applied = self._applied_by(stepper)
+            self.spend(applied)
+            if applied:
+                self._left[stepper] = applied[0]
             if stepper in self._uncommitted:
                 self._uncommitted.discard(stepper)
                 if not self._uncommitted:
@@ -304,6 +304,9 @@ class Transaction:
         if self._torn is None:
             self._tear(error)
         return error
+
+    def _applied_by(self, stepper: Stepper) -> list[AttachedParameter]:
+        return [a for a in self.parameters if a.stepper is stepper and self.is_applied(a)]
 
     def _tear(self, cause: BaseException | None) -> None:
         names = [a.spec.name for a in self.parameters if self.is_applied(a)]
