@@ -1,6 +1,7 @@
 """What ``attach`` refuses, before anything is changed. Each message names what was found and what to do."""
 
 import gc
+import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -53,6 +54,63 @@ def refuse_options(model: nn.Module, optimizers: Sequence[Any], schedule: str, b
         isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1
     ):
         raise AttachError(f"bucket_bytes must be a positive number of bytes or None, not {bucket_bytes!r}")
+
+
+def refuse_communication(
+    wrapped: Sequence[DistributedDataParallel], bucket_bytes: int | None, comm_hook: Any, policy: Any
+) -> None:
+    """What DDP or its absence rules out."""
+    if wrapped and bucket_bytes is not None:
+        raise AttachError(
+            f"bucket_bytes={bucket_bytes} does not apply to DistributedDataParallel, which makes its own buckets: "
+            "leave it out, and give DistributedDataParallel(bucket_cap_mb=…) instead"
+        )
+    if any(ddp.mixed_precision is not None for ddp in wrapped):
+        raise AttachError(
+            "DistributedDataParallel(mixed_precision=…) changes the parameters' dtype within a step and has a "
+            "communication hook of its own. Build it without, and give the policy to attach(…, mixed_precision=…)"
+        )
+    if comm_hook is not None:
+        _refuse_comm_hook(wrapped, comm_hook)
+    if policy is None:
+        return
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(policy, fsdp.MixedPrecisionPolicy):
+        raise AttachError(
+            f"mixed_precision must be a torch.distributed.fsdp.MixedPrecisionPolicy or None, not {policy!r}"
+        )
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and not dtype.is_floating_point:
+            raise AttachError(f"mixed_precision: {name}={dtype} is not a floating-point dtype")
+    if policy.reduce_dtype is not None and not wrapped:
+        raise AttachError(
+            f"mixed_precision: reduce_dtype={policy.reduce_dtype} is for DistributedDataParallel; nothing is reduced "
+            "on one device. Leave it out"
+        )
+    if policy.reduce_dtype is not None and comm_hook is not None:
+        raise AttachError(
+            f"mixed_precision: reduce_dtype={policy.reduce_dtype} has no effect with comm_hook, which decides how "
+            "gradients are sent. Leave one of them out"
+        )
+
+
+def _refuse_comm_hook(wrapped: Sequence[DistributedDataParallel], comm_hook: Any) -> None:
+    if not (isinstance(comm_hook, tuple) and len(comm_hook) == 2 and callable(comm_hook[1])):
+        raise AttachError(
+            "comm_hook must be a pair (state, hook), as the arguments of register_comm_hook, where hook(state, bucket) "
+            f"returns the future of a tensor; it is {comm_hook!r}"
+        )
+    if len(wrapped) != 1:
+        found = "there is none" if not wrapped else f"there are {len(wrapped)}"
+        raise AttachError(f"comm_hook is for a model with one DistributedDataParallel, and {found} in this model")
+    try:
+        inspect.signature(comm_hook[1]).bind(None, None)
+    except TypeError as error:
+        name = getattr(comm_hook[1], "__qualname__", comm_hook[1])
+        raise AttachError(f"comm_hook: {name!r} cannot be called with (state, bucket): {error}") from error
+    except ValueError:
+        return  # a builtin without a signature
 
 
 def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from instep._core.engine import graph_task
 from instep._core.hooks import BoundHook
 from instep._core.parameters import AttachedParameter, require_unchanged
 from instep._core.plan import MIB, ParameterSpec, Plan
+from instep._core.precision import LowPrecision
 from instep._core.probe import require_separable
 from instep._core.spent import SpentGradient
 from instep._core.stepper import Stepper
@@ -28,15 +29,19 @@ from instep._core.transaction import Recorder, Transaction
 from instep._validation import (
     Names,
     name_parameters,
+    refuse_communication,
     refuse_optimizers,
     refuse_options,
     refuse_parameters,
     refuse_wrappers,
 )
-from instep.errors import AttachError, StaleAttachmentError
+from instep.errors import StaleAttachmentError
 from instep.sources import Source
-from instep.sources.ddp import DDPSource
+from instep.sources.ddp import CommHook, DDPSource
 from instep.sources.local import LocalSource
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 DEFAULT_BUCKET_BYTES = 16 * MIB
 
@@ -50,6 +55,8 @@ def attach(
     *,
     schedule: str = "backward",
     bucket_bytes: int | None = None,
+    comm_hook: CommHook | None = None,
+    mixed_precision: "MixedPrecisionPolicy | None" = None,
 ) -> "Attachment":
     """Step the parameters of ``model`` during ``loss.backward()``, with the user's own ``optimizer``.
 
@@ -68,6 +75,15 @@ def attach(
         schedule: when a bucket steps. ``"backward"``: as soon as its gradients are final.
         bucket_bytes: bytes of gradient at which a bucket is full; 16 MiB unless told. Not under DDP, whose own
             ``bucket_cap_mb`` decides.
+        comm_hook: under DDP, ``(state, hook)`` as for ``register_comm_hook``: ``hook(state, bucket)`` reduces each
+            bucket, in place of DDP's own mean, and what its future holds is stepped. The two must be given here: DDP
+            takes one hook. It stays after ``detach()``.
+        mixed_precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``. The forward and backward of ``model`` then
+            compute with copies of its parameters in ``param_dtype``, DDP's mean is computed and sent in
+            ``reduce_dtype`` (``param_dtype`` unless told), and the parameters, their gradients and the step stay as
+            they are, usually float32. Frozen parameters are cast too; buffers are not. Floating-point inputs of
+            ``model`` are cast to ``param_dtype`` unless ``cast_forward_inputs=False``, its outputs to
+            ``output_dtype`` if given.
 
     Returns:
         The attachment. It lives as long as the model does, whether or not it is kept.
@@ -80,22 +96,26 @@ def attach(
     """
     if os.environ.get("INSTEP_DISABLE", "") not in ("", "0"):
         _logger.warning("INSTEP_DISABLE is set: attach() left the model and the optimizer as they are")
-        return Attachment(model, [], {}, _ddps_in(model), DEFAULT_BUCKET_BYTES)
+        return Attachment(model, [], {}, _ddps_in(model))
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     refuse_options(model, optimizers, schedule, bucket_bytes)
     refuse_optimizers(optimizers)
     wrapped = _ddps_in(model)
-    if wrapped and bucket_bytes is not None:
-        raise AttachError(
-            f"bucket_bytes={bucket_bytes} does not apply to DistributedDataParallel, which makes its own buckets: "
-            "leave it out, and give DistributedDataParallel(bucket_cap_mb=…) instead"
-        )
+    refuse_communication(wrapped, bucket_bytes, comm_hook, mixed_precision)
     names = name_parameters(model)
     refuse_parameters(names, optimizers, {id(p): a for a in _attachments.values() for p in a._parameters()})
     refuse_wrappers(model, names)
     for one in optimizers:
         require_separable(one)
-    attachment = Attachment(model, optimizers, names, wrapped, bucket_bytes or DEFAULT_BUCKET_BYTES)
+    attachment = Attachment(
+        model,
+        optimizers,
+        names,
+        wrapped,
+        bucket_bytes=bucket_bytes or DEFAULT_BUCKET_BYTES,
+        comm_hook=comm_hook,
+        mixed_precision=mixed_precision,
+    )
     attachment._connect()
     _attachments[model] = attachment
     return attachment
@@ -115,7 +135,10 @@ class Attachment:
         optimizers: Sequence[Optimizer],
         names: Names,
         wrapped: Sequence[DistributedDataParallel],
-        bucket_bytes: int,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        comm_hook: CommHook | None = None,
+        mixed_precision: "MixedPrecisionPolicy | None" = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._model_name = type(model).__name__
@@ -127,6 +150,8 @@ class Attachment:
             self._transaction.in_no_sync = self._in_no_sync
         self._transaction.parameters = self._gather(optimizers, names)
         self._transaction.on_open = self._begin_step
+        self._mixed_precision = mixed_precision
+        self._precision: LowPrecision | None = None
         self._handles: list[RemovableHandle] = []
         self._pre_hooks: list[RemovableHandle] = []
         self._sources: list[Source] = []
@@ -136,7 +161,7 @@ class Attachment:
             mine = [a for a in local.values() if id(a.get()) in managed]
             local = {index: a for index, a in local.items() if a not in mine}
             if mine:
-                self._sources.append(DDPSource(self._transaction, mine, ddp))
+                self._sources.append(DDPSource(self._transaction, mine, ddp, comm_hook, _reduce_dtype(mixed_precision)))
         if local:
             self._sources.append(LocalSource(self._transaction, list(local.values()), bucket_bytes))
 
@@ -198,12 +223,14 @@ class Attachment:
         """Give the model and the optimizer back as they came. Safe to call twice, and with a step open or torn.
 
         One thing stays: DDP cannot let go of a communication hook. It becomes the plain mean that DDP computes
-        without one, and a later ``attach`` takes it up again.
+        without one, or the ``comm_hook`` that was given, and a later ``attach`` takes it up again.
         """
         for source in self._sources:
             source.disconnect()
         for handle in (*self._handles, *self._pre_hooks):
             handle.remove()
+        if self._precision is not None:
+            self._precision.remove()
         self._handles.clear()
         self._pre_hooks.clear()
         self._transaction.forget(gradients=False)
@@ -254,6 +281,9 @@ class Attachment:
                 commit = BoundHook(functools.partial(self._after_step, stepper))
                 self._handles.append(optimizer.register_step_post_hook(commit))
             self._register_pre_hooks()
+            if (policy := self._mixed_precision) is not None:
+                inputs = policy.param_dtype if policy.cast_forward_inputs else None
+                self._precision = LowPrecision(model, policy.param_dtype, inputs, policy.output_dtype)
         except BaseException:
             self.detach()
             raise
@@ -375,6 +405,10 @@ def _nodes(output: object) -> Iterator[Node]:
     elif isinstance(output, (list, tuple)):
         for item in output:
             yield from _nodes(item)
+
+
+def _reduce_dtype(policy: "MixedPrecisionPolicy | None") -> torch.dtype | None:
+    return None if policy is None else policy.reduce_dtype or policy.param_dtype
 
 
 def _ddps_in(model: nn.Module) -> list[DistributedDataParallel]:

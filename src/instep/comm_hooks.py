@@ -1,5 +1,7 @@
 """Building blocks for DDP communication hooks. Useful without the rest of instep."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
@@ -20,5 +22,23 @@ def mean_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup, divisor: int)
     return future
 
 
+def cast_mean_allreduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup, divisor: int, dtype: torch.dtype | None
+) -> torch.futures.Future[torch.Tensor]:
+    """:func:`mean_allreduce` computed and sent in ``dtype``: cast, divided, summed, cast back.
+
+    The future is that of ``tensor``, which holds the result; of a new tensor when it is sparse. ``dtype=None`` is
+    ``tensor``'s own.
+    """
+    if dtype is None or dtype == tensor.dtype:
+        return mean_allreduce(tensor, group, divisor)
+    return mean_allreduce(tensor.to(dtype), group, divisor).then(partial(_cast_back, tensor))
+
+
 def _only_tensor(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
     return future.value()[0]
+
+
+def _cast_back(tensor: torch.Tensor, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+    reduced = future.value()
+    return reduced.to(tensor.dtype) if tensor.is_sparse else tensor.copy_(reduced)

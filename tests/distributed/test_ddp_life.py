@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-import instep.sources.ddp
+import instep.comm_hooks
 from instep.errors import AccumulationError, AttachError, StaleAttachmentError, TornStepError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
@@ -137,7 +137,7 @@ def body_failed_future(failing_bucket: int) -> tuple[str, bool, bool]:
     overlap = instep.attach(model, optimizer)
     train(model, optimizer, range(2))
     before = weights(model)
-    real, calls = instep.sources.ddp.mean_allreduce, []
+    real, calls = instep.comm_hooks.mean_allreduce, []
 
     def fail(future: torch.futures.Future[Any]) -> torch.Tensor:
         future.value()
@@ -148,7 +148,7 @@ def body_failed_future(failing_bucket: int) -> tuple[str, bool, bool]:
         future = real(*args)
         return future.then(fail) if len(calls) - 1 == failing_bucket else future
 
-    instep.sources.ddp.mean_allreduce = failing
+    instep.comm_hooks.mean_allreduce = failing
     try:
         loss_of(model, 2).backward()
     except RuntimeError as error:
@@ -156,7 +156,7 @@ def body_failed_future(failing_bucket: int) -> tuple[str, bool, bool]:
     else:
         message = "no error"
     finally:
-        instep.sources.ddp.mean_allreduce = real
+        instep.comm_hooks.mean_allreduce = real
     assert len(calls) > 2
     untouched = equal(weights(model), before)
     try:

@@ -1,0 +1,141 @@
+"""The buckets that a DDP communication hook has under way in one backward."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported if available
+from torch.nn.parallel import DistributedDataParallel
+
+from instep._core.engine import at_end_of_backward, graph_task
+
+
+class Reduction:
+    """One bucket whose communication was started.
+
+    Attributes:
+        index: DDP's number of the bucket.
+        parameters: the bucket's parameters that got a gradient on this rank.
+        unused: the others. Only DDP's own end of backward knows whether another rank used them, and sets ``.grad``
+            if so.
+    """
+
+    __slots__ = ("_future", "_members", "_positions", "_sparse", "index", "parameters", "unused")
+
+    def __init__(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+        self._future = future
+        self._members = bucket.parameters()
+        self._sparse = bucket.buffer().is_sparse
+        self._positions = [i for i, parameter in enumerate(self._members) if parameter.grad is not None]
+        self.index = bucket.index()
+        self.parameters: list[torch.Tensor] = [self._members[i] for i in self._positions]
+        self.unused: list[torch.Tensor] = [p for p in self._members if p.grad is None]
+
+    @property
+    def arrived(self) -> bool:
+        """Whether waiting would cost nothing. On accelerators always false: there a future is done once queued."""
+        return self._members[0].device.type == "cpu" and self._future.done()
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Wait, and return the reduced gradients of ``parameters``. Raises what the communication raised."""
+        self._future.wait()
+        result = self._future.value()
+        slices = [result] if self._sparse else slices_of(result, self._members)
+        # A compressing hook may answer in another dtype: DDP too casts what it copies into .grad.
+        return [slices[i].to(self._members[i].dtype) for i in self._positions]
+
+
+class Reductions:
+    """Gathers the buckets of one backward, and hands them on where backward ends.
+
+    DDP's own end of backward needs ``.grad`` as its hooks left it, and an error raised before it leaves the instance
+    unusable. So ``step`` is called before it, must not raise, and leaves ``.grad`` as it was; ``settle`` is called
+    after it, may replace gradients and raise. ``raised`` is called in the place of either when the backward fails.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Sequence[Reduction]], None],
+        settle: Callable[[Sequence[Reduction]], None],
+        raised: Callable[[], None],
+    ) -> None:
+        self._step = step
+        self._settle = settle
+        self._raised = raised
+        self._under_way: list[Reduction] = []
+
+    def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> Reduction | None:
+        """The communication of ``bucket`` is under way. ``None`` on a rank that has joined and only helps the others:
+        ``join()`` copies their weights to it at the end."""
+        if graph_task() is None:
+            return None
+        if bucket.index() == 0:
+            self._under_way.clear()  # of a backward that raised before it came to an end
+        reduction = Reduction(bucket, future)
+        self._under_way.append(reduction)
+        if bucket.is_last():
+            at_end_of_backward(self._before_ddp_ends, self._failed)
+        return reduction
+
+    def _before_ddp_ends(self) -> None:
+        self._step(self._under_way)
+        at_end_of_backward(self._after_ddp_ended, self._failed)
+
+    def _after_ddp_ended(self) -> None:
+        reductions, self._under_way = self._under_way, []
+        self._settle(reductions)
+
+    def _failed(self) -> None:
+        self._under_way.clear()
+        self._raised()
+
+
+def as_they_arrive(reductions: Sequence[Reduction]) -> Iterator[list[Reduction]]:
+    """In the order of sending: the next one, with those behind it that have arrived already.
+
+    One call of the optimizer for all of these costs less than one each.
+    """
+    start = 0
+    while start < len(reductions):
+        end = start + 1
+        while end < len(reductions) and reductions[end].arrived:
+            end += 1
+        yield list(reductions[start:end])
+        start = end
+
+
+def slices_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients in a bucket's dense tensor, one for each of its parameters, as views.
+
+    ``GradBucket.gradients()`` knows contiguous reals only. The reducer keeps a dense parameter's own strides
+    (channels_last), and complex ones as pairs of reals (``torch/csrc/distributed/c10d/reducer.cpp``,
+    ``initialize_bucket_views``).
+    """
+    slices, offset = [], 0
+    for parameter in parameters:
+        layout = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
+        if layout.is_contiguous() or torch.empty_like(layout, device="meta").stride() != layout.stride():
+            view = flat.narrow(0, offset, layout.numel()).view(layout.shape)
+        else:
+            view = flat.as_strided(layout.shape, layout.stride(), flat.storage_offset() + offset)
+        slices.append(torch.view_as_complex(view) if parameter.is_complex() else view)
+        offset += layout.numel()
+    return slices
+
+
+class Divisor:
+    """By how much a sum of gradients is divided for DDP's mean: the world size, or in
+    ``join(divide_by_initial_world_size=False)`` the number of ranks still active."""
+
+    def __init__(self) -> None:
+        self._active = 0
+
+    def __call__(self, ddp: DistributedDataParallel, bucket: GradBucket) -> int:
+        if not ddp._join_config.enable or ddp._divide_by_initial_world_size:
+            return dist.get_world_size(ddp.process_group)
+        if bucket.index() == 0:
+            # A rank that has joined calls the hook outside of any backward, to match the others' collectives.
+            active = torch.tensor([0 if graph_task() is None else 1], device=bucket.buffer().device)
+            dist.all_reduce(active, group=ddp.process_group)
+            self._active = int(active.item())
+        return self._active

@@ -1,0 +1,271 @@
+"""``attach(comm_hook=)``: the user's hook reduces, then the step. The oracle is plain DDP with the same hook."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+
+import instep
+from instep.errors import AttachError
+from instep.verification import first_difference, training_state
+from tests.cases import Blocks, Rotations, Sometimes, batch
+from tests.distributed.pool import RankPool
+
+
+def power_sgd(**options: Any) -> powerSGD_hook.PowerSGDState:
+    return powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=2, start_powerSGD_iter=3, min_compression_rate=1, **options
+    )
+
+
+def local_sgd() -> post_localSGD_hook.PostLocalSGDState:
+    # Each rank is a group of its own: after the second step gradients are no longer exchanged.
+    mine, _ = dist.new_subgroups(group_size=1)
+    return post_localSGD_hook.PostLocalSGDState(None, mine, start_localSGD_iter=2)
+
+
+def to_another_tensor(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Leaves the bucket as it was, and answers with a tensor of its own."""
+    work = dist.all_reduce(bucket.buffer() * 0.25, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0] * 3)
+
+
+def at_once(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    dist.all_reduce(bucket.buffer())
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Under a name of its own: plain DDP refuses torch's where there is no NCCL."""
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+def bf16_power_sgd(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return default_hooks.bf16_compress_wrapper(powerSGD_hook.powerSGD_hook)(state, bucket)
+
+
+class _AllGatherAsRead:
+    """``torch.distributed`` whose ``all_gather`` answers with one tensor of all ranks' in a list: torch's quantization
+    hooks read it so, and fail over gloo under plain DDP too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor, *, group: Any, async_op: bool) -> Any:
+        dist.all_gather(outputs, tensor, group=group)
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result([torch.stack(outputs)])
+        return SimpleNamespace(get_future=lambda: future)
+
+
+def quantize_per_tensor(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    with patch.object(quantization_hooks, "dist", _AllGatherAsRead()):
+        return quantization_hooks.quantization_pertensor_hook(state, bucket)
+
+
+def quantize_per_channel(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    with patch.object(quantization_hooks, "dist", _AllGatherAsRead()):
+        return quantization_hooks.quantization_perchannel_hook(state, bucket, bucket_size=64)
+
+
+def _none() -> None:
+    return None
+
+
+def _world() -> Any:
+    return dist.group.WORLD
+
+
+HOOKS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
+    "allreduce": (_none, default_hooks.allreduce_hook),
+    "fp16": (_none, default_hooks.fp16_compress_hook),
+    "bf16": (_none, bf16),
+    "fp16(allreduce)": (_none, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    "bf16(PowerSGD)": (power_sgd, bf16_power_sgd),
+    "PowerSGD": (power_sgd, powerSGD_hook.powerSGD_hook),
+    "PowerSGD, no error feedback": (lambda: power_sgd(use_error_feedback=False), powerSGD_hook.powerSGD_hook),
+    # Not batched_powerSGD_hook: torch 2.13's raises under plain DDP too (_orthogonalize takes batches of matrices).
+    "post_localSGD": (local_sgd, post_localSGD_hook.post_localSGD_hook),
+    "quantization per tensor": (_world, quantize_per_tensor),
+    "quantization per channel": (_world, quantize_per_channel),
+    "no reduction": (_none, debugging_hooks.noop_hook),
+    "to another tensor": (_none, to_another_tensor),
+    "at once": (_none, at_once),
+}
+ONE_BUCKET = ("PowerSGD",)
+"""Hooks that start collectives in callbacks: over gloo each rank runs these in an order of its own, so with several
+buckets plain DDP itself mixes them up, and hangs or dies."""
+MODELS = {"Blocks": Blocks, "Rotations": Rotations, "Sometimes": Sometimes}
+
+
+def compare(hook: str, model: str, optimizer: str, options: dict[str, Any], steps: int = 5) -> str | None:
+    rank = dist.get_rank()
+    make_state, function = HOOKS[hook]
+
+    def build(attach: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        cap = 25 if any(name in hook for name in ONE_BUCKET) else 0.002
+        ddp = DistributedDataParallel(MODELS[model](), bucket_cap_mb=cap, **options)
+        opt: torch.optim.Optimizer
+        if optimizer == "AdamW":
+            opt = torch.optim.AdamW(ddp.parameters(), lr=1e-2, fused=True)
+        else:
+            opt = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+        if attach:
+            instep.attach(ddp, opt, comm_hook=(make_state(), function))
+        else:
+            ddp.register_comm_hook(make_state(), function)
+        return ddp, opt
+
+    pairs = [build(False), build(True)]
+    averagers = [PeriodicModelAverager(period=2, warmup_steps=2) for _ in pairs]
+    for i in range(steps):
+        x, y = batch(1000 * rank + i)
+        for (ddp, opt), averager in zip(pairs, averagers, strict=True):
+            torch.manual_seed(i)
+            out = ddp(x, rank % 2 if i % 2 else None) if model == "Sometimes" else ddp(x)
+            nn.functional.cross_entropy(out, y).backward()
+            opt.step()
+            if hook == "post_localSGD":
+                averager.average_parameters(ddp.parameters())
+            opt.zero_grad()
+        difference = first_difference(training_state(*pairs[0]), training_state(*pairs[1]))
+        if difference is not None:
+            return f"after step {i + 1}: {difference}"
+    overlap = instep.attached(pairs[1][0])
+    assert overlap is not None
+    assert overlap.step_count == steps
+    overlap.detach()
+    return None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_the_hook_reduces_and_then_the_step(three_ranks: RankPool, hook: str, view: bool) -> None:
+    for optimizer in ("SGD", "AdamW"):
+        answers = three_ranks.run(compare, hook, "Blocks", optimizer, {"gradient_as_bucket_view": view})
+        assert answers == [None] * 3
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("hook", ["allreduce", "bf16", "to another tensor", "at once"])
+def test_unused_and_complex_parameters(three_ranks: RankPool, hook: str, view: bool) -> None:
+    options = {"gradient_as_bucket_view": view, "find_unused_parameters": True}
+    for model in ("Sometimes", "Rotations"):
+        assert three_ranks.run(compare, hook, model, "SGD", options) == [None] * 3
+
+
+def detached_and_attached_again() -> str | None:
+    """The hook stays with the DDP instance: alone, and under a later attachment that gives none."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    plain, ddp = (DistributedDataParallel(Blocks()) for _ in range(2))
+    ddp.load_state_dict(plain.state_dict())
+    plain.register_comm_hook(None, bf16)
+    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, ddp))
+    instep.attach(ddp, second, comm_hook=(None, bf16)).detach()
+    for i in range(4):
+        if i == 2:
+            instep.attach(ddp, second)
+        x, y = batch(1000 * rank + i)
+        for model, opt in ((plain, first), (ddp, second)):
+            nn.functional.cross_entropy(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        difference = first_difference(training_state(plain, first), training_state(ddp, second))
+        if difference is not None:
+            return f"after step {i + 1}: {difference}"
+    overlap = instep.attached(ddp)
+    assert overlap is not None
+    overlap.detach()
+    return None
+
+
+def test_the_hook_stays_when_detached(two_ranks: RankPool) -> None:
+    assert two_ranks.run(detached_and_attached_again) == [None, None]
+
+
+def failing_hook(failing: int) -> tuple[str, list[str], str]:
+    """A hook whose ``failing``-th bucket of the third step fails, in its own callback."""
+    ddp = DistributedDataParallel(Blocks(), bucket_cap_mb=0.002)
+    opt = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    calls: list[int] = []
+
+    def hook(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        state.append(bucket.index())
+        number = len([c for c in state if c == 0])
+
+        def check(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            if number == 3 and bucket.index() == failing:
+                raise ConnectionError("the cable was pulled")
+            return future.value()
+
+        return default_hooks.allreduce_hook(None, bucket).then(check)
+
+    overlap = instep.attach(ddp, opt, comm_hook=(calls, hook))
+    for i in range(3):
+        before = {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
+        try:
+            nn.functional.cross_entropy(ddp(batch(i)[0]), batch(i)[1]).backward()
+        except Exception as error:
+            changed = [n for n, p in ddp.module.named_parameters() if not torch.equal(p, before[n])]
+            text = str(error)
+            state = repr(overlap)
+            overlap.detach()
+            return text, changed, state
+        opt.step()
+        opt.zero_grad()
+    raise AssertionError("nothing was raised")
+
+
+def test_a_hook_that_fails_is_never_stepped_from(two_ranks: RankPool) -> None:
+    for text, changed, state in two_ranks.run(failing_hook, 0):
+        assert "the cable was pulled" in text
+        assert changed == []
+        assert "idle" in state
+
+
+def refused(comm_hook: Any) -> str:
+    ddp = DistributedDataParallel(Blocks())
+    with pytest.raises(AttachError) as caught:
+        instep.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), comm_hook=comm_hook)
+    return str(caught.value)
+
+
+def one_argument(bucket: dist.GradBucket) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("comm_hook", "found"),
+    [
+        (default_hooks.allreduce_hook, "must be a pair"),
+        ((default_hooks.allreduce_hook, None), "must be a pair"),
+        ((None, one_argument), "'one_argument' cannot be called with"),
+    ],
+)
+def test_what_is_no_hook_is_refused(two_ranks: RankPool, comm_hook: Any, found: str) -> None:
+    for text in two_ranks.run(refused, comm_hook):
+        assert found in text
+
+
+def test_a_hook_needs_ddp() -> None:
+    model = Blocks()
+    with pytest.raises(AttachError, match="there is none"):
+        instep.attach(model, torch.optim.SGD(model.parameters()), comm_hook=(None, default_hooks.allreduce_hook))
