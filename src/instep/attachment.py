@@ -81,9 +81,9 @@ def attach(
         mixed_precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``. The forward and backward of ``model`` then
             compute with copies of its parameters in ``param_dtype``, DDP's mean is computed and sent in
             ``reduce_dtype`` (``param_dtype`` unless told), and the parameters, their gradients and the step stay as
-            they are, usually float32. Frozen parameters are cast too; buffers are not. Floating-point inputs of
-            ``model`` are cast to ``param_dtype`` unless ``cast_forward_inputs=False``, its outputs to
-            ``output_dtype`` if given.
+            they are, usually float32. Frozen parameters are cast too; buffers and batch normalization are not.
+            Floating-point inputs of ``model`` are cast to ``param_dtype`` unless ``cast_forward_inputs=False``, its
+            outputs to ``output_dtype`` if given.
 
     Returns:
         The attachment. It lives as long as the model does, whether or not it is kept.

@@ -20,7 +20,8 @@ class LowPrecision:
     A copy is made by a cast inside the autograd graph, once for each parameter (a tied one has one copy): its gradient
     is accumulated in ``dtype`` and cast back when it reaches the parameter, so everything that waits for the
     parameter's own gradient goes on as before. A copy is freed as soon as backward needs it no more. Parameters keep
-    their dtype and identity; buffers are left alone.
+    their dtype and identity; buffers are left alone. So is batch normalization, as under autocast: its running
+    statistics are buffers, and its kernels want weights of their dtype.
 
     The outermost module that is called makes the copies: the model, a part of it that is called by itself, or a
     checkpointed segment that backward runs again.
@@ -75,6 +76,8 @@ class LowPrecision:
     def _swap(self, outermost: nn.Module) -> None:
         copies: dict[int, torch.Tensor] = {}
         for module in outermost.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                continue
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_floating_point() and parameter.dtype != self._dtype:
                     if id(parameter) not in copies:
