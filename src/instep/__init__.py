@@ -9,6 +9,17 @@ if TYPE_CHECKING:
     from instep.attachment import Attachment as Attachment
     from instep.attachment import attach as attach
     from instep.attachment import attached as attached
+    from instep.functional import AllreduceUpcastHookState as AllreduceUpcastHookState
+    from instep.functional import OptimInBackwardHookState as OptimInBackwardHookState
+    from instep.functional import OptimizerHookState as OptimizerHookState
+    from instep.functional import OverlappedOptimizer as OverlappedOptimizer
+    from instep.functional import apply_optim_in_backward_hook as apply_optim_in_backward_hook
+    from instep.functional import apply_optimizer_in_backward as apply_optimizer_in_backward
+    from instep.functional import as_overlapped_optim as as_overlapped_optim
+    from instep.functional import get_in_backward_optimizers as get_in_backward_optimizers
+    from instep.functional import hook_then_optimizer as hook_then_optimizer
+    from instep.functional import reducer_allreduce_and_upcast_hook as reducer_allreduce_and_upcast_hook
+    from instep.functional import register_overlapped as register_overlapped
     from instep.verification import Verification as Verification
     from instep.verification import verify as verify
 
@@ -18,10 +29,39 @@ _ROOMS = {
     "attached": "attachment",
     "Verification": "verification",
     "verify": "verification",
+    "AllreduceUpcastHookState": "functional",
+    "OptimInBackwardHookState": "functional",
+    "OptimizerHookState": "functional",
+    "OverlappedOptimizer": "functional",
+    "apply_optim_in_backward_hook": "functional",
+    "apply_optimizer_in_backward": "functional",
+    "as_overlapped_optim": "functional",
+    "get_in_backward_optimizers": "functional",
+    "hook_then_optimizer": "functional",
+    "reducer_allreduce_and_upcast_hook": "functional",
+    "register_overlapped": "functional",
     "errors": "errors",
     "comm_hooks": "comm_hooks",
+    "functional": "functional",
 }
-__all__ = ["Attachment", "Verification", "attach", "attached", "verify"]
+__all__ = [
+    "AllreduceUpcastHookState",
+    "Attachment",
+    "OptimInBackwardHookState",
+    "OptimizerHookState",
+    "OverlappedOptimizer",
+    "Verification",
+    "apply_optim_in_backward_hook",
+    "apply_optimizer_in_backward",
+    "as_overlapped_optim",
+    "attach",
+    "attached",
+    "get_in_backward_optimizers",
+    "hook_then_optimizer",
+    "reducer_allreduce_and_upcast_hook",
+    "register_overlapped",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ import gc
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from instep._core.parameters import Place
 from instep.errors import AttachError, UnsupportedOptimizerError
 
+T = TypeVar("T")
 Names = Mapping[int, tuple[torch.Tensor, tuple[Place, ...]]]
 """By ``id``: each parameter of a model, in order, with every place that holds it."""
 
@@ -33,6 +34,7 @@ def name_parameters(model: nn.Module) -> Names:
 
 
 def _plain_name(model: nn.Module, name: str) -> str:
+    name = name.replace("_fsdp_wrapped_module.", "")
     return name.removeprefix("module.") if isinstance(model, DistributedDataParallel) else name
 
 
@@ -161,7 +163,9 @@ def _inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
                 yield attribute, candidate
 
 
-def refuse_parameters(names: Names, optimizers: Sequence[Optimizer], taken: Mapping[int, object]) -> None:
+def refuse_parameters(
+    names: Names, optimizers: Sequence[Optimizer], taken: Mapping[int, object], *, sharded: bool = False
+) -> None:
     seen: dict[int, str] = {}
     trainable = False
     for optimizer in optimizers:
@@ -196,7 +200,12 @@ def refuse_parameters(names: Names, optimizers: Sequence[Optimizer], taken: Mapp
                         "instep.attached(model).detach() first; several optimizers go into one call: "
                         "attach(model, [first, second])"
                     )
-                if _is_sharded(parameter):
+                if getattr(parameter, "_in_backward_optimizers", None):
+                    raise AttachError(
+                        f"parameter {name!r} has optimizers of its own (apply_optimizer_in_backward): it would be "
+                        "stepped twice. Attach a model without them"
+                    )
+                if is_sharded(parameter) and not sharded:
                     raise AttachError(
                         f"parameter {name!r} is a {type(parameter).__name__}: sharded models (fully_shard, FSDP, "
                         "tensor parallel) are not supported by this version"
@@ -213,21 +222,17 @@ def refuse_parameters(names: Names, optimizers: Sequence[Optimizer], taken: Mapp
         )
 
 
-def refuse_wrappers(model: nn.Module, names: Names) -> None:
+def refuse_wrappers(model: nn.Module, names: Names, *, sharded: bool = False) -> None:
     for module in model.modules():
         if isinstance(module, DistributedDataParallel) and module._delay_all_reduce_params:
             raise AttachError(
                 "DistributedDataParallel(delay_all_reduce_named_params=…) reduces those parameters after their "
                 "gradient hooks have run. Build it without, and attach again"
             )
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not used
-    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
+    if fsdp1_in(model) and not sharded:
         raise AttachError("FullyShardedDataParallel is not supported by this version")
-    if not (dist.is_available() and dist.is_initialized()):
-        return
     inside = set(model.modules())
-    # A DDP instance outside of the model gives the model no sign; there are few objects to ask.
-    for ddp in (found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)):
+    for ddp in instances_of(DistributedDataParallel):
         if ddp not in inside and any(id(p) in names for p in ddp.parameters()):
             raise AttachError(
                 f"{type(model).__name__} is wrapped in a DistributedDataParallel: its own gradients are those of this "
@@ -235,6 +240,25 @@ def refuse_wrappers(model: nn.Module, names: Names) -> None:
             )
 
 
-def _is_sharded(parameter: torch.Tensor) -> bool:
+def instances_of(wrapper: type[T]) -> Iterator[T]:
+    """All living instances of a distributed wrapper. One outside of a module gives the module no sign of itself."""
+    if dist.is_available() and dist.is_initialized():
+        yield from (found for found in gc.get_objects() if issubclass(type(found), wrapper))
+
+
+def fsdp1_in(model: nn.Module | None) -> list[Any]:
+    """The ``FullyShardedDataParallel`` instances in ``model``."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not used
+    if fsdp is None or model is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, fsdp.FullyShardedDataParallel)]
+
+
+def fsdp1_instances() -> Iterator[Any]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return iter(()) if fsdp is None else instances_of(fsdp.FullyShardedDataParallel)
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(parameter, tensor.DTensor)

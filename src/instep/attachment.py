@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from instep._core.engine import graph_task
+from instep._core.engine import at_end_of_backward, graph_task
 from instep._core.hooks import BoundHook
 from instep._core.parameters import AttachedParameter, require_unchanged
 from instep._core.plan import MIB, ParameterSpec, Plan
@@ -28,6 +28,8 @@ from instep._core.stepper import Stepper
 from instep._core.transaction import Recorder, Transaction
 from instep._validation import (
     Names,
+    fsdp1_in,
+    is_sharded,
     name_parameters,
     refuse_communication,
     refuse_optimizers,
@@ -38,6 +40,7 @@ from instep._validation import (
 from instep.errors import StaleAttachmentError
 from instep.sources import Source
 from instep.sources.ddp import CommHook, DDPSource
+from instep.sources.fsdp import FSDP1Source
 from instep.sources.local import LocalSource
 
 if TYPE_CHECKING:
@@ -103,7 +106,7 @@ def attach(
     wrapped = _ddps_in(model)
     refuse_communication(wrapped, bucket_bytes, comm_hook, mixed_precision)
     names = name_parameters(model)
-    refuse_parameters(names, optimizers, {id(p): a for a in _attachments.values() for p in a._parameters()})
+    refuse_parameters(names, optimizers, attached_parameters())
     refuse_wrappers(model, names)
     for one in optimizers:
         require_separable(one)
@@ -121,9 +124,36 @@ def attach(
     return attachment
 
 
+def attach_stepping_itself(model: nn.Module, optimizer: Optimizer) -> "Attachment":
+    """Attach so that nobody has to call ``optimizer.step()``: it is called where each backward ends.
+
+    Gradients that were applied are ``None`` afterwards, and no ``zero_grad()`` is needed. ``model`` may also be one
+    that ``fully_shard`` has been applied to, or a ``FullyShardedDataParallel`` with ``use_orig_params=True``.
+
+    Raises as :func:`attach` does.
+    """
+    refuse_options(model, [optimizer], "backward", None)
+    refuse_optimizers([optimizer])
+    wrapped = _ddps_in(model)
+    refuse_communication(wrapped, None, None, None)
+    names = name_parameters(model)
+    refuse_parameters(names, [optimizer], attached_parameters(), sharded=True)
+    refuse_wrappers(model, names, sharded=True)
+    require_separable(optimizer)
+    attachment = Attachment(model, [optimizer], names, wrapped, steps_itself=True)
+    attachment._connect()
+    _attachments[model] = attachment
+    return attachment
+
+
 def attached(model: nn.Module) -> "Attachment | None":
     """The attachment of ``model``, ``None`` if it has none."""
     return _attachments.get(model)
+
+
+def attached_parameters() -> "dict[int, Attachment]":
+    """By ``id``: every parameter that is attached, with its attachment."""
+    return {id(p): attachment for attachment in _attachments.values() for p in attachment._parameters()}
 
 
 class Attachment:
@@ -139,6 +169,7 @@ class Attachment:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         comm_hook: CommHook | None = None,
         mixed_precision: "MixedPrecisionPolicy | None" = None,
+        steps_itself: bool = False,
     ) -> None:
         self._model = weakref.ref(model)
         self._model_name = type(model).__name__
@@ -148,6 +179,10 @@ class Attachment:
         self._transaction = Transaction(self._steppers, _rank)
         if wrapped:
             self._transaction.in_no_sync = self._in_no_sync
+        self._steps_itself = steps_itself
+        self._step_due = False
+        # Nobody else need hold an optimizer whose step() nobody calls.
+        self._kept = list(optimizers) if steps_itself else []
         self._transaction.parameters = self._gather(optimizers, names)
         self._transaction.on_open = self._begin_step
         self._mixed_precision = mixed_precision
@@ -162,7 +197,9 @@ class Attachment:
             local = {index: a for index, a in local.items() if a not in mine}
             if mine:
                 self._sources.append(DDPSource(self._transaction, mine, ddp, comm_hook, _reduce_dtype(mixed_precision)))
-        if local:
+        if local and fsdp1_in(model):
+            self._sources.append(FSDP1Source(self._transaction, list(local.values()), fsdp1_in(model)))
+        elif local:
             self._sources.append(LocalSource(self._transaction, list(local.values()), bucket_bytes))
 
     # What the user sees.
@@ -299,6 +336,7 @@ class Attachment:
                 self._pre_hooks.append(optimizer.register_step_pre_hook(flush))
 
     def _begin_step(self) -> None:
+        self._ask_for_step()
         self._register_pre_hooks()
         for source in self._sources:
             source.begin_step()
@@ -325,7 +363,32 @@ class Attachment:
         if torch.compiler.is_compiling() or graph_task() is not None:
             return
         for node in _nodes(output):
-            node.register_prehook(self._transaction.begin_backward)
+            node.register_prehook(self._before_backward)
+
+    def _before_backward(self, gradients: object) -> None:
+        self._transaction.begin_backward(gradients)
+        # Asked for here it is the outermost backward's end; in a hook on a parameter, maybe that of one nested in it.
+        self._ask_for_step()
+
+    def _ask_for_step(self) -> None:
+        if self._steps_itself and not self._step_due:
+            self._step_due = True
+            _after_the_sources(self._step, self._never_stepped)
+
+    def _step(self) -> None:
+        self._step_due = False
+        if self._transaction.accumulating or self._in_no_sync():
+            return
+        if any(p.grad is not None for p in self._parameters()) or self._transaction.state == "open":
+            for optimizer in self._kept:
+                optimizer.step()
+            for parameter in self._parameters():
+                parameter.grad = None
+
+    def _never_stepped(self) -> None:
+        self._step_due = False
+        for parameter in self._parameters():
+            parameter.grad = None
 
     def _refuse_late_ddp(self) -> None:
         # torch's own record of the DDP instance whose forward is running; dynamo reads it too.
@@ -390,9 +453,18 @@ class Attachment:
             name = places[0].name
             nbytes = parameter.numel() * parameter.element_size()
             spec = ParameterSpec(len(parameters), name, parameter.shape, parameter.dtype, parameter.device, nbytes)
-            spent = SpentGradient(parameter, name, functools.partial(self._transaction.misuse, spec))
-            parameters.append(AttachedParameter(parameter, spec, places, owner[id(parameter)], spent))
+            misuse = functools.partial(self._transaction.misuse, spec)
+            spent = None if self._steps_itself else SpentGradient(parameter, name, misuse)
+            # A sharded model puts other tensors in the parameters' places while it computes.
+            held = () if is_sharded(parameter) or fsdp1_in(self._model()) else places
+            parameters.append(AttachedParameter(parameter, spec, held, owner[id(parameter)], spent))
         return tuple(parameters)
+
+
+def _after_the_sources(end: Callable[[], None], failed: Callable[[], None]) -> None:
+    """Call ``end`` where the current backward ends, after what the sources have asked for by then, twice over."""
+    again = functools.partial(at_end_of_backward, end, failed)
+    at_end_of_backward(functools.partial(at_end_of_backward, again, failed), failed)
 
 
 def _nodes(output: object) -> Iterator[Node]:

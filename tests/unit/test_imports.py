@@ -18,6 +18,7 @@ ALLOWED = {
     "sources": {"_core", "comm_hooks", "errors"},
     "_validation": {"_core", "errors"},
     "attachment": {"_validation", "sources", "_core", "errors"},
+    "functional": {"attachment", "_validation", "sources", "comm_hooks", "_core", "errors"},
     "verification": {"attachment"},
     "demo": {"attachment", "verification", "report", "_version"},
     "cli": {"demo", "_version"},
@@ -63,7 +64,24 @@ def test_sources_do_not_know_one_another() -> None:
 
 
 def test_the_public_names() -> None:
-    assert instep.__all__ == ["Attachment", "Verification", "attach", "attached", "verify"]
+    assert instep.__all__ == [
+        "AllreduceUpcastHookState",
+        "Attachment",
+        "OptimInBackwardHookState",
+        "OptimizerHookState",
+        "OverlappedOptimizer",
+        "Verification",
+        "apply_optim_in_backward_hook",
+        "apply_optimizer_in_backward",
+        "as_overlapped_optim",
+        "attach",
+        "attached",
+        "get_in_backward_optimizers",
+        "hook_then_optimizer",
+        "reducer_allreduce_and_upcast_hook",
+        "register_overlapped",
+        "verify",
+    ]
     for name in instep.__all__:
         assert callable(getattr(instep, name))
     assert issubclass(instep.errors.InstepError, RuntimeError)

@@ -41,13 +41,13 @@ class AttachedParameter:
         spec: ParameterSpec,
         places: tuple[Place, ...],
         stepper: Stepper,
-        spent: SpentGradient,
+        spent: SpentGradient | None,
     ) -> None:
         self._ref = weakref.ref(parameter)
         self.spec = spec
         self.places = places
         self.stepper = stepper
-        self.spent = spent
+        self.spent = spent  # what is left in .grad after its update; None: nothing
         self.version = -1  # of the tensor, after this step's update
 
     def peek(self) -> torch.Tensor | None:

@@ -69,7 +69,7 @@ class Stepper:
         base = dict(vars(shadow))
         contents = {name: _content(base[name]) for name in self._containers}
         try:
-            with torch.no_grad(), _without_autocast(parameters[0].device.type):
+            with torch.no_grad(), without_autocast(parameters[0].device.type):
                 undecorated_step(type(optimizer))(shadow)
         finally:
             if len(shadow.state) != len(self._shared_state) + len(state) or any(
@@ -180,7 +180,7 @@ class Stepper:
     def _collect(self, where: str, changes: dict[Any, Any]) -> None:
         first = self._written.setdefault(where, changes)
         for key in first.keys() | changes.keys():
-            if key not in first or key not in changes or not _same(first[key], changes[key]):
+            if key not in first or key not in changes or not same(first[key], changes[key]):
                 raise UnsupportedOptimizerError(
                     f"{self.name} cannot be stepped bucket by bucket: its update of {where} {key!r} depends on which "
                     "parameters step together, so the result would differ from the plain loop. Use this optimizer "
@@ -212,8 +212,8 @@ class _Snapshot:
 
     def _has(self, key: str, value: Any) -> bool:
         if key in self._mutable:
-            return _same(_fingerprint(value), self._mutable[key])
-        return _same(value, self._values.get(key, _ABSENT))
+            return same(_fingerprint(value), self._mutable[key])
+        return same(value, self._values.get(key, _ABSENT))
 
 
 def shadow_of(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Any, Any]) -> Optimizer:
@@ -235,7 +235,7 @@ def undecorated_step(cls: type[Optimizer]) -> Callable[[Optimizer], Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
-def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     # backward() may be called inside an autocast block; optimizer.step() is not.
     enabled = torch.is_autocast_enabled(device_type)
     return torch.autocast(device_type, enabled=False) if enabled else nullcontext()
@@ -277,17 +277,18 @@ def _fingerprint(value: Any) -> Any:
     return (value, value._version) if isinstance(value, torch.Tensor) else _private(value)
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
+    """Whether two values of a group or of state are equal, tensors bit for bit."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(_same, a, b))
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     return isinstance(a, (*_IMMUTABLE, set)) and type(a) is type(b) and bool(a == b)
 
 
 def _changes(now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
-    return {k: v for k, v in now.items() if k not in _OWN and not _same(v, before.get(k, _ABSENT))}
+    return {k: v for k, v in now.items() if k not in _OWN and not same(v, before.get(k, _ABSENT))}

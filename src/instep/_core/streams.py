@@ -7,10 +7,16 @@ import torch
 
 
 class StepStreams:
-    """One side stream per accelerator device, on which buckets are stepped."""
+    """One side stream per accelerator device, on which buckets are stepped.
 
-    def __init__(self) -> None:
+    Args:
+        given: the stream to use on its device.
+    """
+
+    def __init__(self, given: torch.Stream | None = None) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
+        if given is not None and given.device.type != "cpu":
+            self._streams[given.device] = given
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:

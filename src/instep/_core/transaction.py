@@ -82,7 +82,7 @@ class Transaction:
             # DDP's reducer would be unusable after the error that this gradient raises when it is added to.
             for attached in self._left.values():
                 parameter = attached.get()
-                if parameter.requires_grad and parameter.grad is attached.spent:
+                if attached.spent is not None and parameter.requires_grad and parameter.grad is attached.spent:
                     raise _never_cleared(attached.spec.name, "backward()")
         if self.accumulating:
             return
@@ -137,7 +137,7 @@ class Transaction:
                 parameters = [attached.get() for attached in bucket]
                 for stepper in self._steppers:
                     stepper.optimizer()
-                with self.streams.on(bucket[0].spec.device):
+                with self.streams.on(parameters[0].device):
                     if fetch is not None:
                         fetch()
                     started = perf_counter()
@@ -225,6 +225,8 @@ class Transaction:
                 stepper.require_unchanged()
             for attached in applied:
                 parameter = attached.get()
+                if attached.spent is None:
+                    continue  # nobody has come between: backward has not returned
                 if parameter._version != attached.version:
                     raise UncommittedStepError(
                         f"parameter {attached.spec.name!r} was written between backward() and optimizer.step(), but "

@@ -1,0 +1,210 @@
+"""DDP communication hooks that step what they have reduced."""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported if available
+from torch.nn.parallel import DistributedDataParallel
+
+from instep._core.streams import StepStreams
+from instep.comm_hooks import mean_allreduce
+from instep.errors import AttachError
+from instep.functional.step import OPTIMIZERS, step_in_backward, stepping
+from instep.sources.ddp import CommHook
+from instep.sources.reductions import Divisor, Reduction, Reductions
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+class OptimizerHookState:
+    """What :func:`hook_then_optimizer` runs after a communication hook.
+
+    Args:
+        functional_optim: has a method ``step_param(param, grad)``, as the classes of
+            ``torch.distributed.optim.functional_*`` do.
+        params: the parameters it steps, ``None`` for all.
+
+    Raises:
+        ValueError: ``functional_optim`` has no ``step_param``; names its class.
+    """
+
+    __slots__ = ("functional_optimizer", "params_to_optimize")
+
+    def __init__(self, functional_optim: Any, params: Iterable[torch.Tensor] | None = None) -> None:
+        if not callable(getattr(functional_optim, "step_param", None)):
+            raise ValueError(
+                f"{type(functional_optim)} must have a method step_param(param, grad), which hook_then_optimizer calls "
+                "for each parameter. For a torch.optim.Optimizer use as_overlapped_optim or instep.attach"
+            )
+        self.functional_optimizer = functional_optim
+        self.params_to_optimize = None if params is None else set(params)
+
+
+@dataclass
+class OptimInBackwardHookState:
+    """Of one hook made by :func:`apply_optim_in_backward_hook`.
+
+    Attributes:
+        optim_stream: where optimizers run on an accelerator of its device. Unused on CPU.
+        wait_for_optim_stream_enqueued: whether the running backward will wait for it at its end.
+    """
+
+    optim_stream: torch.Stream
+    wait_for_optim_stream_enqueued: bool
+
+
+def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook:
+    """A communication hook that runs ``hook``, then ``step_param(param, grad)`` with what the future of ``hook`` holds.
+
+    Parameters are stepped where backward ends, bucket by bucket in the order of sending: while some are stepped the
+    later ones are still on their way. A stepped parameter's ``.grad`` is ``None`` afterwards, so no ``zero_grad()`` is
+    needed. A parameter that no rank used is not stepped; nor is any in ``no_sync``, whose gradients add up. If a
+    communication or a step fails, ``backward()`` raises it, and neither that bucket nor any after it is written.
+
+    ``hook`` may be any: torch's, one of its wrappers, PowerSGD, your own. Make one for each DDP instance, and register
+    it with the state of ``hook``. The method is that of
+    ``torch/distributed/algorithms/ddp_comm_hooks/optimizer_overlap_hooks.py``.
+    """
+    chosen, optimizer = optimizer_state.params_to_optimize, optimizer_state.functional_optimizer
+
+    def step(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        with stepping(parameter):
+            optimizer.step_param(parameter, gradient)
+
+    after = _StepAfterReduction(lambda parameter: chosen is None or parameter in chosen, step)
+
+    def hook_then_optimizer_wrapper(hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future = hook(hook_state, bucket)
+        after.launched(bucket, future)
+        return future
+
+    return hook_then_optimizer_wrapper
+
+
+def apply_optim_in_backward_hook(gradient_is_bucket_view: bool, *, comm_hook: CommHook | None = None) -> Hook:
+    """The hook that reduces as DDP does without one, and steps the in-backward optimizers of what it reduced.
+
+    DDP instances with parameters of :func:`apply_optimizer_in_backward` get it before their first forward. To compose
+    it with a hook of your own, register it yourself: ``ddp.register_comm_hook(weakref.ref(ddp),
+    apply_optim_in_backward_hook(ddp.gradient_as_bucket_view, comm_hook=(state, hook)))``. Parameters without
+    in-backward optimizers are reduced and left alone. What is said of unused parameters, ``no_sync`` and failures in
+    :func:`hook_then_optimizer` holds here too. The divisor is the world size, or in
+    ``join(divide_by_initial_world_size=False)`` the number of ranks still active.
+
+    Args:
+        gradient_is_bucket_view: DDP's option of that name. Gradients are handled alike, whatever it is.
+        comm_hook: ``(state, hook)``, which reduces in place of DDP's mean.
+    """
+    state = OptimInBackwardHookState(torch.Stream(), False)
+    divisor = Divisor()
+
+    def settled() -> None:
+        state.wait_for_optim_stream_enqueued = False
+
+    after = _StepAfterReduction(lambda p: hasattr(p, OPTIMIZERS), _step_with, StepStreams(state.optim_stream), settled)
+
+    def apply_optim_in_backward_hook(
+        hook_state: "weakref.ref[DistributedDataParallel]",
+        bucket: GradBucket,
+        optim_stream_state: OptimInBackwardHookState,
+    ) -> torch.futures.Future[torch.Tensor]:
+        ddp = hook_state() if isinstance(hook_state, weakref.ref) else None
+        if ddp is None:
+            raise AttachError(
+                "the state of apply_optim_in_backward_hook must be a weakref to the DistributedDataParallel: "
+                f"ddp.register_comm_hook(weakref.ref(ddp), …); it is {hook_state!r}"
+            )
+        if comm_hook is None:
+            future = mean_allreduce(bucket.buffer(), ddp.process_group, divisor(ddp, bucket))
+        else:
+            future = comm_hook[1](comm_hook[0], bucket)
+        optim_stream_state.wait_for_optim_stream_enqueued = after.launched(bucket, future)
+        return future
+
+    made = partial(apply_optim_in_backward_hook, optim_stream_state=state)
+    # DDP logs a hook by these.
+    made.__name__ = apply_optim_in_backward_hook.__name__  # type: ignore[attr-defined]
+    made.__qualname__ = apply_optim_in_backward_hook.__qualname__  # type: ignore[attr-defined]
+    _stepping.add(made)
+    return made
+
+
+_stepping: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def steps_in_backward(hook: Hook) -> bool:
+    """Whether ``hook`` steps in-backward optimizers itself."""
+    return hook in _stepping
+
+
+def _step_with(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    as_left = parameter.grad
+    parameter.grad = gradient
+    try:
+        step_in_backward(parameter)
+    finally:
+        parameter.grad = as_left
+
+
+class _StepAfterReduction:
+    """Steps the ``wanted`` parameters of each bucket with ``step(parameter, gradient)`` once it has arrived."""
+
+    def __init__(
+        self,
+        wanted: Callable[[torch.Tensor], bool],
+        step: Callable[[torch.Tensor, torch.Tensor], None],
+        streams: StepStreams | None = None,
+        settled: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._wanted = wanted
+        self._step_one = step
+        self._streams = streams or StepStreams()
+        self._settled = settled
+        self._failure: BaseException | None = None
+        self._reductions = Reductions(self._step, self._settle, settled)
+
+    def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> bool:
+        """``False`` on a rank that has joined: it steps nothing."""
+        return self._reductions.launched(bucket, future) is not None
+
+    def _step(self, reductions: Sequence[Reduction]) -> None:
+        self._failure = None
+        try:
+            for reduction in reductions:
+                if any(map(self._wanted, reduction.parameters)):
+                    with self._streams.on(reduction.parameters[0].device):
+                        gradients = reduction.gradients()
+                        self._streams.keep(gradients)
+                        self._step_all(zip(reduction.parameters, gradients, strict=True))
+                else:
+                    reduction.gradients()  # a failed one must stop those after it too
+        except BaseException as error:
+            self._failure = error
+
+    def _settle(self, reductions: Sequence[Reduction]) -> None:
+        """DDP has set the gradients of those that other ranks used: step them, drop all, raise what went wrong."""
+        error, self._failure = self._failure, None
+        try:
+            for reduction in reductions if error is None else ():
+                late = [(p, p.grad) for p in reduction.unused if p.grad is not None]
+                if late:
+                    with self._streams.on(late[0][0].device):
+                        self._step_all(late)
+        finally:
+            # Also of a failed step: the next backward would add to them.
+            for reduction in reductions:
+                for parameter in filter(self._wanted, (*reduction.parameters, *reduction.unused)):
+                    parameter.grad = None
+            self._streams.join()
+            self._settled()
+        if error is not None:
+            raise error
+
+    def _step_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for parameter, gradient in pairs:
+            if self._wanted(parameter):
+                self._step_one(parameter, gradient)

@@ -1,0 +1,233 @@
+"""One optimizer for each parameter, run when the parameter's gradient is final: no ``step()``, no ``zero_grad()``."""
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from instep._core.hooks import BoundHook
+from instep._core.stepper import same
+from instep._validation import fsdp1_instances, instances_of
+from instep.attachment import attached_parameters
+from instep.errors import AttachError, UnsupportedOptimizerError
+from instep.functional import stand_in
+from instep.functional.comm_hooks import apply_optim_in_backward_hook, steps_in_backward
+from instep.functional.step import OPTIMIZERS, step_in_backward
+
+_RECORDS = (OPTIMIZERS, "_optimizer_classes", "_optimizer_kwargs")
+
+param_to_optim_hook_handle_map: Any = WeakTensorKeyDictionary()
+"""By parameter: one handle for each registration, whose ``remove()`` takes it back."""
+_hooks: Any = WeakTensorKeyDictionary()
+_reduced_by: Any = WeakTensorKeyDictionary()
+
+
+def apply_optimizer_in_backward(
+    optimizer_class: type[Optimizer],
+    params: Iterable[torch.Tensor],
+    optimizer_kwargs: Mapping[str, Any],
+    register_hook: bool = True,
+) -> None:
+    """Step each of ``params`` with an optimizer of its own as soon as its gradient is final, and free the gradient.
+
+    After ``backward()`` the parameters are updated and their ``.grad`` is ``None``. Every backward is a step of its
+    own; to accumulate, use DDP's or FSDP's means of it (``no_sync``). Several optimizers of one parameter run in the
+    order of the calls. Under ``DistributedDataParallel``, wrapped before or after this call, a parameter is stepped
+    once it is reduced; under FSDP, once its shard is. With ``fully_shard`` after this call, the optimizers move to the
+    sharded parameters. Frozen parameters are stepped once they are unfrozen.
+
+    A parameter whose step raises loses its gradient; what was stepped before stays stepped. ``instep.attach`` is for
+    those who need more: groups, clipping, a step that is whole or reported as torn.
+
+    The method is that of ``torch/distributed/optim/apply_optimizer_in_backward.py``.
+
+    Args:
+        optimizer_class: called with ``([param], **optimizer_kwargs)`` for each parameter.
+        params: leaf tensors, each once.
+        optimizer_kwargs: keyword arguments of ``optimizer_class``, without ``params``.
+        register_hook: ``False`` only records the optimizers, for DDP or FSDP to run.
+
+    Raises:
+        AttachError: something about ``params``, or where they are. Nothing was registered.
+        UnsupportedOptimizerError: the optimizer's step needs more than one gradient.
+    """
+    parameters = _checked(params, optimizer_class)
+    ddps = _running_ddps(parameters)
+    for ddp in ddps:
+        _refuse_hook(ddp)
+    optimizers = [optimizer_class([parameter], **optimizer_kwargs) for parameter in parameters]
+    stand_in.install(_set_up_ddp, _moved_by_fully_shard)
+    for parameter, optimizer in zip(parameters, optimizers, strict=True):
+        _record(parameter, optimizer, optimizer_kwargs)
+        _hooks.setdefault(parameter, None)
+        if register_hook:
+            earlier = param_to_optim_hook_handle_map.get(parameter, ())
+            handles = [handle for handle in earlier if handle.registered()]
+            param_to_optim_hook_handle_map[parameter] = [*handles, _Handle(parameter, optimizer)]
+            _hook(parameter)
+    for ddp in ddps:
+        _set_up_ddp(ddp)
+
+
+def get_in_backward_optimizers(module: nn.Module) -> list[Optimizer]:
+    """The optimizers that :func:`apply_optimizer_in_backward` made for the parameters of ``module``, in their order.
+
+    For checkpoints and schedulers; their ``step`` and ``zero_grad`` are not for the caller.
+    """
+    return [optimizer for parameter in module.parameters() for optimizer in getattr(parameter, OPTIMIZERS, ())]
+
+
+class _Handle:
+    """Takes one registration back."""
+
+    def __init__(self, parameter: torch.Tensor, optimizer: Optimizer) -> None:
+        self._parameter = weakref.ref(parameter)
+        self._optimizer = weakref.ref(optimizer)
+
+    def registered(self) -> bool:
+        return self._position() is not None
+
+    def remove(self) -> None:
+        """The optimizer runs no more and is forgotten. Safe to call twice."""
+        parameter, position = self._parameter(), self._position()
+        if position is None:
+            return
+        for name in _RECORDS:
+            del getattr(parameter, name)[position]
+            # Its absence is what DDP and FSDP ask for.
+            if not getattr(parameter, name):
+                delattr(parameter, name)
+
+    def _position(self) -> int | None:
+        optimizers = getattr(self._parameter(), OPTIMIZERS, ())
+        return next((i for i, optimizer in enumerate(optimizers) if optimizer is self._optimizer()), None)
+
+
+def _checked(params: Iterable[torch.Tensor], optimizer_class: type[Optimizer]) -> list[torch.Tensor]:
+    if isinstance(params, torch.Tensor):
+        raise AttachError("params must be an iterable of parameters, not one tensor: give [param]")
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise AttachError(f"optimizer_class must be a class of torch.optim.Optimizer, not {optimizer_class!r}")
+    if issubclass(optimizer_class, torch.optim.LBFGS):
+        raise UnsupportedOptimizerError(
+            "LBFGS evaluates the loss again within a step, which backward cannot do. Call it after backward"
+        )
+    parameters = list(params)
+    if not parameters:
+        raise AttachError("params is empty: there is nothing to step")
+    taken = attached_parameters()
+    seen: dict[int, int] = {}
+    for position, parameter in enumerate(parameters):
+        if not isinstance(parameter, torch.Tensor):
+            raise AttachError(
+                f"params[{position}] is a {type(parameter).__name__}: give the parameters alone, and one call for each "
+                "group of them"
+            )
+        where = f"params[{position}], of shape {tuple(parameter.shape)},"
+        if not parameter.is_leaf:
+            raise AttachError(f"{where} is not a leaf: autograd gives it no final gradient")
+        if id(parameter) in seen:
+            raise AttachError(f"{where} is params[{seen[id(parameter)]}] again: it would be stepped twice")
+        if id(parameter) in taken:
+            raise AttachError(f"{where} is already attached ({taken[id(parameter)]!r}): detach() first")
+        seen[id(parameter)] = position
+    return parameters
+
+
+def _running_ddps(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParallel]:
+    """The DDP instances of some of ``parameters`` that have run a forward: DDP itself looks only at the first one."""
+    ours = {id(parameter) for parameter in parameters}
+    for wrapper in fsdp1_instances():
+        if wrapper._is_root is not None and any(id(p) in ours for p in wrapper.parameters()):
+            raise AttachError(
+                "FullyShardedDataParallel decides at its first forward whether parameters are stepped in backward, and "
+                "this one has run: call apply_optimizer_in_backward before it"
+            )
+    return [
+        ddp
+        for ddp in instances_of(DistributedDataParallel)
+        if ddp._lazy_init_ran and any(id(p) in ours for p in ddp._module_parameters)
+    ]
+
+
+def _record(parameter: torch.Tensor, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
+    # The lists are on the parameter, so they are freed with it: by gc, since optimizers refer to their parameters.
+    if not hasattr(parameter, OPTIMIZERS):
+        for name in _RECORDS:
+            setattr(parameter, name, [])
+    for name, value in zip(_RECORDS, (optimizer, type(optimizer), kwargs), strict=True):
+        getattr(parameter, name).append(value)
+
+
+def _hook(parameter: torch.Tensor) -> None:
+    """One hook, however often the parameter is registered."""
+    if _hooks[parameter] is not None:
+        return
+    frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)  # torch takes no hook on a frozen tensor, but keeps one that is there
+    # It finds all it needs on the parameter, so nothing of it keeps anything alive.
+    _hooks[parameter] = parameter.register_post_accumulate_grad_hook(BoundHook(_accumulated))
+    if frozen:
+        parameter.requires_grad_(False)
+
+
+def _accumulated(parameter: torch.Tensor) -> None:
+    ddp = _reduced_by.get(parameter)
+    if (ddp is not None and ddp() is not None) or not hasattr(parameter, OPTIMIZERS):
+        return
+    try:
+        step_in_backward(parameter)
+    finally:
+        # Also when the step raised: the next backward would add to it.
+        parameter.grad = None
+
+
+def _set_up_ddp(ddp: DistributedDataParallel) -> bool:
+    """What DDP does about in-backward optimizers before its first forward. ``False``: none of them is ours."""
+    recorded = [p for p in ddp._module_parameters if hasattr(p, OPTIMIZERS)]
+    mine = [p for p in recorded if p in _hooks]
+    if not mine:
+        return False
+    if len(mine) < len(recorded):
+        raise AttachError(
+            "some parameters of this DistributedDataParallel were given to torch's own _apply_optimizer_in_backward "
+            "and some to instep's. Give them all to instep's"
+        )
+    _refuse_hook(ddp)
+    if not ddp._comm_hooks:
+        ddp.register_comm_hook(weakref.ref(ddp), apply_optim_in_backward_hook(ddp.gradient_as_bucket_view))
+    for parameter in mine:
+        if parameter.requires_grad:  # else it is in no bucket, and DDP leaves its gradient as it is on this rank
+            _reduced_by[parameter] = weakref.ref(ddp)
+    return True
+
+
+def _refuse_hook(ddp: DistributedDataParallel) -> None:
+    for hook, _ in ddp._comm_hooks:
+        if not steps_in_backward(hook):
+            raise AttachError(
+                f"this DistributedDataParallel already has the communication hook {hook.__qualname__!r}, and DDP takes "
+                "only one. Register apply_optim_in_backward_hook(gradient_as_bucket_view, comm_hook=(state, hook)) "
+                "with weakref.ref(ddp) as its state instead: it runs that hook before the step"
+            )
+
+
+def _moved_by_fully_shard(parameter: torch.Tensor, sharded: torch.Tensor) -> None:
+    """``fully_shard`` has put ``sharded`` in the place of ``parameter``: so do the optimizers."""
+    if not hasattr(parameter, OPTIMIZERS) or parameter not in _hooks:
+        return
+    for optimizer, kwargs in zip(getattr(parameter, OPTIMIZERS), parameter._optimizer_kwargs, strict=True):  # type: ignore[attr-defined]
+        kind = type(optimizer)
+        if not same(dict(optimizer.state), dict(kind([parameter], **kwargs).state)):
+            raise AttachError(
+                f"the {kind.__name__} of a parameter of shape {tuple(parameter.shape)} has already stepped it, and its "
+                "state cannot be sharded. Call fully_shard before training"
+            )
+        apply_optimizer_in_backward(kind, [sharded], kwargs, _hooks[parameter] is not None)
+    for handle in param_to_optim_hook_handle_map.get(parameter, ()):
+        handle.remove()

@@ -1,0 +1,161 @@
+"""An optimizer that registers itself with a distributed wrapper: no ``step()``, no ``zero_grad()`` in the loop."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from instep._validation import fsdp1_in, is_sharded
+from instep.attachment import attach_stepping_itself
+from instep.errors import AttachError
+
+T = TypeVar("T", bound="type[OverlappedOptimizer]")
+
+_registered: "dict[type, type[OverlappedOptimizer]]" = {}
+
+
+def register_overlapped(optim_cls: type) -> Callable[[T], T]:
+    """A class decorator: :func:`as_overlapped_optim` makes the decorated class for ``optim_cls`` and its subclasses.
+
+    It is called with ``(optim_cls, params, *args, **kwargs)``, where ``optim_cls`` is the class that was asked for.
+
+    Raises:
+        ValueError: ``optim_cls`` is registered already; names both classes.
+    """
+
+    def register(overlapped_cls: T) -> T:
+        if optim_cls in _registered:
+            raise ValueError(
+                f"{optim_cls.__qualname__} is already registered with {_registered[optim_cls].__qualname__}, so it "
+                f"cannot be registered with {overlapped_cls.__qualname__}. Subclass the optimizer, and register that"
+            )
+        _registered[optim_cls] = overlapped_cls
+        return overlapped_cls
+
+    return register
+
+
+class OverlappedOptimizer(ABC):
+    """An optimizer class that knows how to run within the backward of a distributed wrapper.
+
+    Subclass it, and decorate the subclass with :func:`register_overlapped`, to decide for an optimizer of your own
+    (``examples/overlapped_optimizer.py``). The method is that of
+    ``torch/distributed/algorithms/_optimizer_overlap/optimizer_overlap.py``.
+    """
+
+    def __init__(self, optim_cls: type) -> None:
+        self.optim_cls = optim_cls
+
+    @abstractmethod
+    def register_ddp(self, ddp: DistributedDataParallel) -> None:
+        """From now on, the backward of ``ddp`` steps."""
+        raise NotImplementedError(f"{type(self).__name__} does not support overlapped DDP.")
+
+    @abstractmethod
+    def register_fsdp(self, fsdp: nn.Module) -> None:
+        """From now on, the backward of ``fsdp`` steps."""
+        raise NotImplementedError(f"{type(self).__name__} does not support overlapped FSDP.")
+
+
+@register_overlapped(Optimizer)
+class OverlappedStandardOptimizer(OverlappedOptimizer):
+    """Any ``torch.optim.Optimizer`` whose update is per parameter, torch's own or another's.
+
+    Each backward of the module it is registered with is a step of the plain loop: parameters are updated while
+    later gradients are still on their way, ``optimizer.step()`` is called where backward ends (so step hooks run and
+    schedulers count), and the gradients are ``None`` afterwards. Inside ``no_sync`` gradients add up.
+
+    Args:
+        params: as for the optimizer: parameters or groups; ``None``: all of the module it is registered with.
+        args, kwargs: of ``optim_cls``.
+    """
+
+    def __init__(self, optim_cls: type[Optimizer], params: Iterable[Any] | None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(optim_cls)
+        self._arguments = args, kwargs
+        self._optimizer: Optimizer | None = None
+        # Without parameters yet, the arguments are tried on one that is thrown away: an error belongs here.
+        made = self._make([nn.Parameter(torch.zeros(1, 1))] if params is None else params)
+        if params is not None:
+            self._optimizer = made
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The plain optimizer: for LR schedulers, hooks and checkpoints. Its ``step`` is called by backward."""
+        if self._optimizer is None:
+            raise AttachError(
+                f"this {self.optim_cls.__name__} was made with params=None, all parameters of the module it is "
+                "registered with: call register_ddp or register_fsdp first"
+            )
+        return self._optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer, live."""
+        return self.optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def register_ddp(self, ddp: DistributedDataParallel) -> None:
+        """Step the parameters of ``ddp`` as its buckets arrive.
+
+        Raises:
+            AttachError: ``ddp`` is no ``DistributedDataParallel``, has a communication hook, or is registered already.
+        """
+        if not isinstance(ddp, DistributedDataParallel):
+            raise AttachError(f"register_ddp takes a DistributedDataParallel, not {type(ddp).__name__}")
+        self._register(ddp)
+
+    def register_fsdp(self, fsdp: nn.Module) -> None:
+        """Step the shards of ``fsdp`` as they are reduced.
+
+        Args:
+            fsdp: a ``FullyShardedDataParallel(use_orig_params=True)`` before its first forward, or a module that
+                ``fully_shard`` has been applied to. Make the optimizer after sharding, or with ``params=None``.
+
+        Raises:
+            AttachError: ``fsdp`` is neither, or is registered already.
+        """
+        if not fsdp1_in(fsdp) and not any(map(is_sharded, fsdp.parameters())):
+            raise AttachError(
+                "register_fsdp takes a FullyShardedDataParallel, or a module that fully_shard was applied to, and this "
+                f"{type(fsdp).__name__} is not sharded"
+            )
+        self._register(fsdp)
+
+    def _register(self, module: nn.Module) -> None:
+        optimizer = self._optimizer or self._make(module.parameters())
+        attach_stepping_itself(module, optimizer)
+        self._optimizer = optimizer
+
+    def _make(self, params: Iterable[Any]) -> Optimizer:
+        args, kwargs = self._arguments
+        made: Optimizer = self.optim_cls(params, *args, **kwargs)
+        return made
+
+
+def as_overlapped_optim(
+    optim_cls: type, params: Iterable[Any] | None, *args: Any, **kwargs: Any
+) -> OverlappedOptimizer:
+    """The overlapped form of ``optim_cls(params, *args, **kwargs)``: of the first class in its MRO that is registered.
+
+    Raises:
+        ValueError: no class in the MRO is registered, so ``optim_cls`` is no ``torch.optim.Optimizer``.
+    """
+    for cls in optim_cls.__mro__:
+        if cls in _registered:
+            make: Any = _registered[cls]
+            overlapped: OverlappedOptimizer = make(optim_cls, params, *args, **kwargs)
+            return overlapped
+    raise ValueError(
+        f"{optim_cls.__qualname__} is no torch.optim.Optimizer, and neither it nor a class it inherits from is "
+        "registered with register_overlapped"
+    )

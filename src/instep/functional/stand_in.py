@@ -1,0 +1,44 @@
+"""The two functions of torch that instep stands in for, once :func:`apply_optimizer_in_backward` has been called.
+
+Both do what torch's own do, unless a parameter is instep's. ``tests/functional/test_stand_in.py`` fails clearly when
+torch changes them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+_installed = False
+
+
+def install(
+    set_up_ddp: Callable[[DistributedDataParallel], bool], moved: Callable[[torch.Tensor, torch.Tensor], None]
+) -> None:
+    """Call ``set_up_ddp(ddp)`` before a DDP instance's first forward, where DDP looks for in-backward optimizers (what
+    it then does fails on CPU); call ``moved(parameter, sharded)`` when ``fully_shard`` replaces a parameter, of which
+    FSDP2 tells nobody."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    torchs_set_up: Any = DistributedDataParallel._setup_in_backward_optimizers
+
+    def _setup_in_backward_optimizers(self: DistributedDataParallel) -> None:
+        if not set_up_ddp(self):
+            torchs_set_up(self)
+
+    DistributedDataParallel._setup_in_backward_optimizers = _setup_in_backward_optimizers  # type: ignore[method-assign]
+    if not dist.is_available():
+        return
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # not needed before
+
+    torchs_init: Any = FSDPParam._init_sharded_param
+
+    def _init_sharded_param(self: FSDPParam, param: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        torchs_init(self, param, *args, **kwargs)
+        moved(param, self.sharded_param)
+
+    FSDPParam._init_sharded_param = _init_sharded_param  # type: ignore[method-assign]

@@ -1,0 +1,239 @@
+"""The step in full precision under DistributedDataParallel's own mixed precision.
+
+With ``DistributedDataParallel(mixed_precision=...)`` a parameter is a low-precision copy of itself from the forward to
+the end of backward. DDP reduces through a communication hook that has to put both back to full precision.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported if available
+from torch.nn.parallel import DistributedDataParallel
+
+from instep._core.engine import at_end_of_backward, graph_task
+from instep._core.streams import StepStreams
+from instep.comm_hooks import mean_allreduce
+from instep.errors import AttachError
+from instep.functional.step import OPTIMIZERS, step_in_backward
+from instep.sources.reductions import Divisor, slices_of
+
+
+class _Reduction:
+    """One bucket on its way: the local gradients, flat, in ``dtype``; zeros where this rank has none.
+
+    They are read from the parameters, never from the bucket. Until DDP rebuilds its buckets, and for good where it
+    does not, it copies gradients to memory that is not ``bucket.buffer()``
+    (``torch/csrc/distributed/c10d/reducer.cpp``, ``set_mixed_precision_param_dtype``). The buffer is only written,
+    where its dtype is the right one.
+    """
+
+    def __init__(self, bucket: GradBucket, dtype: torch.dtype, keep: bool) -> None:
+        buffer = bucket.buffer()
+        self.flat = buffer if buffer.dtype == dtype else torch.empty_like(buffer, dtype=dtype)
+        self.future: torch.futures.Future[torch.Tensor] | None = None
+        self._parameters = bucket.parameters()
+        # Views taken once: a parameter with gaps has other strides when it is in full precision again.
+        self._parts = slices_of(self.flat, self._parameters)
+        self._before: list[torch.Tensor | None] = []
+        for parameter, part in zip(self._parameters, self._parts, strict=True):
+            _put(parameter.grad, part)
+            self._before.append(parameter.grad if keep else None)
+            # Free, and a question to DDP's end of backward: it sets a gradient where any rank used the parameter, and
+            # leaves none where no rank did.
+            parameter.grad = None
+
+    def upcast(self) -> None:
+        """DDP is done: give each parameter that any rank used its gradient, in the parameter's own precision."""
+        for parameter, part, before in zip(self._parameters, self._parts, self._before, strict=True):
+            # Never the tensor that DDP set: with gradient_as_bucket_view it is DDP's own view of the bucket, and DDP's
+            # next forward would point that at other memory.
+            if parameter.grad is not None:
+                parameter.grad = part.to(parameter.dtype)
+            elif before is not None:
+                parameter.grad = before.to(parameter.dtype, copy=True)
+
+    def step(self) -> None:
+        for parameter in self._parameters:
+            if hasattr(parameter, OPTIMIZERS) and parameter.grad is not None:
+                step_in_backward(parameter)
+                parameter.grad = None
+
+
+def _put(gradient: torch.Tensor | None, part: torch.Tensor) -> None:
+    if gradient is None:
+        part.zero_()
+        return
+    gradient = gradient.detach()
+    if gradient.data_ptr() != part.data_ptr():
+        part.copy_(gradient)
+    elif gradient.stride() != part.stride():
+        part.copy_(gradient.clone())  # the same memory in another order
+
+
+@dataclass
+class AllreduceUpcastHookState:
+    """What :func:`reducer_allreduce_and_upcast_hook` is registered with.
+
+    Making one adds a forward pre-hook to the DDP instance, which keeps ``no_sync`` and streams right: see
+    ``_before_forward``.
+
+    Attributes:
+        ddp_weakref: ``weakref.ref`` to the DDP instance, whose ``mixed_precision`` is set.
+        upcast_stream: where gradients are cast and parameters stepped. Unused on CPU.
+        wait_for_stream_enqueued: whether a backward has begun to reduce and has not ended.
+
+    Raises:
+        AttachError: the module has complex parameters, of which DDP's low-precision copies drop the imaginary part.
+    """
+
+    ddp_weakref: Any
+    upcast_stream: torch.Stream
+    wait_for_stream_enqueued: bool = False
+    _streams: StepStreams = field(init=False, repr=False, compare=False)
+    _divisor: Divisor = field(default_factory=Divisor, init=False, repr=False, compare=False)
+    _reductions: list[_Reduction] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._streams = StepStreams(self.upcast_stream)
+        ddp = self._ddp()
+        for name, parameter in ddp.module.named_parameters():
+            if parameter.is_complex() and _has_low_precision(parameter):
+                raise AttachError(
+                    f"{name} is complex, and DistributedDataParallel(mixed_precision=…) computes with real copies of "
+                    "all parameters. Leave mixed_precision out, or let DDP ignore this parameter"
+                )
+        ddp.register_forward_pre_hook(_before_forward)
+
+    def _ddp(self) -> DistributedDataParallel:
+        ddp = self.ddp_weakref()
+        assert isinstance(ddp, DistributedDataParallel), "the reducer that calls this belongs to the DDP instance"
+        return ddp
+
+    def _begin(self) -> None:
+        self._reductions.clear()  # of a backward that raised before it came to an end
+        self.wait_for_stream_enqueued = True
+        # From here on gradients are taken away: whatever raises must not leave a mixture.
+        at_end_of_backward(_nothing, self._failed)
+
+    def _end(self) -> None:
+        reductions, self._reductions = self._reductions, []
+        self.wait_for_stream_enqueued = False
+        try:
+            for reduction in reductions:
+                assert reduction.future is not None
+                reduction.future.wait()
+            _to_full_precision(self._ddp())
+            with self._streams.on(reductions[0].flat.device):
+                for reduction in reductions:
+                    reduction.upcast()
+                    reduction.step()
+        except BaseException:
+            self._failed()
+            raise
+        finally:
+            self._streams.join()
+
+    def _failed(self) -> None:
+        self._reductions.clear()
+        self.wait_for_stream_enqueued = False
+        ddp = self.ddp_weakref()
+        if ddp is not None:
+            _to_full_precision(ddp)
+            _drop_gradients(ddp)
+
+
+def reducer_allreduce_and_upcast_hook(
+    hook_state: AllreduceUpcastHookState, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook for a DDP instance with ``mixed_precision``: reduce low, step in full precision.
+
+    The local gradients are cast to ``reduce_dtype``, multiplied there by one over the number of ranks, and summed over
+    the instance's process group. Scaling comes first, as in DDP without a hook, so that fp16 does not overflow in the
+    sum. When backward ends, every parameter is its full-precision self again, with the reduced gradient in the same
+    precision; the storage of the low-precision copies is freed, and DDP's hooks for this backward are gone. Parameters
+    that DDP ignores are left alone. One that no rank used keeps the gradient it had.
+
+    Parameters with ``_in_backward_optimizers`` are then stepped with each of these in turn, and their ``.grad`` is
+    ``None``. That happens once all buckets have arrived: a communication that fails raises from ``backward()``, and
+    nothing is stepped. After any failure parameters are back in full precision, and their gradients are dropped.
+
+    ``no_sync`` and ``join`` work. Unused parameters need ``static_graph``. What DDP itself fails at under
+    ``mixed_precision`` still fails, loudly: a parameter shared by two modules, and a forward in ``no_grad``.
+
+    The future holds the bucket's mean in ``reduce_dtype``, as a flat tensor. DDP keeps it until the next backward.
+
+    Counterpart of ``_reducer_allreduce_and_upcast_hook``
+    (``torch/distributed/algorithms/ddp_comm_hooks/mixed_precision_hooks.py``).
+    """
+    ddp = hook_state._ddp()
+    precision = ddp.mixed_precision
+    assert precision is not None, "only DDP instances with mixed_precision register this hook"
+    dtype = precision.reduce_dtype or precision.param_dtype or bucket.buffer().dtype
+    divisor = hook_state._divisor(ddp, bucket)
+    if graph_task() is None:
+        # This rank has joined: it adds nothing, and must not send the gradients of its last step.
+        return mean_allreduce(torch.zeros_like(bucket.buffer(), dtype=dtype), ddp.process_group, divisor)
+    if bucket.index() == 0:
+        hook_state._begin()
+    reduction = _Reduction(bucket, dtype, keep=ddp.static_graph)
+    hook_state._reductions.append(reduction)
+    reduction.future = mean_allreduce(reduction.flat, ddp.process_group, divisor)
+    if bucket.is_last():
+        # This comes before DDP's own end of backward, and what it asks for in turn comes after.
+        end = partial(at_end_of_backward, hook_state._end, hook_state._failed)
+        at_end_of_backward(end, hook_state._failed)
+    return reduction.future
+
+
+def _nothing() -> None:
+    pass
+
+
+# What follows knows the attributes in which DDP keeps its mixed precision (torch/nn/parallel/distributed.py,
+# _setup_mixed_precision_params, _root_copy_hook and _module_wait_for_copy_hook), and nothing above does.
+
+
+def _has_low_precision(parameter: nn.Parameter) -> bool:
+    return not getattr(parameter, "_ddp_ignored", False)
+
+
+def _to_full_precision(ddp: DistributedDataParallel) -> None:
+    for parameter in filter(_has_low_precision, ddp.module.parameters()):
+        _remove_reducer_hook(parameter)
+        parameter.data = parameter._fp_param
+        if parameter.requires_grad:
+            parameter._mp_param.untyped_storage().resize_(0)
+
+
+def _drop_gradients(ddp: DistributedDataParallel) -> None:
+    """Some are reduced, some are local, some are DDP's own memory, and none of it shows."""
+    for parameter in filter(_has_low_precision, ddp.module.parameters()):
+        parameter.grad = None
+
+
+def _remove_reducer_hook(parameter: nn.Parameter) -> None:
+    state = parameter.__dict__.pop("_ddp_mp_hook_state", None)
+    if state is not None:
+        state[1].remove()
+
+
+def _before_forward(ddp: nn.Module, args: object) -> None:
+    """Refuse what DDP cannot do, and prepare what it leaves to chance, before it makes its low-precision copies."""
+    assert isinstance(ddp, DistributedDataParallel)
+    if ddp.find_unused_parameters and not ddp.static_graph:
+        raise AttachError(
+            "find_unused_parameters=True does not work with DistributedDataParallel(mixed_precision=…): DDP looks for "
+            "its full-precision parameters in the graph of their low-precision copies, and takes all of them for "
+            "unused. Use static_graph=True if the same parameters are unused in every step"
+        )
+    for parameter in filter(_has_low_precision, ddp.module.parameters()):
+        # Left by a forward whose backward did not reduce (no_sync). With two of them DDP would count a gradient twice.
+        _remove_reducer_hook(parameter)
+    device = next(ddp.module.parameters()).device
+    if device.type != "cpu":
+        # DDP copies on this stream, ordered after nothing: neither the step that changed the parameters nor the
+        # backward that still read the copies' memory.
+        ddp._mp_stream.wait_stream(torch.accelerator.current_stream(device))

@@ -1,0 +1,159 @@
+"""One body for every row and column of the parity table: a plain loop beside one whose backward steps."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import instep
+from tests.cases import Blocks, Rotations, Sometimes, Tied, batch, optimizer_cases
+from tests.distributed.test_ddp_parity import SparseWords, channels_last
+
+OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
+OPTIMIZERS["sparse SGD"] = (torch.optim.SGD, {"lr": 0.05})
+SOME = ["SGD-1-for-loop", "AdamW-0-foreach", "AdamW-0-fused", "Adagrad-0-for-loop"]
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "Blocks": Blocks,
+    "Tied": Tied,
+    "Sometimes": Sometimes,
+    "Rotations": Rotations,
+    "SparseWords": SparseWords,
+    "channels_last": channels_last,
+}
+WRAPPERS = ("none", "ddp", "fsdp1", "fsdp2")
+
+
+def loss(model: nn.Module, kind: str, seed: int) -> torch.Tensor:
+    if kind in ("Tied", "SparseWords"):
+        tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(seed))
+        return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+    x, y = batch(seed)
+    x = x.to(torch.bfloat16 if next(model.parameters()).dtype == torch.bfloat16 else torch.float32)
+    x = x.view(-1, 1, 4, 4) if kind == "channels_last" else x
+    # In some steps the ranks pick different experts, in others none does.
+    expert = None if seed % 3 == 0 else (seed + seed // 1000) % 2
+    out = model(x, expert) if kind == "Sometimes" else model(x)
+    return nn.functional.cross_entropy(out.float(), y)
+
+
+def wrap(model: nn.Module, wrapper: str, low: bool = False, **options: Any) -> nn.Module:
+    """``low``: bfloat16 computation and reduction by the wrapper's own policy."""
+    if wrapper == "ddp":
+        return DistributedDataParallel(model, bucket_cap_mb=0.002, **options)
+    if wrapper == "fsdp1":
+        policy = MixedPrecision(torch.bfloat16, torch.bfloat16) if low else None
+        inner = [FullyShardedDataParallel] if isinstance(model, Blocks) else []
+        for name in ("inner", "outer") if inner else ():
+            child = getattr(model, name)
+            setattr(model, name, _fsdp1(child, policy, **options))
+        return _fsdp1(model, policy, **options)
+    if wrapper == "fsdp2":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        kwargs = {"mesh": mesh, **options}
+        if low:
+            kwargs["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+        for block in getattr(model, "blocks", ()):
+            fully_shard(block, **kwargs)
+        return fully_shard(model, **kwargs)
+    return model
+
+
+def _fsdp1(module: nn.Module, policy: MixedPrecision | None, **options: Any) -> nn.Module:
+    return FullyShardedDataParallel(
+        module, use_orig_params=True, device_id=torch.device("cpu"), mixed_precision=policy, **options
+    )
+
+
+def holding(model: nn.Module, wrapper: str, last: bool) -> contextlib.AbstractContextManager[Any]:
+    """All but the last micro-batch: the wrapper's own way of adding gradients up."""
+    if wrapper == "fsdp2":
+        model.set_requires_gradient_sync(last)  # type: ignore[operator]
+    if wrapper in ("ddp", "fsdp1") and not last:
+        return model.no_sync()  # type: ignore[operator,no-any-return]
+    return contextlib.nullcontext()
+
+
+def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Their values on this rank: of a sharded parameter, its shard."""
+    return {n: p.to_local() if isinstance(p, DTensor) else p.detach() for n, p in model.named_parameters()}
+
+
+def state_of(optimizers: list[torch.optim.Optimizer]) -> dict[tuple[int, str], Any]:
+    return {(id(p), key): value for o in optimizers for p, entry in o.state.items() for key, value in entry.items()}
+
+
+def difference(
+    plain: nn.Module, optimizer: torch.optim.Optimizer, model: nn.Module, mine: list[torch.optim.Optimizer]
+) -> str | None:
+    ours = parameters_of(model)
+    for name, value in parameters_of(plain).items():
+        if not torch.equal(value, ours[name]):
+            return f"{name} differs by up to {(value - ours[name]).abs().max().item():.3g}"
+    theirs, own = state_of([optimizer]), state_of(mine)
+    pairs = zip(plain.named_parameters(), model.parameters(), strict=True)
+    for (name, p), q in pairs:
+        keys = [key for owner, key in theirs if owner == id(p)]
+        if sorted(keys) != sorted(key for owner, key in own if owner == id(q)):
+            return f"state of {name}: {keys}"
+        for key in keys:
+            a, b = theirs[id(p), key], own[id(q), key]
+            a, b = (t.to_local() if isinstance(t, DTensor) else t for t in (a, b))
+            if not (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b):
+                return f"{key} of {name} differs"
+    return None
+
+
+def in_backward_parity(
+    wrapper: str,
+    optimizer: str,
+    kind: str = "Blocks",
+    *,
+    before: bool,
+    steps: int = 4,
+    micro_batches: int = 1,
+    low: bool = False,
+    dtype: torch.dtype | None = None,
+    late: bool = False,
+    options: dict[str, Any] | None = None,
+) -> str | None:
+    """``apply_optimizer_in_backward``, called before or after wrapping; ``late``: after a first plain step."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    cls, kwargs = OPTIMIZERS[optimizer]
+    torch.manual_seed(0)
+    made = MODELS[kind]()
+    if dtype is not None:
+        made = made.to(dtype)
+    plain = wrap(copy.deepcopy(made), wrapper, low, **(options or {}))
+    opt = cls(plain.parameters(), **kwargs)
+    if before:
+        instep.apply_optimizer_in_backward(cls, made.parameters(), kwargs)
+    model = wrap(made, wrapper, low, **(options or {}))
+    if not before and not late:
+        instep.apply_optimizer_in_backward(cls, model.parameters(), kwargs)
+    for i in range(steps):
+        for m in (plain, model):
+            for micro in range(micro_batches):
+                with holding(m, wrapper, micro == micro_batches - 1):
+                    loss(m, kind, 1000 * rank + micro_batches * i + micro).backward()
+        if late and i == 0:
+            # The first backward was plain in both, and its gradients are dropped in both.
+            opt.zero_grad()
+            model.zero_grad()
+            instep.apply_optimizer_in_backward(cls, model.parameters(), kwargs)
+            continue
+        opt.step()
+        opt.zero_grad()
+        if any(p.grad is not None for p in model.parameters()):
+            return f"after step {i + 1}: a gradient was left"
+        found = difference(plain, opt, model, instep.get_in_backward_optimizers(model))
+        if found is not None:
+            return f"after step {i + 1}: {found}"
+    return None
