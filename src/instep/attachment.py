@@ -379,7 +379,9 @@ class Attachment:
         self._step_due = False
         if self._transaction.accumulating or self._in_no_sync():
             return
-        if any(p.grad is not None for p in self._parameters()) or self._transaction.state == "open":
+        # DDP alone sets gradients that no source announces: of parameters that only other ranks used.
+        late = self._ddps and any(p.grad is not None for p in self._parameters())
+        if self._transaction.state == "open" or late:
             for optimizer in self._kept:
                 optimizer.step()
             for parameter in self._parameters():

@@ -47,7 +47,7 @@ def loss(model: nn.Module, kind: str, seed: int) -> torch.Tensor:
 def wrap(model: nn.Module, wrapper: str, low: bool = False, **options: Any) -> nn.Module:
     """``low``: bfloat16 computation and reduction by the wrapper's own policy."""
     if wrapper == "ddp":
-        return DistributedDataParallel(model, bucket_cap_mb=0.002, **options)
+        return DistributedDataParallel(model, **{"bucket_cap_mb": 0.002, **options})
     if wrapper == "fsdp1":
         policy = MixedPrecision(torch.bfloat16, torch.bfloat16) if low else None
         inner = [FullyShardedDataParallel] if isinstance(model, Blocks) else []
@@ -156,4 +156,131 @@ def in_backward_parity(
         found = difference(plain, opt, model, instep.get_in_backward_optimizers(model))
         if found is not None:
             return f"after step {i + 1}: {found}"
+    return None
+
+
+class Functional:
+    """A functional optimizer of one's own: any ``torch.optim`` class, one object for each parameter."""
+
+    def __init__(self, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
+        self.cls, self.kwargs = cls, kwargs
+        self.optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {}
+
+    def step_param(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        own = self.optimizers.setdefault(param, self.cls([param], **self.kwargs))
+        as_left, param.grad = param.grad, grad
+        own.step()
+        param.grad = as_left
+
+
+def hook_parity(
+    make: Callable[[nn.Module, Any], tuple[Any, Any]],
+    plain_hook: tuple[Any, Any] | None,
+    optimizer: str,
+    kind: str = "Blocks",
+    *,
+    steps: int = 4,
+    micro_batches: int = 1,
+    subset: bool = False,
+    join: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+) -> str | None:
+    """A hook of ``make(ddp, functional)`` beside plain DDP with ``plain_hook`` and the plain optimizer.
+
+    ``join``: options of ``DDP.join``; each rank then has another number of inputs.
+    """
+    rank = dist.get_rank()
+    cls, kwargs = OPTIMIZERS[optimizer]
+    torch.manual_seed(0)
+    made = MODELS[kind]()
+    plain, model = (wrap(copy.deepcopy(made), "ddp", **(options or {})) for _ in range(2))
+    trained = [p for i, p in enumerate(plain.parameters()) if not subset or i % 2]
+    opt = cls(trained, **kwargs)
+    if plain_hook is not None:
+        plain.register_comm_hook(*plain_hook)
+    functional = Functional(cls, kwargs)
+    chosen = [p for i, p in enumerate(model.parameters()) if i % 2] if subset else None
+    model.register_comm_hook(*make(model, (functional, chosen)))
+
+    def run(m: nn.Module, i: int) -> None:
+        for micro in range(micro_batches):
+            with holding(m, "ddp", micro == micro_batches - 1):
+                loss(m, kind, 1000 * rank + micro_batches * i + micro).backward()
+        if m is plain:
+            opt.step()
+            opt.zero_grad()
+        for i, p in enumerate(m.parameters()):
+            if subset and not i % 2:
+                p.grad = None  # nobody steps it, so somebody has to clear it
+
+    if join is not None:
+        for m in (plain, model):
+            with m.join(**join):
+                for i in range(steps - rank):
+                    run(m, i)
+        return difference(plain, opt, model, list(functional.optimizers.values()) + in_backward(model))
+    for i in range(steps):
+        for m in (plain, model):
+            run(m, i)
+        if any(p.grad is not None for p in model.parameters()):
+            return f"after step {i + 1}: a gradient was left"
+        mine = list(functional.optimizers.values()) + in_backward(model)
+        if (found := difference(plain, opt, model, mine)) is not None:
+            return f"after step {i + 1}: {found}"
+    return None
+
+
+def in_backward(model: nn.Module) -> list[torch.optim.Optimizer]:
+    return instep.get_in_backward_optimizers(model)
+
+
+def overlapped_parity(
+    wrapper: str,
+    optimizer: str,
+    kind: str = "Blocks",
+    *,
+    all_parameters: bool = True,
+    steps: int = 4,
+    micro_batches: int = 1,
+    low: bool = False,
+    options: dict[str, Any] | None = None,
+) -> str | None:
+    """``as_overlapped_optim`` with an LR scheduler and step hooks, its state saved and loaded halfway."""
+    rank = dist.get_rank()
+    cls, kwargs = OPTIMIZERS[optimizer]
+    torch.manual_seed(0)
+    made = MODELS[kind]()
+    plain, model = (wrap(copy.deepcopy(made), wrapper, low, **(options or {})) for _ in range(2))
+    opt = cls(plain.parameters(), **kwargs)
+    overlapped = instep.as_overlapped_optim(cls, None if all_parameters else model.parameters(), **kwargs)
+    (overlapped.register_ddp if wrapper == "ddp" else overlapped.register_fsdp)(model)
+    pair = (opt, overlapped.optimizer)
+    fired: list[list[int]] = [[], []]
+    for one, calls in zip(pair, fired, strict=True):
+        one.register_step_post_hook(lambda *_, calls=calls: calls.append(1))
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(one, lambda epoch: 1 / (1 + epoch)) for one in pair]
+    for i in range(steps):
+        for m in (plain, model):
+            for micro in range(micro_batches):
+                with holding(m, wrapper, micro == micro_batches - 1):
+                    loss(m, kind, 1000 * rank + micro_batches * i + micro).backward()
+        opt.step()
+        opt.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+        if any(p.grad is not None for p in model.parameters()):
+            return f"after step {i + 1}: a gradient was left"
+        if overlapped.param_groups[0]["lr"] != opt.param_groups[0]["lr"]:
+            return f"after step {i + 1}: lr"
+        if fired[0] != fired[1]:
+            return f"after step {i + 1}: step hooks ran {len(fired[1])} times"
+        if (found := difference(plain, opt, model, [overlapped.optimizer])) is not None:
+            return f"after step {i + 1}: {found}"
+        if i == 1:
+            for one in (opt, overlapped):
+                one.load_state_dict(copy.deepcopy(one.state_dict()))
+    attachment = instep.attached(model)
+    assert attachment is not None
+    assert attachment.step_count == steps
+    attachment.detach()
     return None

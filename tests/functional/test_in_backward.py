@@ -51,9 +51,9 @@ def test_ddp(three_ranks: RankPool, optimizer: str, view: bool, when: str) -> No
 @pytest.mark.parametrize("kind", ["Tied", "Sometimes", "Rotations", "channels_last"])
 def test_ddp_with_every_kind_of_model(three_ranks: RankPool, kind: str, view: bool) -> None:
     options = {"gradient_as_bucket_view": view, "find_unused_parameters": kind == "Sometimes"}
-    assert three_ranks.run(in_backward_parity, "ddp", "AdamW-0-foreach", kind, before=True, options=options) == [
-        None
-    ] * 3
+    assert (
+        three_ranks.run(in_backward_parity, "ddp", "AdamW-0-foreach", kind, before=True, options=options) == [None] * 3
+    )
 
 
 def test_ddp_with_sparse_gradients(three_ranks: RankPool) -> None:

@@ -165,7 +165,7 @@ class _StepAfterReduction:
         self._streams = streams or StepStreams()
         self._settled = settled
         self._failure: BaseException | None = None
-        self._reductions = Reductions(self._step, self._settle, settled)
+        self._reductions = Reductions(self._step, self._settle, self._drop)
 
     def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> bool:
         """``False`` on a rank that has joined: it steps nothing."""
@@ -195,14 +195,17 @@ class _StepAfterReduction:
                     with self._streams.on(late[0][0].device):
                         self._step_all(late)
         finally:
-            # Also of a failed step: the next backward would add to them.
-            for reduction in reductions:
-                for parameter in filter(self._wanted, (*reduction.parameters, *reduction.unused)):
-                    parameter.grad = None
-            self._streams.join()
-            self._settled()
+            self._drop(reductions)
         if error is not None:
             raise error
+
+    def _drop(self, reductions: Sequence[Reduction]) -> None:
+        """Also of a step or a backward that failed: the next one would add to these gradients."""
+        for reduction in reductions:
+            for parameter in filter(self._wanted, (*reduction.parameters, *reduction.unused)):
+                parameter.grad = None
+        self._streams.join()
+        self._settled()
 
     def _step_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for parameter, gradient in pairs:

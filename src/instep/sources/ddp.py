@@ -88,7 +88,7 @@ class DDPSource:
         self._comm_hook = comm_hook
         self._reduce_dtype = reduce_dtype
         self._by_id = {id(attached.get()): attached for attached in parameters}
-        self._reductions = Reductions(self._step, self._settle, transaction.backward_raised)
+        self._reductions = Reductions(self._step, self._settle, lambda _: transaction.backward_raised())
         # Until DDP has shown its buckets: the one that holds everything, as in its first backward.
         self._buckets = {0: Bucket("ddp", tuple(attached.spec for attached in parameters))}
 

@@ -1,6 +1,7 @@
 """The buckets that a DDP communication hook has under way in one backward."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,13 @@ class Reduction:
         return [slices[i].to(self._members[i].dtype) for i in self._positions]
 
 
+    def drain(self) -> None:
+        """Wait until nothing writes the bucket any more, whether it failed or not."""
+        if not self._future.done():
+            with suppress(Exception):
+                self._future.wait()
+
+
 class Reductions:
     """Gathers the buckets of one backward, and hands them on where backward ends.
 
@@ -57,7 +65,7 @@ class Reductions:
         self,
         step: Callable[[Sequence[Reduction]], None],
         settle: Callable[[Sequence[Reduction]], None],
-        raised: Callable[[], None],
+        raised: Callable[[Sequence[Reduction]], None],
     ) -> None:
         self._step = step
         self._settle = settle
@@ -79,6 +87,8 @@ class Reductions:
 
     def _before_ddp_ends(self) -> None:
         self._step(self._under_way)
+        for reduction in self._under_way:
+            reduction.drain()  # of a step that was given up: the next backward writes the same buckets
         at_end_of_backward(self._after_ddp_ended, self._failed)
 
     def _after_ddp_ended(self) -> None:
@@ -86,8 +96,8 @@ class Reductions:
         self._settle(reductions)
 
     def _failed(self) -> None:
-        self._under_way.clear()
-        self._raised()
+        reductions, self._under_way = self._under_way, []
+        self._raised(reductions)
 
 
 def as_they_arrive(reductions: Sequence[Reduction]) -> Iterator[list[Reduction]]:
