@@ -318,9 +318,8 @@ class Attachment:
                 commit = BoundHook(functools.partial(self._after_step, stepper))
                 self._handles.append(optimizer.register_step_post_hook(commit))
             self._register_pre_hooks()
-            if (policy := self._mixed_precision) is not None:
-                inputs = policy.param_dtype if policy.cast_forward_inputs else None
-                self._precision = LowPrecision(model, policy.param_dtype, inputs, policy.output_dtype)
+            if self._mixed_precision is not None:
+                self._precision = LowPrecision(model, self._mixed_precision)
         except BaseException:
             self.detach()
             raise

@@ -1,5 +1,7 @@
 """``hook_then_optimizer`` and ``apply_optim_in_backward_hook``. The oracle is plain DDP with the inner hook."""
 
+import contextlib
+import copy
 import weakref
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
@@ -15,7 +18,8 @@ from instep.errors import AttachError
 from tests.cases import Blocks, batch
 from tests.distributed.pool import RankPool
 from tests.distributed.test_comm_hooks import HOOKS
-from tests.functional.cases import SOME, Functional, hook_parity, loss
+from tests.distributed.test_mixed_precision import DTYPES, CastByHand, send_as
+from tests.functional.cases import MODELS, OPTIMIZERS, SOME, Functional, difference, hook_parity, loss
 
 
 def then_optimizer(hook: str) -> Any:
@@ -217,3 +221,71 @@ def test_a_hook_that_is_there_already_is_refused_before_anything_is_stepped(two_
         assert "'fp16_compress_hook'" in early
         assert early == late
         assert "weakref" in stateless
+
+
+def upcast_parity(
+    optimizer: str, kind: str, param: str, reduce: str | None, options: dict[str, Any], micro: int
+) -> str | None:
+    """``reducer_allreduce_and_upcast_hook`` with in-backward optimizers, on a plain DDP instance."""
+    rank = dist.get_rank()
+    cls, kwargs = OPTIMIZERS[optimizer]
+    low, sent = DTYPES[param], DTYPES[reduce]
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=sent)
+    torch.manual_seed(0)
+    made = MODELS[kind]()
+    plain = DistributedDataParallel(CastByHand(copy.deepcopy(made), low), **options)
+    plain.register_comm_hook(sent or low, send_as)
+    opt = cls(plain.parameters(), **kwargs)
+    instep.apply_optimizer_in_backward(cls, made.parameters(), kwargs)
+    model = DistributedDataParallel(made, **options)
+    state = instep.AllreduceUpcastHookState(weakref.ref(model), torch.Stream(), mixed_precision=policy)
+    model.register_comm_hook(state, instep.reducer_allreduce_and_upcast_hook)
+    for i in range(4):
+        for m in (plain, model):
+            for number in range(micro):
+                with contextlib.nullcontext() if number == micro - 1 else m.no_sync():
+                    loss(m, kind, 1000 * rank + micro * i + number).backward()
+        opt.step()
+        opt.zero_grad()
+        found = difference(plain.module.inner, opt, model.module, instep.get_in_backward_optimizers(model))
+        if found is not None:
+            return f"after step {i + 1}: {found}"
+        if state.wait_for_stream_enqueued or any(p.grad is not None for p in model.parameters()):
+            return f"after step {i + 1}: something was left"
+    return None
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "param", "reduce"),
+    [("Blocks", "bf16", None), ("Blocks", "fp16", "fp32"), ("Tied", "bf16", "bf16"), ("Sometimes", "bf16", "fp32")],
+)
+def test_upcast_with_the_step_in_backward(
+    three_ranks: RankPool, kind: str, param: str, reduce: str | None, view: bool
+) -> None:
+    options = {
+        "bucket_cap_mb": 0.002,
+        "gradient_as_bucket_view": view,
+        "find_unused_parameters": kind == "Sometimes",
+    }
+    for optimizer, micro in (("AdamW-0-foreach", 1), ("SGD-1-for-loop", 1 if kind == "Sometimes" else 2)):
+        answers = three_ranks.run(upcast_parity, optimizer, kind, param, reduce, options, micro)
+        assert answers == [None] * 3
+
+
+def policies_missing_or_twice() -> list[str]:
+    said = []
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    native = torch.nn.parallel.distributed._MixedPrecision(torch.bfloat16)
+    for own, given in ((None, None), (native, policy)):
+        ddp = DistributedDataParallel(Blocks(), mixed_precision=own)
+        with pytest.raises(AttachError) as caught:
+            instep.AllreduceUpcastHookState(weakref.ref(ddp), torch.Stream(), mixed_precision=given)
+        said.append(str(caught.value))
+    return said
+
+
+def test_upcast_needs_one_policy(two_ranks: RankPool) -> None:
+    for neither, both in two_ranks.run(policies_missing_or_twice):
+        assert "neither has one" in neither
+        assert "both have one" in both

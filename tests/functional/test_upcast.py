@@ -560,17 +560,6 @@ def test_what_cannot_be_right_is_refused(two_ranks: RankPool) -> None:
     two_ranks.run(refusals)
 
 
-def test_called_as_the_counterparts_in_torch() -> None:
-    def names(function: Callable[..., Any]) -> list[str]:
-        return list(inspect.signature(function).parameters)
-
-    theirs = mixed_precision_hooks
-    assert names(reducer_allreduce_and_upcast_hook) == names(theirs._reducer_allreduce_and_upcast_hook)
-    assert names(AllreduceUpcastHookState) == names(theirs._AllreduceUpcastHookState)
-    ours = {f.name: f.default for f in fields(AllreduceUpcastHookState) if f.init}
-    assert ours == {f.name: f.default for f in fields(theirs._AllreduceUpcastHookState)}
-
-
 def weakly_held() -> bool:
     native = Native(Layers().to(_device()), torch.bfloat16, None)
     native.loss(0).backward()

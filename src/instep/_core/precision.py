@@ -3,13 +3,25 @@
 import copy
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from instep._core.hooks import BoundHook
+
+
+class Policy(Protocol):
+    """The part of ``torch.distributed.fsdp.MixedPrecisionPolicy`` that does not concern communication."""
+
+    @property
+    def param_dtype(self) -> torch.dtype | None: ...
+    @property
+    def output_dtype(self) -> torch.dtype | None: ...
+    @property
+    def cast_forward_inputs(self) -> bool: ...
+
 
 _Swap = tuple[nn.Module, str, torch.Tensor, torch.Tensor]
 
@@ -27,33 +39,25 @@ class LowPrecision:
     checkpointed segment that backward runs again.
 
     Args:
-        dtype: of the copies; ``None``: no copies, only inputs and outputs of ``model`` are cast.
-        input_dtype: what floating-point tensors among the inputs of ``model`` are cast to.
-        output_dtype: what floating-point tensors in the output of ``model`` are cast to.
+        policy: ``param_dtype`` of the copies; what floating-point tensors in the output of ``model`` are cast to; and
+            whether those among its inputs are cast to ``param_dtype``.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        dtype: torch.dtype | None,
-        input_dtype: torch.dtype | None,
-        output_dtype: torch.dtype | None,
-    ) -> None:
-        self._dtype = dtype
-        self._input_dtype = input_dtype
-        self._output_dtype = output_dtype
+    def __init__(self, model: nn.Module, policy: Policy) -> None:
+        self._dtype = policy.param_dtype
+        self._output_dtype = policy.output_dtype
         self._running: list[nn.Module] = []
         self._swapped: list[_Swap] = []
         self._handles: list[RemovableHandle] = []
-        if input_dtype is not None:
-            self._handles.append(model.register_forward_pre_hook(BoundHook(self._cast_inputs), with_kwargs=True))
-        if dtype is not None:
+        if self._dtype is not None:
+            if policy.cast_forward_inputs:
+                self._handles.append(model.register_forward_pre_hook(BoundHook(self._cast_inputs), with_kwargs=True))
             for module in model.modules():
                 if next(module.parameters(), None) is not None:
                     self._handles.append(module.register_forward_pre_hook(BoundHook(self._enter)))
                     # Also when the forward raises: a model that keeps its copies would train no more.
                     self._handles.append(module.register_forward_hook(BoundHook(self._leave), always_call=True))
-        if output_dtype is not None:
+        if self._output_dtype is not None:
             self._handles.append(model.register_forward_hook(BoundHook(self._cast_output)))
 
     def remove(self) -> None:
@@ -95,7 +99,7 @@ class LowPrecision:
     def _cast_inputs(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return _map_floating(args, self._input_dtype), _map_floating(kwargs, self._input_dtype)
+        return _map_floating(args, self._dtype), _map_floating(kwargs, self._dtype)
 
     def _cast_output(self, module: nn.Module, args: object, output: Any) -> Any:
         return _map_floating(output, self._output_dtype)

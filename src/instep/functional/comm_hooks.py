@@ -75,7 +75,7 @@ def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook
         with stepping(parameter):
             optimizer.step_param(parameter, gradient)
 
-    after = _StepAfterReduction(lambda parameter: chosen is None or parameter in chosen, step)
+    after = StepAfterReduction(lambda parameter: chosen is None or parameter in chosen, step)
 
     def hook_then_optimizer_wrapper(hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         future = hook(hook_state, bucket)
@@ -105,7 +105,7 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool, *, comm_hook: Co
     def settled() -> None:
         state.wait_for_optim_stream_enqueued = False
 
-    after = _StepAfterReduction(lambda p: hasattr(p, OPTIMIZERS), _step_with, StepStreams(state.optim_stream), settled)
+    after = StepAfterReduction(lambda p: hasattr(p, OPTIMIZERS), step_with, StepStreams(state.optim_stream), settled)
 
     def apply_optim_in_backward_hook(
         hook_state: "weakref.ref[DistributedDataParallel]",
@@ -129,19 +129,16 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool, *, comm_hook: Co
     # DDP logs a hook by these.
     made.__name__ = apply_optim_in_backward_hook.__name__  # type: ignore[attr-defined]
     made.__qualname__ = apply_optim_in_backward_hook.__qualname__  # type: ignore[attr-defined]
-    _stepping.add(made)
+    stepping_hooks.add(made)
     return made
 
 
-_stepping: "weakref.WeakSet[Any]" = weakref.WeakSet()
+stepping_hooks: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Those that step in-backward optimizers themselves."""
 
 
-def steps_in_backward(hook: Hook) -> bool:
-    """Whether ``hook`` steps in-backward optimizers itself."""
-    return hook in _stepping
-
-
-def _step_with(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+def step_with(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Run the parameter's own optimizers on ``gradient``, and leave ``.grad`` as it was."""
     as_left = parameter.grad
     parameter.grad = gradient
     try:
@@ -150,7 +147,7 @@ def _step_with(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         parameter.grad = as_left
 
 
-class _StepAfterReduction:
+class StepAfterReduction:
     """Steps the ``wanted`` parameters of each bucket with ``step(parameter, gradient)`` once it has arrived."""
 
     def __init__(

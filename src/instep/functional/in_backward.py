@@ -16,7 +16,7 @@ from instep._validation import fsdp1_instances, instances_of
 from instep.attachment import attached_parameters
 from instep.errors import AttachError, UnsupportedOptimizerError
 from instep.functional import stand_in
-from instep.functional.comm_hooks import apply_optim_in_backward_hook, steps_in_backward
+from instep.functional.comm_hooks import apply_optim_in_backward_hook, stepping_hooks
 from instep.functional.step import OPTIMIZERS, step_in_backward
 
 _RECORDS = (OPTIMIZERS, "_optimizer_classes", "_optimizer_kwargs")
@@ -209,11 +209,13 @@ def _set_up_ddp(ddp: DistributedDataParallel) -> bool:
 
 def _refuse_hook(ddp: DistributedDataParallel) -> None:
     for hook, _ in ddp._comm_hooks:
-        if not steps_in_backward(hook):
+        if hook not in stepping_hooks:
             raise AttachError(
                 f"this DistributedDataParallel already has the communication hook {hook.__qualname__!r}, and DDP takes "
                 "only one. Register apply_optim_in_backward_hook(gradient_as_bucket_view, comm_hook=(state, hook)) "
-                "with weakref.ref(ddp) as its state instead: it runs that hook before the step"
+                "with weakref.ref(ddp) as its state instead: it runs that hook before the step. In place of DDP's own "
+                "mixed_precision, register reducer_allreduce_and_upcast_hook with "
+                "AllreduceUpcastHookState(…, mixed_precision=policy)"
             )
 
 

@@ -6,7 +6,7 @@ the end of backward. DDP reduces through a communication hook that has to put bo
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,11 +14,16 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # export
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._core.engine import at_end_of_backward, graph_task
+from instep._core.precision import LowPrecision
 from instep._core.streams import StepStreams
-from instep.comm_hooks import mean_allreduce
+from instep.comm_hooks import cast_mean_allreduce, mean_allreduce
 from instep.errors import AttachError
+from instep.functional.comm_hooks import StepAfterReduction, step_with, stepping_hooks
 from instep.functional.step import OPTIMIZERS, step_in_backward
 from instep.sources.reductions import Divisor, slices_of
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 class _Reduction:
@@ -77,28 +82,47 @@ def _put(gradient: torch.Tensor | None, part: torch.Tensor) -> None:
 class AllreduceUpcastHookState:
     """What :func:`reducer_allreduce_and_upcast_hook` is registered with.
 
-    Making one adds a forward pre-hook to the DDP instance, which keeps ``no_sync`` and streams right: see
-    ``_before_forward``.
+    It is for either of two kinds of DDP instance. A plain one, with ``mixed_precision`` given here: instep then casts
+    its parameters in each forward. This is the one to choose: it runs on CPU too, and takes tied, unused and
+    checkpointed parameters. Or one that was built with DDP's own ``mixed_precision``, whose constructor registers the
+    hook of this name in ``torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks``. Making a state adds
+    forward hooks to the DDP instance.
 
     Attributes:
-        ddp_weakref: ``weakref.ref`` to the DDP instance, whose ``mixed_precision`` is set.
+        ddp_weakref: ``weakref.ref`` to the DDP instance.
         upcast_stream: where gradients are cast and parameters stepped. Unused on CPU.
         wait_for_stream_enqueued: whether a backward has begun to reduce and has not ended.
+        mixed_precision: what a plain DDP instance computes and reduces in; ``None``: it has a policy of its own.
 
     Raises:
-        AttachError: the module has complex parameters, of which DDP's low-precision copies drop the imaginary part.
+        AttachError: the module has complex parameters, of which DDP's low-precision copies drop the imaginary part; or
+            there is no policy, or there are two.
     """
 
     ddp_weakref: Any
     upcast_stream: torch.Stream
     wait_for_stream_enqueued: bool = False
+    mixed_precision: "MixedPrecisionPolicy | None" = None
     _streams: StepStreams = field(init=False, repr=False, compare=False)
+    _cast: LowPrecision | None = field(default=None, init=False, repr=False, compare=False)
+    _after: StepAfterReduction = field(init=False, repr=False, compare=False)
     _divisor: Divisor = field(default_factory=Divisor, init=False, repr=False, compare=False)
     _reductions: list[_Reduction] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._streams = StepStreams(self.upcast_stream)
+        self._after = StepAfterReduction(lambda p: hasattr(p, OPTIMIZERS), step_with, self._streams, self._settled)
         ddp = self._ddp()
+        if (ddp.mixed_precision is None) == (self.mixed_precision is None):
+            found = "neither has" if self.mixed_precision is None else "both have"
+            raise AttachError(
+                "mixed_precision must be given to AllreduceUpcastHookState or to DistributedDataParallel, and "
+                f"{found} one: AllreduceUpcastHookState(weakref.ref(ddp), torch.Stream(), "
+                "mixed_precision=MixedPrecisionPolicy(…)) for a DDP without"
+            )
+        if self.mixed_precision is not None:
+            self._cast = LowPrecision(ddp, self.mixed_precision)
+            return
         for name, parameter in ddp.module.named_parameters():
             if parameter.is_complex() and _has_low_precision(parameter):
                 raise AttachError(
@@ -111,6 +135,18 @@ class AllreduceUpcastHookState:
         ddp = self.ddp_weakref()
         assert isinstance(ddp, DistributedDataParallel), "the reducer that calls this belongs to the DDP instance"
         return ddp
+
+    def _reduce_plain(
+        self, ddp: DistributedDataParallel, policy: "MixedPrecisionPolicy", bucket: GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        """The gradients have come through the casts: they are in full precision already."""
+        dtype = policy.reduce_dtype or policy.param_dtype
+        future = cast_mean_allreduce(bucket.buffer(), ddp.process_group, self._divisor(ddp, bucket), dtype)
+        self.wait_for_stream_enqueued = self._after.launched(bucket, future)
+        return future
+
+    def _settled(self) -> None:
+        self.wait_for_stream_enqueued = False
 
     def _begin(self) -> None:
         self._reductions.clear()  # of a backward that raised before it came to an end
@@ -148,7 +184,7 @@ class AllreduceUpcastHookState:
 def reducer_allreduce_and_upcast_hook(
     hook_state: AllreduceUpcastHookState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook for a DDP instance with ``mixed_precision``: reduce low, step in full precision.
+    """A communication hook for a DDP instance in mixed precision: reduce low, step in full precision.
 
     The local gradients are cast to ``reduce_dtype``, multiplied there by one over the number of ranks, and summed over
     the instance's process group. Scaling comes first, as in DDP without a hook, so that fp16 does not overflow in the
@@ -157,18 +193,20 @@ def reducer_allreduce_and_upcast_hook(
     that DDP ignores are left alone. One that no rank used keeps the gradient it had.
 
     Parameters with ``_in_backward_optimizers`` are then stepped with each of these in turn, and their ``.grad`` is
-    ``None``. That happens once all buckets have arrived: a communication that fails raises from ``backward()``, and
-    nothing is stepped. After any failure parameters are back in full precision, and their gradients are dropped.
+    ``None``: of a plain DDP instance bucket by bucket as they arrive, as in :func:`apply_optim_in_backward_hook`.
 
-    ``no_sync`` and ``join`` work. Unused parameters need ``static_graph``. What DDP itself fails at under
-    ``mixed_precision`` still fails, loudly: a parameter shared by two modules, and a forward in ``no_grad``.
-
+    Of one with DDP's own ``mixed_precision``, once all buckets have arrived: a communication that fails raises from
+    ``backward()``, and nothing is stepped. After any failure parameters are back in full precision, and their
+    gradients are dropped. ``no_sync`` and ``join`` work; unused parameters need ``static_graph``. What DDP itself fails
+    at under ``mixed_precision`` still fails, loudly: a parameter shared by two modules, and a forward in ``no_grad``.
     The future holds the bucket's mean in ``reduce_dtype``, as a flat tensor. DDP keeps it until the next backward.
 
     Counterpart of ``_reducer_allreduce_and_upcast_hook``
     (``torch/distributed/algorithms/ddp_comm_hooks/mixed_precision_hooks.py``).
     """
     ddp = hook_state._ddp()
+    if hook_state.mixed_precision is not None:
+        return hook_state._reduce_plain(ddp, hook_state.mixed_precision, bucket)
     precision = ddp.mixed_precision
     assert precision is not None, "only DDP instances with mixed_precision register this hook"
     dtype = precision.reduce_dtype or precision.param_dtype or bucket.buffer().dtype
@@ -186,6 +224,9 @@ def reducer_allreduce_and_upcast_hook(
         end = partial(at_end_of_backward, hook_state._end, hook_state._failed)
         at_end_of_backward(end, hook_state._failed)
     return reduction.future
+
+
+stepping_hooks.add(reducer_allreduce_and_upcast_hook)
 
 
 def _nothing() -> None:

@@ -45,7 +45,6 @@ class Reduction:
         # A compressing hook may answer in another dtype: DDP too casts what it copies into .grad.
         return [slices[i].to(self._members[i].dtype) for i in self._positions]
 
-
     def drain(self) -> None:
         """Wait until nothing writes the bucket any more, whether it failed or not."""
         if not self._future.done():
