@@ -1,19 +1,23 @@
 """Code written for torch's private names runs with only the import changed."""
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.algorithms._optimizer_overlap import optimizer_overlap
-from torch.distributed.algorithms.ddp_comm_hooks import mixed_precision_hooks, optimizer_overlap_hooks
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.optim import apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from tests.cases import Blocks
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch.distributed.optim compiles with torch.jit, which is deprecated
+    from torch.distributed.algorithms._optimizer_overlap import optimizer_overlap
+    from torch.distributed.algorithms.ddp_comm_hooks import mixed_precision_hooks, optimizer_overlap_hooks
+    from torch.distributed.optim import apply_optimizer_in_backward
 
 PAIRS: list[tuple[str, Callable[..., Any]]] = [
     ("apply_optimizer_in_backward", apply_optimizer_in_backward._apply_optimizer_in_backward),
