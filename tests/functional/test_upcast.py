@@ -12,8 +12,7 @@ import gc
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
