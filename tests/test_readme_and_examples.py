@@ -84,17 +84,21 @@ def test_the_block_for_one_device() -> None:
     exec(blocks("python")[0], {})
 
 
-@pytest.mark.parametrize("example", ["one_device.py", "verify_your_model.py"])
+@pytest.mark.parametrize("example", ["one_device.py", "verify_your_model.py", "in_backward.py"])
 def test_examples(example: str) -> None:
     command = [sys.executable, "-W", "error", str(ROOT / "examples" / example)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_ddp_example() -> None:
+@pytest.mark.parametrize(
+    ("example", "said"),
+    [("ddp.py", "step 50"), ("overlapped_optimizer.py", "SignVote step 60"), ("mixed_precision.py", "step 60")],
+)
+def test_examples_on_two_ranks(example: str, said: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, str(ROOT / "examples" / "ddp.py")], capture_output=True, text=True, timeout=120, check=False
+        [*command, str(ROOT / "examples" / example)], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "step 50" in done.stdout
+    assert said in done.stdout

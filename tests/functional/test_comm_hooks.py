@@ -224,7 +224,7 @@ def test_a_hook_that_is_there_already_is_refused_before_anything_is_stepped(two_
 
 
 def upcast_parity(
-    optimizer: str, kind: str, param: str, reduce: str | None, options: dict[str, Any], micro: int
+    optimizer: str, kind: str, param: str, reduce: str | None, options: dict[str, Any], micro: int, when: str = "before"
 ) -> str | None:
     """``reducer_allreduce_and_upcast_hook`` with in-backward optimizers, on a plain DDP instance."""
     rank = dist.get_rank()
@@ -236,8 +236,11 @@ def upcast_parity(
     plain = DistributedDataParallel(CastByHand(copy.deepcopy(made), low), **options)
     plain.register_comm_hook(sent or low, send_as)
     opt = cls(plain.parameters(), **kwargs)
-    instep.apply_optimizer_in_backward(cls, made.parameters(), kwargs)
+    if when == "before":
+        instep.apply_optimizer_in_backward(cls, made.parameters(), kwargs)
     model = DistributedDataParallel(made, **options)
+    if when == "after":
+        instep.apply_optimizer_in_backward(cls, model.parameters(), kwargs)
     state = instep.AllreduceUpcastHookState(weakref.ref(model), torch.Stream(), mixed_precision=policy)
     model.register_comm_hook(state, instep.reducer_allreduce_and_upcast_hook)
     for i in range(4):
@@ -245,6 +248,11 @@ def upcast_parity(
             for number in range(micro):
                 with contextlib.nullcontext() if number == micro - 1 else m.no_sync():
                     loss(m, kind, 1000 * rank + micro * i + number).backward()
+        if when == "late" and i == 0:
+            instep.apply_optimizer_in_backward(cls, model.parameters(), kwargs)
+            for m in (plain, model):
+                m.zero_grad()
+            continue
         opt.step()
         opt.zero_grad()
         found = difference(plain.module.inner, opt, model.module, instep.get_in_backward_optimizers(model))
@@ -271,6 +279,13 @@ def test_upcast_with_the_step_in_backward(
     for optimizer, micro in (("AdamW-0-foreach", 1), ("SGD-1-for-loop", 1 if kind == "Sometimes" else 2)):
         answers = three_ranks.run(upcast_parity, optimizer, kind, param, reduce, options, micro)
         assert answers == [None] * 3
+
+
+@pytest.mark.parametrize("when", ["after", "late"])
+def test_upcast_with_optimizers_given_later(three_ranks: RankPool, when: str) -> None:
+    options = {"bucket_cap_mb": 0.002}
+    answers = three_ranks.run(upcast_parity, "AdamW-0-foreach", "Blocks", "bf16", None, options, 1, when)
+    assert answers == [None] * 3
 
 
 def policies_missing_or_twice() -> list[str]:

@@ -15,7 +15,7 @@ from instep.errors import AttachError, UnsupportedOptimizerError
 from instep.functional import param_to_optim_hook_handle_map
 from tests.cases import Blocks, Tied, batch
 from tests.distributed.pool import RankPool
-from tests.functional.cases import OPTIMIZERS, SOME, in_backward_parity
+from tests.functional.cases import OPTIMIZERS, SOME, in_backward_parity, loss, wrap
 
 SPARSE = "sparse SGD"
 
@@ -78,6 +78,29 @@ def test_fsdp(three_ranks: RankPool, wrapper: str, optimizer: str, low: bool, be
     if wrapper == "fsdp1" and optimizer.startswith("Adagrad"):
         before = False  # its constructor makes state of the parameter's shape, which FSDP1 changes afterwards
     assert three_ranks.run(in_backward_parity, wrapper, optimizer, before=before, low=low) == [None] * 3
+
+
+def test_late_on_one_device() -> None:
+    assert in_backward_parity("none", "AdamW-0-fused", before=False, late=True) is None
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_late_with_fsdp2(three_ranks: RankPool, low: bool) -> None:
+    answers = three_ranks.run(in_backward_parity, "fsdp2", "AdamW-0-fused", before=False, late=True, low=low)
+    assert answers == [None] * 3
+
+
+def late_with_fsdp1() -> str:
+    model = wrap(Blocks(), "fsdp1")
+    loss(model, "Blocks", 0).backward()
+    with pytest.raises(AttachError) as caught:
+        instep.apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    return str(caught.value)
+
+
+def test_late_with_fsdp1_is_refused(two_ranks: RankPool) -> None:
+    for said in two_ranks.run(late_with_fsdp1):
+        assert "before it" in said
 
 
 @pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])
@@ -285,10 +308,6 @@ def test_a_copy_is_not_stepped() -> None:
     assert all(map(torch.equal, before, model.parameters()))
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
-
-
-class Model(nn.Linear):
-    pass
 
 
 _WEIGHT = nn.Parameter(torch.ones(2))

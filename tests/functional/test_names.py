@@ -65,7 +65,10 @@ def test_parameters_of_torchs_own_function_are_left_to_torch() -> None:
     apply_optimizer_in_backward._apply_optimizer_in_backward(torch.optim.SGD, theirs.parameters(), {"lr": 0.1})
     asked: list[Any] = []
 
-    ddp: Any = SimpleNamespace(
+    class Instance(SimpleNamespace):
+        """DDP takes a weak reference to itself."""
+
+    ddp: Any = Instance(
         _module_parameters=list(theirs.parameters()),
         gradient_as_bucket_view=False,
         reducer=SimpleNamespace(_set_optimizer_in_backward=lambda: None),
