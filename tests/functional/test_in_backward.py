@@ -38,6 +38,21 @@ def test_bfloat16_on_one_device() -> None:
     assert in_backward_parity("none", "AdamW-0-foreach", before=True, dtype=torch.bfloat16) is None
 
 
+def test_an_optimizer_that_is_not_torchs() -> None:
+    lion = pytest.importorskip("optimi").Lion
+    torch.manual_seed(0)
+    plain = Blocks()
+    model = copy.deepcopy(plain)
+    opt = lion(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    instep.apply_optimizer_in_backward(lion, model.parameters(), {"lr": 1e-2, "weight_decay": 0.1})
+    for i in range(3):
+        for m in (plain, model):
+            _train(m, i)
+        opt.step()
+        opt.zero_grad()
+        assert all(map(torch.equal, plain.parameters(), model.parameters()))
+
+
 @pytest.mark.parametrize("when", ["before", "after", "late"])
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("optimizer", SOME)

@@ -28,6 +28,9 @@ PARITY = "tests/parity/test_one_device.py"
 REFUSALS = "tests/unit/test_refusals.py"
 DDP = "tests/distributed/test_ddp_parity.py"
 DDP_LIFE = "tests/distributed/test_ddp_life.py"
+COMM_HOOKS = "tests/distributed/test_comm_hooks.py"
+MIXED_PRECISION = "tests/distributed/test_mixed_precision.py"
+IN_BACKWARD = "tests/functional/test_in_backward.py"
 
 MUTANTS = [
     Mutant(
@@ -145,8 +148,8 @@ MUTANTS = [
     Mutant(
         "let the user's step hooks run after ours",
         "attachment.py",
-        "    def _begin_step(self) -> None:\n        self._register_pre_hooks()",
-        "    def _begin_step(self) -> None:",
+        "        self._ask_for_step()\n        self._register_pre_hooks()",
+        "        self._ask_for_step()",
         REFUSALS,
     ),
     Mutant(
@@ -172,9 +175,9 @@ MUTANTS = [
     ),
     Mutant(
         "take the slices of gradients() whatever the strides",
-        "sources/ddp.py",
-        "if all(parameter.is_contiguous() and not parameter.is_complex() for parameter in parameters):",
-        "if not any(parameter.is_complex() for parameter in parameters):",
+        "sources/reductions.py",
+        "if layout.is_contiguous() or torch.empty_like",
+        "if True or torch.empty_like",
         DDP,
     ),
     Mutant(
@@ -207,16 +210,16 @@ MUTANTS = [
     ),
     Mutant(
         "ignore the future's error",
-        "sources/ddp.py",
-        "        flight.future.wait()\n",
-        "        try:\n            flight.future.wait()\n        except RuntimeError:\n            pass\n",
+        "sources/reductions.py",
+        "        result = self._future.value()\n",
+        "        result = torch.ones(sum(p.numel() for p in self._members))\n",
         DDP_LIFE,
     ),
     Mutant(
         "decay unused parameters",
-        "sources/ddp.py",
-        "if attached is not None and parameter.grad is not None",
-        "if attached is not None",
+        "sources/reductions.py",
+        "for i, parameter in enumerate(self._members) if parameter.grad is not None]",
+        "for i, parameter in enumerate(self._members)]",
         DDP,
     ),
     Mutant(
@@ -228,24 +231,108 @@ MUTANTS = [
     ),
     Mutant(
         "divide by the world size when ranks have joined",
-        "sources/ddp.py",
+        "sources/reductions.py",
         "        return self._active\n",
         "        return dist.get_world_size(ddp.process_group)\n",
         DDP_LIFE,
     ),
     Mutant(
         "step a rank that has joined",
-        "sources/ddp.py",
-        "        if graph_task() is None:\n            return  # a joined",
-        "        if False:\n            return  # a joined",
+        "sources/reductions.py",
+        "        if graph_task() is None:\n            return None\n",
+        "        if False:\n            return None\n",
         DDP_LIFE,
     ),
     Mutant(
         "spend gradients before DDP is done with them",
-        "sources/ddp.py",
-        "        at_end_of_backward(self._settle, self._raised)\n",
-        "        self._settle()\n",
+        "sources/reductions.py",
+        "        at_end_of_backward(self._after_ddp_ended, self._failed)\n",
+        "        self._after_ddp_ended()\n",
         DDP,
+    ),
+    Mutant(
+        "step from something else than the hook answers",
+        "sources/reductions.py",
+        "        slices = [result] if self._sparse",
+        "        result = result * 0.5\n        slices = [result] if self._sparse",
+        COMM_HOOKS,
+    ),
+    Mutant(
+        "leave buckets in flight when the step was given up",
+        "sources/reductions.py",
+        "            reduction.drain()",
+        "            reduction.arrived",
+        "tests/functional/test_comm_hooks.py",
+    ),
+    Mutant(
+        "cast each use of a tied parameter by itself",
+        "_core/precision.py",
+        "                    if id(parameter) not in copies:\n",
+        "                    if True:\n",
+        MIXED_PRECISION,
+    ),
+    Mutant(
+        "keep the copies when a forward raises",
+        "_core/precision.py",
+        "BoundHook(self._leave), always_call=True)",
+        "BoundHook(self._leave))",
+        MIXED_PRECISION,
+    ),
+    Mutant(
+        "send in full precision",
+        "comm_hooks.py",
+        "    if dtype is None or dtype == tensor.dtype:\n",
+        "    if True:\n",
+        MIXED_PRECISION,
+    ),
+    Mutant(
+        "leave the gradient of an in-backward step that raised",
+        "functional/in_backward.py",
+        "    finally:\n",
+        "    except KeyError:\n",
+        IN_BACKWARD,
+    ),
+    Mutant(
+        "step managed parameters from their local gradient",
+        "functional/in_backward.py",
+        "if (ddp is not None and ddp() is not None) or not hasattr(parameter, OPTIMIZERS):",
+        "if not hasattr(parameter, OPTIMIZERS):",
+        IN_BACKWARD,
+    ),
+    Mutant(
+        "forget optimizers when fully_shard replaces a parameter",
+        "functional/stand_in.py",
+        "        moved(param, self.sharded_param)\n",
+        "        pass\n",
+        IN_BACKWARD,
+    ),
+    Mutant(
+        "run the last registered optimizer only",
+        "functional/step.py",
+        "for optimizer in tuple(getattr(parameter, OPTIMIZERS, ())):",
+        "for optimizer in getattr(parameter, OPTIMIZERS, ())[-1:]:",
+        IN_BACKWARD,
+    ),
+    Mutant(
+        "leave what only other ranks used",
+        "functional/comm_hooks.py",
+        "for reduction in reductions if error is None else ():",
+        "for reduction in ():",
+        "tests/functional/test_comm_hooks.py",
+    ),
+    Mutant(
+        "step by oneself inside no_sync",
+        "attachment.py",
+        "        if self._transaction.accumulating or self._in_no_sync():\n            return\n        # DDP",
+        "        if self._transaction.accumulating:\n            return\n        # DDP",
+        "tests/functional/test_overlapped.py",
+    ),
+    Mutant(
+        "let nobody keep the optimizer that steps by itself",
+        "attachment.py",
+        "self._kept = list(optimizers) if steps_itself else []",
+        "self._kept = [weakref.proxy(o) for o in optimizers]",
+        "tests/functional/test_overlapped.py",
     ),
 ]
 
