@@ -19,6 +19,7 @@ from instep.errors import AttachError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, Sometimes, Tied, batch
 from tests.distributed.pool import RankPool
+from tests.distributed.test_ddp_parity import rank_device
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
 
@@ -96,10 +97,11 @@ def send_as(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future
 
 
 def _loss(model: nn.Module, kind: str, seed: int) -> torch.Tensor:
+    device = next(model.parameters()).device
     if kind == "Tied":
-        tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(seed))
+        tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(seed)).to(device)
         return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
-    x, y = batch(seed)
+    x, y = (t.to(device) for t in batch(seed))
     out = model(x, seed % 2 if dist.is_initialized() else None) if kind == "Sometimes" else model(x)
     return nn.functional.cross_entropy(out.float(), y)
 
@@ -120,6 +122,7 @@ def compare(
         torch.manual_seed(0)
         # functional_call ends before a checkpointed segment is run again.
         inner = MODELS["Blocks" if kind == "Checkpointed" and not attach else kind]()
+        inner = inner if options is None else inner.to(rank_device())
         model: nn.Module = inner if attach else CastByHand(inner, DTYPES[param])
         if options is not None:
             model = DistributedDataParallel(model, bucket_cap_mb=0.002, **options)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from tests.cases import Blocks, Rotations, Sometimes, Tied, batch, optimizer_cases
-from tests.distributed.test_ddp_parity import SparseWords, channels_last
+from tests.distributed.test_ddp_parity import SparseWords, channels_last, rank_device
 
 OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
 OPTIMIZERS["sparse SGD"] = (torch.optim.SGD, {"lr": 0.05})
@@ -28,20 +28,27 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "SparseWords": SparseWords,
     "channels_last": channels_last,
 }
-WRAPPERS = ("none", "ddp", "fsdp1", "fsdp2")
 
 
 def loss(model: nn.Module, kind: str, seed: int) -> torch.Tensor:
+    first = next(model.parameters())
     if kind in ("Tied", "SparseWords"):
-        tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(seed))
+        tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(seed)).to(first.device)
         return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
-    x, y = batch(seed)
-    x = x.to(torch.bfloat16 if next(model.parameters()).dtype == torch.bfloat16 else torch.float32)
+    x, y = (t.to(first.device) for t in batch(seed))
+    x = x.to(torch.bfloat16 if first.dtype == torch.bfloat16 else torch.float32)
     x = x.view(-1, 1, 4, 4) if kind == "channels_last" else x
     # In some steps the ranks pick different experts, in others none does.
     expert = None if seed % 3 == 0 else (seed + seed // 1000) % 2
     out = model(x, expert) if kind == "Sometimes" else model(x)
     return nn.functional.cross_entropy(out.float(), y)
+
+
+def make(kind: str, wrapper: str) -> nn.Module:
+    """On the rank's device. Sharded over gloo on CPU everywhere: it does not reduce-scatter on GPUs."""
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    return model.to(rank_device()) if wrapper == "ddp" else model
 
 
 def wrap(model: nn.Module, wrapper: str, low: bool = False, **options: Any) -> nn.Module:
@@ -127,8 +134,7 @@ def in_backward_parity(
     """``apply_optimizer_in_backward``, called before or after wrapping; ``late``: after a first plain step."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     cls, kwargs = OPTIMIZERS[optimizer]
-    torch.manual_seed(0)
-    made = MODELS[kind]()
+    made = make(kind, wrapper)
     if dtype is not None:
         made = made.to(dtype)
     plain = wrap(copy.deepcopy(made), wrapper, low, **(options or {}))
@@ -174,7 +180,7 @@ class Functional:
 
 
 def hook_parity(
-    make: Callable[[nn.Module, Any], tuple[Any, Any]],
+    make_hook: Callable[[nn.Module, Any], tuple[Any, Any]],
     plain_hook: tuple[Any, Any] | None,
     optimizer: str,
     kind: str = "Blocks",
@@ -185,14 +191,13 @@ def hook_parity(
     join: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
 ) -> str | None:
-    """A hook of ``make(ddp, functional)`` beside plain DDP with ``plain_hook`` and the plain optimizer.
+    """A hook of ``make_hook(ddp, functional)`` beside plain DDP with ``plain_hook`` and the plain optimizer.
 
     ``join``: options of ``DDP.join``; each rank then has another number of inputs.
     """
     rank = dist.get_rank()
     cls, kwargs = OPTIMIZERS[optimizer]
-    torch.manual_seed(0)
-    made = MODELS[kind]()
+    made = make(kind, "ddp")
     plain, model = (wrap(copy.deepcopy(made), "ddp", **(options or {})) for _ in range(2))
     trained = [p for i, p in enumerate(plain.parameters()) if not subset or i % 2]
     opt = cls(trained, **kwargs)
@@ -200,7 +205,7 @@ def hook_parity(
         plain.register_comm_hook(*plain_hook)
     functional = Functional(cls, kwargs)
     chosen = [p for i, p in enumerate(model.parameters()) if i % 2] if subset else None
-    model.register_comm_hook(*make(model, (functional, chosen)))
+    model.register_comm_hook(*make_hook(model, (functional, chosen)))
 
     def run(m: nn.Module, i: int) -> None:
         for micro in range(micro_batches):
@@ -248,8 +253,7 @@ def overlapped_parity(
     """``as_overlapped_optim`` with an LR scheduler and step hooks, its state saved and loaded halfway."""
     rank = dist.get_rank()
     cls, kwargs = OPTIMIZERS[optimizer]
-    torch.manual_seed(0)
-    made = MODELS[kind]()
+    made = make(kind, wrapper)
     plain, model = (wrap(copy.deepcopy(made), wrapper, low, **(options or {})) for _ in range(2))
     opt = cls(plain.parameters(), **kwargs)
     overlapped = instep.as_overlapped_optim(cls, None if all_parameters else model.parameters(), **kwargs)

@@ -19,33 +19,33 @@ from tests.cases import Blocks, batch
 from tests.distributed.pool import RankPool
 from tests.distributed.test_comm_hooks import HOOKS
 from tests.distributed.test_mixed_precision import DTYPES, CastByHand, send_as
-from tests.functional.cases import MODELS, OPTIMIZERS, SOME, Functional, difference, hook_parity, loss
+from tests.functional.cases import OPTIMIZERS, SOME, Functional, difference, hook_parity, loss, make
 
 
 def then_optimizer(hook: str) -> Any:
     make_state, function = HOOKS[hook]
 
-    def make(ddp: nn.Module, functional: tuple[Functional, Any]) -> tuple[Any, Any]:
+    def hooked(ddp: nn.Module, functional: tuple[Functional, Any]) -> tuple[Any, Any]:
         return make_state(), instep.hook_then_optimizer(function, instep.OptimizerHookState(*functional))
 
-    return make
+    return hooked
 
 
 def then_in_backward(hook: str | None) -> Any:
-    def make(ddp: Any, functional: tuple[Functional, Any]) -> tuple[Any, Any]:
+    def hooked(ddp: Any, functional: tuple[Functional, Any]) -> tuple[Any, Any]:
         mine, chosen = functional
         instep.apply_optimizer_in_backward(mine.cls, ddp.parameters() if chosen is None else chosen, mine.kwargs)
         comm_hook = None if hook is None else (HOOKS[hook][0](), HOOKS[hook][1])
         view = ddp.gradient_as_bucket_view
         return weakref.ref(ddp), instep.apply_optim_in_backward_hook(view, comm_hook=comm_hook)
 
-    return make
+    return hooked
 
 
 def parity(which: str, hook: str | None, optimizer: str, kind: str = "Blocks", **how: Any) -> str | None:
-    make = then_optimizer(hook) if which == "hook_then_optimizer" else then_in_backward(hook)
+    hooked = then_optimizer(hook) if which == "hook_then_optimizer" else then_in_backward(hook)
     plain = None if hook is None else (HOOKS[hook][0](), HOOKS[hook][1])
-    return hook_parity(make, plain, optimizer, kind, **how)
+    return hook_parity(hooked, plain, optimizer, kind, **how)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -231,8 +231,7 @@ def upcast_parity(
     cls, kwargs = OPTIMIZERS[optimizer]
     low, sent = DTYPES[param], DTYPES[reduce]
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=sent)
-    torch.manual_seed(0)
-    made = MODELS[kind]()
+    made = make(kind, "ddp")
     plain = DistributedDataParallel(CastByHand(copy.deepcopy(made), low), **options)
     plain.register_comm_hook(sent or low, send_as)
     opt = cls(plain.parameters(), **kwargs)

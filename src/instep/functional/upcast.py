@@ -4,6 +4,7 @@ With ``DistributedDataParallel(mixed_precision=...)`` a parameter is a low-preci
 the end of backward. DDP reduces through a communication hook that has to put both back to full precision.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,12 @@ class _Reduction:
                 parameter.grad = part.to(parameter.dtype)
             elif before is not None:
                 parameter.grad = before.to(parameter.dtype, copy=True)
+
+    def drain(self) -> None:
+        """Wait until nothing writes the bucket any more: the next backward does."""
+        if self.future is not None:
+            with suppress(Exception):
+                self.future.wait()
 
     def step(self) -> None:
         for parameter in self._parameters:
@@ -155,7 +162,7 @@ class AllreduceUpcastHookState:
         at_end_of_backward(_nothing, self._failed)
 
     def _end(self) -> None:
-        reductions, self._reductions = self._reductions, []
+        reductions = self._reductions
         self.wait_for_stream_enqueued = False
         try:
             for reduction in reductions:
@@ -170,9 +177,12 @@ class AllreduceUpcastHookState:
             self._failed()
             raise
         finally:
+            self._reductions = []
             self._streams.join()
 
     def _failed(self) -> None:
+        for reduction in self._reductions:
+            reduction.drain()
         self._reductions.clear()
         self.wait_for_stream_enqueued = False
         ddp = self.ddp_weakref()
