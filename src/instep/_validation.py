@@ -240,10 +240,15 @@ def refuse_wrappers(model: nn.Module, names: Names, *, sharded: bool = False) ->
             )
 
 
-def instances_of(wrapper: type[T]) -> Iterator[T]:
+def instances_of(wrapper: type[T]) -> list[T]:
     """All living instances of a distributed wrapper. One outside of a module gives the module no sign of itself."""
-    if dist.is_available() and dist.is_initialized():
-        yield from (found for found in gc.get_objects() if issubclass(type(found), wrapper))
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    classes: list[type] = [wrapper]
+    for cls in classes:
+        classes.extend(cls.__subclasses__())
+    # An object refers to its class. Asked this way round, the search for it does not run in Python.
+    return [found for found in gc.get_referrers(*classes) if isinstance(found, wrapper)]
 
 
 def fsdp1_in(model: nn.Module | None) -> list[Any]:
@@ -254,9 +259,13 @@ def fsdp1_in(model: nn.Module | None) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, fsdp.FullyShardedDataParallel)]
 
 
-def fsdp1_instances() -> Iterator[Any]:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return iter(()) if fsdp is None else instances_of(fsdp.FullyShardedDataParallel)
+def fsdp1_of(parameters: Sequence[torch.Tensor]) -> list[Any]:
+    """The ``FullyShardedDataParallel`` instances that shard any of ``parameters``."""
+    if not any(getattr(p, "_fsdp_flattened", False) for p in parameters):  # FSDP1's own mark
+        return []
+    ours = {id(parameter) for parameter in parameters}
+    found = instances_of(sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel)
+    return [wrapper for wrapper in found if any(id(p) in ours for p in wrapper.parameters())]
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:

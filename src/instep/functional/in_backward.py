@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep._core.hooks import BoundHook
 from instep._core.stepper import same
-from instep._validation import fsdp1_instances, instances_of
+from instep._validation import fsdp1_of
 from instep.attachment import attached_parameters
 from instep.errors import AttachError, UnsupportedOptimizerError
 from instep.functional import stand_in
@@ -57,11 +57,11 @@ def apply_optimizer_in_backward(
         UnsupportedOptimizerError: the optimizer's step needs more than one gradient.
     """
     parameters = _checked(params, optimizer_class)
+    stand_in.install(_set_up_ddp, _moved_by_fully_shard)
     ddps = _running_ddps(parameters)
     for ddp in ddps:
         _refuse_hook(ddp)
     optimizers = [optimizer_class([parameter], **optimizer_kwargs) for parameter in parameters]
-    stand_in.install(_set_up_ddp, _moved_by_fully_shard)
     for parameter, optimizer in zip(parameters, optimizers, strict=True):
         _record(parameter, optimizer, optimizer_kwargs)
         _hooks.setdefault(parameter, None)
@@ -141,18 +141,13 @@ def _checked(params: Iterable[torch.Tensor], optimizer_class: type[Optimizer]) -
 
 def _running_ddps(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParallel]:
     """The DDP instances of some of ``parameters`` that have run a forward: DDP itself looks only at the first one."""
+    if any(wrapper._is_root is not None for wrapper in fsdp1_of(parameters)):
+        raise AttachError(
+            "FullyShardedDataParallel decides at its first forward whether parameters are stepped in backward, and "
+            "this one has run: call apply_optimizer_in_backward before it"
+        )
     ours = {id(parameter) for parameter in parameters}
-    for wrapper in fsdp1_instances():
-        if wrapper._is_root is not None and any(id(p) in ours for p in wrapper.parameters()):
-            raise AttachError(
-                "FullyShardedDataParallel decides at its first forward whether parameters are stepped in backward, and "
-                "this one has run: call apply_optimizer_in_backward before it"
-            )
-    return [
-        ddp
-        for ddp in instances_of(DistributedDataParallel)
-        if ddp._lazy_init_ran and any(id(p) in ours for p in ddp._module_parameters)
-    ]
+    return [ddp for ddp in stand_in.running_ddps if any(id(p) in ours for p in ddp._module_parameters)]
 
 
 def _record(parameter: torch.Tensor, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ Both do what torch's own do, unless a parameter is instep's. ``tests/functional/
 torch changes them.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from instep._validation import instances_of
+
+running_ddps: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
+"""The DDP instances whose first forward has begun."""
 _installed = False
 
 
@@ -24,11 +29,13 @@ def install(
     if _installed:
         return
     _installed = True
+    running_ddps.update(ddp for ddp in instances_of(DistributedDataParallel) if ddp._lazy_init_ran)
     torchs_set_up: Any = DistributedDataParallel._setup_in_backward_optimizers
 
     def _setup_in_backward_optimizers(self: DistributedDataParallel) -> None:
         if not set_up_ddp(self):
             torchs_set_up(self)
+        running_ddps.add(self)
 
     DistributedDataParallel._setup_in_backward_optimizers = _setup_in_backward_optimizers  # type: ignore[method-assign]
     if not dist.is_available():
