@@ -59,7 +59,11 @@ def refuse_options(model: nn.Module, optimizers: Sequence[Any], schedule: str, b
 
 
 def refuse_communication(
-    wrapped: Sequence[DistributedDataParallel], bucket_bytes: int | None, comm_hook: Any, policy: Any
+    model: nn.Module,
+    wrapped: Sequence[DistributedDataParallel],
+    bucket_bytes: int | None,
+    comm_hook: Any,
+    policy: Any,
 ) -> None:
     """What DDP or its absence rules out."""
     if wrapped and bucket_bytes is not None:
@@ -85,6 +89,12 @@ def refuse_communication(
         dtype = getattr(policy, name)
         if dtype is not None and not dtype.is_floating_point:
             raise AttachError(f"mixed_precision: {name}={dtype} is not a floating-point dtype")
+    sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False)]
+    if policy.param_dtype is not None and sparse:
+        raise AttachError(
+            f"mixed_precision: {sparse[0]!r} has sparse gradients, which do not come back through a cast. Build it "
+            "with sparse=False, or leave out param_dtype"
+        )
     if policy.reduce_dtype is not None and not wrapped:
         raise AttachError(
             f"mixed_precision: reduce_dtype={policy.reduce_dtype} is for DistributedDataParallel; nothing is reduced "
@@ -204,6 +214,11 @@ def refuse_parameters(
                     raise AttachError(
                         f"parameter {name!r} has optimizers of its own (apply_optimizer_in_backward): it would be "
                         "stepped twice. Attach a model without them"
+                    )
+                if sharded and not is_sharded(parameter) and any(map(is_sharded, (p for p, _ in names.values()))):
+                    raise AttachError(
+                        f"parameter {name!r} is not sharded, and others of the model are: FSDP neither reduces nor "
+                        "accumulates it. Give it to an optimizer of its own"
                     )
                 if is_sharded(parameter) and not sharded:
                     raise AttachError(

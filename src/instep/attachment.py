@@ -104,7 +104,7 @@ def attach(
     refuse_options(model, optimizers, schedule, bucket_bytes)
     refuse_optimizers(optimizers)
     wrapped = _ddps_in(model)
-    refuse_communication(wrapped, bucket_bytes, comm_hook, mixed_precision)
+    refuse_communication(model, wrapped, bucket_bytes, comm_hook, mixed_precision)
     names = name_parameters(model)
     refuse_parameters(names, optimizers, attached_parameters())
     refuse_wrappers(model, names)
@@ -135,7 +135,7 @@ def attach_stepping_itself(model: nn.Module, optimizer: Optimizer) -> "Attachmen
     refuse_options(model, [optimizer], "backward", None)
     refuse_optimizers([optimizer])
     wrapped = _ddps_in(model)
-    refuse_communication(wrapped, None, None, None)
+    refuse_communication(model, wrapped, None, None, None)
     names = name_parameters(model)
     refuse_parameters(names, [optimizer], attached_parameters(), sharded=True)
     refuse_wrappers(model, names, sharded=True)
@@ -376,11 +376,9 @@ class Attachment:
 
     def _step(self) -> None:
         self._step_due = False
-        if self._transaction.accumulating or self._in_no_sync():
-            return
-        # DDP alone sets gradients that no source announces: of parameters that only other ranks used.
-        late = self._ddps and any(p.grad is not None for p in self._parameters())
-        if self._transaction.state == "open" or late:
+        # DDP sets gradients that no source announces, of parameters that only other ranks used, where it has reduced.
+        reduced = [source.reduced() for source in self._sources if isinstance(source, DDPSource)]
+        if self._transaction.state == "open" or any(reduced):
             for optimizer in self._kept:
                 optimizer.step()
             for parameter in self._parameters():

@@ -2,6 +2,8 @@
 casts its parameters in its own forward, under plain DDP with a hook that sends in ``reduce_dtype``."""
 
 import contextlib
+import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import instep
-from instep.errors import AttachError
+from instep.errors import AttachError, InstepError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, Sometimes, Tied, batch
 from tests.distributed.pool import RankPool
@@ -210,6 +212,116 @@ def test_parameters_are_low_inside_the_forward_only() -> None:
     assert model(batch(0)[0]).dtype == torch.float32
     assert not model._forward_hooks
     assert not model.outer._forward_pre_hooks
+
+
+def attached_low(model: nn.Module, **options: Any) -> tuple[instep.Attachment, torch.optim.Optimizer]:
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, **options)
+    return instep.attach(model, optimizer, mixed_precision=policy), optimizer
+
+
+def test_a_forward_that_was_interrupted() -> None:
+    """torch calls no hook on Ctrl-C: the copies would stay, and train in the parameters' place."""
+    interrupted = [True]
+
+    class Interrupted(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            if interrupted.pop():
+                raise KeyboardInterrupt
+            interrupted.append(False)
+            return out
+
+    model = Interrupted()
+    before = dict(model.named_parameters())
+    overlap, _ = attached_low(model)
+    with pytest.raises(KeyboardInterrupt):
+        model(batch(0)[0])
+    assert {v.dtype for v in model.state_dict().values()} == {torch.float32}
+    interrupted.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        model(batch(0)[0])
+    interrupted.append(False)
+    assert model(batch(0)[0]).dtype == torch.bfloat16
+    assert all(p is before[name] for name, p in model.named_parameters())
+    interrupted.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        model(batch(0)[0])
+    overlap.detach()
+    assert all(p is before[name] for name, p in model.named_parameters())
+
+
+def test_a_second_thread_is_refused() -> None:
+    inside, done = threading.Event(), threading.Event()
+
+    class Slow(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            done.wait(20)
+            return super().forward(x)
+
+    model = Slow()
+    overlap, _ = attached_low(model)
+    first = threading.Thread(target=lambda: model(batch(0)[0]))
+    first.start()
+    inside.wait(20)
+    with pytest.raises(InstepError, match="a second thread called Slow"):
+        model(batch(0)[0])
+    done.set()
+    first.join()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    overlap.detach()
+
+
+def test_a_parameter_that_the_forward_writes_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(4, 8, max_norm=0.1), nn.Linear(8, 2))
+    overlap, _ = attached_low(model)
+    with pytest.raises(InstepError, match=r"wrote to its parameter '0\.weight'"):
+        model(torch.arange(4))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    overlap.detach()
+
+
+def test_a_part_by_itself_and_what_the_forward_is_given() -> None:
+    class Losses(Blocks):
+        def forward(self, x: torch.Tensor, losses: list[torch.Tensor], more: dict[str, Any]) -> torch.Tensor:
+            out = super().forward(x + more["shift"])
+            losses.append(out.sum())
+            return out
+
+    model = Losses()
+    overlap, _ = attached_low(model)
+    losses: list[torch.Tensor] = []
+    more = {"shift": torch.zeros(1), "name": "zero"}
+    assert model(batch(0)[0], losses, more).dtype == torch.bfloat16
+    assert len(losses) == 1
+    assert more["shift"].dtype == torch.float32
+    # Its inputs are cast as the model's are.
+    assert model.outer(torch.randn(2, 24)).dtype == torch.bfloat16
+    overlap.detach()
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(4, 8, sparse=True), nn.Linear(8, 2))
+    with pytest.raises(AttachError, match="'0' has sparse gradients"):
+        attached_low(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model() -> None:
+    torch.manual_seed(0)
+    plain = Blocks()
+    model = copy.deepcopy(plain)
+    overlaps = [attached_low(m) for m in (plain, model)]
+    compiled = torch.compile(model, backend="aot_eager")
+    for i in range(2):
+        for m, (_, opt) in zip((plain, compiled), overlaps, strict=True):
+            nn.functional.cross_entropy(m(batch(i)[0]).float(), batch(i)[1]).backward()
+            opt.step()
+            opt.zero_grad()
+        assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    for overlap, _ in overlaps:
+        overlap.detach()
 
 
 def test_the_copies_are_freed_by_backward() -> None:

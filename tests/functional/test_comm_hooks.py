@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep.errors import AttachError
+from instep.errors import AttachError, InstepError
 from tests.cases import Blocks, batch
 from tests.distributed.pool import RankPool
 from tests.distributed.test_comm_hooks import HOOKS
@@ -190,6 +190,22 @@ def test_a_failed_communication_is_never_stepped_from(two_ranks: RankPool, which
         assert not any(changed[bucket:]), "the failed bucket, or one after it, was stepped"
         assert all(dropped)
         assert right, "DDP is not usable after the failure, or an old gradient was added to"
+
+
+def one_hook_for_two() -> str:
+    state = instep.OptimizerHookState(Functional(torch.optim.SGD, {"lr": 0.1}))
+    hook = instep.hook_then_optimizer(default_hooks.allreduce_hook, state)
+    pair = [DistributedDataParallel(Blocks()) for _ in range(2)]
+    for ddp in pair:
+        ddp.register_comm_hook(None, hook)
+    with pytest.raises(InstepError) as caught:
+        sum(loss(ddp, "Blocks", 0) for ddp in pair).backward()
+    return str(caught.value)
+
+
+def test_one_hook_for_two_instances_is_refused(two_ranks: RankPool) -> None:
+    for said in two_ranks.run(one_hook_for_two):
+        assert "Make a hook for each" in said
 
 
 def test_the_state_names_a_class_without_step_param() -> None:

@@ -69,6 +69,52 @@ def test_an_optimizer_that_is_not_torchs(two_ranks: RankPool) -> None:
     assert two_ranks.run(lion) == [True, True]
 
 
+def unsynced(how: str) -> tuple[bool, bool]:
+    """Backward calls that DDP does not reduce are no steps: the weights stay, and gradients add up."""
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    plain, ddp = (DistributedDataParallel(Blocks(), bucket_cap_mb=0.002) for _ in range(2))
+    ddp.load_state_dict(plain.state_dict())
+    opt = torch.optim.SGD(plain.parameters(), lr=0.1)
+    instep.as_overlapped_optim(torch.optim.SGD, None, lr=0.1).register_ddp(ddp)
+    before = [p.detach().clone() for p in ddp.parameters()]
+    stayed = []
+    for model in (plain, ddp):
+        with model.no_sync():
+            first = loss(model, "Blocks", 1000 * rank)
+            if how == "grad of the input":
+                first.backward()
+        if how == "grad of the input":
+            x = batch(1)[0].requires_grad_()
+            torch.autograd.grad(model(x).sum(), x)
+        else:
+            first.backward()
+        stayed.append(all(map(torch.equal, before, model.parameters())))
+        loss(model, "Blocks", 1000 * rank + 1).backward()
+        if model is plain:
+            opt.step()
+    instep.attached(ddp).detach()
+    return all(stayed), all(map(torch.equal, plain.parameters(), ddp.parameters()))
+
+
+@pytest.mark.parametrize("how", ["grad of the input", "forward in no_sync"])
+def test_only_what_ddp_reduces_is_a_step(two_ranks: RankPool, how: str) -> None:
+    assert two_ranks.run(unsynced, how) == [(True, True)] * 2
+
+
+def half_sharded() -> str:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    wrap(model[0], "fsdp2")
+    with pytest.raises(AttachError) as caught:
+        instep.as_overlapped_optim(torch.optim.SGD, None, lr=0.1).register_fsdp(model)
+    return str(caught.value)
+
+
+def test_a_half_sharded_model_is_refused(two_ranks: RankPool) -> None:
+    for said in two_ranks.run(half_sharded):
+        assert "'1.weight' is not sharded" in said
+
+
 class Mine(torch.optim.SGD):
     pass
 

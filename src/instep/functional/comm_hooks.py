@@ -3,12 +3,10 @@
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported if available
-from torch.nn.parallel import DistributedDataParallel
 
 from instep._core.streams import StepStreams
 from instep.comm_hooks import mean_allreduce
@@ -77,12 +75,12 @@ def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook
 
     after = StepAfterReduction(lambda parameter: chosen is None or parameter in chosen, step)
 
-    def hook_then_optimizer_wrapper(hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def then_optimizer(hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         future = hook(hook_state, bucket)
         after.launched(bucket, future)
         return future
 
-    return hook_then_optimizer_wrapper
+    return _Hook(then_optimizer, "hook_then_optimizer")
 
 
 def apply_optim_in_backward_hook(gradient_is_bucket_view: bool, *, comm_hook: CommHook | None = None) -> Hook:
@@ -107,11 +105,7 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool, *, comm_hook: Co
 
     after = StepAfterReduction(lambda p: hasattr(p, OPTIMIZERS), step_with, StepStreams(state.optim_stream), settled)
 
-    def apply_optim_in_backward_hook(
-        hook_state: "weakref.ref[DistributedDataParallel]",
-        bucket: GradBucket,
-        optim_stream_state: OptimInBackwardHookState,
-    ) -> torch.futures.Future[torch.Tensor]:
+    def reduce(hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         ddp = hook_state() if isinstance(hook_state, weakref.ref) else None
         if ddp is None:
             raise AttachError(
@@ -122,15 +116,36 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool, *, comm_hook: Co
             future = mean_allreduce(bucket.buffer(), ddp.process_group, divisor(ddp, bucket))
         else:
             future = comm_hook[1](comm_hook[0], bucket)
-        optim_stream_state.wait_for_optim_stream_enqueued = after.launched(bucket, future)
+        state.wait_for_optim_stream_enqueued = after.launched(bucket, future)
         return future
 
-    made = partial(apply_optim_in_backward_hook, optim_stream_state=state)
-    # DDP logs a hook by these.
-    made.__name__ = apply_optim_in_backward_hook.__name__  # type: ignore[attr-defined]
-    made.__qualname__ = apply_optim_in_backward_hook.__qualname__  # type: ignore[attr-defined]
+    made = _Hook(reduce, "apply_optim_in_backward_hook")
     stepping_hooks.add(made)
     return made
+
+
+class _Hook:
+    """A communication hook whose copies do nothing: a copy of a DDP instance carries it, and does not register it."""
+
+    def __init__(self, call: Hook, name: str) -> None:
+        self._call = call
+        self.__name__ = self.__qualname__ = name  # DDP logs a hook by these
+
+    def __call__(self, hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return self._call(hook_state, bucket)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        return
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class DDPReference(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference that can be pickled with the instance's hooks, and is nothing then."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 stepping_hooks: "weakref.WeakSet[Any]" = weakref.WeakSet()

@@ -16,13 +16,15 @@ from instep._validation import fsdp1_of
 from instep.attachment import attached_parameters
 from instep.errors import AttachError, UnsupportedOptimizerError
 from instep.functional import stand_in
-from instep.functional.comm_hooks import apply_optim_in_backward_hook, stepping_hooks
+from instep.functional.comm_hooks import DDPReference, apply_optim_in_backward_hook, stepping_hooks
 from instep.functional.step import OPTIMIZERS, step_in_backward
+from instep.sources.reductions import bucket_parameters
 
 _RECORDS = (OPTIMIZERS, "_optimizer_classes", "_optimizer_kwargs")
 
 param_to_optim_hook_handle_map: Any = WeakTensorKeyDictionary()
-"""By parameter: one handle for each registration, whose ``remove()`` takes it back."""
+"""By parameter: one handle for each registration. Once ``remove()`` was called on all of them, the parameter's hook
+does nothing; its optimizers stay on it, for DDP, FSDP or the caller to run, until the next registration."""
 _hooks: Any = WeakTensorKeyDictionary()
 _reduced_by: Any = WeakTensorKeyDictionary()
 
@@ -41,8 +43,9 @@ def apply_optimizer_in_backward(
     once it is reduced; under FSDP, once its shard is. With ``fully_shard`` after this call, the optimizers move to the
     sharded parameters. Frozen parameters are stepped once they are unfrozen.
 
-    A parameter whose step raises loses its gradient; what was stepped before stays stepped. ``instep.attach`` is for
-    those who need more: groups, clipping, a step that is whole or reported as torn.
+    A parameter whose step raises loses its gradient; what was stepped before stays stepped. One that reentrant
+    checkpointing visits twice in a backward is stepped twice: use ``use_reentrant=False``. ``instep.attach`` is for
+    those who need more: one optimizer with its groups, a step that is whole or reported as torn.
 
     The method is that of ``torch/distributed/optim/apply_optimizer_in_backward.py``.
 
@@ -63,12 +66,11 @@ def apply_optimizer_in_backward(
         _refuse_hook(ddp)
     optimizers = [optimizer_class([parameter], **optimizer_kwargs) for parameter in parameters]
     for parameter, optimizer in zip(parameters, optimizers, strict=True):
+        _forget_removed(parameter)
         _record(parameter, optimizer, optimizer_kwargs)
         _hooks.setdefault(parameter, None)
         if register_hook:
-            earlier = param_to_optim_hook_handle_map.get(parameter, ())
-            handles = [handle for handle in earlier if handle.registered()]
-            param_to_optim_hook_handle_map[parameter] = [*handles, _Handle(parameter, optimizer)]
+            param_to_optim_hook_handle_map.setdefault(parameter, []).append(_Handle(optimizer))
             _hook(parameter)
     for ddp in ddps:
         _set_up_ddp(ddp)
@@ -85,27 +87,28 @@ def get_in_backward_optimizers(module: nn.Module) -> list[Optimizer]:
 class _Handle:
     """Takes one registration back."""
 
-    def __init__(self, parameter: torch.Tensor, optimizer: Optimizer) -> None:
-        self._parameter = weakref.ref(parameter)
-        self._optimizer = weakref.ref(optimizer)
-
-    def registered(self) -> bool:
-        return self._position() is not None
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.removed = False
 
     def remove(self) -> None:
-        """The optimizer runs no more and is forgotten. Safe to call twice."""
-        parameter, position = self._parameter(), self._position()
-        if position is None:
-            return
-        for name in _RECORDS:
-            del getattr(parameter, name)[position]
-            # Its absence is what DDP and FSDP ask for.
-            if not getattr(parameter, name):
-                delattr(parameter, name)
+        """The hook no longer runs for this registration. Safe to call twice."""
+        self.removed = True
 
-    def _position(self) -> int | None:
-        optimizers = getattr(self._parameter(), OPTIMIZERS, ())
-        return next((i for i, optimizer in enumerate(optimizers) if optimizer is self._optimizer()), None)
+
+def _registered(parameter: torch.Tensor) -> bool:
+    return any(not handle.removed for handle in param_to_optim_hook_handle_map.get(parameter, ()))
+
+
+def _forget_removed(parameter: torch.Tensor) -> None:
+    """A registration that follows a removal starts anew."""
+    handles = param_to_optim_hook_handle_map.get(parameter, [])
+    removed = [handle.optimizer() for handle in handles if handle.removed]
+    kept = [i for i, o in enumerate(getattr(parameter, OPTIMIZERS, ())) if not any(o is r for r in removed)]
+    for name in _RECORDS if removed and hasattr(parameter, OPTIMIZERS) else ():
+        records = getattr(parameter, name)
+        records[:] = [records[i] for i in kept]
+    handles[:] = [handle for handle in handles if not handle.removed and handle.optimizer() is not None]
 
 
 def _checked(params: Iterable[torch.Tensor], optimizer_class: type[Optimizer]) -> list[torch.Tensor]:
@@ -161,7 +164,7 @@ def _record(parameter: torch.Tensor, optimizer: Optimizer, kwargs: Mapping[str, 
 
 def _hook(parameter: torch.Tensor) -> None:
     """One hook, however often the parameter is registered."""
-    if _hooks[parameter] is not None:
+    if _hooks[parameter] is not None or not (parameter.is_floating_point() or parameter.is_complex()):
         return
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)  # torch takes no hook on a frozen tensor, but keeps one that is there
@@ -173,7 +176,7 @@ def _hook(parameter: torch.Tensor) -> None:
 
 def _accumulated(parameter: torch.Tensor) -> None:
     ddp = _reduced_by.get(parameter)
-    if (ddp is not None and ddp() is not None) or not hasattr(parameter, OPTIMIZERS):
+    if (ddp is not None and ddp() is not None) or not _registered(parameter) or not hasattr(parameter, OPTIMIZERS):
         return
     try:
         step_in_backward(parameter)
@@ -195,14 +198,20 @@ def _set_up_ddp(ddp: DistributedDataParallel) -> bool:
         )
     _refuse_hook(ddp)
     if not ddp._comm_hooks:
-        ddp.register_comm_hook(weakref.ref(ddp), apply_optim_in_backward_hook(ddp.gradient_as_bucket_view))
+        ddp.register_comm_hook(DDPReference(ddp), apply_optim_in_backward_hook(ddp.gradient_as_bucket_view))
+    in_buckets = bucket_parameters(ddp)  # DDP leaves the gradients of the others as they are on this rank
     for parameter in mine:
-        if parameter.requires_grad:  # else it is in no bucket, and DDP leaves its gradient as it is on this rank
+        if id(parameter) in in_buckets:
             _reduced_by[parameter] = weakref.ref(ddp)
     return True
 
 
 def _refuse_hook(ddp: DistributedDataParallel) -> None:
+    if ddp._delay_all_reduce_params:
+        raise AttachError(
+            "DistributedDataParallel(delay_all_reduce_named_params=…) reduces those parameters after their gradient "
+            "hooks have run. Build it without"
+        )
     for hook, _ in ddp._comm_hooks:
         if hook not in stepping_hooks:
             raise AttachError(
@@ -225,6 +234,4 @@ def _moved_by_fully_shard(parameter: torch.Tensor, sharded: torch.Tensor) -> Non
                 f"the {kind.__name__} of a parameter of shape {tuple(parameter.shape)} has already stepped it, and its "
                 "state cannot be sharded. Call fully_shard before training"
             )
-        apply_optimizer_in_backward(kind, [sharded], kwargs, _hooks[parameter] is not None)
-    for handle in param_to_optim_hook_handle_map.get(parameter, ()):
-        handle.remove()
+        apply_optimizer_in_backward(kind, [sharded], kwargs, _registered(parameter))

@@ -2,10 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from instep._core.engine import graph_task
 from instep._core.stepper import without_autocast
+from instep.errors import AccumulationError
 
 OPTIMIZERS = "_in_backward_optimizers"
 """The attribute of a parameter that torch's DDP and FSDP1 look for: a list of optimizers in order of registration."""
@@ -20,8 +24,21 @@ def stepping(parameter: torch.Tensor) -> Iterator[None]:
     torch.autograd.graph.increment_version((parameter,))
 
 
+_last_backward: Any = WeakTensorKeyDictionary()
+
+
 def step_in_backward(parameter: torch.Tensor) -> None:
-    """Run the parameter's own optimizers on its ``.grad``, in order."""
+    """Run the parameter's own optimizers on its ``.grad``, in order.
+
+    Raises ``AccumulationError`` when the same backward has stepped it already.
+    """
+    task = graph_task()
+    if task is not None and _last_backward.get(parameter) == task:
+        raise AccumulationError(
+            f"a parameter of shape {tuple(parameter.shape)} got two gradients in one backward, and was stepped with "
+            "the first: two DistributedDataParallel instances reduce it. Call backward() for each of them"
+        )
+    _last_backward[parameter] = task
     with stepping(parameter):
         for optimizer in tuple(getattr(parameter, OPTIMIZERS, ())):
             optimizer.step()

@@ -4,6 +4,7 @@ With ``DistributedDataParallel(mixed_precision=...)`` a parameter is a low-preci
 the end of backward. DDP reduces through a communication hook that has to put both back to full precision.
 """
 
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -111,7 +112,6 @@ class AllreduceUpcastHookState:
     wait_for_stream_enqueued: bool = False
     mixed_precision: "MixedPrecisionPolicy | None" = None
     _streams: StepStreams = field(init=False, repr=False, compare=False)
-    _cast: LowPrecision | None = field(default=None, init=False, repr=False, compare=False)
     _after: StepAfterReduction = field(init=False, repr=False, compare=False)
     _divisor: Divisor = field(default_factory=Divisor, init=False, repr=False, compare=False)
     _reductions: list[_Reduction] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -128,7 +128,8 @@ class AllreduceUpcastHookState:
                 "mixed_precision=MixedPrecisionPolicy(…)) for a DDP without"
             )
         if self.mixed_precision is not None:
-            self._cast = LowPrecision(ddp, self.mixed_precision)
+            cast = LowPrecision(ddp, self.mixed_precision)
+            weakref.finalize(self, cast.remove)  # of a state that was made and never registered
             return
         for name, parameter in ddp.module.named_parameters():
             if parameter.is_complex() and _has_low_precision(parameter):
@@ -137,6 +138,13 @@ class AllreduceUpcastHookState:
                     "all parameters. Leave mixed_precision out, or let DDP ignore this parameter"
                 )
         ddp.register_forward_pre_hook(_before_forward)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """A copy of a DDP instance carries the states of its hooks, and does not register them."""
+        return
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
     def _ddp(self) -> DistributedDataParallel:
         ddp = self.ddp_weakref()

@@ -87,6 +87,7 @@ class DDPSource:
         self._ddp = weakref.ref(ddp)
         self._comm_hook = comm_hook
         self._reduce_dtype = reduce_dtype
+        self._sent = False
         self._by_id = {id(attached.get()): attached for attached in parameters}
         self._reductions = Reductions(self._step, self._settle, lambda _: transaction.backward_raised())
         # Until DDP has shown its buckets: the one that holds everything, as in its first backward.
@@ -132,11 +133,17 @@ class DDPSource:
     def begin_step(self) -> None:
         """Nothing is counted from step to step."""
 
+    def reduced(self) -> bool:
+        """Whether buckets were sent since this was last asked."""
+        sent, self._sent = self._sent, False
+        return sent
+
     def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
         """A bucket's communication is under way."""
         reduction = self._reductions.launched(bucket, future)
         if reduction is None:
             return
+        self._sent = True
         if reduction.index == 0:
             self._buckets = {}
         known = (self._by_id.get(id(parameter)) for parameter in bucket.parameters())

@@ -9,6 +9,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # export
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._core.engine import at_end_of_backward, graph_task
+from instep.errors import InstepError
 
 
 class Reduction:
@@ -70,6 +71,7 @@ class Reductions:
         self._settle = settle
         self._raised = raised
         self._under_way: list[Reduction] = []
+        self._task: int | None = None
 
     def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> Reduction | None:
         """The communication of ``bucket`` is under way. ``None`` on a rank that has joined and only helps the others:
@@ -77,7 +79,13 @@ class Reductions:
         if graph_task() is None:
             return None
         if bucket.index() == 0:
+            if self._under_way and self._task == graph_task():
+                raise InstepError(
+                    "two DistributedDataParallel instances share one communication hook of instep's in one backward. "
+                    "Make a hook for each of them"
+                )
             self._under_way.clear()  # of a backward that raised before it came to an end
+            self._task = graph_task()
         reduction = Reduction(bucket, future)
         self._under_way.append(reduction)
         if bucket.is_last():
@@ -148,3 +156,11 @@ class Divisor:
             dist.all_reduce(active, group=ddp.process_group)
             self._active = int(active.item())
         return self._active
+
+
+def bucket_parameters(ddp: DistributedDataParallel) -> set[int]:
+    """By ``id``: the parameters that are in a bucket of ``ddp``: those that were trainable when it was constructed.
+
+    DDP has no public record of them. This makes buckets of zeros for the moment.
+    """
+    return {id(p) for bucket in ddp.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()}
