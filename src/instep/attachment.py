@@ -102,26 +102,7 @@ def attach(
         return Attachment(model, [], {}, _ddps_in(model))
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     refuse_options(model, optimizers, schedule, bucket_bytes)
-    refuse_optimizers(optimizers)
-    wrapped = _ddps_in(model)
-    refuse_communication(model, wrapped, bucket_bytes, comm_hook, mixed_precision)
-    names = name_parameters(model)
-    refuse_parameters(names, optimizers, attached_parameters())
-    refuse_wrappers(model, names)
-    for one in optimizers:
-        require_separable(one)
-    attachment = Attachment(
-        model,
-        optimizers,
-        names,
-        wrapped,
-        bucket_bytes=bucket_bytes or DEFAULT_BUCKET_BYTES,
-        comm_hook=comm_hook,
-        mixed_precision=mixed_precision,
-    )
-    attachment._connect()
-    _attachments[model] = attachment
-    return attachment
+    return _attach(model, optimizers, bucket_bytes=bucket_bytes, comm_hook=comm_hook, mixed_precision=mixed_precision)
 
 
 def attach_stepping_itself(model: nn.Module, optimizer: Optimizer) -> "Attachment":
@@ -132,15 +113,36 @@ def attach_stepping_itself(model: nn.Module, optimizer: Optimizer) -> "Attachmen
 
     Raises as :func:`attach` does.
     """
-    refuse_options(model, [optimizer], "backward", None)
-    refuse_optimizers([optimizer])
+    return _attach(model, [optimizer], steps_itself=True)
+
+
+def _attach(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    bucket_bytes: int | None = None,
+    comm_hook: CommHook | None = None,
+    mixed_precision: "MixedPrecisionPolicy | None" = None,
+    steps_itself: bool = False,
+) -> "Attachment":
+    refuse_optimizers(optimizers)
     wrapped = _ddps_in(model)
-    refuse_communication(model, wrapped, None, None, None)
+    refuse_communication(model, wrapped, bucket_bytes, comm_hook, mixed_precision)
     names = name_parameters(model)
-    refuse_parameters(names, [optimizer], attached_parameters(), sharded=True)
-    refuse_wrappers(model, names, sharded=True)
-    require_separable(optimizer)
-    attachment = Attachment(model, [optimizer], names, wrapped, steps_itself=True)
+    refuse_parameters(names, optimizers, attached_parameters(), sharded=steps_itself)
+    refuse_wrappers(model, names, sharded=steps_itself)
+    for optimizer in optimizers:
+        require_separable(optimizer)
+    attachment = Attachment(
+        model,
+        optimizers,
+        names,
+        wrapped,
+        bucket_bytes=bucket_bytes or DEFAULT_BUCKET_BYTES,
+        comm_hook=comm_hook,
+        mixed_precision=mixed_precision,
+        steps_itself=steps_itself,
+    )
     attachment._connect()
     _attachments[model] = attachment
     return attachment
