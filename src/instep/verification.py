@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep.attachment import attach
+from instep.errors import AttachError
 
 Build = Callable[[], tuple[nn.Module, Optimizer | Sequence[Optimizer], Callable[[int], object]]]
 
@@ -40,8 +41,14 @@ def verify(build: Build, steps: int = 3, **options: Any) -> Verification:
             backward, ``optimizer.step()``, and what else belongs to it. It is called twice with the same random
             seed, and so is each step, so both loops see the same weights, dropout and shuffling.
         steps: how many iterations to compare.
-        options: passed on to :func:`instep.attach`.
+        options: passed on to :func:`instep.attach`. Not ``comm_hook`` and ``mixed_precision``, which change the
+            numbers themselves.
     """
+    for name in ("comm_hook", "mixed_precision"):
+        if options.get(name) is not None:
+            raise AttachError(
+                f"{name} changes the numbers themselves, so the loop without it is no oracle. Verify without {name}"
+            )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         plain, plain_optimizer, plain_step = build()

@@ -314,3 +314,12 @@ def test_detach_restores_the_model() -> None:
     assert all(p.grad is None for p in model.parameters())
     model(batch(0)[0]).sum().backward()
     assert all(type(p.grad) is torch.Tensor for p in model.parameters())
+
+
+@pytest.mark.parametrize("option", ["comm_hook", "mixed_precision"])
+def test_verify_refuses_what_changes_the_numbers(option: str) -> None:
+    def build() -> Any:
+        raise AssertionError("nothing is built")
+
+    with pytest.raises(AttachError, match=f"{option} changes the numbers"):
+        instep.verify(build, **{option: object()})

@@ -19,7 +19,7 @@ ALLOWED = {
     "_validation": {"_core", "errors"},
     "attachment": {"_validation", "sources", "_core", "errors"},
     "functional": {"attachment", "_validation", "sources", "comm_hooks", "_core", "errors"},
-    "verification": {"attachment"},
+    "verification": {"attachment", "errors"},
     "demo": {"attachment", "verification", "report", "_version"},
     "cli": {"demo", "_version"},
 }
