@@ -160,9 +160,8 @@ def compare(hook: str, model: str, optimizer: str, options: dict[str, Any], step
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_the_hook_reduces_and_then_the_step(three_ranks: RankPool, hook: str, view: bool) -> None:
-    for optimizer in ("SGD", "AdamW"):
-        answers = three_ranks.run(compare, hook, "Blocks", optimizer, {"gradient_as_bucket_view": view})
-        assert answers == [None] * 3
+    optimizer = "AdamW" if view else "SGD"
+    assert three_ranks.run(compare, hook, "Blocks", optimizer, {"gradient_as_bucket_view": view}) == [None] * 3
 
 
 @pytest.mark.parametrize("view", [False, True])

@@ -5,6 +5,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +21,13 @@ from tests.distributed.test_ddp_parity import SparseWords, channels_last, rank_d
 OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
 OPTIMIZERS["sparse SGD"] = (torch.optim.SGD, {"lr": 0.05})
 SOME = ["SGD-1-for-loop", "AdamW-0-foreach", "AdamW-0-fused", "Adagrad-0-for-loop"]
+FSDP_CASES = [
+    ("AdamW-0-fused", False),
+    ("AdamW-0-fused", True),
+    # Sharded over gloo each takes seconds.
+    *(pytest.param(name, False, marks=pytest.mark.nightly) for name in SOME if name != "AdamW-0-fused"),
+]
+"""An optimizer, and whether in bfloat16."""
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "Blocks": Blocks,
     "Tied": Tied,

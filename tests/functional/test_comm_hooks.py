@@ -49,7 +49,7 @@ def parity(which: str, hook: str | None, optimizer: str, kind: str = "Blocks", *
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("view", [pytest.param(False, marks=pytest.mark.nightly), True])
 @pytest.mark.parametrize("hook", [name for name in HOOKS if "PowerSGD" not in name and name != "post_localSGD"])
 @pytest.mark.parametrize("which", ["hook_then_optimizer", "apply_optim_in_backward_hook"])
 def test_any_inner_hook(three_ranks: RankPool, which: str, hook: str, view: bool) -> None:
@@ -74,7 +74,7 @@ def test_some_parameters_or_all(three_ranks: RankPool, which: str, optimizer: st
     assert three_ranks.run(parity, which, "allreduce", optimizer, subset=subset) == [None] * 3
 
 
-@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("view", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("kind", ["Tied", "Sometimes", "Rotations", "channels_last"])
 @pytest.mark.parametrize("which", ["hook_then_optimizer", "apply_optim_in_backward_hook"])
 def test_every_kind_of_model(three_ranks: RankPool, which: str, kind: str, view: bool) -> None:

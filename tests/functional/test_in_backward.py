@@ -16,7 +16,7 @@ from instep.errors import AccumulationError, AttachError, UnsupportedOptimizerEr
 from instep.functional import param_to_optim_hook_handle_map
 from tests.cases import Blocks, Tied, batch
 from tests.distributed.pool import RankPool
-from tests.functional.cases import OPTIMIZERS, SOME, in_backward_parity, loss, wrap
+from tests.functional.cases import FSDP_CASES, OPTIMIZERS, SOME, in_backward_parity, loss, wrap
 
 SPARSE = "sparse SGD"
 
@@ -87,7 +87,7 @@ def test_ddp_no_sync(three_ranks: RankPool, static: bool) -> None:
 
 
 @pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize(("optimizer", "low"), [*((name, False) for name in SOME), ("AdamW-0-fused", True)])
+@pytest.mark.parametrize(("optimizer", "low"), FSDP_CASES)
 @pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])
 def test_fsdp(three_ranks: RankPool, wrapper: str, optimizer: str, low: bool, before: bool) -> None:
     if wrapper == "fsdp1" and optimizer.startswith("Adagrad"):
@@ -119,9 +119,9 @@ def test_late_with_fsdp1_is_refused(two_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])
-def test_fsdp_accumulation(three_ranks: RankPool, wrapper: str) -> None:
-    answers = three_ranks.run(in_backward_parity, wrapper, "AdamW-0-foreach", before=True, micro_batches=3)
-    assert answers == [None] * 3
+def test_fsdp_accumulation(two_ranks: RankPool, wrapper: str) -> None:
+    answers = two_ranks.run(in_backward_parity, wrapper, "AdamW-0-foreach", before=True, micro_batches=2)
+    assert answers == [None] * 2
 
 
 def thawed(frozen_at: str) -> str | None:

@@ -10,12 +10,12 @@ import instep
 from instep.errors import AttachError
 from tests.cases import Blocks, batch
 from tests.distributed.pool import RankPool
-from tests.functional.cases import OPTIMIZERS, SOME, loss, overlapped_parity, wrap
+from tests.functional.cases import FSDP_CASES, OPTIMIZERS, SOME, loss, overlapped_parity, wrap
 
 DENSE = [name for name in OPTIMIZERS if name != "sparse SGD"]
 
 
-@pytest.mark.parametrize("optimizer", DENSE)
+@pytest.mark.parametrize("optimizer", [pytest.param(n, marks=() if n in SOME else pytest.mark.nightly) for n in DENSE])
 def test_every_optimizer_under_ddp(two_ranks: RankPool, optimizer: str) -> None:
     assert two_ranks.run(overlapped_parity, "ddp", optimizer) == [None] * 2
 
@@ -38,15 +38,15 @@ def test_ddp_with_sparse_gradients(three_ranks: RankPool) -> None:
     assert three_ranks.run(overlapped_parity, "ddp", "sparse SGD", "SparseWords") == [None] * 3
 
 
-@pytest.mark.parametrize(("optimizer", "low"), [*((name, False) for name in SOME), ("AdamW-0-fused", True)])
+@pytest.mark.parametrize(("optimizer", "low"), FSDP_CASES)
 @pytest.mark.parametrize("wrapper", ["fsdp1", "fsdp2"])
 def test_fsdp(three_ranks: RankPool, wrapper: str, optimizer: str, low: bool) -> None:
     assert three_ranks.run(overlapped_parity, wrapper, optimizer, low=low) == [None] * 3
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp1", "fsdp2"])
-def test_accumulation(three_ranks: RankPool, wrapper: str) -> None:
-    assert three_ranks.run(overlapped_parity, wrapper, "AdamW-0-foreach", micro_batches=3) == [None] * 3
+def test_accumulation(two_ranks: RankPool, wrapper: str) -> None:
+    assert two_ranks.run(overlapped_parity, wrapper, "AdamW-0-foreach", micro_batches=2) == [None] * 2
 
 
 def lion() -> bool:

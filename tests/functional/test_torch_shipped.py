@@ -1,6 +1,7 @@
 """The tests that torch ships for its private functions, over instep's, by two ranks on the CPU."""
 
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -116,7 +117,12 @@ def _cases() -> Iterator[Case]:
         yield Case(name, name, idle=HOOK_THEN_OPTIMIZER)
 
 
-CASES = [pytest.param(case, id=case.name) for case in _cases()]
+# The twelve cases of the parity test a second time, over another pair of functions.
+AGAIN = f"{PARITY}_.*_hook"
+CASES = [
+    pytest.param(case, id=case.name, marks=pytest.mark.nightly if re.fullmatch(AGAIN, case.name) else ())
+    for case in _cases()
+]
 TORCHS_OWN_FAILS = {*WITH_IDLE_HOOK_IN_JOIN, *WITH_HOOK_THAT_COPIES}
 
 

@@ -161,6 +161,11 @@ class Divisor:
 def bucket_parameters(ddp: DistributedDataParallel) -> set[int]:
     """By ``id``: the parameters that are in a bucket of ``ddp``: those that were trainable when it was constructed.
 
-    DDP has no public record of them. This makes buckets of zeros for the moment.
+    DDP has no public record of them. This makes buckets of zeros for the moment, which it cannot for sparse gradients:
+    then they are taken to be the parameters that are trainable now.
     """
-    return {id(p) for bucket in ddp.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()}
+    try:
+        buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    except RuntimeError:
+        return {id(p) for p in ddp._module_parameters if p.requires_grad}
+    return {id(p) for bucket in buckets for p in bucket.parameters()}
