@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     quantization_hooks,
 )
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
@@ -195,6 +196,8 @@ def detached_and_attached_again() -> str | None:
     overlap = instep.attached(ddp)
     assert overlap is not None
     overlap.detach()
+    with pytest.raises(AttachError, match="keeps the comm_hook of an earlier attach"):
+        instep.attach(ddp, second, mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     return None
 
 
