@@ -119,8 +119,8 @@ class DDPSource:
             )
         if slot.comm_hook is not None and self._comm_hook is None and self._reduce_dtype is not None:
             raise AttachError(
-                "this DistributedDataParallel keeps the comm_hook of an earlier attach, which decides how gradients are "
-                "sent, so mixed_precision cannot: give comm_hook=(state, hook) again, or build the instance anew"
+                "this DistributedDataParallel keeps the comm_hook of an earlier attach, which decides how gradients "
+                "are sent, so mixed_precision cannot: give comm_hook=(state, hook) again, or build the instance anew"
             )
         slot.source = self
         slot.comm_hook = self._comm_hook or slot.comm_hook
