@@ -176,6 +176,7 @@ def _inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
 def refuse_parameters(
     names: Names, optimizers: Sequence[Optimizer], taken: Mapping[int, object], *, sharded: bool = False
 ) -> None:
+    some_sharded = sharded and any(is_sharded(parameter) for parameter, _ in names.values())
     seen: dict[int, str] = {}
     trainable = False
     for optimizer in optimizers:
@@ -215,7 +216,7 @@ def refuse_parameters(
                         f"parameter {name!r} has optimizers of its own (apply_optimizer_in_backward): it would be "
                         "stepped twice. Attach a model without them"
                     )
-                if sharded and not is_sharded(parameter) and any(map(is_sharded, (p for p, _ in names.values()))):
+                if some_sharded and not is_sharded(parameter):
                     raise AttachError(
                         f"parameter {name!r} is not sharded, and others of the model are: FSDP neither reduces nor "
                         "accumulates it. Give it to an optimizer of its own"
@@ -266,10 +267,10 @@ def instances_of(wrapper: type[T]) -> list[T]:
     return [found for found in gc.get_referrers(*classes) if isinstance(found, wrapper)]
 
 
-def fsdp1_in(model: nn.Module | None) -> list[Any]:
+def fsdp1_in(model: nn.Module) -> list[Any]:
     """The ``FullyShardedDataParallel`` instances in ``model``."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not used
-    if fsdp is None or model is None:
+    if fsdp is None:
         return []
     return [module for module in model.modules() if isinstance(module, fsdp.FullyShardedDataParallel)]
 

@@ -185,7 +185,8 @@ class Attachment:
         self._step_due = False
         # Nobody else need hold an optimizer whose step() nobody calls.
         self._kept = list(optimizers) if steps_itself else []
-        self._transaction.parameters = self._gather(optimizers, names)
+        fsdp1 = fsdp1_in(model)
+        self._transaction.parameters = self._gather(optimizers, names, bool(fsdp1))
         self._transaction.on_open = self._begin_step
         self._mixed_precision = mixed_precision
         self._precision: LowPrecision | None = None
@@ -199,8 +200,8 @@ class Attachment:
             local = {index: a for index, a in local.items() if a not in mine}
             if mine:
                 self._sources.append(DDPSource(self._transaction, mine, ddp, comm_hook, _reduce_dtype(mixed_precision)))
-        if local and fsdp1_in(model):
-            self._sources.append(FSDP1Source(self._transaction, list(local.values()), fsdp1_in(model)))
+        if local and fsdp1:
+            self._sources.append(FSDP1Source(self._transaction, list(local.values()), fsdp1))
         elif local:
             self._sources.append(LocalSource(self._transaction, list(local.values()), bucket_bytes))
 
@@ -440,7 +441,7 @@ class Attachment:
             if (parameter := attached.peek()) is not None:
                 yield parameter
 
-    def _gather(self, optimizers: Sequence[Optimizer], names: Names) -> tuple[AttachedParameter, ...]:
+    def _gather(self, optimizers: Sequence[Optimizer], names: Names, in_fsdp1: bool) -> tuple[AttachedParameter, ...]:
         owner = {
             id(p): stepper
             for optimizer, stepper in zip(optimizers, self._steppers, strict=True)
@@ -457,7 +458,7 @@ class Attachment:
             misuse = functools.partial(self._transaction.misuse, spec)
             spent = None if self._steps_itself else SpentGradient(parameter, name, misuse)
             # A sharded model puts other tensors in the parameters' places while it computes.
-            held = () if is_sharded(parameter) or fsdp1_in(self._model()) else places
+            held = () if in_fsdp1 or is_sharded(parameter) else places
             parameters.append(AttachedParameter(parameter, spec, held, owner[id(parameter)], spent))
         return tuple(parameters)
 
