@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 from instep._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from instep._core.policies import ClipNorm as ClipNorm
+    from instep._core.policies import ClipValue as ClipValue
     from instep.attachment import Attachment as Attachment
     from instep.attachment import attach as attach
     from instep.attachment import attached as attached
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from instep.verification import verify as verify
 
 _ROOMS = {
+    "ClipNorm": "_core.policies",
+    "ClipValue": "_core.policies",
     "Attachment": "attachment",
     "attach": "attachment",
     "attached": "attachment",
@@ -47,6 +51,8 @@ _ROOMS = {
 __all__ = [
     "AllreduceUpcastHookState",
     "Attachment",
+    "ClipNorm",
+    "ClipValue",
     "OptimInBackwardHookState",
     "OptimizerHookState",
     "OverlappedOptimizer",

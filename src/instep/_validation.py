@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from instep._core.parameters import Place
+from instep._core.policies import ClipNorm, ClipValue
 from instep.errors import AttachError, UnsupportedOptimizerError
 
 T = TypeVar("T")
@@ -50,12 +52,63 @@ def refuse_options(model: nn.Module, optimizers: Sequence[Any], schedule: str, b
             )
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         raise AttachError(f"the same {type(optimizers[0]).__name__} is given twice in optimizer")
-    if schedule != "backward":
-        raise AttachError(f"schedule={schedule!r} is not known: this version has schedule='backward'")
+    if schedule not in ("backward", "forward"):
+        raise AttachError(f"schedule={schedule!r} is not known: it is 'backward' or 'forward'")
     if bucket_bytes is not None and (
         isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1
     ):
         raise AttachError(f"bucket_bytes must be a positive number of bytes or None, not {bucket_bytes!r}")
+
+
+def refuse_policies(schedule: str, clip: Any, accumulation_steps: Any, scaler: Any, undo: Any) -> None:
+    """What does not go together, or not with the schedule."""
+    if clip is not None and not isinstance(clip, (ClipNorm, ClipValue)):
+        raise AttachError(f"clip must be an instep.ClipNorm, an instep.ClipValue or None, not {clip!r}")
+    if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
+        raise AttachError(f"accumulation_steps must be a number of backwards, at least 1, not {accumulation_steps!r}")
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise AttachError(f"scaler must be a torch.amp.GradScaler or None, not {type(scaler).__name__}")
+    if undo is not True and undo is not False and undo != "host":
+        raise AttachError(f"undo must be True, False or 'host', not {undo!r}")
+    mode = clip.mode if isinstance(clip, ClipNorm) else None
+    if schedule == "forward":
+        if undo:
+            raise AttachError(
+                f"undo={undo!r} is for schedule='backward': with schedule='forward' nothing is written before "
+                "optimizer.step(). Leave it out"
+            )
+        if mode not in (None, "exact"):
+            raise AttachError(
+                f"ClipNorm(mode={mode!r}) is for schedule='backward': with schedule='forward' the norm is known before "
+                "anything is written, and mode='exact' costs nothing. Leave it out"
+            )
+        return
+    if mode == "exact" and not undo:
+        raise AttachError(
+            "ClipNorm(mode='exact') needs every gradient before the first update, and schedule='backward' updates "
+            "during backward. Choose schedule='forward' (exact); undo=True (exact: a step that turns out to need "
+            "clipping is put back and done again); ClipNorm(mode='two_pass') (exact: overlap.backward(loss) runs backward "
+            "twice); or, as other algorithms, mode='per_bucket' or mode='previous_norm'"
+        )
+    if mode not in (None, "exact") and undo:
+        raise AttachError(
+            f"ClipNorm(mode={mode!r}) does not go with undo={undo!r}, with which mode='exact' does. Use that, or leave "
+            "out undo"
+        )
+    if scaler is not None and not undo:
+        raise AttachError(
+            "scaler: with schedule='backward' weights are updated before GradScaler has seen whether a gradient is "
+            "infinite. Use undo=True, with which such a step is put back, or schedule='forward', which needs no scaler "
+            "argument"
+        )
+
+
+def compiled_in(model: nn.Module) -> list[nn.Module]:
+    """The modules in ``model`` that ``torch.compile`` has wrapped."""
+    dynamo = sys.modules.get("torch._dynamo")  # not imported: not used
+    if dynamo is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, dynamo.OptimizedModule)]
 
 
 def refuse_communication(

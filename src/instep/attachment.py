@@ -1,33 +1,43 @@
-"""``attach``: the optimizer's step moves into backward, and the loop stays as it is."""
+"""``attach``: the optimizer's step moves behind other work, and the loop stays as it is."""
 
 import functools
 import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp import GradScaler
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from instep._core.accumulation import Accumulation
+from instep._core.arrival import Arrival
+from instep._core.clipping import Clipping
+from instep._core.deferral import Deferral, Reader
 from instep._core.engine import at_end_of_backward, graph_task
 from instep._core.hooks import BoundHook
 from instep._core.parameters import AttachedParameter, require_unchanged
+from instep._core.placeholders import SpentGradient
 from instep._core.plan import MIB, ParameterSpec, Plan
+from instep._core.policies import ClipNorm, ClipValue
 from instep._core.precision import LowPrecision
 from instep._core.probe import require_separable
-from instep._core.spent import SpentGradient
+from instep._core.scaling import LossScale
 from instep._core.stepper import Stepper
 from instep._core.transaction import Recorder, Transaction
+from instep._core.undo import Undo
 from instep._validation import (
     Names,
+    compiled_in,
     fsdp1_in,
     is_sharded,
     name_parameters,
@@ -35,10 +45,11 @@ from instep._validation import (
     refuse_optimizers,
     refuse_options,
     refuse_parameters,
+    refuse_policies,
     refuse_wrappers,
 )
-from instep.errors import StaleAttachmentError
-from instep.sources import Source
+from instep.errors import AttachError, StaleAttachmentError
+from instep.sources import Sink, Source
 from instep.sources.ddp import CommHook, DDPSource
 from instep.sources.fsdp import FSDP1Source
 from instep.sources.local import LocalSource
@@ -58,26 +69,46 @@ def attach(
     *,
     schedule: str = "backward",
     bucket_bytes: int | None = None,
+    clip: ClipNorm | ClipValue | None = None,
+    accumulation_steps: int = 1,
+    scaler: GradScaler | None = None,
+    undo: bool | Literal["host"] = False,
     comm_hook: CommHook | None = None,
     mixed_precision: "MixedPrecisionPolicy | None" = None,
 ) -> "Attachment":
-    """Step the parameters of ``model`` during ``loss.backward()``, with the user's own ``optimizer``.
+    """Step the parameters of ``model`` behind backward, or behind the next forward, with the user's ``optimizer``.
 
-    The loop stays as it is: ``optimizer.step()`` after backward steps what backward left (parameters whose gradient
-    only DDP's end of backward knows, buckets that were not full) and commits the step. Parameters, optimizer state
-    and ``param_groups`` are after each step bit for bit those of the plain loop. The optimizer object is neither
-    replaced nor wrapped; schedulers, ``state_dict`` and checkpoints are the plain ones.
+    The loop stays as it is. Parameters, optimizer state and ``param_groups`` are after each step bit for bit those of
+    the plain loop. The optimizer object is neither replaced nor wrapped; schedulers, ``state_dict`` and checkpoints
+    are the plain ones.
 
-    On one device a bucket is stepped as soon as its last gradient is accumulated, and its gradients are freed. Under
-    ``DistributedDataParallel`` DDP's own buckets are stepped as they arrive, while later ones are in flight.
+    With ``schedule="backward"``, on one device, a bucket is stepped as soon as its last gradient is accumulated, and
+    its gradients are freed; under ``DistributedDataParallel`` DDP's own buckets are stepped as they arrive, while
+    later ones are in flight. ``optimizer.step()`` steps what backward left (parameters whose gradient only DDP's end
+    of backward knows, buckets that were not full) and commits the step.
+
+    With ``schedule="forward"`` everything up to ``optimizer.step()`` is the plain loop, so gradients may be clipped,
+    scaled and accumulated by the loop itself; ``step()`` returns at once, and each bucket is stepped before the module
+    that reads it runs, or before anybody else uses one of its parameters in Python.
 
     Args:
         model: any module, or a ``DistributedDataParallel``, already on its device and in its dtype.
         optimizer: one ``torch.optim.Optimizer`` or several, of parameters of ``model``. Frozen ones are left alone
             until they are unfrozen.
-        schedule: when a bucket steps. ``"backward"``: as soon as its gradients are final.
+        schedule: when a bucket steps. ``"backward"``: as soon as its gradients are final. ``"forward"``: after
+            ``optimizer.step()``, behind the next forward.
         bucket_bytes: bytes of gradient at which a bucket is full; 16 MiB unless told. Not under DDP, whose own
             ``bucket_cap_mb`` decides.
+        clip: clip the gradients of all attached parameters before they are applied.
+        accumulation_steps: every so many backwards step; the others only add to the gradients, under DDP in
+            ``no_sync``. For loops that cannot be given ``with overlap.accumulate():``.
+        scaler: the ``torch.amp.GradScaler`` of the loop. ``schedule="backward"`` needs it, and ``undo``, to apply
+            gradients without the scale; ``"forward"`` does without.
+        undo: with ``schedule="backward"``, keep all gradients, and copies of parameters and their state from before
+            the step (``"host"``: in host memory), until ``optimizer.step()``. Backward then steps on trial. Whatever
+            shows that the plain loop would have done otherwise (clipping, an infinite gradient, a step that is left
+            out, a gradient or weight that is used in between, an error) has it put back bit for bit, and
+            ``optimizer.step()`` steps as the plain loop does.
         comm_hook: under DDP, ``(state, hook)`` as for ``register_comm_hook``: ``hook(state, bucket)`` reduces each
             bucket, in place of DDP's own mean, and what its future holds is stepped. The two must be given here: DDP
             takes one hook. It stays after ``detach()``.
@@ -92,17 +123,21 @@ def attach(
         The attachment. It lives as long as the model does, whether or not it is kept.
 
     Raises:
-        AttachError: something about the arguments, named in the message. No hook was left behind.
+        AttachError: something about the arguments, named in the message; a ``ValueError``. No hook was left behind.
         UnsupportedOptimizerError: the optimizer's update couples parameters, or it wraps another optimizer.
 
     With ``INSTEP_DISABLE=1`` in the environment nothing is attached, and a warning says so.
     """
     if os.environ.get("INSTEP_DISABLE", "") not in ("", "0"):
         _logger.warning("INSTEP_DISABLE is set: attach() left the model and the optimizer as they are")
-        return Attachment(model, [], {}, _ddps_in(model))
+        return Attachment(model, [], {}, _ddps_in(model), Options())
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     refuse_options(model, optimizers, schedule, bucket_bytes)
-    return _attach(model, optimizers, bucket_bytes=bucket_bytes, comm_hook=comm_hook, mixed_precision=mixed_precision)
+    if scaler is not None and isinstance(scaler, GradScaler) and not scaler.is_enabled():
+        scaler = None
+    refuse_policies(schedule, clip, accumulation_steps, scaler, undo)
+    options = Options(schedule, bucket_bytes, clip, accumulation_steps, scaler, undo, comm_hook, mixed_precision)
+    return _attach(model, optimizers, options)
 
 
 def attach_stepping_itself(model: nn.Module, optimizer: Optimizer) -> "Attachment":
@@ -113,36 +148,32 @@ def attach_stepping_itself(model: nn.Module, optimizer: Optimizer) -> "Attachmen
 
     Raises as :func:`attach` does.
     """
-    return _attach(model, [optimizer], steps_itself=True)
+    return _attach(model, [optimizer], Options(steps_itself=True))
 
 
-def _attach(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    *,
-    bucket_bytes: int | None = None,
-    comm_hook: CommHook | None = None,
-    mixed_precision: "MixedPrecisionPolicy | None" = None,
-    steps_itself: bool = False,
-) -> "Attachment":
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a model is attached: what :func:`attach` was given."""
+
+    schedule: str = "backward"
+    bucket_bytes: int | None = None
+    clip: ClipNorm | ClipValue | None = None
+    accumulation_steps: int = 1
+    scaler: GradScaler | None = None
+    undo: bool | Literal["host"] = False
+    comm_hook: CommHook | None = None
+    mixed_precision: "MixedPrecisionPolicy | None" = None
+    steps_itself: bool = False
+
+
+def _attach(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> "Attachment":
     refuse_optimizers(optimizers)
     wrapped = _ddps_in(model)
-    refuse_communication(model, wrapped, bucket_bytes, comm_hook, mixed_precision)
+    refuse_communication(model, wrapped, options.bucket_bytes, options.comm_hook, options.mixed_precision)
     names = name_parameters(model)
-    refuse_parameters(names, optimizers, attached_parameters(), sharded=steps_itself)
-    refuse_wrappers(model, names, sharded=steps_itself)
-    for optimizer in optimizers:
-        require_separable(optimizer)
-    attachment = Attachment(
-        model,
-        optimizers,
-        names,
-        wrapped,
-        bucket_bytes=bucket_bytes or DEFAULT_BUCKET_BYTES,
-        comm_hook=comm_hook,
-        mixed_precision=mixed_precision,
-        steps_itself=steps_itself,
-    )
+    refuse_parameters(names, optimizers, attached_parameters(), sharded=options.steps_itself)
+    refuse_wrappers(model, names, sharded=options.steps_itself)
+    attachment = Attachment(model, optimizers, names, wrapped, options)
     attachment._connect()
     _attachments[model] = attachment
     return attachment
@@ -167,87 +198,121 @@ class Attachment:
         optimizers: Sequence[Optimizer],
         names: Names,
         wrapped: Sequence[DistributedDataParallel],
-        *,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        comm_hook: CommHook | None = None,
-        mixed_precision: "MixedPrecisionPolicy | None" = None,
-        steps_itself: bool = False,
+        options: Options,
     ) -> None:
         self._model = weakref.ref(model)
         self._model_name = type(model).__name__
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._ddps = [weakref.ref(ddp) for ddp in wrapped]
         self._steppers = [Stepper(optimizer) for optimizer in optimizers]
-        self._transaction = Transaction(self._steppers, _rank)
-        if wrapped:
-            self._transaction.in_no_sync = self._in_no_sync
-        self._steps_itself = steps_itself
+        self._options = options
+        self._accumulation = Accumulation(options.accumulation_steps, _living(self._ddps))
+        self._clipping = Clipping(options.clip)
+        contained = [stepper for stepper in self._steppers if require_separable(stepper.optimizer())]
+        self._step: Transaction | Deferral
+        sink: Sink | None
+        if options.schedule == "forward":
+            bucket_bytes = options.bucket_bytes or DEFAULT_BUCKET_BYTES
+            self._step = Deferral(contained, _rank, self._accumulation, self._clipping, bucket_bytes)
+            self._arrival = Arrival(self._accumulation, self._clipping, self._begin_step)
+            sink = self._arrival if isinstance(options.clip, ClipNorm) else None
+        else:
+            undo = Undo(host=options.undo == "host") if options.undo else None
+            scale = None if options.scaler is None else LossScale(options.scaler)
+            sink = self._step = Transaction(self._steppers, _rank, self._accumulation, self._clipping, undo, scale)
+            self._step.on_open = self._begin_step
         self._step_due = False
         # Nobody else need hold an optimizer whose step() nobody calls.
-        self._kept = list(optimizers) if steps_itself else []
+        self._kept = list(optimizers) if options.steps_itself else []
         fsdp1 = fsdp1_in(model)
-        self._transaction.parameters = self._gather(optimizers, names, bool(fsdp1))
-        self._transaction.on_open = self._begin_step
-        self._mixed_precision = mixed_precision
+        self._step.parameters = self._gather(optimizers, names, bool(fsdp1))
         self._precision: LowPrecision | None = None
         self._handles: list[RemovableHandle] = []
         self._pre_hooks: list[RemovableHandle] = []
-        self._sources: list[Source] = []
-        local = {a.spec.index: a for a in self._transaction.parameters}
-        for ddp in wrapped:
-            managed = _managed(ddp)
-            mine = [a for a in local.values() if id(a.get()) in managed]
-            local = {index: a for index, a in local.items() if a not in mine}
-            if mine:
-                self._sources.append(DDPSource(self._transaction, mine, ddp, comm_hook, _reduce_dtype(mixed_precision)))
-        if local and fsdp1:
-            self._sources.append(FSDP1Source(self._transaction, list(local.values()), fsdp1))
-        elif local:
-            self._sources.append(LocalSource(self._transaction, list(local.values()), bucket_bytes))
+        self._sources = self._make_sources(wrapped, fsdp1, sink)
 
     # What the user sees.
 
     @property
     def plan(self) -> Plan:
         """The buckets as they are now. They change after the first steps, when the order of gradients is known."""
+        if isinstance(self._step, Deferral):
+            return Plan(self._step.buckets_of(a for a in self._step.parameters if a.get().requires_grad))
         return Plan(tuple(bucket for source in self._sources for bucket in source.buckets))
 
     @property
     def step_count(self) -> int:
         """How many steps have been committed by ``optimizer.step()`` and wrote anything."""
-        return self._transaction.step_count
+        return self._step.step_count
+
+    @property
+    def redo_count(self) -> int:
+        """With ``undo``: how many steps were put back, to be done again as the plain loop does, or not at all."""
+        return self._step.redo_count
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """With ``clip=ClipNorm(…)``: the norm of all gradients of the last step before they were clipped, 0-dim, as
+        ``clip_grad_norm_`` returns it; ``None`` before the first step."""
+        return self._clipping.grad_norm
 
     @property
     def recorder(self) -> Recorder | None:
         """Told of every bucket's step and communication; ``None``, the default, costs nothing."""
-        return self._transaction.recorder
+        return self._step.recorder
 
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
-        self._transaction.recorder = recorder
+        self._step.recorder = recorder
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """Around forward and backward of every micro-batch but the last: gradients add up, nothing steps.
 
         Under DDP this is ``no_sync()`` too.
         """
-        with ExitStack() as stack:
-            for ref in self._ddps:
-                if (ddp := ref()) is not None:
-                    stack.enter_context(ddp.no_sync())
-            outer, self._transaction.accumulating = self._transaction.accumulating, True
-            try:
-                yield
-            finally:
-                self._transaction.accumulating = outer
+        return self._accumulation.hold()
+
+    def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+        """``loss.backward(gradient)``; with ``ClipNorm(mode="two_pass")`` twice, first to measure and then to step.
+
+        Both passes run all hooks, and recompute what is checkpointed. They must compute the same gradients, bit for
+        bit: use deterministic kernels. Under DDP, whose buckets hold all gradients anyway, one pass does.
+
+        Raises:
+            RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set. Nothing was updated.
+        """
+        step = self._step
+        if not isinstance(step, Transaction) or self._clipping.mode != "two_pass" or self._accumulation.is_held:
+            loss.backward(gradient)
+        elif self._ddps:
+            with step.measured(waits_for_all=True):
+                loss.backward(gradient)
+        else:
+            with step.measuring() as parameters:
+                torch.autograd.backward(loss, gradient, retain_graph=True, inputs=parameters)
+            with step.measured():
+                loss.backward(gradient)
+
+    def rollback(self) -> None:
+        """Go back to where the last ``optimizer.step()`` left parameters and state, bit for bit, and clear all
+        gradients.
+
+        With ``schedule="forward"`` nothing is written before ``optimizer.step()``, and only gradients are thrown
+        away. A step that was committed stays.
+
+        Raises:
+            InstepError: ``schedule="backward"`` without ``undo``.
+        """
+        self._step.rollback()
 
     def synchronize(self) -> None:
         """Return when every parameter holds what the steps so far have written, for the device's current stream.
 
-        After ``backward()`` has returned, this is already so: call it before reading weights from another stream.
+        With ``schedule="backward"`` this is so when ``backward()`` has returned: call it before reading weights from
+        another stream. With ``"forward"``, call it before reading weights or optimizer state in a way that Python
+        does not see: an alias made earlier (``weight.detach()``, a NumPy array), ``optimizer.state[p]``.
         """
-        self._transaction.streams.join()
+        self._step.synchronize()
 
     def accept_torn(self) -> None:
         """Take the weights as they are after a step that was applied only in part, and train on.
@@ -255,12 +320,13 @@ class Attachment:
         Call it after loading model and optimizer from a checkpoint, or to go on from the torn weights. Clears the
         gradients. Does nothing when no step is torn.
         """
-        if self._transaction.state == "torn":
+        if self._step.state == "torn":
             _logger.warning("the torn step %d was accepted", self.step_count + 1)
-            self._transaction.forget(gradients=True)
+            self._step.forget(gradients=True)
 
     def detach(self) -> None:
-        """Give the model and the optimizer back as they came. Safe to call twice, and with a step open or torn.
+        """Give the model and the optimizer back as they came. Safe to call twice, and with a step open or torn. What
+        ``optimizer.step()`` was called for is finished first.
 
         One thing stays: DDP cannot let go of a communication hook. It becomes the plain mean that DDP computes
         without one, or the ``comm_hook`` that was given, and a later ``attach`` takes it up again.
@@ -273,10 +339,15 @@ class Attachment:
             self._precision.remove()
         self._handles.clear()
         self._pre_hooks.clear()
-        self._transaction.forget(gradients=False)
+        self._accumulation.close()
         model = self._model()
         if model is not None and _attachments.get(model) is self:
             del _attachments[model]
+        if isinstance(self._step, Deferral):
+            self._arrival.close()
+            self._step.close()
+        else:
+            self._step.forget(gradients=False)
 
     def __enter__(self) -> "Attachment":
         return self
@@ -289,9 +360,9 @@ class Attachment:
     def __repr__(self) -> str:
         optimizers = ", ".join(stepper.name for stepper in self._steppers)
         plan = self.plan
-        state = self._transaction.state if self._handles else "detached"
+        state = self._step.state if self._handles else "detached"
         return (
-            f"<instep.Attachment {self._model_name} with {optimizers}: schedule='backward', "
+            f"<instep.Attachment {self._model_name} with {optimizers}: schedule={self._options.schedule!r}, "
             f"{len(plan.buckets)} buckets of {plan.nbytes / MIB:.2f} MiB, {self.step_count} steps, {state}>"
         )
 
@@ -312,17 +383,22 @@ class Attachment:
                 source.connect()
             self._handles.append(model.register_forward_pre_hook(BoundHook(self._before_forward)))
             self._handles.append(model.register_forward_hook(BoundHook(self._after_forward)))
-            for owner, mine in self._owners():
-                hook = BoundHook(functools.partial(self._before_read, mine))
-                self._handles.append(owner.register_forward_pre_hook(hook))
+            self._watch_readers(model)
             for ref, stepper in zip(self._optimizers, self._steppers, strict=True):
                 optimizer = ref()
                 assert optimizer is not None
-                commit = BoundHook(functools.partial(self._after_step, stepper))
-                self._handles.append(optimizer.register_step_post_hook(commit))
+                handle = optimizer.register_step_post_hook(BoundHook(functools.partial(self._after_step, stepper)))
+                # Ours runs first: the user's see the gradients that the plain loop has there. No public way to say so.
+                hooks: Any = optimizer._optimizer_step_post_hooks
+                hooks.move_to_end(handle.id, last=False)
+                self._handles.append(handle)
+                if isinstance(self._step, Deferral):
+                    finish = BoundHook(self._before_state)
+                    self._handles.append(optimizer.register_state_dict_pre_hook(finish))
+                    self._handles.append(optimizer.register_load_state_dict_pre_hook(finish))
             self._register_pre_hooks()
-            if self._mixed_precision is not None:
-                self._precision = LowPrecision(model, self._mixed_precision)
+            if self._options.mixed_precision is not None:
+                self._precision = LowPrecision(model, self._options.mixed_precision)
         except BaseException:
             self.detach()
             raise
@@ -348,40 +424,46 @@ class Attachment:
         if torch.compiler.is_compiling() or graph_task() is not None:
             return
         self._refuse_late_ddp()
-        self._transaction.require_readable()
-        require_unchanged(self._transaction.parameters)
-        if self._transaction.state == "idle":
+        self._step.before_forward()
+        require_unchanged(self._step.parameters)
+        if self._step.state != "open":
             for source in self._sources:
                 source.refresh()
+        if torch.is_grad_enabled():
+            self._accumulation.before_forward()
 
     def _before_read(self, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
         # A part of the model may be called by itself. Inside the model's own forward this has been asked already.
-        if torch.compiler.is_compiling() or self._transaction.state != "open" or graph_task() is not None:
+        step = self._step
+        if torch.compiler.is_compiling() or step.state != "open" or graph_task() is not None:
             return
-        if any(map(self._transaction.is_applied, mine)):
-            self._transaction.require_readable()
+        if isinstance(step, Transaction) and any(map(step.is_applied, mine)):
+            step.before_forward()
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         if torch.compiler.is_compiling() or graph_task() is not None:
             return
+        if isinstance(self._step, Deferral):
+            # What this forward did not read: DDP's next backward writes the buckets that gradients may lie in.
+            self._step.synchronize()
         for node in _nodes(output):
             node.register_prehook(self._before_backward)
 
     def _before_backward(self, gradients: object) -> None:
-        self._transaction.begin_backward(gradients)
+        self._step.begin_backward()
         # Asked for here it is the outermost backward's end; in a hook on a parameter, maybe that of one nested in it.
         self._ask_for_step()
 
     def _ask_for_step(self) -> None:
-        if self._steps_itself and not self._step_due:
+        if self._options.steps_itself and not self._step_due:
             self._step_due = True
-            _after_the_sources(self._step, self._never_stepped)
+            _after_the_sources(self._step_itself, self._never_stepped)
 
-    def _step(self) -> None:
+    def _step_itself(self) -> None:
         self._step_due = False
         # DDP sets gradients that no source announces, of parameters that only other ranks used, where it has reduced.
         reduced = [source.reduced() for source in self._sources if isinstance(source, DDPSource)]
-        if self._transaction.state == "open" or any(reduced):
+        if self._step.state == "open" or any(reduced):
             for optimizer in self._kept:
                 optimizer.step()
             for parameter in self._parameters():
@@ -401,21 +483,18 @@ class Attachment:
                 "those of this rank alone. detach(), wrap the model first, and attach the DistributedDataParallel"
             )
 
-    def _in_no_sync(self) -> bool:
-        return any(not ddp.require_backward_grad_sync for ref in self._ddps if (ddp := ref()) is not None)
-
     def _before_step(
         self, stepper: Stepper, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            self._transaction.begin_flush(stepper)
+            self._flush(stepper)
             return None
 
         @functools.wraps(closure)
         def then_flush() -> Any:
             loss = closure()
-            self._transaction.begin_flush(stepper)
+            self._flush(stepper)
             return loss
 
         if len(args) > 1:
@@ -425,19 +504,74 @@ class Attachment:
     def _after_step(
         self, stepper: Stepper, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self._transaction.commit(stepper)
+        self._step.commit(stepper)
+
+    def _flush(self, stepper: Stepper) -> None:
+        if isinstance(self._step, Deferral):
+            self._arrival.close()
+        self._step.begin_flush(stepper)
+
+    def _before_state(self, *_: object) -> None:
+        self._step.synchronize()
+
+    def _watch_readers(self, model: nn.Module) -> None:
+        """Hooks on the modules that hold attached parameters themselves."""
+        step = self._step
+        if isinstance(step, Transaction):
+            for owner, mine in self._owners():
+                if owner is not model:
+                    hook = BoundHook(functools.partial(self._before_read, mine))
+                    self._handles.append(owner.register_forward_pre_hook(hook))
+            return
+        # torch.compile runs the hooks of what it wraps only once, when it traces. Its own wrapper's run each time.
+        compiled = compiled_in(model)
+        inside = {module for wrapper in compiled for module in wrapper.modules()}
+        for wrapper in compiled:
+            below = {id(p) for p in wrapper.parameters()}
+            mine = [a for a in step.parameters if id(a.get()) in below]
+            self._handles.append(wrapper.register_forward_pre_hook(BoundHook(Reader(mine, step.before_read))))
+        for owner, mine in self._owners():
+            if owner not in inside:
+                step.readers.append(Reader(mine, step.before_read))
+                self._handles.append(owner.register_forward_pre_hook(BoundHook(step.readers[-1])))
+
+    def _make_sources(
+        self, wrapped: Sequence[DistributedDataParallel], fsdp1: Sequence[Any], sink: Sink | None
+    ) -> list[Source]:
+        options = self._options
+        sources: list[Source] = []
+        local = {a.spec.index: a for a in self._step.parameters}
+        for ddp in wrapped:
+            managed = _managed(ddp)
+            mine = [a for a in local.values() if id(a.get()) in managed]
+            local = {index: a for index, a in local.items() if a not in mine}
+            if mine and (sink is not None or options.comm_hook is not None or _reduce_dtype(options) is not None):
+                told = self._arrival if sink is None else sink
+                sources.append(DDPSource(told, mine, ddp, options.comm_hook, _reduce_dtype(options)))
+        if sink is not None and local:
+            if sources and self._clipping.mode == "two_pass":
+                raise AttachError(
+                    f"clip=ClipNorm(mode='two_pass') is for a model all of whose parameters are in one "
+                    f"DistributedDataParallel, or none; {next(iter(local.values())).spec.name!r} is outside of it. Use "
+                    "schedule='forward'"
+                )
+            if fsdp1:
+                sources.append(FSDP1Source(sink, list(local.values()), fsdp1))
+            else:
+                sources.append(LocalSource(sink, list(local.values()), options.bucket_bytes or DEFAULT_BUCKET_BYTES))
+        return sources
 
     def _owners(self) -> list[tuple[nn.Module, list[AttachedParameter]]]:
-        """The modules that hold attached parameters themselves, the model aside."""
+        """The modules that hold attached parameters themselves."""
         owners: dict[nn.Module, list[AttachedParameter]] = {}
-        for attached in self._transaction.parameters:
+        for attached in self._step.parameters:
             for place in attached.places:
-                if (owner := place.module()) is not None and owner is not self._model():
+                if (owner := place.module()) is not None:
                     owners.setdefault(owner, []).append(attached)
         return list(owners.items())
 
     def _parameters(self) -> Iterator[torch.Tensor]:
-        for attached in self._transaction.parameters:
+        for attached in self._step.parameters:
             if (parameter := attached.peek()) is not None:
                 yield parameter
 
@@ -455,8 +589,9 @@ class Attachment:
             name = places[0].name
             nbytes = parameter.numel() * parameter.element_size()
             spec = ParameterSpec(len(parameters), name, parameter.shape, parameter.dtype, parameter.device, nbytes)
-            misuse = functools.partial(self._transaction.misuse, spec)
-            spent = None if self._steps_itself else SpentGradient(parameter, name, misuse)
+            spent = None
+            if isinstance(self._step, Transaction) and not self._options.steps_itself and not self._options.undo:
+                spent = SpentGradient(parameter, name, functools.partial(self._step.misuse, spec))
             # A sharded model puts other tensors in the parameters' places while it computes.
             held = () if in_fsdp1 or is_sharded(parameter) else places
             parameters.append(AttachedParameter(parameter, spec, held, owner[id(parameter)], spent))
@@ -481,8 +616,15 @@ def _nodes(output: object) -> Iterator[Node]:
             yield from _nodes(item)
 
 
-def _reduce_dtype(policy: "MixedPrecisionPolicy | None") -> torch.dtype | None:
+def _reduce_dtype(options: Options) -> torch.dtype | None:
+    policy = options.mixed_precision
     return None if policy is None else policy.reduce_dtype or policy.param_dtype
+
+
+def _living(
+    ddps: "Sequence[weakref.ref[DistributedDataParallel]]",
+) -> Callable[[], list[DistributedDataParallel]]:
+    return lambda: [ddp for ref in ddps if (ddp := ref()) is not None]
 
 
 def _ddps_in(model: nn.Module) -> list[DistributedDataParallel]:

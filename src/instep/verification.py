@@ -54,12 +54,13 @@ def verify(build: Build, steps: int = 3, **options: Any) -> Verification:
         plain, plain_optimizer, plain_step = build()
         torch.manual_seed(0)
         model, optimizer, step = build()
-        with attach(model, optimizer, **options):
+        with attach(model, optimizer, **options) as overlap:
             for i in range(steps):
                 torch.manual_seed(i)
                 plain_step(i)
                 torch.manual_seed(i)
                 step(i)
+                overlap.synchronize()
                 difference = first_difference(training_state(plain, plain_optimizer), training_state(model, optimizer))
                 if difference is not None:
                     return Verification(i + 1, 0, f"after step {i + 1}: {difference}")

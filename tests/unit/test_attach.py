@@ -127,7 +127,6 @@ def test_nothing_but_frozen_parameters() -> None:
     ("options", "words"),
     [
         ({"schedule": "sideways"}, "schedule='sideways'"),
-        ({"schedule": "forward"}, "schedule='forward'"),
         ({"bucket_bytes": 0}, "bucket_bytes"),
         ({"bucket_bytes": 1.5}, "bucket_bytes"),
         ({"bucket_bytes": True}, "bucket_bytes"),

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from instep._core.placeholders import SpentGradient
 from instep._core.plan import ParameterSpec
-from instep._core.spent import SpentGradient
 from instep._core.stepper import Stepper
 from instep.errors import StaleAttachmentError
 

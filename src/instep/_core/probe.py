@@ -7,25 +7,29 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._core.stepper import Stepper, shadow_of, undecorated_step
+from instep._core.stepper import Stepper, alias_of, shadow_of, undecorated_step
 from instep.errors import UnsupportedOptimizerError
 
 STEPS = 3
 SIDE = 4
 
 
-def require_separable(optimizer: Optimizer) -> None:
+def require_separable(optimizer: Optimizer) -> bool:
     """Raise ``UnsupportedOptimizerError`` if stepping parameters one by one differs from stepping them together.
 
     torch's own optimizers are known and not asked. An optimizer that cannot be run on made-up parameters is taken as
     it is: :class:`~instep._core.stepper.Stepper` still notices what is left in its groups and attributes.
+
+    Returns:
+        Whether it is known to write nothing but parameters and their own state.
     """
     if type(optimizer).__module__.startswith("torch.optim."):
-        return
+        return True
     kind = type(optimizer).__name__
     generators = _Generators(optimizer)
     try:
         together, alone = _twin(optimizer), _twin(optimizer)
+        contained = True
         for step in range(STEPS):
             _set_gradients(together, step)
             _set_gradients(alone, step)
@@ -33,13 +37,14 @@ def require_separable(optimizer: Optimizer) -> None:
             stepper = Stepper(alone)
             for parameter in reversed(list(_parameters(alone))):
                 stepper.step([parameter])
+            contained = contained and not stepper.wrote_elsewhere
             stepper.commit()
         equal = all(map(torch.equal, _parameters(together), _parameters(alone)))
         random = generators.advanced()
     except UnsupportedOptimizerError:
         raise
     except Exception:
-        return
+        return False
     finally:
         generators.restore()
     if random:
@@ -53,6 +58,22 @@ def require_separable(optimizer: Optimizer) -> None:
             "during backward would differ from the plain loop. Use this optimizer without instep"
         )
     _require_step_without_gradients(together, kind)
+    return contained and _takes_aliases(optimizer, together)
+
+
+def _takes_aliases(optimizer: Optimizer, plain: Optimizer) -> bool:
+    """Whether it can be stepped on other tensors of the same memory. Some know a parameter by the object it is."""
+    twin = _twin(optimizer)
+    try:
+        for step in range(STEPS):
+            _set_gradients(twin, step)
+            stepper = Stepper(twin)
+            for parameter in _parameters(twin):
+                stepper.step([alias_of(parameter, parameter.grad)], [parameter])
+            stepper.commit()
+    except Exception:
+        return False
+    return all(map(torch.equal, _parameters(plain), _parameters(twin)))
 
 
 class _Generators:

@@ -53,18 +53,23 @@ class Stepper:
         self._used: dict[int, _Snapshot] = {}
         self._written: dict[str, dict[Any, Any]] = {}
 
-    def step(self, parameters: Sequence[torch.Tensor]) -> None:
+    def step(self, parameters: Sequence[torch.Tensor], in_place_of: Sequence[torch.Tensor] | None = None) -> None:
         """Update ``parameters`` from their ``.grad``, as the optimizer's ``step()`` would, and nothing else.
 
         The optimizer's and torch's global step hooks do not run. Version counters are bumped even where the
         kernel does not (fused ones), so that autograd still notices a weight that was saved for a later node.
+
+        Args:
+            in_place_of: the optimizer's own parameters, where ``parameters`` are aliases of them.
         """
         optimizer = self.optimizer()
         if not self._open:
             self._begin(optimizer)
-        groups = self._groups_of(optimizer, parameters)
+        owned = parameters if in_place_of is None else in_place_of
+        groups = self._groups_of(optimizer, parameters, owned)
         given = {i: self._used[i].of_copy(group) for i, group in groups.items() if group["params"]}
-        state = {p: entry for p in parameters if (entry := optimizer.state.get(p)) is not None}
+        pairs = list(zip(parameters, owned, strict=True))
+        state = {p: entry for p, own in pairs if (entry := optimizer.state.get(own)) is not None}
         shadow = shadow_of(optimizer, list(groups.values()), {**_private(self._shared_state), **state})
         base = dict(vars(shadow))
         contents = {name: _content(base[name]) for name in self._containers}
@@ -75,7 +80,7 @@ class Stepper:
             if len(shadow.state) != len(self._shared_state) + len(state) or any(
                 shadow.state[p] is not entry for p, entry in state.items()
             ):
-                optimizer.state.update({p: shadow.state[p] for p in parameters if p in shadow.state})
+                optimizer.state.update({own: shadow.state[p] for p, own in pairs if p in shadow.state})
             torch.autograd.graph.increment_version(parameters)
         for index, before in given.items():
             self._collect(f"param_groups[{index}]", before.changes(shadow.param_groups[index]))
@@ -99,9 +104,18 @@ class Stepper:
         for index in self._used:
             self._require_same(index, optimizer.param_groups[index])
 
-    def commit(self) -> None:
-        """Write into the user's optimizer what the shadows wrote outside the parameters' own state."""
-        optimizer = self.optimizer()
+    @property
+    def wrote_elsewhere(self) -> bool:
+        """Whether this step wrote anything but parameters and their own state."""
+        return any(self._written.values())
+
+    def commit(self, into: Optimizer | None = None) -> None:
+        """Write into the user's optimizer what the shadows wrote outside the parameters' own state.
+
+        Args:
+            into: the user's optimizer, where this one steps a frozen copy of it.
+        """
+        optimizer = into or self.optimizer()
         if self._open:
             for where, values in self._written.items():
                 if where == "attribute":
@@ -144,28 +158,31 @@ class Stepper:
         self._state_size = len(optimizer.state)
         self._shared_state = _shared(optimizer.state)
 
-    def _groups_of(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> dict[int, dict[str, Any]]:
-        members: dict[int, list[int]] = {}
-        for parameter in parameters:
-            if id(parameter) not in self._owner:
+    def _groups_of(
+        self, optimizer: Optimizer, parameters: Sequence[torch.Tensor], owned: Sequence[torch.Tensor]
+    ) -> dict[int, dict[str, Any]]:
+        members: dict[int, dict[int, torch.Tensor]] = {}
+        for parameter, own in zip(parameters, owned, strict=True):
+            if id(own) not in self._owner:
                 raise StaleAttachmentError(
-                    f"a parameter of shape {tuple(parameter.shape)} is no longer in {self.name}.param_groups. "
+                    f"a parameter of shape {tuple(own.shape)} is no longer in {self.name}.param_groups. "
                     "detach() before taking parameters out of an optimizer, and attach again after"
                 )
-            index, position = self._owner[id(parameter)]
-            members.setdefault(index, []).append(position)
+            index, position = self._owner[id(own)]
+            members.setdefault(index, {})[position] = parameter
         groups: dict[int, dict[str, Any]] = {}
         # All groups, empty ones too, in the optimizer's order, and parameters in theirs: some updates count them.
         for index, live in enumerate(optimizer.param_groups):
-            positions = sorted(members.get(index, ()))
+            mine = members.get(index, {})
+            positions = sorted(mine)
             if index in self._used:
                 self._require_same(index, live)
             elif positions:
                 self._used[index] = _Snapshot(live)
             group = {k: _private(v) for k, v in live.items() if k not in _PER_PARAMETER}
-            for key in _PER_PARAMETER:
-                if key in live:
-                    group[key] = [live[key][position] for position in positions]
+            group["params"] = [mine[position] for position in positions]
+            if "param_names" in live:
+                group["param_names"] = [live["param_names"][position] for position in positions]
             groups[index] = group
         return groups
 
@@ -227,6 +244,34 @@ def shadow_of(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[An
     shadow._optimizer_step_pre_hooks = OrderedDict()
     shadow._optimizer_step_post_hooks = OrderedDict()
     return shadow
+
+
+def frozen(optimizer: Optimizer) -> Optimizer:
+    """The same optimizer with its groups and attributes as they are now, over the live state.
+
+    What a fused ``GradScaler`` step sets for the duration of ``step()`` is copied: it is updated in place later.
+    """
+    groups = [
+        {key: list(value) if key in _PER_PARAMETER else _private(value) for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    copied = shadow_of(optimizer, groups, {})
+    copied.state = optimizer.state
+    for name in ("grad_scale", "found_inf"):
+        if isinstance(value := vars(copied).get(name), torch.Tensor):
+            setattr(copied, name, value.detach().clone())
+    return copied
+
+
+def alias_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Another tensor of the same memory and version counter, with ``gradient`` as its ``.grad``.
+
+    It can be stepped on another thread while the parameter's own ``.grad`` is read and cleared.
+    """
+    alias = parameter.detach().requires_grad_(parameter.requires_grad)
+    vars(alias).update(vars(parameter))
+    alias.grad = gradient
+    return alias
 
 
 def undecorated_step(cls: type[Optimizer]) -> Callable[[Optimizer], Any]:

@@ -44,6 +44,15 @@ class StepStreams:
                 for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
                     part.record_stream(side)
 
+    def mark(self, device: torch.device) -> torch.Event | None:
+        """All that the device's side stream holds by now; ``None`` on CPU."""
+        side = self._streams.get(device)
+        return None if side is None else side.record_event()
+
+    def wait(self, mark: torch.Event) -> None:
+        """Order the device's current stream after what was marked."""
+        torch.accelerator.current_stream(mark.device).wait_event(mark)
+
     def join(self) -> None:
         """Order the current stream of each device after everything stepped so far."""
         for device, side in self._streams.items():

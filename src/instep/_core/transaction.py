@@ -1,24 +1,35 @@
-"""A step is a transaction: IDLE → OPEN(k) → COMMITTED(k) or TORN(k).
+"""``schedule="backward"``: a step is a transaction, IDLE → OPEN(k) → COMMITTED(k) or TORN(k).
 
 It opens when the first final gradient is announced, and is committed by the user's ``optimizer.step()``. While it is
 open, buckets are applied; when something stops it in between, it is torn, nothing more is written, and every later
-forward, backward and step says so.
+forward, backward and step says so. With ``undo`` it is put back instead, and ``optimizer.step()`` does it again as the
+plain loop would.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
+from torch.optim import Optimizer
+
+from instep._core.accumulation import Accumulation
+from instep._core.clipping import Clipping
 from instep._core.engine import graph_task
 from instep._core.parameters import AttachedParameter
+from instep._core.placeholders import CONVERSION, UNSCALE, HeldGradient, Placeholder
 from instep._core.plan import ParameterSpec
-from instep._core.spent import CONVERSION
+from instep._core.scaling import LossScale, found_inf, is_power_of_two, kernel_scale, take_off_here
 from instep._core.stepper import Stepper
 from instep._core.streams import StepStreams
+from instep._core.undo import Undo
+from instep._core.watch import GET_GRAD, Watch
 from instep.errors import (
     AccumulationError,
+    HyperparameterChangedError,
     InstepError,
     SpentGradientError,
     TornStepError,
@@ -37,22 +48,33 @@ class Transaction:
 
     Attributes:
         step_count: how many committed steps wrote anything.
-        accumulating: while true, gradients are left to accumulate and no step opens.
+        redo_count: how many steps were put back, and left to ``optimizer.step()``.
         recorder: told of each bucket's step and communication; ``None`` when nobody listens.
         on_open: called when a step opens.
-        in_no_sync: under DDP: whether its gradients accumulate now.
     """
 
-    def __init__(self, steppers: Sequence[Stepper], rank: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        steppers: Sequence[Stepper],
+        rank: Callable[[], int],
+        accumulation: Accumulation,
+        clipping: Clipping,
+        undo: Undo | None = None,
+        scale: LossScale | None = None,
+    ) -> None:
         self.parameters: tuple[AttachedParameter, ...] = ()
         self.streams = StepStreams()
         self.step_count = 0
-        self.accumulating = False
+        self.redo_count = 0
         self.recorder: Recorder | None = None
         self.on_open: Callable[[], None] = lambda: None
-        self.in_no_sync: Callable[[], bool] | None = None
         self._steppers = tuple(steppers)
         self._rank = rank
+        self._accumulation = accumulation
+        self._clipping = clipping
+        self._undo = undo
+        self._scale = scale
+        self._watch = Watch(values=self._used, gradient=self._used)
         # On accelerators the engine runs one thread per device, each of which may complete a bucket.
         self._lock = threading.RLock()
         self._arrived: set[int] = set()
@@ -66,10 +88,16 @@ class Transaction:
         self._failure: BaseException | None = None
         self._torn: Callable[[], TornStepError] | None = None
         self._torn_in: int | None = None
+        # With undo: the gradients of applied parameters, with their version; and whether the step was put back.
+        self._kept: dict[int, tuple[torch.Tensor, int]] = {}
+        self._plain = False
+        # With two passes: which of them is running.
+        self._pass: str | None = None
+        self._before_pass: dict[int, torch.Tensor] = {}
 
     # What happens during backward.
 
-    def begin_backward(self, gradients: object) -> None:
+    def begin_backward(self) -> None:
         """An output of the model is about to get its gradient, before any parameter does.
 
         Raises ``AccumulationError``, before anything is written or reduced, if an earlier backward of this step has
@@ -78,13 +106,16 @@ class Transaction:
         task = graph_task()
         if task in self._backwards:
             return
-        if self.in_no_sync is not None and not self._applied:
+        if self._accumulation.distributed and not self._applied:
             # DDP's reducer would be unusable after the error that this gradient raises when it is added to.
             for attached in self._left.values():
                 parameter = attached.get()
                 if attached.spent is not None and parameter.requires_grad and parameter.grad is attached.spent:
                     raise _never_cleared(attached.spec.name, "backward()")
-        if self.accumulating:
+        self._accumulation.count()
+        if self._applied and self._undo is not None:
+            self.put_back()
+        if self._accumulation.holding:
             return
         if self._applied:
             raise AccumulationError(
@@ -92,6 +123,7 @@ class Transaction:
                 "all but the last micro-batch in `with overlap.accumulate():` (DDP: no_sync()), or add the losses and "
                 "call backward() once"
             )
+        self._require_pass()
         self._backwards = {task}
 
     def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
@@ -100,18 +132,27 @@ class Transaction:
         Raises ``AccumulationError`` when one of them was announced before in this step: before anything more is
         written.
         """
-        if self.accumulating or (self.in_no_sync is not None and self.in_no_sync()):
+        self._accumulation.count()
+        if self._accumulation.holding:
             return False
         with self._lock:
             if self._torn is not None:
                 if self._torn_in == graph_task():
                     return False  # the backward in which it tore still has to unwind
                 raise self._torn()
+            self._require_pass()
+            if self._pass == "measuring":
+                self._measure_only(parameters)
+                return False
             if not self._arrived:
-                self.on_open()
+                self._open()
             self._backwards.add(graph_task())
             for attached in parameters:
                 if attached.spec.index in self._arrived:
+                    if self._undo is not None:
+                        if self._applied:
+                            self.put_back()
+                        continue
                     error = AccumulationError(
                         f"a second gradient for {attached.spec.name!r} arrived before optimizer.step(). Wrap all but "
                         "the last micro-batch in `with overlap.accumulate():` (DDP: no_sync()). Reentrant "
@@ -121,16 +162,27 @@ class Transaction:
                     raise error
                 self._arrived.add(attached.spec.index)
                 self._uncommitted.add(attached.stepper)
-            return True
+            return not self._plain
 
-    def apply(self, bucket: Sequence[AttachedParameter], fetch: Callable[[], None] | None = None) -> bool:
-        """Step the parameters of ``bucket`` from their ``.grad``. ``False`` if that failed, or the step is torn.
+    def _open(self) -> None:
+        if self._scale is not None:
+            self._scale.begin()
+        self.on_open()
 
-        ``fetch`` is called first, on the step's stream, to wait for the gradients and put them into ``.grad``. An
-        error is kept for :meth:`raise_failure`: raised here, inside a hook, it would leave DDP unusable.
+    def apply(
+        self, bucket: Sequence[AttachedParameter], fetch: Callable[[], None] | None = None, *, final: bool = True
+    ) -> bool:
+        """Step the parameters of ``bucket`` from their ``.grad``. ``False`` if that failed, or is not to be done.
+
+        An error is kept for :meth:`raise_failure`: raised here, inside a hook, it would leave DDP unusable.
+
+        Args:
+            fetch: called first, on the step's stream, to wait for the gradients and put them into ``.grad``.
+            final: whether these are the very tensors that ``.grad`` will hold. On an accelerator the norm of another
+                one with the same values may differ in the last bit.
         """
         with self._lock:
-            if self._torn is not None:
+            if self._torn is not None or self._plain:
                 return False
             writing = False
             try:
@@ -140,12 +192,18 @@ class Transaction:
                 with self.streams.on(parameters[0].device):
                     if fetch is not None:
                         fetch()
+                    if self._scale is not None and not all(map(_can_be_unscaled, parameters)):
+                        self.put_back()
+                        return False
                     started = perf_counter()
-                    writing = True
-                    for stepper in self._steppers:
-                        mine = [p for p, a in zip(parameters, bucket, strict=True) if a.stepper is stepper]
-                        if mine:
-                            stepper.step(mine)
+                    with self._as_applied(bucket, parameters, final):
+                        writing = True
+                        for stepper in self._steppers:
+                            mine = [p for p, a in zip(parameters, bucket, strict=True) if a.stepper is stepper]
+                            if mine:
+                                if self._undo is not None:
+                                    self._undo.save(mine, stepper.optimizer())
+                                stepper.step(mine)
             except BaseException as error:
                 self.fail(error, writing=writing)
                 return False
@@ -157,13 +215,59 @@ class Transaction:
                 self.recorder("step", bucket[0].spec.name, started, perf_counter())
             return True
 
+    @contextmanager
+    def _as_applied(
+        self, bucket: Sequence[AttachedParameter], parameters: Sequence[torch.Tensor], final: bool
+    ) -> Iterator[None]:
+        """Make of each ``.grad`` what is to be applied: unscaled, measured and clipped."""
+        pairs = [(a, p) for a, p in zip(bucket, parameters, strict=True) if p.grad is not None]
+        parameters = [p for _, p in pairs]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        # The plain loop's gradients stay untouched where it may turn out that optimizer.step() needs them.
+        copied = self._undo is not None and (self._scale is not None or self._clipping.mode is None)
+        if copied and (self._scale is not None or self._clipping.policy is not None):
+            made = [g.clone() for g in gradients] if self._scale is None else self._scale.unscaled(gradients)
+            for parameter, gradient in zip(parameters, made, strict=True):
+                parameter.grad = gradient
+            self.streams.keep(made)
+        else:
+            made = gradients
+        if final and self._pass is None:
+            self._clipping.measure([a for a, _ in pairs], made)
+        self._clipping.clip(parameters)
+        try:
+            yield
+        finally:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+
     def spend(self, bucket: Iterable[AttachedParameter]) -> None:
-        """Free the gradients of applied parameters, leaving spent ones."""
+        """The gradients of applied parameters have served: free them, leaving spent ones. With ``undo`` they stay,
+        and whoever uses one, or the parameter, has the step put back first."""
+        if self._undo is None:
+            for attached in bucket:
+                attached.get().grad = attached.spent
+            return
         for attached in bucket:
-            attached.get().grad = attached.spent
+            parameter = attached.get()
+            gradient = parameter.grad
+            assert gradient is not None
+            self._kept[attached.spec.index] = gradient, gradient._version
+            if self._scale is not None:
+                parameter.grad = HeldGradient(gradient, self._used_gradient)
+            self._watch.start([parameter])
 
     def is_applied(self, attached: AttachedParameter) -> bool:
         return attached.spec.index in self._applied
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether nothing may be applied before all gradients are final, and :meth:`know_total` was called."""
+        return self._pass == "all"
+
+    def know_total(self) -> None:
+        """All gradients are final, and in ``.grad``."""
+        self._clipping.know_total(self.parameters, _gradient)
 
     def fail(self, error: BaseException, *, writing: bool = False) -> None:
         """Something stopped the step: torn if anything was written, else forgotten, as if it had never opened.
@@ -188,24 +292,87 @@ class Transaction:
             raise error
 
     def _stop(self, cause: BaseException | None, writing: bool) -> None:
-        if self._torn is None:
+        if self._torn is not None:
+            return
+        if self._undo is not None:
             if self._applied or writing:
-                self._tear(cause)
-            else:
-                self._reset()
+                self.put_back()
+        elif self._applied or writing:
+            self._tear(cause)
+        else:
+            self._reset()
+
+    # Two passes.
+
+    @contextmanager
+    def measuring(self) -> Iterator[list[torch.Tensor]]:
+        """Around a backward that only measures: gradients are freed as they arrive. Those of earlier micro-batches
+        are kept, and are part of the norm.
+
+        Yields the parameters that are to get a gradient.
+
+        Raises:
+            RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set. Nothing was written.
+        """
+        parameters = [a for a in self.parameters if a.get().requires_grad]
+        before = {a.spec.index: a.get().grad for a in self.parameters}
+        self._before_pass = {a.spec.index: gradient for a in self.parameters if (gradient := _gradient(a)) is not None}
+        self._clipping.begin()
+        self._pass = "measuring"
+        for attached in self.parameters:
+            attached.get().grad = None
+        try:
+            yield [a.get() for a in parameters]
+        finally:
+            self._pass = None
+            for attached in self.parameters:
+                attached.get().grad = before[attached.spec.index]
+        self.know_total()
+
+    def _measure_only(self, parameters: Sequence[AttachedParameter]) -> None:
+        gradients = []
+        for attached in parameters:
+            parameter = attached.get()
+            gradient, earlier = parameter.grad, self._before_pass.get(attached.spec.index)
+            assert gradient is not None
+            gradients.append(gradient if earlier is None else earlier + gradient)
+            parameter.grad = None
+        self._clipping.measure(parameters, gradients)
+
+    @contextmanager
+    def measured(self, *, waits_for_all: bool = False) -> Iterator[None]:
+        """Around the backward that steps with the norm that is known; or will be known when all gradients are."""
+        if waits_for_all:
+            self._clipping.begin()
+        self._pass = "all" if waits_for_all else "stepping"
+        try:
+            yield
+        finally:
+            self._pass = None
+
+    def _require_pass(self) -> None:
+        if self._clipping.mode == "two_pass" and self._pass is None:
+            raise InstepError(
+                "ClipNorm(mode='two_pass') needs the norm before the first update: call overlap.backward(loss) in "
+                "place of loss.backward(). Nothing was updated"
+            )
 
     # What the user does.
 
-    def require_readable(self) -> None:
+    def before_forward(self) -> None:
         """Before a forward: raise if the weights are not those the plain loop would read."""
         self.require_whole()
+        if self._applied and self._undo is not None:
+            self.put_back()
         if self._applied:
             raise UncommittedStepError(
                 f"backward has updated {len(self._applied)} parameters, and optimizer.step() has not been called "
                 "since: the plain loop would still read the old weights here. Call optimizer.step() after each "
                 "backward; to accumulate, wrap all but the last micro-batch in `with overlap.accumulate():`; a loop "
-                "that leaves out step() on some iterations cannot step during backward"
+                "that leaves out step() on some iterations needs undo=True or schedule='forward'"
             )
+        if self._plain and all(_gradient(attached) is None for attached in self.parameters):
+            self._reset()  # a step that was put back and never taken: zero_grad() has ended it
 
     def require_whole(self) -> None:
         """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
@@ -218,14 +385,17 @@ class Transaction:
         """``optimizer.step()`` is about to update what backward left. Spent gradients are taken off the parameters."""
         if self._flushing is stepper:
             return  # a step() that calls its parent class's step(), where torch runs the hooks again
+        self._accumulation.require_reduced()
         self.require_whole()
+        if self._undo is not None:
+            self._validate(stepper)
         applied = self._applied_by(stepper)
         try:
             if applied:
                 stepper.require_unchanged()
             for attached in applied:
                 parameter = attached.get()
-                if attached.spent is None:
+                if attached.spent is None and self._undo is None:
                     continue  # nobody has come between: backward has not returned
                 if parameter._version != attached.version:
                     raise UncommittedStepError(
@@ -233,7 +403,7 @@ class Transaction:
                         "backward had already updated it: the plain loop would have updated what was written. Change "
                         "or load weights after optimizer.step() or before the forward"
                     )
-                if parameter.grad is not attached.spent:
+                if self._undo is None and parameter.grad is not attached.spent:
                     raise SpentGradientError(
                         f"the gradient of {attached.spec.name!r} was cleared or replaced between backward() and "
                         "optimizer.step(), but backward had already applied it. Call zero_grad() after "
@@ -242,9 +412,18 @@ class Transaction:
         except InstepError as error:
             self._tear(error)
             raise
+        if self._undo is None:
+            self._clip_rest(stepper)
         for attached in applied:
             attached.get().grad = None
         self._flushing = stepper
+
+    def _clip_rest(self, stepper: Stepper) -> None:
+        """What backward did not apply is applied by torch: a bucket of its own."""
+        if self._clipping.policy is not None:
+            self.know_total()
+            rest = [a.get() for a in self._of(stepper) if not self.is_applied(a) and _gradient(a) is not None]
+            self._clipping.clip(rest)
 
     def commit(self, stepper: Stepper) -> None:
         """``optimizer.step()`` returned. The step is committed when every optimizer with gradients has stepped."""
@@ -253,9 +432,16 @@ class Transaction:
             stepper.commit()
             # The plain loop still has its gradients here, until the user clears them.
             applied = self._applied_by(stepper)
-            self.spend(applied)
-            if applied:
-                self._left[stepper] = applied[0]
+            if self._undo is not None:
+                self._undo.forget(attached.get() for attached in applied)
+                for attached in applied:
+                    attached.get().grad = self._kept.pop(attached.spec.index)[0]
+                    self._applied.discard(attached.spec.index)
+            else:
+                self.spend(applied)
+                if applied:
+                    self._left[stepper] = applied[0]
+            self._accumulation.stepped()
             if stepper in self._uncommitted:
                 self._uncommitted.discard(stepper)
                 if not self._uncommitted:
@@ -264,6 +450,7 @@ class Transaction:
 
     def forget(self, *, gradients: bool) -> None:
         """Go back to IDLE from any state, and take spent gradients, or all of them, off the parameters."""
+        self._release()
         for attached in self.parameters:
             parameter = attached.peek()
             if parameter is not None and (gradients or parameter.grad is attached.spent):
@@ -271,10 +458,127 @@ class Transaction:
         self._failure = self._torn = None
         self._reset()
 
+    def synchronize(self) -> None:
+        self.streams.join()
+
     @property
     def state(self) -> str:
         """``"idle"``, ``"open"`` or ``"torn"``."""
         return "torn" if self._torn is not None else "open" if self._arrived else "idle"
+
+    # With undo.
+
+    def put_back(self) -> None:
+        """Restore parameters and state as they were before this step. Its gradients stay, and what is left of it is
+        done by ``optimizer.step()``, as in the plain loop."""
+        assert self._undo is not None
+        with self._lock:
+            self._release()
+            for device in self._undo.devices:
+                with self.streams.on(device):
+                    self._undo.restore(device)
+            self.streams.join()
+            for stepper in self._steppers:
+                if stepper is not self._flushing:
+                    stepper.abort()
+            self._applied.clear()
+            self._plain = True
+            self.redo_count += 1
+
+    def rollback(self) -> None:
+        """Put the step back, and clear its gradients: the loop is where it was after the last ``optimizer.step()``."""
+        if self._undo is None:
+            raise InstepError(
+                "rollback() needs the copies of undo=True (or undo='host'), taken before a step writes: "
+                "attach(…, undo=True)"
+            )
+        if self._undo.devices:
+            self.put_back()
+        self.forget(gradients=True)
+
+    def _release(self) -> None:
+        """Nobody is told any more, and held gradients are the real ones again."""
+        for attached in self.parameters:
+            parameter = attached.peek()
+            if parameter is not None:
+                self._watch.stop([parameter])
+                kept = self._kept.get(attached.spec.index)
+                if kept is not None and isinstance(parameter.grad, HeldGradient):
+                    parameter.grad = kept[0]
+        self._kept.clear()
+
+    def _used(self, parameter: torch.Tensor, func: Any) -> None:
+        """Somebody is about to read or write an applied parameter, or its gradient."""
+        if func == GET_GRAD and self._scale is not None and not self._scale.taken_off:
+            return  # may be GradScaler: the gradient that is held says what is done with it
+        self.put_back()
+
+    def _used_gradient(self, operation: str, args: Sequence[Any]) -> None:
+        assert self._scale is not None
+        if operation == UNSCALE and self._kept:
+            self._scale.taken_off_by(args[2])
+            if self._scale.taken_off or float(args[2]) == 1.0:
+                return
+        if self._applied:
+            self.put_back()
+
+    def _validate(self, stepper: Stepper) -> None:
+        """Were the buckets applied as the plain loop would apply them now? If not, put them back."""
+        optimizer = stepper.optimizer()
+        applied = self._applied_by(stepper)
+        self._watch.stop(attached.get() for attached in applied)
+        clips = self._clipping.policy is not None
+        scaled = kernel_scale(optimizer)
+        try:
+            if applied:
+                stepper.require_unchanged()
+            right = self._are_as_kept(applied) and self._scale_was_taken_off(optimizer)
+        except HyperparameterChangedError:
+            right = False
+        if applied and not right:
+            self.put_back()
+        if found_inf(optimizer):
+            if self._applied_by(stepper):
+                self.put_back()
+            return  # the kernel skips its update, of gradients as they are
+        if scaled is not None and (clips or self._applied_by(stepper)):
+            take_off_here(optimizer, [g for a in self._of(stepper) if (g := self._real_gradient(a)) is not None])
+        for attached in self._applied_by(stepper):
+            attached.get().grad = self._kept[attached.spec.index][0]
+        if self._clipping.policy is None:
+            return
+        if self._clipping.mode is not None and self._clipping.total is None:
+            try:
+                self._clipping.know_total(self.parameters, self._real_gradient)
+            except RuntimeError:
+                if self._applied:
+                    self.put_back()
+                raise
+            if self._clipping.scales_down():
+                if self._applied:
+                    self.put_back()
+                self._clipping.clip([a.get() for a in self.parameters if _gradient(a) is not None])
+        elif self._clipping.mode is None:
+            self._clipping.clip([a.get() for a in self._of(stepper) if _gradient(a) is not None])
+
+    def _are_as_kept(self, applied: Sequence[AttachedParameter]) -> bool:
+        """Whether nobody has changed an applied gradient through another reference to it."""
+        taken_off = self._scale is not None and self._scale.taken_off
+        return all(
+            gradient._version == version + taken_off
+            for gradient, version in (self._kept[attached.spec.index] for attached in applied)
+        )
+
+    def _scale_was_taken_off(self, optimizer: Optimizer) -> bool:
+        """Whether the plain loop's gradients are without the loss scale by now, or in its optimizer's kernel."""
+        if self._scale is None or self._scale.taken_off:
+            return True
+        scale = kernel_scale(optimizer)
+        return scale is not None and is_power_of_two(scale) and self._scale.is_inverse_of(scale)
+
+    def _real_gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
+        kept = self._kept.get(attached.spec.index)
+        return _gradient(attached) if kept is None else kept[0]
 
     def misuse(self, spec: ParameterSpec, operation: str) -> InstepError | None:
         """The error for ``operation`` on a spent gradient; ``None`` lets a model move between steps.
@@ -294,18 +598,21 @@ class Transaction:
         elif "unscale" in operation:
             error = SpentGradientError(
                 f"GradScaler found the gradient of {spec.name!r} already applied, still scaled: this step's "
-                "weights are wrong. A loss scale cannot be undone once backward has stepped; train in bfloat16 "
-                "without a scaler, or detach() before using GradScaler"
+                "weights are wrong. Give the scaler to attach(…, scaler=scaler, undo=True), use schedule='forward', or "
+                "train in bfloat16 without a scaler"
             )
         else:
             return SpentGradientError(
                 f"{operation} was called on the gradient of {spec.name!r}, which was applied during backward and "
                 "freed. Between backward() and optimizer.step() there is nothing left to read, clip or change: "
-                "detach() to use plain steps, or move the operation into a gradient hook"
+                "use attach(…, clip=…), schedule='forward' or undo=True, or move the operation into a gradient hook"
             )
         if self._torn is None:
             self._tear(error)
         return error
+
+    def _of(self, stepper: Stepper) -> list[AttachedParameter]:
+        return [a for a in self.parameters if a.stepper is stepper]
 
     def _applied_by(self, stepper: Stepper) -> list[AttachedParameter]:
         return [a for a in self.parameters if a.stepper is stepper and self.is_applied(a)]
@@ -321,8 +628,25 @@ class Transaction:
         self._applied.clear()
         self._uncommitted.clear()
         self._flushing = None
+        self._plain = False
+        self._kept.clear()
+        self._clipping.begin()
+        if self._undo is not None:
+            self._undo.forget_all()
         for stepper in self._steppers:
             stepper.abort()
+
+
+def _gradient(attached: AttachedParameter) -> torch.Tensor | None:
+    """What is in ``.grad``; ``None`` also for what only stands there in place of a gradient."""
+    gradient = attached.get().grad
+    return None if isinstance(gradient, Placeholder) else gradient
+
+
+def _can_be_unscaled(parameter: torch.Tensor) -> bool:
+    # GradScaler refuses half-precision gradients, and coalesces sparse ones first: left to it, and the plain step.
+    gradient = parameter.grad
+    return gradient is not None and not gradient.is_sparse and gradient.dtype != torch.float16
 
 
 def _never_cleared(name: str, operation: str) -> SpentGradientError:

@@ -1,16 +1,43 @@
 """Sources say when the gradients of some parameters are final. One file each; they do not know one another."""
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from instep._core.parameters import AttachedParameter
 from instep._core.plan import Bucket
+from instep._core.streams import StepStreams
+from instep._core.transaction import Recorder
+
+
+class Sink(Protocol):
+    """Whom a source tells: the transaction that steps, or who only measures.
+
+    During backward the source announces final gradients with ``arrive``, hands over full buckets with ``apply`` and
+    then ``spend``, and calls ``raise_failure`` once nothing it would harm is left to run.
+    """
+
+    @property
+    def streams(self) -> StepStreams: ...
+    @property
+    def step_count(self) -> int: ...
+    @property
+    def recorder(self) -> Recorder | None: ...
+    @property
+    def waits_for_all(self) -> bool: ...
+    def arrive(self, parameters: Sequence[AttachedParameter]) -> bool: ...
+    def apply(
+        self, bucket: Sequence[AttachedParameter], fetch: Callable[[], None] | None = None, *, final: bool = True
+    ) -> bool: ...
+    def spend(self, bucket: Iterable[AttachedParameter]) -> None: ...
+    def is_applied(self, attached: AttachedParameter) -> bool: ...
+    def know_total(self) -> None: ...
+    def fail(self, error: BaseException) -> None: ...
+    def backward_raised(self) -> None: ...
+    def raise_failure(self) -> None: ...
 
 
 class Source(Protocol):
-    """What the attachment asks of a source.
-
-    During backward the source announces final gradients with ``Transaction.arrive``, steps full buckets with
-    ``Transaction.apply``, and calls ``Transaction.raise_failure`` once nothing it would harm is left to run.
-    """
+    """What the attachment asks of a source."""
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:

@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instep._core.parameters import AttachedParameter
 from instep._core.plan import Bucket
-from instep._core.transaction import Recorder, Transaction
+from instep._core.transaction import Recorder
 from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AttachError
+from instep.sources import Sink
 from instep.sources.reductions import Divisor, Reduction, Reductions, as_they_arrive
 
 CommHook = tuple[Any, Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]]
@@ -77,19 +78,21 @@ class DDPSource:
 
     def __init__(
         self,
-        transaction: Transaction,
+        sink: Sink,
         parameters: Sequence[AttachedParameter],
         ddp: DistributedDataParallel,
         comm_hook: CommHook | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        self._transaction = transaction
+        self._sink = sink
         self._ddp = weakref.ref(ddp)
         self._comm_hook = comm_hook
         self._reduce_dtype = reduce_dtype
         self._sent = False
+        # What is in a bucket's slices has the layout of .grad itself there.
+        self._final = ddp.gradient_as_bucket_view or ddp.device_type == "cpu"
         self._by_id = {id(attached.get()): attached for attached in parameters}
-        self._reductions = Reductions(self._step, self._settle, lambda _: transaction.backward_raised())
+        self._reductions = Reductions(self._step, self._settle, lambda _: sink.backward_raised())
         # Until DDP has shown its buckets: the one that holds everything, as in its first backward.
         self._buckets = {0: Bucket("ddp", tuple(attached.spec for attached in parameters))}
 
@@ -153,22 +156,33 @@ class DDPSource:
             self._buckets = {}
         known = (self._by_id.get(id(parameter)) for parameter in bucket.parameters())
         self._buckets[reduction.index] = Bucket("ddp", tuple(a.spec for a in known if a is not None))
-        if self._transaction.recorder is not None:
-            _record(self._transaction.recorder, f"bucket {reduction.index}", future)
+        if self._sink.recorder is not None:
+            _record(self._sink.recorder, f"bucket {reduction.index}", future)
 
     def _step(self, reductions: Sequence[Reduction]) -> None:
+        if self._sink.waits_for_all:
+            return
         try:
-            if self._transaction.arrive(self._mine(reductions)):
+            if self._sink.arrive(self._mine(reductions)):
                 for arrived in as_they_arrive(reductions):
                     mine = self._mine(arrived)
                     as_left = [attached.get().grad for attached in mine]
-                    done = not mine or self._transaction.apply(mine, partial(self._fetch, arrived))
+                    done = not mine or self._sink.apply(mine, partial(self._fetch, arrived), final=self._final)
                     for attached, gradient in zip(mine, as_left, strict=True):
                         attached.get().grad = gradient
                     if not done:
                         break
         except BaseException as error:
-            self._transaction.fail(error)
+            self._sink.fail(error)
+
+    def _step_all(self, reductions: Sequence[Reduction]) -> None:
+        mine = self._mine(reductions)
+        try:
+            if self._sink.arrive(mine):
+                self._sink.know_total()
+                self._sink.apply(mine)
+        except BaseException as error:
+            self._sink.fail(error)
 
     def _mine(self, reductions: Sequence[Reduction]) -> list[AttachedParameter]:
         return [self._by_id[id(p)] for reduction in reductions for p in reduction.parameters if id(p) in self._by_id]
@@ -183,9 +197,11 @@ class DDPSource:
 
     def _settle(self, reductions: Sequence[Reduction]) -> None:
         """Spend the applied gradients, and raise what went wrong."""
-        self._transaction.spend(a for a in self._mine(reductions) if self._transaction.is_applied(a))
-        self._transaction.streams.join()
-        self._transaction.raise_failure()
+        if self._sink.waits_for_all:
+            self._step_all(reductions)
+        self._sink.spend(a for a in self._mine(reductions) if self._sink.is_applied(a))
+        self._sink.streams.join()
+        self._sink.raise_failure()
 
 
 def _record(recorder: Recorder, name: str, future: torch.futures.Future[torch.Tensor]) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 from instep._core.hooks import BoundHook
 from instep._core.parameters import AttachedParameter
 from instep._core.plan import Bucket, fill_buckets
-from instep._core.transaction import Transaction
 from instep.errors import AttachError
+from instep.sources import Sink
 
 
 class _InPlaceOfOptimizer:
@@ -38,10 +38,8 @@ class _InPlaceOfOptimizer:
 class FSDP1Source:
     """The original parameters of FullyShardedDataParallel, one bucket each: FSDP1 shows no other."""
 
-    def __init__(
-        self, transaction: Transaction, parameters: Sequence[AttachedParameter], wrappers: Sequence[Any]
-    ) -> None:
-        self._transaction = transaction
+    def __init__(self, sink: Sink, parameters: Sequence[AttachedParameter], wrappers: Sequence[Any]) -> None:
+        self._sink = sink
         self._parameters = tuple(parameters)
         self._refuse(wrappers)
 
@@ -67,9 +65,9 @@ class FSDP1Source:
         """Nothing is counted from step to step."""
 
     def _reduced(self, attached: AttachedParameter) -> None:
-        if self._transaction.arrive((attached,)):
-            self._transaction.apply((attached,))
-            self._transaction.raise_failure()
+        if self._sink.arrive((attached,)):
+            self._sink.apply((attached,))
+            self._sink.raise_failure()
 
     def _refuse(self, wrappers: Sequence[Any]) -> None:
         for wrapper in wrappers:

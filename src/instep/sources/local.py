@@ -10,7 +10,7 @@ from instep._core.engine import at_end_of_backward, graph_task
 from instep._core.hooks import BoundHook
 from instep._core.parameters import AttachedParameter
 from instep._core.plan import Bucket, fill_buckets
-from instep._core.transaction import Transaction
+from instep.sources import Sink
 
 
 class LocalSource:
@@ -20,8 +20,8 @@ class LocalSource:
     A bucket with a parameter that gets no gradient is never full: ``optimizer.step()`` steps the rest of it.
     """
 
-    def __init__(self, transaction: Transaction, parameters: Sequence[AttachedParameter], bucket_bytes: int) -> None:
-        self._transaction = transaction
+    def __init__(self, sink: Sink, parameters: Sequence[AttachedParameter], bucket_bytes: int) -> None:
+        self._sink = sink
         self._parameters = tuple(parameters)
         self._bucket_bytes = bucket_bytes
         self._handles: dict[int, RemovableHandle] = {}
@@ -58,7 +58,7 @@ class LocalSource:
         self._fill(reversed(trainable))
 
     def begin_step(self) -> None:
-        if self._observed and self._transaction.step_count and not self._follows_observed:
+        if self._observed and self._sink.step_count and not self._follows_observed:
             seen = set(self._observed)
             self._follows_observed = True
             self._fill([*self._observed, *(a for a in reversed(self._trainable) if a not in seen)])
@@ -76,7 +76,7 @@ class LocalSource:
         self._missing = [len(members) for members in self._members]
 
     def _accumulated(self, attached: AttachedParameter, parameter: torch.Tensor) -> None:
-        if not self._transaction.arrive((attached,)):
+        if not self._sink.arrive((attached,)):
             return
         number = self._bucket_of.get(attached.spec.index)
         if number is None:
@@ -85,8 +85,8 @@ class LocalSource:
         self._missing[number] -= 1
         if self._may_write() and self._missing[number] == 0:
             members = self._members[number]
-            if self._transaction.apply(members):
-                self._transaction.spend(members)
+            if self._sink.apply(members):
+                self._sink.spend(members)
 
     def _may_write(self) -> bool:
         """Whether the running backward is the first of this step, or nested in it (reentrant checkpointing).
@@ -108,11 +108,11 @@ class LocalSource:
     def _end(self, task: int) -> None:
         self._running.discard(task)
         self._ended = True
-        self._transaction.streams.join()
+        self._sink.streams.join()
         # Asked for here, it runs after a DDP instance in the same backward is done: an error before that would leave
         # the instance unusable.
-        at_end_of_backward(self._transaction.raise_failure, self._transaction.backward_raised)
+        at_end_of_backward(self._sink.raise_failure, self._sink.backward_raised)
 
     def _raised(self, task: int) -> None:
         self._running.discard(task)
-        self._transaction.backward_raised()
+        self._sink.backward_raised()

@@ -1,0 +1,93 @@
+"""Micro-batches: when gradients only add up, and when a backward is the last of its step."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Protocol
+
+from instep._core.engine import graph_task
+from instep.errors import AccumulationError
+
+
+class Syncing(Protocol):
+    """The part of ``DistributedDataParallel`` that says whether its next backward communicates."""
+
+    require_backward_grad_sync: bool
+
+    def no_sync(self) -> AbstractContextManager[None]: ...
+
+
+class Accumulation:
+    """Whether the running backward only adds to the gradients.
+
+    It does inside :meth:`hold` (and DDP's ``no_sync``), and in all but each ``steps``-th backward.
+
+    Args:
+        steps: backwards in one step; 1: every one steps.
+        wrapped: the living DDP instances, whose ``no_sync`` a backward that only adds is run in.
+    """
+
+    def __init__(self, steps: int, wrapped: Callable[[], Sequence[Syncing]]) -> None:
+        self.steps = steps
+        self._wrapped = wrapped
+        self._held = 0
+        self._backwards = 0
+        self._counted: int | None = None
+        self._no_sync = ExitStack()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this is inside of :meth:`hold`, or of ``no_sync``."""
+        return self._held > 0 or any(not ddp.require_backward_grad_sync for ddp in self._wrapped())
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there are DDP instances."""
+        return bool(self._wrapped())
+
+    @property
+    def holding(self) -> bool:
+        """Whether gradients of the running backward are left to add up."""
+        return self.is_held or self._backwards % self.steps != 0
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for ddp in self._wrapped():
+                stack.enter_context(ddp.no_sync())
+            self._held += 1
+            try:
+                yield
+            finally:
+                self._held -= 1
+
+    def before_forward(self) -> None:
+        """DDP decides in its forward whether the backward communicates."""
+        self._no_sync.close()
+        if (self._backwards + 1) % self.steps:
+            for ddp in self._wrapped():
+                self._no_sync.enter_context(ddp.no_sync())
+
+    def count(self) -> None:
+        """A backward has begun, or goes on: counted once."""
+        task = graph_task()
+        if self.steps > 1 and task is not None and task != self._counted:
+            self._counted = task
+            self._backwards += 1
+
+    def require_reduced(self) -> None:
+        """Before ``optimizer.step()``: raise ``AccumulationError`` if DDP still owes the mean of these gradients."""
+        done = self._backwards % self.steps
+        if done and self._wrapped():
+            raise AccumulationError(
+                f"optimizer.step() came after {done} of accumulation_steps={self.steps} backwards: these gradients are "
+                "this rank's own, and DistributedDataParallel reduces them in the last one. Nothing was updated. Leave "
+                "out incomplete steps (drop_last=True), or use `with overlap.accumulate():` in place of "
+                "accumulation_steps"
+            )
+
+    def stepped(self) -> None:
+        """``optimizer.step()`` came: the next backward is the first of its step."""
+        self._backwards = 0
+
+    def close(self) -> None:
+        self._no_sync.close()

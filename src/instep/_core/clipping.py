@@ -1,0 +1,103 @@
+"""Clipping within one step: norms as they become known, and what is done to gradients with them."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from instep._core.norms import clip_by, norms_of, scales_down, total_norm
+from instep._core.parameters import AttachedParameter
+from instep._core.policies import ClipNorm, ClipValue
+
+Clip = Callable[[Sequence[torch.Tensor]], None]
+"""Clips the ``.grad`` of parameters in place."""
+
+
+class Clipping:
+    """A clip policy at work.
+
+    Attributes:
+        policy: what was asked for; ``None`` does nothing.
+        grad_norm: the norm of all gradients of the last step, before they were clipped, 0-dim; ``None`` before the
+            first, and unless ``policy`` is a ``ClipNorm``.
+        total: the same for the running step, once it is known.
+    """
+
+    def __init__(self, policy: ClipNorm | ClipValue | None) -> None:
+        self.policy = policy
+        self.grad_norm: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None
+        self._previous: torch.Tensor | None = None
+        self._norms: dict[int, torch.Tensor] = {}
+
+    @property
+    def mode(self) -> str | None:
+        """That of a ``ClipNorm``."""
+        return self.policy.mode if isinstance(self.policy, ClipNorm) else None
+
+    def begin(self) -> None:
+        """A step begins: no gradient of it is known yet."""
+        self.total = None
+        self._previous = self.grad_norm
+        self._norms.clear()
+
+    def measure(self, parameters: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor]) -> None:
+        """Take the norms of final gradients."""
+        if isinstance(self.policy, ClipNorm):
+            for attached, norm in zip(parameters, norms_of(gradients, self.policy.norm_type), strict=True):
+                self._norms[attached.spec.index] = norm
+
+    def is_measured(self, attached: AttachedParameter) -> bool:
+        return attached.spec.index in self._norms
+
+    def forget(self, attached: AttachedParameter) -> None:
+        """A gradient was changed after it had been measured."""
+        self._norms.pop(attached.spec.index, None)
+
+    def know_total(
+        self, parameters: Sequence[AttachedParameter], gradient: Callable[[AttachedParameter], torch.Tensor | None]
+    ) -> None:
+        """All gradients of the step are final: measure those that were not, and take the norm of all.
+
+        Args:
+            parameters: all that are attached, in the model's order.
+            gradient: of those that have not been measured; ``None`` for those without one.
+
+        Raises:
+            RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
+        """
+        if not isinstance(self.policy, ClipNorm) or self.total is not None:
+            return
+        rest = [(a, g) for a in parameters if not self.is_measured(a) and (g := gradient(a)) is not None]
+        self.measure([a for a, _ in rest], [g for _, g in rest])
+        known = [a for a in parameters if self.is_measured(a)]
+        self.total = total_norm(
+            [a.get() for a in known],
+            [self._norms[a.spec.index] for a in known],
+            self.policy.norm_type,
+            self.policy.error_if_nonfinite,
+        )
+        self.grad_norm = self.total
+
+    def scales_down(self) -> bool:
+        """Whether the norm, which is known, is above the limit. Waits for it."""
+        assert isinstance(self.policy, ClipNorm)
+        assert self.total is not None
+        return scales_down(self.policy.max_norm, self.total)
+
+    def clip(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Clip the ``.grad`` of ``parameters`` in place, which are about to be applied together."""
+        self.frozen()(parameters)
+
+    def frozen(self) -> Clip:
+        """:meth:`clip` as it is now, for a later moment."""
+        return partial(_clip, self.policy, self._previous if self.mode == "previous_norm" else self.total)
+
+
+def _clip(policy: ClipNorm | ClipValue | None, total: torch.Tensor | None, parameters: Sequence[torch.Tensor]) -> None:
+    if isinstance(policy, ClipValue):
+        torch.nn.utils.clip_grad_value_(parameters, policy.clip_value)
+    elif isinstance(policy, ClipNorm) and policy.mode == "per_bucket":
+        torch.nn.utils.clip_grad_norm_(parameters, policy.max_norm, policy.norm_type)
+    elif isinstance(policy, ClipNorm) and total is not None:
+        clip_by(parameters, policy.max_norm, total)

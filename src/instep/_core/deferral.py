@@ -1,0 +1,387 @@
+"""``schedule="forward"``: ``optimizer.step()`` hands over, and returns; weights are written by the time they are read.
+
+Until ``optimizer.step()`` this is the plain loop: gradients are in ``.grad``, to be clipped, scaled, accumulated or
+thrown away. ``step()`` takes them off, with the optimizer's groups as they are at that moment, and they are applied
+bucket by bucket in the order in which the model reads its parameters: by a worker thread on CPU, on a side stream on
+accelerators. Before a module runs, and whenever anybody uses a parameter in Python, its bucket is waited for.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Container, Iterable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import partial
+from time import perf_counter
+
+import torch
+from torch.optim import Optimizer
+
+from instep._core.accumulation import Accumulation
+from instep._core.clipping import Clip, Clipping
+from instep._core.engine import graph_task
+from instep._core.parameters import AttachedParameter
+from instep._core.placeholders import HeldGradient
+from instep._core.plan import Bucket, fill_buckets
+from instep._core.scaling import found_inf, take_off_here
+from instep._core.stepper import Stepper, alias_of, frozen
+from instep._core.streams import StepStreams
+from instep._core.transaction import Recorder
+from instep._core.watch import Watch
+from instep._core.worker import Worker
+from instep.errors import TornStepError, UncommittedStepError
+
+
+class Reader:
+    """The forward pre-hook of a module that reads parameters.
+
+    Attributes:
+        parameters: those that its forward reads.
+        traced: whether it was compiled together with the module: then it does not run, and cannot wait.
+    """
+
+    def __init__(self, parameters: Sequence[AttachedParameter], before_read: Callable[..., None]) -> None:
+        self.parameters = tuple(parameters)
+        self.traced = False
+        self._before_read = before_read
+
+    def __call__(self, module: object, args: object) -> None:
+        if torch.compiler.is_compiling():
+            self.traced = True
+        elif graph_task() is None:
+            self._before_read(self.parameters)
+
+
+class _Frozen:
+    """An optimizer as it was when its ``step()`` was called, with what has become of that step."""
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[AttachedParameter]) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self._frozen = frozen(optimizer)  # held here: the stepper holds it weakly
+        self.stepper = Stepper(self._frozen)
+        self.pending = [attached.spec.name for attached in parameters]
+        self.applied: list[str] = []
+        self.failure: BaseException | None = None
+
+
+class _Due:
+    """One bucket of it. Nothing here refers to the attachment, which may be dropped while a thread runs this."""
+
+    def __init__(
+        self, parameters: Sequence[AttachedParameter], step: _Frozen, clip: Clip | None, recorder: Recorder | None
+    ) -> None:
+        self.names = [attached.spec.name for attached in parameters]
+        self.tensors = [attached.get() for attached in parameters]
+        self.gradients = [_gradient(attached) for attached in parameters]
+        self.device = self.tensors[0].device
+        self.step = step
+        self.done: Future[None] | None = None
+        self.mark: torch.Event | None = None
+        self._clip = clip
+        self._recorder = recorder
+        for tensor in self.tensors:
+            tensor.grad = None
+        # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
+        torch.autograd.graph.increment_version(self.tensors)
+        self._versions = [tensor._version for tensor in self.tensors]
+
+    def apply(self) -> None:
+        """Update the parameters, unless an earlier bucket of the step failed. An error is kept."""
+        if self.step.failure is not None:
+            return
+        started = perf_counter()
+        try:
+            # Whoever watches a parameter waits for this thread.
+            with torch._C.DisableTorchFunctionSubclass():
+                self._apply()
+        except BaseException as error:
+            self.step.failure = error
+            return
+        self.gradients = []
+        self.step.applied += self.names
+        if self._recorder is not None:
+            self._recorder("step", self.names[0], started, perf_counter())
+
+    def _apply(self) -> None:
+        for name, tensor, version in zip(self.names, self.tensors, self._versions, strict=True):
+            if tensor._version != version:
+                raise UncommittedStepError(
+                    f"parameter {name!r} was written after optimizer.step(), through another tensor of the same "
+                    "memory, before its update was applied: the plain loop would have written the updated one. Call "
+                    "overlap.synchronize() before such a write"
+                )
+        # The parameters' own .grad is the user's: it may be read and cleared meanwhile.
+        aliases = [alias_of(tensor, g) for tensor, g in zip(self.tensors, self.gradients, strict=True)]
+        if self._clip is not None:
+            self._clip(aliases)
+        self.step.stepper.step(aliases, self.tensors)
+
+
+class Deferral:
+    """The steps of one attachment that were handed over.
+
+    Args:
+        can_wait: the optimizers whose update can be put off. The others are stepped at once, by torch.
+        bucket_bytes: bytes of gradient at which a bucket is full.
+
+    Attributes:
+        step_count: how many steps were taken: calls of ``optimizer.step()`` with gradients to apply; with several
+            optimizers, rounds of them.
+        recorder: told of each bucket's step and communication; ``None`` when nobody listens.
+        readers: the hooks of the modules that read parameters.
+    """
+
+    redo_count = 0
+
+    def __init__(
+        self,
+        can_wait: Iterable[Stepper],
+        rank: Callable[[], int],
+        accumulation: Accumulation,
+        clipping: Clipping,
+        bucket_bytes: int,
+    ) -> None:
+        self.parameters: tuple[AttachedParameter, ...] = ()
+        self.readers: list[Reader] = []
+        self.streams = StepStreams()
+        self.step_count = 0
+        self.recorder: Recorder | None = None
+        self._can_wait = frozenset(can_wait)
+        self._rank = rank
+        self._accumulation = accumulation
+        self._clipping = clipping
+        self._bucket_bytes = bucket_bytes
+        self._worker = Worker()
+        self._lock = threading.RLock()
+        self._watch = Watch(values=self._used)
+        self._due: dict[int, _Due] = {}  # by the parameter's id
+        self._read: dict[int, None] = {}  # in the order in which forwards read them
+        self._trained = False
+        self._backward: int | None = None
+        self._owing: set[Stepper] = set()
+        self._clipped: set[Stepper] = set()
+        self._flushing: Stepper | None = None
+        self._placeholders: list[tuple[torch.Tensor, HeldGradient]] = []
+        self._torn: Callable[[], TornStepError] | None = None
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            self.close()
+
+    # What the model reads.
+
+    def before_forward(self) -> None:
+        """The model is about to run."""
+        self.before_read(())
+        if self._accumulation.distributed:
+            # DDP may lay out its buckets anew now, and copy what is in .grad.
+            self._finish(due for due in self._dues() if any(isinstance(t.grad, HeldGradient) for t in due.tensors))
+
+    def before_read(self, parameters: Sequence[AttachedParameter]) -> None:
+        """These parameters are about to be read."""
+        if torch.is_grad_enabled():
+            self._trained = True
+            for attached in parameters:
+                self._read.setdefault(attached.spec.index)
+        if self._due:
+            # Without gradients some modules choose a fused path, for which they read the parameters of others.
+            some = torch.is_grad_enabled()
+            self._finish([self._due.get(id(a.peek())) for a in parameters] if some else self._dues())
+        self.require_whole()
+
+    def synchronize(self) -> None:
+        """Wait for everything that is due."""
+        self._finish(self._dues())
+        self.require_whole()
+
+    def require_whole(self) -> None:
+        """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
+        if self._torn is not None:
+            raise self._torn()
+
+    def _dues(self) -> list[_Due]:
+        return list(dict.fromkeys(self._due.values()))
+
+    def _finish(self, dues: Iterable[_Due | None]) -> None:
+        """Wait for these buckets. Raises what stopped one of them, once."""
+        with self._lock:
+            for due in dues:
+                if due is not None and id(due.tensors[0]) in self._due:
+                    self._wait(due)
+                    if due.step.failure is not None and self._torn is None:
+                        self._tear(due.step)
+                        raise due.step.failure
+
+    def _wait(self, due: _Due) -> None:
+        if due.mark is not None:
+            self.streams.wait(due.mark)
+        elif due.done is not None:
+            wait([due.done])
+        self._watch.stop(due.tensors)
+        for tensor in due.tensors:
+            del self._due[id(tensor)]
+            if isinstance(tensor.grad, HeldGradient):
+                tensor.grad = tensor.grad.held  # nobody has cleared it: the plain loop's is still there
+        step = due.step
+        if (
+            len(step.applied) == len(step.pending)
+            and step.failure is None
+            and all(d.step is not step for d in self._dues())
+        ):
+            step.stepper.commit(step.optimizer())
+
+    def _tear(self, step: _Frozen) -> None:
+        for due in self._dues():
+            self._wait(due)
+        pending = [name for name in step.pending if name not in step.applied]
+        self._torn = partial(TornStepError, self.step_count, step.applied, pending, self._rank(), step.failure)
+
+    def _used(self, parameter: torch.Tensor, func: object) -> None:
+        """Somebody is about to read or write a parameter in Python."""
+        self._finish([self._due.get(id(parameter))])
+        self._watch.stop([parameter])
+        self.require_whole()
+
+    def _used_gradient(self, operation: str, args: object) -> None:
+        """Somebody is about to use a gradient that may not have been applied yet."""
+        self._finish(self._dues())
+
+    # What the optimizer steps.
+
+    def begin_backward(self) -> None:
+        """An output of the model is about to get its gradient."""
+        self._accumulation.count()
+        if self._backward != graph_task():
+            self._backward = graph_task()
+            self._clipping.begin()
+            self._clipped.clear()
+
+    def begin_flush(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is about to update: take over what can be applied later."""
+        if self._flushing is stepper:
+            return  # a step() that calls its parent class's step(), where torch runs the hooks again
+        self._accumulation.require_reduced()
+        mine = [a for a in self.parameters if a.stepper is stepper]
+        self._finish([self._due.get(id(a.peek())) for a in mine])
+        self.require_whole()
+        with_gradient = [a for a in mine if a.get().grad is not None]
+        clip = self._clip_of(stepper, with_gradient)
+        if self._trained and not self._owing:
+            self._owing = {a.stepper for a in self.parameters if a.get().grad is not None}
+        traced = {a.spec.index for reader in self.readers if reader.traced for a in reader.parameters}
+        later = [a for a in with_gradient if self._can_be_put_off(a, traced)]
+        if clip is not None and len(later) < len(with_gradient):
+            clip([a.get() for a in with_gradient if a not in later])
+        self._flushing = stepper
+        if later:
+            self._put_off(stepper, later, clip)
+
+    def _can_be_put_off(self, attached: AttachedParameter, traced: Container[int]) -> bool:
+        # Without a forward before it there is no loop, and who made the gradients wants the step now (DCP does so).
+        return (
+            self._trained
+            and attached.stepper in self._can_wait
+            and attached.spec.index not in traced
+            and not _gradient(attached).is_sparse
+        )
+
+    def _clip_of(self, stepper: Stepper, with_gradient: Sequence[AttachedParameter]) -> Clip | None:
+        """What is left to do to these gradients before they are applied."""
+        if self._clipping.policy is None or stepper in self._clipped:
+            return None
+        optimizer = stepper.optimizer()
+        if found_inf(optimizer):
+            return None  # the kernel skips its update, of gradients as they are
+        take_off_here(optimizer, [_gradient(a) for a in with_gradient])
+        if self._clipping.mode is not None and self._clipping.total is None:
+            self._clipping.know_total(self.parameters, lambda a: None if a.get().grad is None else _gradient(a))
+            # The plain loop clips all of them at once, before the first of its optimizers steps.
+            others = [a for a in self.parameters if a.stepper is not stepper and a.get().grad is not None]
+            self._clipping.clip([a.get() for a in others])
+            self._clipped = {a.stepper for a in others}
+        return self._clipping.frozen()
+
+    def _put_off(self, stepper: Stepper, parameters: Sequence[AttachedParameter], clip: Clip | None) -> None:
+        step = _Frozen(stepper.optimizer(), parameters)
+        dues = [
+            _Due([self.parameters[spec.index] for spec in bucket.parameters], step, clip, self.recorder)
+            for bucket in self.buckets_of(parameters)
+        ]
+        for due in dues:
+            self._due.update((id(tensor), due) for tensor in due.tensors)
+            self._placeholders += [
+                (tensor, HeldGradient(gradient, self._used_gradient))
+                for tensor, gradient in zip(due.tensors, due.gradients, strict=True)
+            ]
+        for due in dues:
+            if due.device.type == "cpu":
+                due.done = self._worker.run(due.apply)
+                continue
+            self.streams.keep(due.gradients)
+            with self.streams.on(due.device):
+                due.apply()
+            due.mark = self.streams.mark(due.device)
+        for due in dues:
+            self._watch.start(due.tensors)
+
+    def commit(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is about to return."""
+        if self._flushing is not stepper:
+            return
+        self._flushing = None
+        placeholders, self._placeholders = self._placeholders, []
+        with torch._C.DisableTorchFunctionSubclass():
+            for tensor, held in placeholders:
+                if tensor.grad is None:  # the plain loop's is still there, until the user clears it
+                    tensor.grad = held if id(tensor) in self._due else held.held
+        self._accumulation.stepped()
+        if stepper in self._owing:
+            self._owing.discard(stepper)
+            if not self._owing:
+                self.step_count += 1
+                self._trained = False
+                self._clipping.begin()
+                self._clipped.clear()
+
+    def buckets_of(self, parameters: Iterable[AttachedParameter]) -> tuple[Bucket, ...]:
+        """In the order in which forwards read them; those not read yet in the model's order."""
+        place = {index: number for number, index in enumerate(self._read)}
+        ordered = sorted(parameters, key=lambda a: place.get(a.spec.index, len(place) + a.spec.index))
+        return fill_buckets("forward", (attached.spec for attached in ordered), self._bucket_bytes)
+
+    # What the user asks for.
+
+    @property
+    def state(self) -> str:
+        """``"idle"``, ``"pending"`` or ``"torn"``."""
+        return "torn" if self._torn is not None else "pending" if self._due else "idle"
+
+    def rollback(self) -> None:
+        """Throw away the gradients since the last ``optimizer.step()``: nothing of them has been written."""
+        self.synchronize()
+        self.forget(gradients=True)
+
+    def forget(self, *, gradients: bool) -> None:
+        """Let go of a torn step; with ``gradients``, clear all of them."""
+        for due in self._dues():
+            self._wait(due)
+        for attached in self.parameters:
+            parameter = attached.peek()
+            if parameter is not None and gradients:
+                parameter.grad = None
+        self._torn = self._flushing = None
+        self._owing.clear()
+        self._clipping.begin()
+
+    def close(self) -> None:
+        """Finish what is due, and end the thread."""
+        try:
+            self._finish(self._dues())
+        finally:
+            self._worker.stop()
+
+
+def _gradient(attached: AttachedParameter) -> torch.Tensor:
+    gradient = attached.get().grad
+    assert gradient is not None
+    return gradient

@@ -1,0 +1,160 @@
+"""What stands in ``.grad`` for a gradient that is not there, or not there yet."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from instep.errors import InstepError
+
+CONVERSION = "_to_copy"
+"""What ``model.to()`` does to each gradient. It needs no values, only the new dtype and device."""
+UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+"""What ``GradScaler.unscale_`` and ``step`` do to all gradients of an optimizer at once."""
+
+Explain = Callable[[str], InstepError | None]
+BeforeUse = Callable[[str, Sequence[Any]], None]
+
+
+class Placeholder(torch.Tensor):
+    """A tensor of the gradient's shape, dtype and device without storage. What any use of its values means, the
+    subclass says."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def _use(self, operation: str, args: Sequence[Any], dtype: Any, device: Any) -> torch.Tensor:
+        """The tensor to use in its place; or an error is raised."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """These reach for the storage, or put another one in its place, without passing through the dispatcher."""
+        moved = func == _SET_DATA and isinstance(args[1], Placeholder)  # model.to() does so
+        if func in _ON_STORAGE and not moved:
+            return func(*_used(getattr(func, "__name__", str(func)), args, {})[0], **(kwargs or {}))
+        # torch's own would make placeholders of real results.
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub types the disabled default
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        operation = func.overloadpacket.__name__
+        args, kwargs = _used(operation, args, kwargs or {})
+        if operation == CONVERSION and isinstance(args[0], Placeholder):
+            return args[0]
+        return func(*args, **kwargs)
+
+
+class SpentGradient(Placeholder):
+    """A gradient that was applied during backward, and freed: any use of its values raises.
+
+    It stays until ``zero_grad()``. ``None`` in its place would be silently wrong: ``clip_grad_norm_`` would return 0,
+    a second backward would accumulate into nothing, and so would the next step's in a loop that never clears its
+    gradients.
+
+    Args:
+        like: the parameter whose gradient it stands for, or another spent gradient.
+        name: of the parameter, for its ``repr``.
+        explain: makes the error to raise from the name of the operation that was tried; ``None`` lets a
+            conversion pass.
+    """
+
+    _of: str
+    _explain: Explain
+
+    @staticmethod
+    def __new__(
+        cls,
+        like: torch.Tensor,
+        name: str,
+        explain: Explain,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> "SpentGradient":
+        spent: SpentGradient = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=dtype or like.dtype, device=device or like.device
+        )
+        spent._of = name
+        spent._explain = explain
+        return spent
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
+        return f"SpentGradient(of {self._of!r}: applied during backward, and freed)"
+
+    def _use(self, operation: str, args: Sequence[Any], dtype: Any, device: Any) -> torch.Tensor:
+        error = self._explain(operation)
+        if error is not None:
+            raise error
+        return SpentGradient(self, self._of, self._explain, dtype, device)
+
+
+class HeldGradient(Placeholder):
+    """A gradient that instep still needs: whoever uses its values gets the real one, and instep is told before.
+
+    Args:
+        real: the gradient it stands for, a dense one.
+        before_use: a method, called with the name of the operation that is about to use it, and its arguments.
+    """
+
+    _real: torch.Tensor
+    _before_use: "weakref.WeakMethod[BeforeUse]"
+
+    @staticmethod
+    def __new__(cls, real: torch.Tensor, before_use: BeforeUse) -> "HeldGradient":
+        held: HeldGradient = torch.Tensor._make_wrapper_subclass(
+            cls, real.shape, strides=real.stride(), dtype=real.dtype, device=real.device
+        )
+        held._real = real
+        held._before_use = weakref.WeakMethod(before_use)  # its owner outlives no model: no cycle through .grad
+        return held
+
+    @property
+    def held(self) -> torch.Tensor:
+        """The gradient itself; nobody is told."""
+        return self._real
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
+        return repr(self._use("__repr__", ()))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._use("__reduce_ex__", ()).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._use("__deepcopy__", ()).__deepcopy__(memo)
+
+    def _use(self, operation: str, args: Sequence[Any], dtype: Any = None, device: Any = None) -> torch.Tensor:
+        before_use = self._before_use()
+        if before_use is not None:
+            before_use(operation, args)
+        return self._real
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_ON_STORAGE = (
+    _SET_DATA,
+    torch.Tensor.share_memory_,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.data_ptr,
+    torch.Tensor.untyped_storage,
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+)
+
+
+def _used(operation: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, each placeholder replaced by what it says is to be used in its place."""
+    dtype, device = kwargs.get("dtype"), kwargs.get("device")
+
+    def use(value: Any) -> Any:
+        if isinstance(value, Placeholder):
+            return value._use(operation, args, dtype, device)
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(use, value))
+        return value
+
+    return tuple(use(arg) for arg in args), {key: use(value) for key, value in kwargs.items()}

@@ -1,0 +1,165 @@
+"""Makes it known when somebody uses a parameter in Python, whoever holds a reference to it.
+
+A watched parameter's ``__class__`` is a subclass of its own class with a ``__torch_function__``, as torch's lazy
+parameters change theirs when they get a shape (``torch/nn/parameter.py``, ``UninitializedTensorMixin``). Every torch
+function, method and attribute that is given the parameter passes through it first. The object itself, its identity,
+hash and autograd node stay as they are. What reads memory without asking torch is not seen: an alias made before
+(``detach()``, a NumPy array), a graph that has saved the tensor (its version counter tells).
+"""
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+Used = Callable[[torch.Tensor, Any], None]
+"""Called with a watched parameter and the torch function that is about to use it, before it does."""
+
+_grad: Any = torch.Tensor.grad
+GET_GRAD = _grad.__get__
+"""What a reader of ``.grad`` calls."""
+_ABOUT_GRAD = frozenset({GET_GRAD, _grad.__set__, _grad.__delete__})
+
+_PROPERTIES = (
+    "_backward_hooks",
+    "_grad_fn",
+    "_post_accumulate_grad_hooks",
+    "_version",
+    "device",
+    "dtype",
+    "grad_dtype",
+    "grad_fn",
+    "is_cpu",
+    "is_cuda",
+    "is_leaf",
+    "is_meta",
+    "is_mkldnn",
+    "is_mps",
+    "is_nested",
+    "is_quantized",
+    "is_sparse",
+    "is_sparse_csr",
+    "is_xpu",
+    "itemsize",
+    "layout",
+    "name",
+    "names",
+    "nbytes",
+    "ndim",
+    "output_nr",
+    "requires_grad",
+    "retains_grad",
+    "shape",
+)
+_METHODS = (
+    "__hash__",
+    "__len__",
+    "dim",
+    "element_size",
+    "get_device",
+    "is_complex",
+    "is_contiguous",
+    "is_floating_point",
+    "is_same_size",
+    "is_signed",
+    "ndimension",
+    "nelement",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "size",
+    "storage_offset",
+    "stride",
+)
+_WITHOUT_VALUES = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES if hasattr(torch.Tensor, name)]
+    + [getattr(torch.Tensor, name) for name in _METHODS]
+    + [torch.Tensor.requires_grad.__set__, torch.is_complex, torch.is_floating_point, torch.is_same_size, torch.numel]  # type: ignore[attr-defined]
+)
+
+
+class Watch:
+    """Watches parameters until told to stop.
+
+    Args:
+        values: a method, called before the values of a watched parameter are read or written; ``None``: that is of
+            no interest.
+        gradient: the same for its ``.grad`` being read or replaced.
+    """
+
+    def __init__(self, values: Used | None = None, gradient: Used | None = None) -> None:
+        # Weakly: the owner of these methods owns the watch.
+        self._values = None if values is None else weakref.WeakMethod(values)
+        self._gradient = None if gradient is None else weakref.WeakMethod(gradient)
+        self._classes: dict[type, type] = {}
+
+    def start(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            cls = type(parameter)
+            if not issubclass(cls, _Watched):
+                parameter.__class__ = self._classes.get(cls) or self._watched(cls)
+
+    def stop(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            cls = type(parameter)
+            if issubclass(cls, _Watched) and cls._watch() is self:
+                parameter.__class__ = cls._plain
+
+    def used(self, parameter: torch.Tensor, func: Any, about_grad: bool) -> None:
+        ref = self._gradient if about_grad else self._values
+        call = None if ref is None else ref()
+        if call is not None:
+            call(parameter, func)
+
+    def _watched(self, cls: type) -> type:
+        names = {
+            "_plain": cls,
+            "_watch": weakref.ref(self),
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+        }
+        made = self._classes[cls] = type(cls.__name__, (_Watched, cls), names)
+        return made
+
+
+class _Watched(torch.Tensor):
+    _plain: type
+    _watch: Callable[[], Watch | None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _WITHOUT_VALUES:
+            about_grad = func in _ABOUT_GRAD
+            for parameter in _watched_in((args, kwargs)):
+                watch = type(parameter)._watch()
+                if watch is None:
+                    parameter.__class__ = type(parameter)._plain
+                    continue
+                watch.used(parameter, func, about_grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self.detach()  # the values are about to be read
+        watched = type(self)
+        self.__class__ = watched._plain if isinstance(self, _Watched) else watched  # or the copy would be watched too
+        try:
+            return copy.deepcopy(self, memo)
+        finally:
+            self.__class__ = watched
+
+
+def _watched_in(values: Any) -> Iterator[Any]:
+    if isinstance(values, _Watched):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _watched_in(value)
+    elif isinstance(values, dict):
+        yield from _watched_in(list(values.values()))

@@ -1,0 +1,22 @@
+"""One thread that steps while the user's thread goes on. It lives from its first task until it is stopped."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+
+class Worker:
+    """Runs tasks one after the other, in the order in which they were given."""
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+
+    def run(self, task: Callable[[], None]) -> "Future[None]":
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instep-step")
+        return self._executor.submit(task)
+
+    def stop(self) -> None:
+        """Finish what was given, and end the thread."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+            self._executor = None
