@@ -87,8 +87,8 @@ def refuse_policies(schedule: str, clip: Any, accumulation_steps: Any, scaler: A
         raise AttachError(
             "ClipNorm(mode='exact') needs every gradient before the first update, and schedule='backward' updates "
             "during backward. Choose schedule='forward' (exact); undo=True (exact: a step that turns out to need "
-            "clipping is put back and done again); ClipNorm(mode='two_pass') (exact: overlap.backward(loss) runs backward "
-            "twice); or, as other algorithms, mode='per_bucket' or mode='previous_norm'"
+            "clipping is put back and done again); ClipNorm(mode='two_pass') (exact: overlap.backward(loss) runs "
+            "backward twice); or, as other algorithms, mode='per_bucket' or mode='previous_norm'"
         )
     if mode not in (None, "exact") and undo:
         raise AttachError(

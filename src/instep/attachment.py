@@ -450,7 +450,10 @@ class Attachment:
             node.register_prehook(self._before_backward)
 
     def _before_backward(self, gradients: object) -> None:
-        self._step.begin_backward()
+        if self._step.begin_backward():
+            for source in self._sources:
+                if isinstance(source, DDPSource):
+                    source.before_backward()
         # Asked for here it is the outermost backward's end; in a hook on a parameter, maybe that of one nested in it.
         self._ask_for_step()
 

@@ -54,6 +54,10 @@ class Clipping:
         """A gradient was changed after it had been measured."""
         self._norms.pop(attached.spec.index, None)
 
+    def forget_norms(self) -> None:
+        """Gradients may change from now on."""
+        self._norms.clear()
+
     def know_total(
         self, parameters: Sequence[AttachedParameter], gradient: Callable[[AttachedParameter], torch.Tensor | None]
     ) -> None:
@@ -95,6 +99,8 @@ class Clipping:
 
 
 def _clip(policy: ClipNorm | ClipValue | None, total: torch.Tensor | None, parameters: Sequence[torch.Tensor]) -> None:
+    if not parameters:
+        return  # clip_grad_value_ raises where there is nothing to clip
     if isinstance(policy, ClipValue):
         torch.nn.utils.clip_grad_value_(parameters, policy.clip_value)
     elif isinstance(policy, ClipNorm) and policy.mode == "per_bucket":

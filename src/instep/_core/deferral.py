@@ -248,13 +248,16 @@ class Deferral:
 
     # What the optimizer steps.
 
-    def begin_backward(self) -> None:
-        """An output of the model is about to get its gradient."""
+    def begin_backward(self) -> bool:
+        """An output of the model is about to get its gradient. Returns whether this is the first of them in the
+        running backward."""
+        if self._backward == graph_task():
+            return False
+        self._backward = graph_task()
         self._accumulation.count()
-        if self._backward != graph_task():
-            self._backward = graph_task()
-            self._clipping.begin()
-            self._clipped.clear()
+        self._clipping.begin()
+        self._clipped.clear()
+        return True
 
     def begin_flush(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to update: take over what can be applied later."""

@@ -66,5 +66,7 @@ def scales_down(max_norm: float, total: torch.Tensor) -> bool:
 
 
 def _grouped(tensors: Sequence[torch.Tensor]) -> _Groups:
+    if not tensors:
+        return {}
     grouped: Any = _foreach_utils._group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
     return cast(_Groups, grouped)

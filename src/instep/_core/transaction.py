@@ -82,6 +82,7 @@ class Transaction:
         self._uncommitted: set[Stepper] = set()
         # The running backward, and those nested in it by reentrant checkpointing.
         self._backwards: set[int | None] = set()
+        self._running: int | None = None
         # Of each optimizer one parameter that was left with a spent gradient when the last step was committed.
         self._left: dict[Stepper, AttachedParameter] = {}
         self._flushing: Stepper | None = None
@@ -97,15 +98,19 @@ class Transaction:
 
     # What happens during backward.
 
-    def begin_backward(self) -> None:
-        """An output of the model is about to get its gradient, before any parameter does.
+    def begin_backward(self) -> bool:
+        """An output of the model is about to get its gradient, before any parameter does. Returns whether this is
+        the first of them in the running backward.
 
         Raises ``AccumulationError``, before anything is written or reduced, if an earlier backward of this step has
         already updated weights. Some outputs lie deep in the graph: in the same backward they are met later.
         """
         task = graph_task()
+        if task == self._running:
+            return False
+        self._running = task
         if task in self._backwards:
-            return
+            return False
         if self._accumulation.distributed and not self._applied:
             # DDP's reducer would be unusable after the error that this gradient raises when it is added to.
             for attached in self._left.values():
@@ -116,7 +121,7 @@ class Transaction:
         if self._applied and self._undo is not None:
             self.put_back()
         if self._accumulation.holding:
-            return
+            return True
         if self._applied:
             raise AccumulationError(
                 "a second backward began before optimizer.step(), but the first has already updated the weights. Wrap "
@@ -125,6 +130,7 @@ class Transaction:
             )
         self._require_pass()
         self._backwards = {task}
+        return True
 
     def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
         """Announce final gradients. ``False``: leave them in ``.grad``, this step must not be written now.
@@ -165,6 +171,8 @@ class Transaction:
             return not self._plain
 
     def _open(self) -> None:
+        if self._pass is None:
+            self._clipping.begin()
         if self._scale is not None:
             self._scale.begin()
         self.on_open()
@@ -371,6 +379,8 @@ class Transaction:
                 "backward; to accumulate, wrap all but the last micro-batch in `with overlap.accumulate():`; a loop "
                 "that leaves out step() on some iterations needs undo=True or schedule='forward'"
             )
+        if not self._arrived:
+            self._clipping.begin()
         if self._plain and all(_gradient(attached) is None for attached in self.parameters):
             self._reset()  # a step that was put back and never taken: zero_grad() has ended it
 
@@ -482,6 +492,7 @@ class Transaction:
                 if stepper is not self._flushing:
                     stepper.abort()
             self._applied.clear()
+            self._clipping.forget_norms()
             self._plain = True
             self.redo_count += 1
 

@@ -15,12 +15,13 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # export
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._core.parameters import AttachedParameter
+from instep._core.placeholders import Placeholder
 from instep._core.plan import Bucket
 from instep._core.transaction import Recorder
 from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AttachError
 from instep.sources import Sink
-from instep.sources.reductions import Divisor, Reduction, Reductions, as_they_arrive
+from instep.sources.reductions import Divisor, Reduction, Reductions, as_they_arrive, slices_of
 
 CommHook = tuple[Any, Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]]
 """A DDP communication hook with its state, in the order in which ``register_comm_hook`` takes them."""
@@ -32,11 +33,12 @@ class _HookSlot:
     With no source it is the user's own hook, or the plain mean that DDP computes without one. A copy of it is empty.
     """
 
-    __slots__ = ("__weakref__", "_ddp", "_divisor", "comm_hook", "reduce_dtype", "source")
+    __slots__ = ("__weakref__", "_ddp", "_divisor", "_views", "comm_hook", "reduce_dtype", "source")
 
     def __init__(self, ddp: DistributedDataParallel | None = None) -> None:
         self._ddp = None if ddp is None else weakref.ref(ddp)
         self._divisor = Divisor()
+        self._views: dict[int, int] = {}
         self.comm_hook: CommHook | None = None
         self.reduce_dtype: torch.dtype | None = None
         self.source: DDPSource | None = None
@@ -51,14 +53,46 @@ class _HookSlot:
         ddp = None if self._ddp is None else self._ddp()
         assert ddp is not None, "the reducer that calls this belongs to the DDP instance"
         if self.comm_hook is None:
-            buffer = bucket.buffer()
-            future = cast_mean_allreduce(buffer, ddp.process_group, self._divisor(ddp, bucket), self.reduce_dtype)
+            buffer, divisor = bucket.buffer(), self._divisor(ddp, bucket)
+            if self.reduce_dtype is None and self._divide_views(bucket, divisor):
+                divisor = 1
+            future = cast_mean_allreduce(buffer, ddp.process_group, divisor, self.reduce_dtype)
         else:
             state, hook = self.comm_hook
             future = hook(state, bucket)
         if self.source is not None:
             self.source.launched(bucket, future)
         return future
+
+    def before_backward(self) -> None:
+        """Note which gradients were kept from the last backward and lie in a bucket: what is added to them there the
+        reducer divides in place, where it multiplies others by ``1 / divisor`` (``mark_variable_ready_dense``)."""
+        ddp = None if self._ddp is None else self._ddp()
+        if ddp is not None and ddp.gradient_as_bucket_view:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._views = {
+                    id(p): gradient.untyped_storage().data_ptr()
+                    for p in ddp._module_parameters
+                    if (gradient := p.grad) is not None
+                    and not isinstance(gradient, Placeholder)
+                    and not gradient.is_sparse
+                }
+
+    def _divide_views(self, bucket: GradBucket, divisor: int) -> bool:
+        """Divide the bucket as the reducer does, if any of it was kept."""
+        buffer = bucket.buffer()
+        if not self._views or buffer.is_sparse:
+            return False
+        parameters, storage = bucket.parameters(), buffer.untyped_storage().data_ptr()
+        kept = [self._views.get(id(p)) == storage for p in parameters]
+        if not any(kept):
+            return False
+        for gradient, was_kept in zip(slices_of(buffer, parameters), kept, strict=True):
+            if was_kept:
+                gradient.div_(divisor)
+            else:
+                gradient.mul_(1.0 / divisor)
+        return True
 
 
 _slots: "weakref.WeakKeyDictionary[DistributedDataParallel, _HookSlot]" = weakref.WeakKeyDictionary()
@@ -140,6 +174,13 @@ class DDPSource:
 
     def begin_step(self) -> None:
         """Nothing is counted from step to step."""
+
+    def before_backward(self) -> None:
+        """A backward begins: no gradient has changed yet."""
+        ddp = self._ddp()
+        slot = None if ddp is None else _slots.get(ddp)
+        if slot is not None:
+            slot.before_backward()
 
     def reduced(self) -> bool:
         """Whether buckets were sent since this was last asked."""
