@@ -50,7 +50,7 @@ from instep._validation import (
 )
 from instep.errors import AttachError, StaleAttachmentError
 from instep.sources import Sink, Source
-from instep.sources.ddp import CommHook, DDPSource
+from instep.sources.ddp import CommHook, DDPSource, managed_by
 from instep.sources.fsdp import FSDP1Source
 from instep.sources.local import LocalSource
 
@@ -225,7 +225,9 @@ class Attachment:
         # Nobody else need hold an optimizer whose step() nobody calls.
         self._kept = list(optimizers) if options.steps_itself else []
         fsdp1 = fsdp1_in(model)
-        self._step.parameters = self._gather(optimizers, names, bool(fsdp1))
+        self._in_fsdp1 = bool(fsdp1)
+        self._grouped = _parameters_in(optimizers)
+        self._step.parameters = tuple(self._gather(optimizers, names))
         self._precision: LowPrecision | None = None
         self._handles: list[RemovableHandle] = []
         self._pre_hooks: list[RemovableHandle] = []
@@ -282,7 +284,7 @@ class Attachment:
             RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set. Nothing was updated.
         """
         step = self._step
-        if not isinstance(step, Transaction) or self._clipping.mode != "two_pass" or self._accumulation.is_held:
+        if not isinstance(step, Transaction) or self._clipping.mode != "two_pass" or self._accumulation.holds_next:
             loss.backward(gradient)
         elif self._ddps:
             with step.measured(waits_for_all=True):
@@ -383,7 +385,7 @@ class Attachment:
                 source.connect()
             self._handles.append(model.register_forward_pre_hook(BoundHook(self._before_forward)))
             self._handles.append(model.register_forward_hook(BoundHook(self._after_forward)))
-            self._watch_readers(model)
+            self._watch_readers(model, self._owners(self._step.parameters))
             for ref, stepper in zip(self._optimizers, self._steppers, strict=True):
                 optimizer = ref()
                 assert optimizer is not None
@@ -427,6 +429,7 @@ class Attachment:
         self._step.before_forward()
         require_unchanged(self._step.parameters)
         if self._step.state != "open":
+            self._adopt()
             for source in self._sources:
                 source.refresh()
         if torch.is_grad_enabled():
@@ -517,11 +520,11 @@ class Attachment:
     def _before_state(self, *_: object) -> None:
         self._step.synchronize()
 
-    def _watch_readers(self, model: nn.Module) -> None:
+    def _watch_readers(self, model: nn.Module, owners: Sequence[tuple[nn.Module, list[AttachedParameter]]]) -> None:
         """Hooks on the modules that hold attached parameters themselves."""
         step = self._step
         if isinstance(step, Transaction):
-            for owner, mine in self._owners():
+            for owner, mine in owners:
                 if owner is not model:
                     hook = BoundHook(functools.partial(self._before_read, mine))
                     self._handles.append(owner.register_forward_pre_hook(hook))
@@ -533,7 +536,7 @@ class Attachment:
             below = {id(p) for p in wrapper.parameters()}
             mine = [a for a in step.parameters if id(a.get()) in below]
             self._handles.append(wrapper.register_forward_pre_hook(BoundHook(Reader(mine, step.before_read))))
-        for owner, mine in self._owners():
+        for owner, mine in owners:
             if owner not in inside:
                 step.readers.append(Reader(mine, step.before_read))
                 self._handles.append(owner.register_forward_pre_hook(BoundHook(step.readers[-1])))
@@ -545,7 +548,7 @@ class Attachment:
         sources: list[Source] = []
         local = {a.spec.index: a for a in self._step.parameters}
         for ddp in wrapped:
-            managed = _managed(ddp)
+            managed = managed_by(ddp)
             mine = [a for a in local.values() if id(a.get()) in managed]
             local = {index: a for index, a in local.items() if a not in mine}
             if mine and (sink is not None or options.comm_hook is not None or _reduce_dtype(options) is not None):
@@ -564,10 +567,27 @@ class Attachment:
                 sources.append(LocalSource(sink, list(local.values()), options.bucket_bytes or DEFAULT_BUCKET_BYTES))
         return sources
 
-    def _owners(self) -> list[tuple[nn.Module, list[AttachedParameter]]]:
-        """The modules that hold attached parameters themselves."""
+    def _adopt(self) -> None:
+        """Take in the model's parameters that were added to an optimizer (``add_param_group``) since."""
+        optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        grouped = _parameters_in(optimizers)
+        model = self._model()
+        if grouped == self._grouped or model is None or len(optimizers) < len(self._optimizers):
+            return
+        self._grouped = grouped
+        names = name_parameters(model)
+        known = {id(attached.peek()): attached for attached in self._step.parameters}
+        added = self._gather(optimizers, {key: names[key] for key in names if key not in known}, len(known))
+        everything = {**known, **{id(attached.get()): attached for attached in added}}
+        self._step.parameters = tuple(everything[key] for key in names if key in everything)
+        for source in self._sources:
+            added = source.adopt(added)
+        self._watch_readers(model, self._owners(added))
+
+    def _owners(self, parameters: Sequence[AttachedParameter]) -> list[tuple[nn.Module, list[AttachedParameter]]]:
+        """The modules that hold ``parameters`` themselves."""
         owners: dict[nn.Module, list[AttachedParameter]] = {}
-        for attached in self._step.parameters:
+        for attached in parameters:
             for place in attached.places:
                 if (owner := place.module()) is not None:
                     owners.setdefault(owner, []).append(attached)
@@ -578,7 +598,9 @@ class Attachment:
             if (parameter := attached.peek()) is not None:
                 yield parameter
 
-    def _gather(self, optimizers: Sequence[Optimizer], names: Names, in_fsdp1: bool) -> tuple[AttachedParameter, ...]:
+    def _gather(
+        self, optimizers: Sequence[Optimizer], names: Names, first_index: int = 0
+    ) -> Sequence[AttachedParameter]:
         owner = {
             id(p): stepper
             for optimizer, stepper in zip(optimizers, self._steppers, strict=True)
@@ -591,12 +613,13 @@ class Attachment:
                 continue
             name = places[0].name
             nbytes = parameter.numel() * parameter.element_size()
-            spec = ParameterSpec(len(parameters), name, parameter.shape, parameter.dtype, parameter.device, nbytes)
+            index = first_index + len(parameters)
+            spec = ParameterSpec(index, name, parameter.shape, parameter.dtype, parameter.device, nbytes)
             spent = None
             if isinstance(self._step, Transaction) and not self._options.steps_itself and not self._options.undo:
                 spent = SpentGradient(parameter, name, functools.partial(self._step.misuse, spec))
             # A sharded model puts other tensors in the parameters' places while it computes.
-            held = () if in_fsdp1 or is_sharded(parameter) else places
+            held = () if self._in_fsdp1 or is_sharded(parameter) else places
             parameters.append(AttachedParameter(parameter, spec, held, owner[id(parameter)], spent))
         return tuple(parameters)
 
@@ -619,6 +642,10 @@ def _nodes(output: object) -> Iterator[Node]:
             yield from _nodes(item)
 
 
+def _parameters_in(optimizers: Sequence[Optimizer]) -> int:
+    return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
+
+
 def _reduce_dtype(options: Options) -> torch.dtype | None:
     policy = options.mixed_precision
     return None if policy is None else policy.reduce_dtype or policy.param_dtype
@@ -632,12 +659,6 @@ def _living(
 
 def _ddps_in(model: nn.Module) -> list[DistributedDataParallel]:
     return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-
-
-def _managed(ddp: DistributedDataParallel) -> set[int]:
-    """The parameters that ``ddp`` may reduce. Those that were frozen when it was built never come in a bucket, and are
-    left to ``optimizer.step()``."""
-    return {id(p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
 
 
 def _rank() -> int:

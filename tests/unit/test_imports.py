@@ -67,6 +67,8 @@ def test_the_public_names() -> None:
     assert instep.__all__ == [
         "AllreduceUpcastHookState",
         "Attachment",
+        "ClipNorm",
+        "ClipValue",
         "OptimInBackwardHookState",
         "OptimizerHookState",
         "OverlappedOptimizer",

@@ -40,6 +40,11 @@ class Accumulation:
         return self._held > 0 or any(not ddp.require_backward_grad_sync for ddp in self._wrapped())
 
     @property
+    def holds_next(self) -> bool:
+        """Whether the backward that is about to begin only adds."""
+        return self.is_held or (self._backwards + 1) % self.steps != 0
+
+    @property
     def distributed(self) -> bool:
         """Whether there are DDP instances."""
         return bool(self._wrapped())

@@ -306,8 +306,9 @@ class Deferral:
 
     def _put_off(self, stepper: Stepper, parameters: Sequence[AttachedParameter], clip: Clip | None) -> None:
         step = _Frozen(stepper.optimizer(), parameters)
+        by_index = {attached.spec.index: attached for attached in parameters}
         dues = [
-            _Due([self.parameters[spec.index] for spec in bucket.parameters], step, clip, self.recorder)
+            _Due([by_index[spec.index] for spec in bucket.parameters], step, clip, self.recorder)
             for bucket in self.buckets_of(parameters)
         ]
         for due in dues:

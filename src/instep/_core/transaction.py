@@ -117,11 +117,12 @@ class Transaction:
                 parameter = attached.get()
                 if attached.spent is not None and parameter.requires_grad and parameter.grad is attached.spent:
                     raise _never_cleared(attached.spec.name, "backward()")
-        self._accumulation.count()
         if self._applied and self._undo is not None:
             self.put_back()
-        if self._accumulation.holding:
-            return True
+        if self._pass != "measuring":
+            self._accumulation.count()
+            if self._accumulation.holding:
+                return True
         if self._applied:
             raise AccumulationError(
                 "a second backward began before optimizer.step(), but the first has already updated the weights. Wrap "
@@ -138,9 +139,10 @@ class Transaction:
         Raises ``AccumulationError`` when one of them was announced before in this step: before anything more is
         written.
         """
-        self._accumulation.count()
-        if self._accumulation.holding:
-            return False
+        if self._pass != "measuring":
+            self._accumulation.count()
+            if self._accumulation.holding:
+                return False
         with self._lock:
             if self._torn is not None:
                 if self._torn_in == graph_task():

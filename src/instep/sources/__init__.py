@@ -49,6 +49,9 @@ class Source(Protocol):
     def disconnect(self) -> None:
         """Take the hooks off again. Safe to call twice."""
 
+    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
+        """Between steps: take in parameters that were added to an optimizer. Returns those that are not its own."""
+
     def refresh(self) -> None:
         """Between steps: take in parameters that were frozen or unfrozen."""
 

@@ -169,6 +169,12 @@ class DDPSource:
         if slot is not None and slot.source is self:
             slot.source = slot.reduce_dtype = None
 
+    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
+        ddp = self._ddp()
+        reduced = set() if ddp is None else managed_by(ddp)
+        self._by_id.update((id(a.get()), a) for a in parameters if id(a.get()) in reduced)
+        return [a for a in parameters if id(a.get()) not in reduced]
+
     def refresh(self) -> None:
         """DDP fixes its parameters when it is constructed."""
 
@@ -243,6 +249,12 @@ class DDPSource:
         self._sink.spend(a for a in self._mine(reductions) if self._sink.is_applied(a))
         self._sink.streams.join()
         self._sink.raise_failure()
+
+
+def managed_by(ddp: DistributedDataParallel) -> set[int]:
+    """The parameters that ``ddp`` may reduce. Those that were frozen when it was built never come in a bucket, and are
+    left to ``optimizer.step()``."""
+    return {id(p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
 
 
 def _record(recorder: Recorder, name: str, future: torch.futures.Future[torch.Tensor]) -> None:

@@ -58,6 +58,9 @@ class FSDP1Source:
             if parameter is not None and hasattr(parameter, "_in_backward_optimizers"):
                 del parameter._in_backward_optimizers
 
+    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
+        return parameters  # FSDP1 asked at its first forward
+
     def refresh(self) -> None:
         """FSDP1 asks for ``requires_grad`` itself."""
 

@@ -45,6 +45,10 @@ class LocalSource:
             handle.remove()
         self._handles.clear()
 
+    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
+        self._parameters += tuple(parameters)
+        return ()
+
     def refresh(self) -> None:
         trainable = [attached for attached in self._parameters if attached.get().requires_grad]
         if trainable == self._trainable:
