@@ -103,6 +103,12 @@ class Rotations(nn.Module):
         return self.outer((self.inner(x) * self.turn).real)
 
 
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    """Copies of the parameters as they are in memory: instep is not told that somebody reads them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [p.detach().clone() for p in model.parameters()]
+
+
 def batch(seed: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, 16, generator=generator), torch.randint(0, 10, (rows,), generator=generator)

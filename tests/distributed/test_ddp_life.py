@@ -17,7 +17,7 @@ import instep
 import instep.comm_hooks
 from instep.errors import AccumulationError, AttachError, StaleAttachmentError, TornStepError
 from instep.verification import first_difference, training_state
-from tests.cases import Blocks, batch
+from tests.cases import Blocks, batch, weights
 from tests.distributed.pool import RankPool
 
 
@@ -37,10 +37,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         loss_of(model, i).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def weights(model: nn.Module) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
 
 
 def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:

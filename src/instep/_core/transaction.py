@@ -74,7 +74,7 @@ class Transaction:
         self._clipping = clipping
         self._undo = undo
         self._scale = scale
-        self._watch = Watch(values=self._used, gradient=self._used)
+        self._watch = Watch(values=self._used, gradient=None if undo is None else self._used)
         # On accelerators the engine runs one thread per device, each of which may complete a bucket.
         self._lock = threading.RLock()
         self._arrived: set[int] = set()
@@ -252,11 +252,14 @@ class Transaction:
                 parameter.grad = gradient
 
     def spend(self, bucket: Iterable[AttachedParameter]) -> None:
-        """The gradients of applied parameters have served: free them, leaving spent ones. With ``undo`` they stay,
-        and whoever uses one, or the parameter, has the step put back first."""
+        """The gradients of applied parameters have served: free them, leaving spent ones. With ``undo`` they stay.
+        Until ``optimizer.step()`` the plain loop would find the old weights: who uses one is told so, or with ``undo``
+        has the step put back first."""
         if self._undo is None:
             for attached in bucket:
                 attached.get().grad = attached.spent
+                if attached.spent is not None and self.is_applied(attached):
+                    self._watch.start([attached.get()])
             return
         for attached in bucket:
             parameter = attached.get()
@@ -402,6 +405,7 @@ class Transaction:
         if self._undo is not None:
             self._validate(stepper)
         applied = self._applied_by(stepper)
+        self._watch.stop(attached.get() for attached in applied)
         try:
             if applied:
                 stepper.require_unchanged()
@@ -450,7 +454,8 @@ class Transaction:
                     attached.get().grad = self._kept.pop(attached.spec.index)[0]
                     self._applied.discard(attached.spec.index)
             else:
-                self.spend(applied)
+                for attached in applied:
+                    attached.get().grad = attached.spent
                 if applied:
                     self._left[stepper] = applied[0]
             self._accumulation.stepped()
@@ -522,6 +527,13 @@ class Transaction:
 
     def _used(self, parameter: torch.Tensor, func: Any) -> None:
         """Somebody is about to read or write an applied parameter, or its gradient."""
+        if self._undo is None:
+            where = "between backward() and optimizer.step()" if graph_task() is None else "in backward"
+            raise UncommittedStepError(
+                f"parameter {self._name_of(parameter)!r} was used {where}, but backward has already updated it: the "
+                "plain loop would find the old value. Use weights before backward() or after optimizer.step(), and "
+                "checkpoint with use_reentrant=False; or use undo=True or schedule='forward'"
+            )
         if func == GET_GRAD and self._scale is not None and not self._scale.taken_off:
             return  # may be GradScaler: the gradient that is held says what is done with it
         self.put_back()
@@ -589,6 +601,9 @@ class Transaction:
         scale = kernel_scale(optimizer)
         return scale is not None and is_power_of_two(scale) and self._scale.is_inverse_of(scale)
 
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        return next(attached.spec.name for attached in self.parameters if attached.peek() is parameter)
+
     def _real_gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
         kept = self._kept.get(attached.spec.index)
         return _gradient(attached) if kept is None else kept[0]
@@ -635,6 +650,7 @@ class Transaction:
         pending = [a.spec.name for a in self.parameters if a.spec.index in self._arrived and not self.is_applied(a)]
         self._torn = partial(TornStepError, self.step_count + 1, names, pending, self._rank(), cause)
         self._torn_in = graph_task()
+        self._release()
 
     def _reset(self) -> None:
         self._arrived.clear()

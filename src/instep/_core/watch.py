@@ -134,25 +134,39 @@ class _Watched(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _WITHOUT_VALUES:
-            about_grad = func in _ABOUT_GRAD
-            for parameter in _watched_in((args, kwargs)):
-                watch = type(parameter)._watch()
-                if watch is None:
-                    parameter.__class__ = type(parameter)._plain
-                    continue
+        if func in _WITHOUT_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        about_grad = func in _ABOUT_GRAD
+        watched = list(_watched_in((args, kwargs)))
+        for parameter in watched:
+            # The same one may stand there twice.
+            watch = parameter._watch() if isinstance(parameter, _Watched) else None
+            if watch is not None:
                 watch.used(parameter, func, about_grad)
-        with torch._C.DisableTorchFunctionSubclass():
+        # As it would run without anybody watching: other classes among the arguments have a say.
+        still = [(p, type(p)) for p in watched if isinstance(p, _Watched) and p._watch() is not None]
+        for parameter in watched:
+            _unwatch(parameter)
+        try:
             return func(*args, **kwargs)
+        finally:
+            for parameter, as_watched in still:
+                parameter.__class__ = as_watched
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self.detach()  # the values are about to be read
         watched = type(self)
-        self.__class__ = watched._plain if isinstance(self, _Watched) else watched  # or the copy would be watched too
+        _unwatch(self)  # or the copy would be watched too
         try:
             return copy.deepcopy(self, memo)
         finally:
             self.__class__ = watched
+
+
+def _unwatch(parameter: torch.Tensor) -> None:
+    if isinstance(parameter, _Watched):
+        parameter.__class__ = parameter._plain
 
 
 def _watched_in(values: Any) -> Iterator[Any]:
