@@ -23,7 +23,7 @@ from instep._core.accumulation import Accumulation
 from instep._core.arrival import Arrival
 from instep._core.clipping import Clipping
 from instep._core.deferral import Deferral, Reader
-from instep._core.engine import at_end_of_backward, graph_task
+from instep._core.engine import after_all_of_backward, graph_task
 from instep._core.hooks import BoundHook
 from instep._core.parameters import AttachedParameter, require_unchanged
 from instep._core.placeholders import SpentGradient
@@ -463,7 +463,7 @@ class Attachment:
     def _ask_for_step(self) -> None:
         if self._options.steps_itself and not self._step_due:
             self._step_due = True
-            _after_the_sources(self._step_itself, self._never_stepped)
+            after_all_of_backward(self._step_itself, self._never_stepped)
 
     def _step_itself(self) -> None:
         self._step_due = False
@@ -622,12 +622,6 @@ class Attachment:
             held = () if self._in_fsdp1 or is_sharded(parameter) else places
             parameters.append(AttachedParameter(parameter, spec, held, owner[id(parameter)], spent))
         return tuple(parameters)
-
-
-def _after_the_sources(end: Callable[[], None], failed: Callable[[], None]) -> None:
-    """Call ``end`` where the current backward ends, after what the sources have asked for by then, twice over."""
-    again = functools.partial(at_end_of_backward, end, failed)
-    at_end_of_backward(functools.partial(at_end_of_backward, again, failed), failed)
 
 
 def _nodes(output: object) -> Iterator[Node]:

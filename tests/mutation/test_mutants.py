@@ -30,14 +30,20 @@ DDP = "tests/distributed/test_ddp_parity.py"
 DDP_LIFE = "tests/distributed/test_ddp_life.py"
 COMM_HOOKS = "tests/distributed/test_comm_hooks.py"
 MIXED_PRECISION = "tests/distributed/test_mixed_precision.py"
+PROGRAMS = "tests/parity/test_programs.py"
+READERS = "tests/parity/test_readers.py"
+CLIPPING = "tests/parity/test_clipping.py"
+LOSS_SCALE = "tests/parity/test_loss_scale.py"
+UNDO = "tests/parity/test_undo.py"
+SCHEDULES = "tests/distributed/test_schedules.py"
 IN_BACKWARD = "tests/functional/test_in_backward.py"
 
 MUTANTS = [
     Mutant(
         "skip the last bucket",
         "sources/local.py",
-        "if self._transaction.apply(members):",
-        "if number == len(self._members) - 1 or self._transaction.apply(members):",
+        "if self._sink.apply(members):",
+        "if number == len(self._members) - 1 or self._sink.apply(members):",
         PARITY,
     ),
     Mutant(
@@ -85,29 +91,29 @@ MUTANTS = [
     Mutant(
         "keep the gradient after it was applied",
         "_core/transaction.py",
-        "        for attached in bucket:\n            attached.get().grad = attached.spent",
-        "        return",
+        "                attached.get().grad = attached.spent\n                if attached.spent is not None",
+        "                if attached.spent is not None",
         PARITY,
     ),
     Mutant(
         "free the gradient without leaving a spent one",
         "_core/transaction.py",
-        "        for attached in bucket:\n            attached.get().grad = attached.spent",
-        "        for attached in bucket:\n            attached.get().grad = None",
+        "                attached.get().grad = attached.spent\n                if attached.spent is not None",
+        "                attached.get().grad = None\n                if attached.spent is not None",
         REFUSALS,
     ),
     Mutant(
         "clear spent gradients for good in step()",
         "_core/transaction.py",
-        "            self.spend(applied)\n",
+        "                for attached in applied:\n                    attached.get().grad = attached.spent\n",
         "",
         REFUSALS,
     ),
     Mutant(
         "step within accumulate()",
-        "_core/transaction.py",
-        "if self.accumulating or (self.in_no_sync",
-        "if (self.in_no_sync",
+        "_core/accumulation.py",
+        "return self._held > 0 or any(",
+        "return any(",
         PARITY,
     ),
     Mutant(
@@ -134,14 +140,14 @@ MUTANTS = [
     Mutant(
         "do not compare hyper-parameters in step()",
         "_core/transaction.py",
-        "stepper.require_unchanged()",
-        "pass",
+        "            if applied:\n                stepper.require_unchanged()\n            for attached",
+        "            for attached",
         REFUSALS,
     ),
     Mutant(
         "do not look at the parameters before a forward",
         "attachment.py",
-        "require_unchanged(self._transaction.parameters)",
+        "require_unchanged(self._step.parameters)",
         "pass",
         REFUSALS,
     ),
@@ -190,15 +196,15 @@ MUTANTS = [
     Mutant(
         "take every optimizer to be separable",
         "attachment.py",
-        "require_separable(one)",
-        "pass",
+        "if require_separable(stepper.optimizer())",
+        "",
         "tests/unit/test_attach.py",
     ),
     Mutant(
         "raise before DDP is done",
         "sources/local.py",
-        "at_end_of_backward(self._transaction.raise_failure, self._transaction.backward_raised)",
-        "self._transaction.raise_failure()",
+        "at_end_of_backward(self._sink.raise_failure, self._sink.backward_raised)",
+        "self._sink.raise_failure()",
         DDP_LIFE,
     ),
     Mutant(
@@ -323,18 +329,178 @@ MUTANTS = [
     Mutant(
         "step by oneself inside no_sync",
         "attachment.py",
-        'if self._transaction.state == "open" or any(reduced):',
+        'if self._step.state == "open" or any(reduced):',
         "if True:",
         "tests/functional/test_overlapped.py",
     ),
     Mutant(
+        "do not wait for a parameter that is used",
+        "_core/deferral.py",
+        "        self._finish([self._due.get(id(parameter))])\n",
+        "",
+        READERS,
+    ),
+    Mutant(
+        "do not wait for what a module reads",
+        "_core/deferral.py",
+        "if self._due:\n            # Without",
+        "if False:\n            # Without",
+        "tests/parity/test_structures.py",
+    ),
+    Mutant(
+        "step later with the groups of then",
+        "_core/deferral.py",
+        "self._frozen = frozen(optimizer)",
+        "self._frozen = optimizer",
+        PROGRAMS,
+    ),
+    Mutant(
+        "put off a fused update without its loss scale",
+        "_core/stepper.py",
+        "setattr(copied, name, value.detach().clone())",
+        "delattr(copied, name)",
+        LOSS_SCALE,
+    ),
+    Mutant(
+        "let graphs with the old weights run after step()",
+        "_core/deferral.py",
+        "        torch.autograd.graph.increment_version(self.tensors)\n",
+        "",
+        READERS,
+    ),
+    Mutant(
+        "write over a write through an alias",
+        "_core/deferral.py",
+        "            if tensor._version != version:",
+        "            if False:",
+        READERS,
+    ),
+    Mutant(
+        "lose the gradients that nobody cleared",
+        "_core/deferral.py",
+        "tensor.grad = held if id(tensor) in self._due else held.held",
+        "pass",
+        PROGRAMS,
+    ),
+    Mutant(
+        "put off optimizers that keep values in their groups",
+        "_core/probe.py",
+        "contained = contained and not stepper.wrote_elsewhere",
+        "contained = True",
+        "tests/parity/test_odd_optimizers.py",
+    ),
+    Mutant(
+        "clip only what is put off",
+        "_core/deferral.py",
+        "if clip is not None and len(later) < len(with_gradient):",
+        "if False:",
+        CLIPPING,
+    ),
+    Mutant(
+        "take norms in the order of parameters",
+        "_core/norms.py",
+        "ordered = [norms[i] for ([_], positions) in _grouped(like).values() for i in positions]",
+        "ordered = list(norms)",
+        "tests/unit/test_norms.py",
+    ),
+    Mutant(
+        "keep the norm of a gradient that was changed",
+        "_core/arrival.py",
+        "        attached, _, _ = self._measured.pop(id(parameter))\n        self._clipping.forget(attached)\n",
+        "        self._measured.pop(id(parameter))\n",
+        CLIPPING,
+    ),
+    Mutant(
+        "keep the norms of a step that was put back",
+        "_core/transaction.py",
+        "            self._clipping.forget_norms()\n",
+        "",
+        PROGRAMS,
+    ),
+    Mutant(
+        "leave out earlier micro-batches in the first pass",
+        "_core/transaction.py",
+        "gradients.append(gradient if earlier is None else earlier + gradient)",
+        "gradients.append(gradient)",
+        CLIPPING,
+    ),
+    Mutant(
+        "step DDP's buckets before the norm is known",
+        "_core/transaction.py",
+        'return self._pass == "all"',
+        "return False",
+        SCHEDULES,
+    ),
+    Mutant(
+        "put parameters back without their state",
+        "_core/undo.py",
+        "                _put_back(value, saved)\n",
+        "",
+        UNDO,
+    ),
+    Mutant(
+        "keep state that the step had made",
+        "_core/undo.py",
+        "self._optimizer.state.pop(self._parameter, None)",
+        "pass",
+        UNDO,
+    ),
+    Mutant(
+        "let a trial step stand though the loss scale is still on",
+        "_core/transaction.py",
+        "if self._scale is None or self._scale.taken_off:",
+        "if True:",
+        LOSS_SCALE,
+    ),
+    Mutant(
+        "let a trial step stand though its gradient was changed",
+        "_core/transaction.py",
+        "            gradient._version == version + taken_off\n",
+        "            True\n",
+        UNDO,
+    ),
+    Mutant(
+        "step on the rank's own gradients",
+        "_core/accumulation.py",
+        "if done and self._wrapped():",
+        "if False:",
+        SCHEDULES,
+    ),
+    Mutant(
+        "communicate in every micro-batch",
+        "_core/accumulation.py",
+        "        if (self._backwards + 1) % self.steps:\n",
+        "        if False:\n",
+        SCHEDULES,
+    ),
+    Mutant(
+        "multiply what the reducer divides",
+        "sources/ddp.py",
+        "self._views.get(id(p)) == storage for p",
+        "False for p",
+        SCHEDULES,
+    ),
+    Mutant(
+        "let nobody know that weights are new between backward and step()",
+        "_core/transaction.py",
+        "                    self._watch.start([attached.get()])\n",
+        "                    pass\n",
+        REFUSALS,
+    ),
+    Mutant(
         "let nobody keep the optimizer that steps by itself",
         "attachment.py",
-        "self._kept = list(optimizers) if steps_itself else []",
+        "self._kept = list(optimizers) if options.steps_itself else []",
         "self._kept = [weakref.proxy(o) for o in optimizers]",
         "tests/functional/test_overlapped.py",
     ),
 ]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_defect_can_still_be_put_in(mutant: Mutant) -> None:
+    assert (SOURCE / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1, "write this defect anew"
+    assert (ROOT / mutant.tests).exists()
 
 
 @pytest.mark.nightly

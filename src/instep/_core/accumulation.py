@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
-from instep._core.engine import graph_task
+from instep._core.engine import after_all_of_backward, graph_task
 from instep.errors import AccumulationError
 
 
@@ -31,7 +31,7 @@ class Accumulation:
         self._wrapped = wrapped
         self._held = 0
         self._backwards = 0
-        self._counted: int | None = None
+        self._counted = False
         self._no_sync = ExitStack()
 
     @property
@@ -73,11 +73,14 @@ class Accumulation:
                 self._no_sync.enter_context(ddp.no_sync())
 
     def count(self) -> None:
-        """A backward has begun, or goes on: counted once."""
-        task = graph_task()
-        if self.steps > 1 and task is not None and task != self._counted:
-            self._counted = task
+        """A backward has begun, or goes on: counted once, with those that reentrant checkpointing nests in it."""
+        if self.steps > 1 and not self._counted and graph_task() is not None:
+            self._counted = True
             self._backwards += 1
+            after_all_of_backward(self._ended, self._ended)
+
+    def _ended(self) -> None:
+        self._counted = False
 
     def require_reduced(self) -> None:
         """Before ``optimizer.step()``: raise ``AccumulationError`` if DDP still owes the mean of these gradients."""

@@ -172,6 +172,8 @@ class Deferral:
 
     def before_forward(self) -> None:
         """The model is about to run."""
+        if self._flushing is not None:
+            self.commit(self._flushing)  # the optimizer's own step() raised, for parameters that it stepped at once
         self.before_read(())
         if self._accumulation.distributed:
             # DDP may lay out its buckets anew now, and copy what is in .grad.

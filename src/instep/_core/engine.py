@@ -4,6 +4,7 @@ Both are used by torch's own DDP and FSDP. ``tests/unit/test_engine.py`` fails c
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,13 @@ class _EndOfBackward:
     def __del__(self) -> None:
         if self._failed is not None:
             self._failed()
+
+
+def after_all_of_backward(end: Callable[[], None], failed: Callable[[], None]) -> None:
+    """Call ``end`` after what was asked for by then for the end of the current backward, and what that asked for,
+    twice over: after DDP, and after what waits for DDP."""
+    again = partial(at_end_of_backward, end, failed)
+    at_end_of_backward(partial(at_end_of_backward, again, failed), failed)
 
 
 def at_end_of_backward(end: Callable[[], None], failed: Callable[[], None]) -> None:
