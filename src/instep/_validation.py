@@ -291,6 +291,16 @@ def refuse_parameters(
         )
 
 
+def refuse_scripts(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise AttachError(
+                f"{name or 'the model'!r} is a torch.jit module ({type(module).__name__}): Python hooks do not run in "
+                "it, so instep cannot tell when its parameters are read. Use the module it was made from, or "
+                "torch.compile"
+            )
+
+
 def refuse_wrappers(model: nn.Module, names: Names, *, sharded: bool = False) -> None:
     for module in model.modules():
         if isinstance(module, DistributedDataParallel) and module._delay_all_reduce_params:

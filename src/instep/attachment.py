@@ -24,7 +24,7 @@ from instep._core.arrival import Arrival
 from instep._core.clipping import Clipping
 from instep._core.deferral import Deferral, Reader
 from instep._core.engine import after_all_of_backward, graph_task
-from instep._core.hooks import BoundHook
+from instep._core.hooks import BoundHook, first_of_post_hooks, last_of_pre_hooks
 from instep._core.parameters import AttachedParameter, require_unchanged
 from instep._core.placeholders import SpentGradient
 from instep._core.plan import MIB, ParameterSpec, Plan
@@ -46,6 +46,7 @@ from instep._validation import (
     refuse_options,
     refuse_parameters,
     refuse_policies,
+    refuse_scripts,
     refuse_wrappers,
 )
 from instep.errors import AttachError, StaleAttachmentError
@@ -170,6 +171,7 @@ def _attach(model: nn.Module, optimizers: Sequence[Optimizer], options: Options)
     refuse_optimizers(optimizers)
     wrapped = _ddps_in(model)
     refuse_communication(model, wrapped, options.bucket_bytes, options.comm_hook, options.mixed_precision)
+    refuse_scripts(model)
     names = name_parameters(model)
     refuse_parameters(names, optimizers, attached_parameters(), sharded=options.steps_itself)
     refuse_wrappers(model, names, sharded=options.steps_itself)
@@ -230,7 +232,6 @@ class Attachment:
         self._step.parameters = tuple(self._gather(optimizers, names))
         self._precision: LowPrecision | None = None
         self._handles: list[RemovableHandle] = []
-        self._pre_hooks: list[RemovableHandle] = []
         self._sources = self._make_sources(wrapped, fsdp1, sink)
 
     # What the user sees.
@@ -335,12 +336,11 @@ class Attachment:
         """
         for source in self._sources:
             source.disconnect()
-        for handle in (*self._handles, *self._pre_hooks):
+        for handle in self._handles:
             handle.remove()
         if self._precision is not None:
             self._precision.remove()
         self._handles.clear()
-        self._pre_hooks.clear()
         self._accumulation.close()
         model = self._model()
         if model is not None and _attachments.get(model) is self:
@@ -390,34 +390,23 @@ class Attachment:
                 optimizer = ref()
                 assert optimizer is not None
                 handle = optimizer.register_step_post_hook(BoundHook(functools.partial(self._after_step, stepper)))
-                # Ours runs first: the user's see the gradients that the plain loop has there. No public way to say so.
-                hooks: Any = optimizer._optimizer_step_post_hooks
-                hooks.move_to_end(handle.id, last=False)
+                first_of_post_hooks(optimizer, handle)
                 self._handles.append(handle)
-                if isinstance(self._step, Deferral):
-                    finish = BoundHook(self._before_state)
-                    self._handles.append(optimizer.register_state_dict_pre_hook(finish))
-                    self._handles.append(optimizer.register_load_state_dict_pre_hook(finish))
-            self._register_pre_hooks()
+                if not self._options.steps_itself:
+                    state = BoundHook(functools.partial(self._before_state, stepper))
+                    self._handles.append(optimizer.register_state_dict_pre_hook(state))
+                    self._handles.append(optimizer.register_load_state_dict_pre_hook(state))
+                handle = optimizer.register_step_pre_hook(BoundHook(functools.partial(self._before_step, stepper)))
+                last_of_pre_hooks(optimizer, handle)
+                self._handles.append(handle)
             if self._options.mixed_precision is not None:
                 self._precision = LowPrecision(model, self._options.mixed_precision)
         except BaseException:
             self.detach()
             raise
 
-    def _register_pre_hooks(self) -> None:
-        """Ours run last: the user's see the gradients as spent, and raise rather than find none."""
-        for handle in self._pre_hooks:
-            handle.remove()
-        self._pre_hooks.clear()
-        for ref, stepper in zip(self._optimizers, self._steppers, strict=True):
-            if (optimizer := ref()) is not None:
-                flush = BoundHook(functools.partial(self._before_step, stepper))
-                self._pre_hooks.append(optimizer.register_step_pre_hook(flush))
-
     def _begin_step(self) -> None:
         self._ask_for_step()
-        self._register_pre_hooks()
         for source in self._sources:
             source.begin_step()
 
@@ -513,12 +502,13 @@ class Attachment:
         self._step.commit(stepper)
 
     def _flush(self, stepper: Stepper) -> None:
+        self._adopt()
         if isinstance(self._step, Deferral):
             self._arrival.close()
         self._step.begin_flush(stepper)
 
-    def _before_state(self, *_: object) -> None:
-        self._step.synchronize()
+    def _before_state(self, stepper: Stepper, *_: object) -> None:
+        self._step.before_state(stepper)
 
     def _watch_readers(self, model: nn.Module, owners: Sequence[tuple[nn.Module, list[AttachedParameter]]]) -> None:
         """Hooks on the modules that hold attached parameters themselves."""
@@ -574,6 +564,7 @@ class Attachment:
         model = self._model()
         if grouped == self._grouped or model is None or len(optimizers) < len(self._optimizers):
             return
+        self._require_in_place(grouped)
         self._grouped = grouped
         names = name_parameters(model)
         known = {id(attached.peek()): attached for attached in self._step.parameters}
@@ -583,6 +574,15 @@ class Attachment:
         for source in self._sources:
             added = source.adopt(added)
         self._watch_readers(model, self._owners(added))
+
+    def _require_in_place(self, grouped: Sequence[Sequence[int]]) -> None:
+        for stepper, found in zip(self._steppers, map(set, grouped), strict=True):
+            for attached in self._step.parameters:
+                if attached.stepper is stepper and id(attached.peek()) not in found:
+                    raise StaleAttachmentError(
+                        f"parameter {attached.spec.name!r} is no longer in {stepper.name}.param_groups. detach() "
+                        "before taking parameters out of an optimizer, and attach again after"
+                    )
 
     def _owners(self, parameters: Sequence[AttachedParameter]) -> list[tuple[nn.Module, list[AttachedParameter]]]:
         """The modules that hold ``parameters`` themselves."""
@@ -636,8 +636,9 @@ def _nodes(output: object) -> Iterator[Node]:
             yield from _nodes(item)
 
 
-def _parameters_in(optimizers: Sequence[Optimizer]) -> int:
-    return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
+def _parameters_in(optimizers: Sequence[Optimizer]) -> list[list[int]]:
+    """By ``id``, of each optimizer."""
+    return [[id(p) for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
 
 
 def _reduce_dtype(options: Options) -> torch.dtype | None:

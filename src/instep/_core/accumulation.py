@@ -31,7 +31,8 @@ class Accumulation:
         self._wrapped = wrapped
         self._held = 0
         self._backwards = 0
-        self._counted = False
+        self._outermost: int | None = None
+        self._counted: int | None = None
         self._no_sync = ExitStack()
 
     @property
@@ -72,15 +73,21 @@ class Accumulation:
             for ddp in self._wrapped():
                 self._no_sync.enter_context(ddp.no_sync())
 
-    def count(self) -> None:
-        """A backward has begun, or goes on: counted once, with those that reentrant checkpointing nests in it."""
-        if self.steps > 1 and not self._counted and graph_task() is not None:
-            self._counted = True
-            self._backwards += 1
+    def begin(self) -> None:
+        """An engine run has begun, of a backward or of ``autograd.grad``, which gives no parameter a gradient."""
+        if self.steps > 1:
+            self._outermost = graph_task()
             after_all_of_backward(self._ended, self._ended)
 
+    def count(self) -> None:
+        """A parameter has got its gradient: its backward counts, once, with those that checkpointing nests in it."""
+        task = graph_task() if self._outermost is None else self._outermost
+        if self.steps > 1 and task is not None and task != self._counted:
+            self._counted = task
+            self._backwards += 1
+
     def _ended(self) -> None:
-        self._counted = False
+        self._outermost = None
 
     def require_reduced(self) -> None:
         """Before ``optimizer.step()``: raise ``AccumulationError`` if DDP still owes the mean of these gradients."""

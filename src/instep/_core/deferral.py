@@ -256,7 +256,7 @@ class Deferral:
         if self._backward == graph_task():
             return False
         self._backward = graph_task()
-        self._accumulation.count()
+        self._accumulation.begin()
         self._clipping.begin()
         self._clipped.clear()
         return True
@@ -361,6 +361,10 @@ class Deferral:
     def state(self) -> str:
         """``"idle"``, ``"pending"`` or ``"torn"``."""
         return "torn" if self._torn is not None else "pending" if self._due else "idle"
+
+    def before_state(self, stepper: Stepper) -> None:
+        """The optimizer's state is about to be saved or loaded."""
+        self.synchronize()
 
     def rollback(self) -> None:
         """Throw away the gradients since the last ``optimizer.step()``: nothing of them has been written."""

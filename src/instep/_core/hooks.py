@@ -1,7 +1,12 @@
-"""Hooks that stay with the model they were registered on."""
+"""Hooks that stay with the model they were registered on, and where they stand among those of the user."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 
 class BoundHook:
@@ -24,3 +29,34 @@ class BoundHook:
 
     def __reduce__(self) -> tuple[type["BoundHook"], tuple[None]]:
         return BoundHook, (None,)
+
+
+# torch has public ways to register a step hook, and none to say where among the others it runs.
+
+
+def first_of_post_hooks(optimizer: Optimizer, handle: RemovableHandle) -> None:
+    """Run this step post-hook of ``optimizer`` before those that are there: the user's find the gradients that the
+    plain loop has there."""
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(handle.id, last=False)
+
+
+def last_of_pre_hooks(optimizer: Optimizer, handle: RemovableHandle) -> None:
+    """Run this step pre-hook of ``optimizer`` after all others, those that are registered later too: it takes away the
+    gradients that they want to see."""
+    global _global_hook
+    _last[optimizer] = handle.id
+    if _global_hook is None:
+        _global_hook = register_optimizer_step_pre_hook(_move_last)
+
+
+_last: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
+_global_hook: RemovableHandle | None = None
+
+
+def _move_last(optimizer: Optimizer, *_: object) -> None:
+    """Global hooks run before the optimizer's own, which may still be put in order then."""
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    number = _last.get(optimizer)
+    if number in hooks:
+        hooks.move_to_end(number)

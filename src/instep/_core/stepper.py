@@ -51,6 +51,7 @@ class Stepper:
         self._state_size = 0
         self._shared_state: dict[Any, Any] = {}
         self._used: dict[int, _Snapshot] = {}
+        self._left: list[tuple[torch.Tensor, Any, list[tuple[torch.Tensor, int]]]] = []
         self._written: dict[str, dict[Any, Any]] = {}
 
     def step(self, parameters: Sequence[torch.Tensor], in_place_of: Sequence[torch.Tensor] | None = None) -> None:
@@ -82,6 +83,10 @@ class Stepper:
             ):
                 optimizer.state.update({own: shadow.state[p] for p, own in pairs if p in shadow.state})
             torch.autograd.graph.increment_version(parameters)
+        for own in owned:
+            entry = optimizer.state.get(own)
+            tensors = [value for value in (entry or {}).values() if isinstance(value, torch.Tensor)]
+            self._left.append((own, entry, [(tensor, tensor._version) for tensor in tensors]))
         for index, before in given.items():
             self._collect(f"param_groups[{index}]", before.changes(shadow.param_groups[index]))
         for name, content in contents.items():
@@ -103,6 +108,17 @@ class Stepper:
             )
         for index in self._used:
             self._require_same(index, optimizer.param_groups[index])
+        if self.state_was_written or any(optimizer.state.get(own) is not entry for own, entry, _ in self._left):
+            raise HyperparameterChangedError(
+                f"the state of {self.name} was written between backward() and optimizer.step(), but backward had "
+                "already updated it: the plain loop would have written the old one. Write it after optimizer.step() "
+                "or before backward()"
+            )
+
+    @property
+    def state_was_written(self) -> bool:
+        """Whether somebody has written a state tensor since the update."""
+        return any(tensor._version != version for _, _, tensors in self._left for tensor, version in tensors)
 
     @property
     def wrote_elsewhere(self) -> bool:

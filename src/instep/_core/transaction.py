@@ -119,17 +119,15 @@ class Transaction:
                     raise _never_cleared(attached.spec.name, "backward()")
         if self._applied and self._undo is not None:
             self.put_back()
-        if self._pass != "measuring":
-            self._accumulation.count()
-            if self._accumulation.holding:
-                return True
+        self._accumulation.begin()
+        if self._accumulation.holds_next:
+            return True
         if self._applied:
             raise AccumulationError(
                 "a second backward began before optimizer.step(), but the first has already updated the weights. Wrap "
                 "all but the last micro-batch in `with overlap.accumulate():` (DDP: no_sync()), or add the losses and "
                 "call backward() once"
             )
-        self._require_pass()
         self._backwards = {task}
         return True
 
@@ -202,6 +200,9 @@ class Transaction:
                 with self.streams.on(parameters[0].device):
                     if fetch is not None:
                         fetch()
+                    # A parameter that was frozen after the forward is announced, and has none.
+                    bucket = [a for a, p in zip(bucket, parameters, strict=True) if p.grad is not None]
+                    parameters = [attached.get() for attached in bucket]
                     if self._scale is not None and not all(map(_can_be_unscaled, parameters)):
                         self.put_back()
                         return False
@@ -221,7 +222,7 @@ class Transaction:
             for parameter, attached in zip(parameters, bucket, strict=True):
                 attached.version = parameter._version
             self.streams.keep(p.grad for p in parameters if p.grad is not None)
-            if self.recorder is not None:
+            if self.recorder is not None and bucket:
                 self.recorder("step", bucket[0].spec.name, started, perf_counter())
             return True
 
@@ -230,8 +231,6 @@ class Transaction:
         self, bucket: Sequence[AttachedParameter], parameters: Sequence[torch.Tensor], final: bool
     ) -> Iterator[None]:
         """Make of each ``.grad`` what is to be applied: unscaled, measured and clipped."""
-        pairs = [(a, p) for a, p in zip(bucket, parameters, strict=True) if p.grad is not None]
-        parameters = [p for _, p in pairs]
         gradients = [p.grad for p in parameters if p.grad is not None]
         # The plain loop's gradients stay untouched where it may turn out that optimizer.step() needs them.
         copied = self._undo is not None and (self._scale is not None or self._clipping.mode is None)
@@ -243,7 +242,7 @@ class Transaction:
         else:
             made = gradients
         if final and self._pass is None:
-            self._clipping.measure([a for a, _ in pairs], made)
+            self._clipping.measure(bucket, made)
         self._clipping.clip(parameters)
         try:
             yield
@@ -256,12 +255,12 @@ class Transaction:
         Until ``optimizer.step()`` the plain loop would find the old weights: who uses one is told so, or with ``undo``
         has the step put back first."""
         if self._undo is None:
-            for attached in bucket:
+            for attached in filter(self.is_applied, bucket):
                 attached.get().grad = attached.spent
-                if attached.spent is not None and self.is_applied(attached):
+                if attached.spent is not None:
                     self._watch.start([attached.get()])
             return
-        for attached in bucket:
+        for attached in filter(self.is_applied, bucket):
             parameter = attached.get()
             gradient = parameter.grad
             assert gradient is not None
@@ -402,6 +401,9 @@ class Transaction:
             return  # a step() that calls its parent class's step(), where torch runs the hooks again
         self._accumulation.require_reduced()
         self.require_whole()
+        for attached in self._of(stepper):
+            if attached.spent is not None and not self.is_applied(attached) and attached.get().grad is attached.spent:
+                raise _never_cleared(attached.spec.name, f"{stepper.name}.step()")
         if self._undo is not None:
             self._validate(stepper)
         applied = self._applied_by(stepper)
@@ -491,6 +493,7 @@ class Transaction:
         assert self._undo is not None
         with self._lock:
             self._release()
+            written = next((stepper for stepper in self._steppers if stepper.state_was_written), None)
             for device in self._undo.devices:
                 with self.streams.on(device):
                     self._undo.restore(device)
@@ -502,6 +505,12 @@ class Transaction:
             self._clipping.forget_norms()
             self._plain = True
             self.redo_count += 1
+            if written is not None:
+                raise HyperparameterChangedError(
+                    f"the state of {written.name} was written between backward() and optimizer.step(), but it was that "
+                    "of a trial step. The step was put back, and the write with it: write state after "
+                    "optimizer.step() or before backward()"
+                )
 
     def rollback(self) -> None:
         """Put the step back, and clear its gradients: the loop is where it was after the last ``optimizer.step()``."""
@@ -538,6 +547,18 @@ class Transaction:
             return  # may be GradScaler: the gradient that is held says what is done with it
         self.put_back()
 
+    def before_state(self, stepper: Stepper) -> None:
+        """The optimizer's state is about to be saved or loaded: the plain loop's is that of before this step."""
+        applied = self._applied_by(stepper)
+        if applied and self._undo is not None:
+            self.put_back()
+        elif applied and self._torn is None and self._flushing is None:
+            raise UncommittedStepError(
+                f"state_dict() or load_state_dict() of {stepper.name} was called between backward() and "
+                "optimizer.step(), but backward has already updated its state: the plain loop would find the old one. "
+                "Call it after optimizer.step() or before backward(), or use undo=True or schedule='forward'"
+            )
+
     def _used_gradient(self, operation: str, args: Sequence[Any]) -> None:
         assert self._scale is not None
         if operation == UNSCALE and self._kept:
@@ -559,7 +580,7 @@ class Transaction:
                 stepper.require_unchanged()
             right = self._are_as_kept(applied) and self._scale_was_taken_off(optimizer)
         except HyperparameterChangedError:
-            right = False
+            right = False  # put_back tells a changed group, which is right then, from written state
         if applied and not right:
             self.put_back()
         if found_inf(optimizer):

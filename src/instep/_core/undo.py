@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import grad_mode
 from torch.optim import Optimizer
 
 
@@ -15,23 +16,29 @@ class _Saved:
         self.device = parameter.device
         self._parameter = parameter
         self._values = _copied(parameter, host)
-        state = optimizer.state.get(parameter)
-        self._optimizer = optimizer
-        self._state: dict[Any, Any] | None = state
+        state: dict[Any, Any] | None = optimizer.state.get(parameter)
+        self._mapping = optimizer.state
+        self._version = grad_mode._unsafe_preserve_version_counter(parameter)
+        self._state = state
         self._entries = {} if state is None else {key: (value, _copied(value, host)) for key, value in state.items()}
 
     def restore(self) -> None:
         _put_back(self._parameter, self._values)
+        # The bits are back: a graph that has saved them may run. torch has a private way to say so.
+        self._version.__exit__()
+        found: Any = self._mapping.get(self._parameter)
         if self._state is None:
-            self._optimizer.state.pop(self._parameter, None)
-            return
-        self._state.clear()
+            self._mapping.pop(self._parameter, None)
+        elif found is self._state:  # else somebody has cleared or replaced it meanwhile
+            self._restore_state(found)
+
+    def _restore_state(self, state: dict[Any, Any]) -> None:
+        state.clear()
         for key, (value, saved) in self._entries.items():
             if isinstance(value, torch.Tensor):
                 _put_back(value, saved)
                 saved = value
-            self._state[key] = saved
-        self._optimizer.state[self._parameter] = self._state
+            state[key] = saved
 
 
 class Undo:

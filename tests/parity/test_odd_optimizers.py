@@ -1,0 +1,956 @@
+"""Optimizers, schedulers and hooks with something odd about them, plain and attached in every way, bit for bit."""
+
+import copy
+import io
+import pickle
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import lr_scheduler
+
+import instep
+from instep.errors import (
+    HyperparameterChangedError,
+    SpentGradientError,
+    StaleAttachmentError,
+    UncommittedStepError,
+    UnsupportedOptimizerError,
+)
+from instep.verification import first_difference, training_state
+from tests.cases import Blocks, batch, two_groups
+from tests.parity.lockstep import (
+    CLIP,
+    EXACT,
+    WAYS,
+    Lane,
+    Refused,
+    in_every_way,
+    in_exact_ways,
+    learn,
+    lockstep,
+    loss_of,
+    ways,
+)
+
+SPENT = Refused(SpentGradientError, "idle")
+UNCOMMITTED = Refused(UncommittedStepError, "open")
+CHANGED = Refused(HyperparameterChangedError, "torn")
+PUT_BACK = Refused(HyperparameterChangedError, "open", match="put back")
+MOMENTS = ("before forward", "before backward", "before step", "after step")
+Make = Callable[[Any], Any]
+
+
+def building(optimizer: Make, depth: int = 2) -> Callable[[], Any]:
+    def build() -> Any:
+        model = Blocks(depth=depth)
+        return model, optimizer(model)
+
+    return build
+
+
+def adamw(model: nn.Module, **options: Any) -> Any:
+    return torch.optim.AdamW(two_groups(model), **{"lr": 1e-2, **options})
+
+
+def sgd(model: nn.Module, **options: Any) -> Any:
+    return torch.optim.SGD(two_groups(model), **{"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, **options})
+
+
+blocks = building(adamw)
+
+
+# Several optimizers, several attachments.
+
+
+def muon_and_adamw(model: nn.Module) -> Any:
+    matrices, rest = (group["params"] for group in two_groups(model))
+    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+@in_every_way
+def test_muon_and_adamw(way: str) -> None:
+    lockstep(way, building(muon_and_adamw))
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+@in_exact_ways
+def test_two_optimizers_clipped_by_one_norm(way: str) -> None:
+    lockstep(way, building(muon_and_adamw), clip=instep.ClipNorm(CLIP))
+
+
+@in_every_way
+def test_two_optimizers_that_step_and_clear_in_turn(way: str) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        x, y = batch(i)
+        loss = loss_of(lane.model(x), y)
+        lane.backward(loss)
+        lane.clip()
+        for optimizer in lane.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    lockstep(way, building(lambda m: [sgd(m.blocks), adamw(nn.ModuleList([m.inner, m.outer]))]), step)
+
+
+@in_every_way
+def test_an_optimizer_that_steps_every_other_time(way: str) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        x, y = batch(i)
+        loss = loss_of(lane.model(x), y)
+        lane.backward(loss)
+        for number, optimizer in enumerate(lane.optimizers):
+            if i % (number + 1) == number:
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss.detach()
+
+    build = building(lambda m: [sgd(m.blocks), adamw(nn.ModuleList([m.inner, m.outer]))])
+    lockstep(way, build, step, steps=6, refused={"backward": UNCOMMITTED, "two_pass": UNCOMMITTED})
+
+
+def gan() -> Any:
+    pair = nn.ModuleDict({"g": nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)), "d": Blocks(depth=1)})
+    return pair, [adamw(pair["g"], betas=(0.5, 0.9)), sgd(pair["d"])]
+
+
+def adversarial(lane: Lane, i: int) -> Any:
+    """The generator's backward leaves gradients with the discriminator, which clears them when its turn comes."""
+    x, y = batch(i)
+    g, d = lane.model["g"], lane.model["d"]
+    for_g, for_d = lane.optimizers
+    for_d.zero_grad()
+    d_loss = loss_of(d(x), y) + loss_of(d(g(x).detach()), 9 - y)
+    d_loss.backward()
+    for_d.step()
+    for_g.zero_grad()
+    g_loss = loss_of(d(g(x)), y)
+    g_loss.backward()
+    for_g.step()
+    return d_loss.detach(), g_loss.detach()
+
+
+@ways("backward", *EXACT)
+def test_adversarial_training(way: str) -> None:
+    lockstep(way, gan, adversarial, refused={"backward": SPENT})
+
+
+@ways("backward", *EXACT)
+def test_adversarial_training_with_two_attachments(way: str) -> None:
+    lockstep(
+        way,
+        gan,
+        adversarial,
+        parts=lambda lane: [(lane.model[name], o) for name, o in zip("gd", lane.optimizers, strict=True)],
+        refused={"backward": SPENT},
+    )
+
+
+@ways("backward", *EXACT)
+def test_adversarial_training_that_freezes_the_other(way: str) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        x, y = batch(i)
+        losses = []
+        for name, optimizer in zip("dg", reversed(lane.optimizers), strict=True):
+            lane.model.requires_grad_(False)
+            lane.model[name].requires_grad_(True)
+            optimizer.zero_grad()
+            loss = loss_of(lane.model["d"](lane.model["g"](x)), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses
+
+    lockstep(way, gan, step)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@ways("backward", *EXACT)
+def test_several_attachments_on_parts_of_one_model(way: str, listed: bool) -> None:
+    """A ``ModuleList`` is never called itself."""
+
+    def parts(lane: Lane) -> Any:
+        model = lane.model
+        blocks = [(model.blocks, lane.optimizers[1])] if listed else zip(model.blocks, lane.optimizers[1:], strict=True)
+        return [(nn.ModuleList([model.inner, model.outer]), lane.optimizers[0]), *blocks]
+
+    def optimizers(model: Any) -> Any:
+        rest = adamw(nn.ModuleList([model.inner, model.outer]))
+        return [rest, sgd(model.blocks)] if listed else [rest, *map(sgd, model.blocks)]
+
+    lockstep(way, building(optimizers), parts=parts)
+
+
+# Groups that change.
+
+
+def growing(when: str, lane: Lane, i: int) -> Any:
+    model, optimizer = lane.model, lane.optimizer
+
+    def add(now: str) -> None:
+        if now == when and i in (1, 3):
+            optimizer.add_param_group({"params": list(model.blocks[i // 2].parameters()), "lr": 2e-2})
+
+    add("before forward")
+    x, y = batch(i)
+    loss = loss_of(model(x), y)
+    add("before backward")
+    lane.backward(loss)
+    add("before step")
+    lane.step()
+    add("after step")
+    model.zero_grad()
+    return loss.detach()
+
+
+def two_of_four(model: Any) -> Any:
+    return torch.optim.AdamW([*model.inner.parameters(), *model.outer.parameters()], lr=1e-2)
+
+
+@pytest.mark.parametrize("when", MOMENTS)
+@ways("backward", *EXACT)
+def test_parameters_added_later(way: str, when: str) -> None:
+    lockstep(way, building(two_of_four), partial(growing, when), steps=6)
+
+
+@pytest.mark.parametrize("when", MOMENTS)
+@in_exact_ways
+def test_parameters_added_later_are_part_of_the_norm(way: str, when: str) -> None:
+    lockstep(way, building(two_of_four), partial(growing, when), steps=6, clip=instep.ClipNorm(CLIP))
+
+
+@pytest.mark.parametrize("when", ["before forward", "after step"])
+def test_parameters_added_later_are_part_of_the_norm_of_two_passes(when: str) -> None:
+    lockstep("two_pass", building(two_of_four), partial(growing, when), steps=6)
+
+
+@in_every_way
+def test_a_parameter_added_that_is_not_the_models(way: str) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        if i == 1:
+            lane.extra = nn.Parameter(torch.ones(10))
+            lane.optimizer.add_param_group({"params": [lane.extra]})
+        x, y = batch(i)
+        out = lane.model(x)
+        lane.learn(loss_of(out if i < 1 else out * lane.extra, y))
+        return None if i < 1 else lane.extra.detach().clone()
+
+    if way == "two_pass":
+        pytest.skip("clip= is for the attached parameters")
+    lockstep(way, blocks, step)
+
+
+GONE = {
+    **dict.fromkeys(WAYS, Refused(StaleAttachmentError, "untouched")),
+    "late": Refused(StaleAttachmentError, "pending"),
+}
+
+
+@in_every_way
+def test_a_group_that_lets_parameters_go(way: str) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        loss = learn(lane, i)
+        if i == 1:
+            del lane.optimizer.param_groups[0]["params"][0]
+        lane.model.zero_grad()
+        return loss
+
+    lockstep(way, blocks, step, refused=GONE)
+
+
+@in_every_way
+def test_a_parameter_that_moves_to_another_group(way: str) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        loss = learn(lane, i)
+        if i == 1:
+            first, second = lane.optimizer.param_groups
+            second["params"].append(first["params"].pop(0))
+            first["lr"], second["lr"] = second["lr"], first["lr"]
+        return loss
+
+    lockstep(way, blocks, step)
+
+
+@in_every_way
+def test_a_parameter_that_moves_to_another_optimizer(way: str) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        loss = learn(lane, i)
+        if i == 1:
+            first, second = lane.optimizers
+            second.param_groups[0]["params"].append(first.param_groups[0]["params"].pop(0))
+        return loss
+
+    build = building(lambda m: [sgd(m.blocks), adamw(nn.ModuleList([m.inner, m.outer]))])
+    lockstep(way, build, step, refused=GONE)
+
+
+# Learning rates and other hyper-parameters.
+
+SCHEDULERS: dict[str, tuple[Make, Callable[[Any], Any]]] = {
+    "step": (adamw, lambda o: lr_scheduler.StepLR(o, 2, 0.5)),
+    "tensor step": (partial(adamw, lr=torch.tensor(1e-2)), lambda o: lr_scheduler.StepLR(o, 2, 0.5)),
+    "cosine": (adamw, lambda o: lr_scheduler.CosineAnnealingLR(o, 4)),
+    "tensor cosine": (partial(adamw, lr=torch.tensor(1e-2)), lambda o: lr_scheduler.CosineAnnealingLR(o, 4)),
+    "one cycle": (adamw, lambda o: lr_scheduler.OneCycleLR(o, [0.05, 0.02], total_steps=12)),
+    "one cycle momentum": (sgd, lambda o: lr_scheduler.OneCycleLR(o, [0.05, 0.02], total_steps=12)),
+    "cyclic": (sgd, lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2)),
+    "plateau": (sgd, lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.5)),
+    "sequence": (
+        adamw,
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+        ),
+    ),
+}
+
+
+def scheduled(name: str) -> Callable[[], Any]:
+    def build() -> Any:
+        make, scheduler = SCHEDULERS[name]
+        model = Blocks(depth=2)
+        optimizer = make(model)
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"] = group["lr"].clone()
+        optimizer.scheduler = [scheduler(optimizer)]
+        return model, optimizer
+
+    return build
+
+
+def advance(scheduler: Any, loss: torch.Tensor) -> None:
+    scheduler.step(*[loss] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+@pytest.mark.parametrize("name", list(SCHEDULERS))
+@in_every_way
+def test_schedulers(way: str, name: str) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        loss = learn(lane, i)
+        advance(lane.optimizer.scheduler[0], loss)
+        return loss
+
+    lockstep(way, scheduled(name), step, steps=6)
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter", "ignore:Detected call of")
+@pytest.mark.parametrize("name", ["tensor step", "one cycle momentum", "sequence"])
+@in_every_way
+def test_schedulers_called_between_backward_and_step(way: str, name: str) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        x, y = batch(i)
+        loss = loss_of(lane.model(x), y)
+        lane.backward(loss)
+        advance(lane.optimizer.scheduler[0], loss.detach())
+        lane.step()
+        lane.zero_grad()
+        return loss.detach()
+
+    lockstep(way, scheduled(name), step, steps=6, refused={"backward": CHANGED, "two_pass": CHANGED})
+
+
+CHANGES: dict[str, tuple[Make, Callable[[dict[str, Any], int], Any]]] = {
+    "lr": (adamw, lambda group, i: group.update(lr=0.01 / (1 + i))),
+    "tensor lr in place": (partial(adamw, foreach=False), lambda group, i: group["lr"].fill_(0.01 / (1 + i))),
+    "tensor lr": (adamw, lambda group, i: group.update(lr=torch.tensor(0.01 / (1 + i)))),
+    "betas": (adamw, lambda group, i: group.update(betas=(0.5 + 0.05 * i, 0.99))),
+    "weight decay": (sgd, lambda group, i: group.update(weight_decay=0.1 * i)),
+    "momentum": (sgd, lambda group, i: group.update(momentum=0.5 + 0.05 * i, nesterov=i % 2 == 0)),
+    "maximize": (sgd, lambda group, i: group.update(maximize=i % 2 == 1)),
+}
+
+
+@pytest.mark.parametrize("when", ["before backward", "before step", "after step"])
+@pytest.mark.parametrize("name", list(CHANGES))
+@ways("backward", *EXACT)
+def test_hyperparameters_changed_by_hand(way: str, name: str, when: str) -> None:
+    make, change = CHANGES[name]
+
+    def build() -> Any:
+        model = Blocks(depth=2)
+        optimizer = make(model)
+        if name == "tensor lr in place":
+            for group in optimizer.param_groups:
+                group["lr"] = torch.tensor(0.02)
+        return model, optimizer
+
+    def step(lane: Lane, i: int) -> Any:
+        def now(moment: str) -> None:
+            if moment == when:
+                for group in lane.optimizer.param_groups:
+                    change(group, i)
+
+        x, y = batch(i)
+        loss = loss_of(lane.model(x), y)
+        now("before backward")
+        lane.backward(loss)
+        now("before step")
+        lane.step()
+        now("after step")
+        lane.zero_grad()
+        return loss.detach()
+
+    lockstep(way, build, step, refused={"backward": CHANGED} if when == "before step" else None)
+
+
+@pytest.mark.parametrize("make", [partial(adamw, maximize=True), partial(sgd, maximize=True, nesterov=True)])
+@in_every_way
+def test_maximize(way: str, make: Make) -> None:
+    lockstep(way, building(make))
+
+
+# Closures.
+
+
+@in_every_way
+def test_closures(way: str) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        x, y = batch(i)
+
+        def closure() -> torch.Tensor:
+            lane.zero_grad()
+            loss = loss_of(lane.model(x), y)
+            lane.backward(loss)
+            lane.clip()
+            return loss
+
+        return lane.optimizer.step(closure).detach()
+
+    lockstep(way, blocks, step)
+
+
+@in_exact_ways
+def test_closures_that_clip(way: str) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        x, y = batch(i)
+
+        def closure() -> torch.Tensor:
+            lane.zero_grad()
+            loss = loss_of(lane.model(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(lane.model.parameters(), CLIP)
+            return loss
+
+        return lane.optimizer.step(closure=closure).detach()
+
+    lockstep(way, blocks, step)
+
+
+# Optimizers of one's own, and other people's.
+
+
+class Counts(torch.optim.Optimizer):
+    """Counts its steps in its groups, and keeps a tensor of all parameters' in ``state`` under a name."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "count": 0, "seen": torch.zeros(())})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if all(p.grad is None for group in self.param_groups for p in group["params"]):
+            return
+        self.state["decay"] = self.state.get("decay", torch.ones(())) * 0.9
+        for group in self.param_groups:
+            if all(p.grad is None for p in group["params"]):
+                continue
+            group["count"] += 1
+            group["seen"] = group["seen"] + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    moment = self.state[p].setdefault("moment", torch.zeros_like(p))
+                    moment.lerp_(p.grad, 0.5)
+                    p.sub_(moment * self.state["decay"] / group["seen"], alpha=group["lr"] / group["count"])
+
+
+@in_every_way
+def test_an_optimizer_that_counts(way: str) -> None:
+    lockstep(way, building(lambda m: Counts(two_groups(m))), steps=6)
+
+
+class CountsInPlace(Counts):
+    """The same with a tensor that is changed in place."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if any(p.grad is not None for group in self.param_groups for p in group["params"]):
+            self.state.setdefault("total", torch.zeros(())).add_(1)
+        return super().step(closure)
+
+
+@in_every_way
+def test_an_optimizer_that_counts_in_place(way: str) -> None:
+    lockstep(way, building(lambda m: CountsInPlace(two_groups(m))), steps=6)
+
+
+class Couples(torch.optim.SGD):
+    """Divides by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if gradients:
+            torch._foreach_div_(gradients, float(torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients]))))
+        return super().step(closure)
+
+
+class SAM(torch.optim.Optimizer):
+    """Holds another optimizer, as sharpness-aware minimization does."""
+
+    def __init__(self, params: Any, base: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.base_optimizer = base(self.param_groups, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda m: Couples(m.parameters(), lr=0.1), "couples parameters"),
+        (lambda m: SAM(m.parameters(), torch.optim.SGD), "holds another optimizer.*base_optimizer"),
+        (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS"),
+        (partial(sgd, differentiable=True), "differentiable=True"),
+        (partial(adamw, differentiable=True), "differentiable=True"),
+    ],
+    ids=["couples", "wraps", "LBFGS", "SGD differentiable", "AdamW differentiable"],
+)
+@in_every_way
+def test_what_is_refused_at_attach(way: str, make: Make, match: str) -> None:
+    def everything(model: nn.Module, optimizer: Any) -> Any:
+        hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
+        hooks += [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()]
+        return hooks, len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
+
+    model, optimizer = building(make)()
+    weights = [p.detach().clone() for p in model.parameters()]
+    before = everything(model, optimizer)
+    with pytest.raises(UnsupportedOptimizerError, match=match):
+        instep.attach(model, optimizer, **WAYS[way])
+    assert instep.attached(model) is None
+    assert everything(model, optimizer) == before
+    assert all(map(torch.equal, weights, model.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore")
+@in_every_way
+def test_zero_redundancy_optimizer_is_refused(way: str, tmp_path: Path) -> None:
+    zero = pytest.importorskip("torch.distributed.optim")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = Blocks(depth=1)
+        optimizer = zero.ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+        with pytest.raises(UnsupportedOptimizerError, match="ZeroRedundancyOptimizer holds another optimizer"):
+            instep.attach(model, optimizer, **WAYS[way])
+    finally:
+        dist.destroy_process_group()
+
+
+@in_every_way
+def test_capturable_on_a_cpu_raises_as_in_the_plain_loop(way: str) -> None:
+    plain, optimizer = building(partial(adamw, capturable=True))()
+    loss_of(plain(batch(0)[0]), batch(0)[1]).backward()
+    with pytest.raises(AssertionError, match="capturable"):
+        optimizer.step()
+
+    model, optimizer = building(partial(adamw, capturable=True))()
+    before = [p.detach().clone() for p in model.parameters()]
+    with instep.attach(model, optimizer, **WAYS[way]) as overlap:
+        with pytest.raises(AssertionError, match="capturable"):  # noqa: PT012  # in backward, in step or behind it
+            overlap.backward(loss_of(model(batch(0)[0]), batch(0)[1]))
+            optimizer.step()
+            overlap.synchronize()
+        overlap.accept_torn()
+        assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Lion", "SGD", "StableAdamW", "Adan"])
+@in_every_way
+def test_optimi(way: str, name: str) -> None:
+    optimi = pytest.importorskip("optimi")
+    lockstep(way, building(lambda m: getattr(optimi, name)(two_groups(m), lr=1e-3)))
+
+
+@pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"])
+@in_every_way
+def test_schedule_free(way: str, name: str) -> None:
+    schedulefree = pytest.importorskip("schedulefree")
+
+    def step(lane: Lane, i: int) -> Any:
+        lane.optimizer.train()
+        loss = learn(lane, i)
+        lane.optimizer.eval()
+        with torch.no_grad():
+            return loss, lane.model(batch(i)[0])
+
+    lockstep(way, building(lambda m: getattr(schedulefree, name)(two_groups(m), lr=1e-2)), step)
+
+
+@pytest.mark.parametrize("name", ["Lion", "AdaBelief", "Lamb"])
+@in_every_way
+def test_pytorch_optimizer(way: str, name: str) -> None:
+    pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
+    lockstep(way, building(lambda m: getattr(pytorch_optimizer, name)(two_groups(m), lr=1e-3)))
+
+
+# Step hooks.
+
+
+@ways("backward", *EXACT)
+def test_a_step_pre_hook_registered_between_backward_and_step(way: str) -> None:
+    def clip(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], 0.05)
+
+    def step(lane: Lane, i: int) -> Any:
+        x, y = batch(i)
+        lane.backward(loss_of(lane.model(x), y))
+        handle = lane.optimizer.register_step_pre_hook(clip)
+        lane.step()
+        handle.remove()
+        lane.zero_grad()
+
+    lockstep(way, blocks, step, refused={"backward": Refused(SpentGradientError, "open")})
+
+
+@pytest.mark.parametrize("after_attach", [False, True])
+@in_exact_ways
+def test_step_hooks_that_read(way: str, after_attach: bool) -> None:
+    def look(optimizer: Any, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        optimizer.seen += [p.detach().clone() for p in parameters]
+        optimizer.seen += [None if p.grad is None else p.grad.clone() for p in parameters]
+
+    def register(optimizer: Any) -> None:
+        optimizer.register_step_pre_hook(look)
+        optimizer.register_step_post_hook(look)
+
+    def build() -> Any:
+        model, optimizer = blocks()
+        if not after_attach:
+            register(optimizer)
+        return model, optimizer
+
+    def step(lane: Lane, i: int) -> Any:
+        if after_attach and i == 0:
+            register(lane.optimizer)
+        lane.optimizer.seen = []
+        learn(lane, i)
+        return lane.optimizer.seen
+
+    lockstep(way, build, step)
+
+
+@pytest.mark.parametrize("after_attach", [False, True])
+@pytest.mark.parametrize("what", ["clip", "add decay", "skip", "lr"])
+@in_exact_ways
+def test_step_hooks_that_write(way: str, what: str, after_attach: bool) -> None:
+    def write(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            if what == "clip":
+                nn.utils.clip_grad_norm_(group["params"], 0.05)
+            elif what == "add decay":
+                for p in group["params"]:
+                    p.grad = p.grad + 0.1 * p.detach()
+            elif what == "skip":
+                group["params"][0].grad = None
+            else:
+                group["lr"] *= 0.9
+
+    def build() -> Any:
+        model, optimizer = blocks()
+        if not after_attach:
+            optimizer.register_step_pre_hook(write)
+        return model, optimizer
+
+    def step(lane: Lane, i: int) -> Any:
+        if after_attach and i == 0:
+            lane.optimizer.register_step_pre_hook(write)
+        return learn(lane, i)
+
+    lockstep(way, build, step)
+
+
+@pytest.mark.parametrize("after_attach", [False, True])
+@in_every_way
+def test_post_hooks_that_write_weights(way: str, after_attach: bool) -> None:
+    @torch.no_grad()
+    def clamp(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.clamp_(-0.1, 0.1)
+
+    def build() -> Any:
+        model, optimizer = blocks()
+        if not after_attach:
+            optimizer.register_step_post_hook(clamp)
+        return model, optimizer
+
+    def step(lane: Lane, i: int) -> Any:
+        if after_attach and i == 0:
+            lane.optimizer.register_step_post_hook(clamp)
+        return learn(lane, i)
+
+    lockstep(way, build, step)
+
+
+# State that goes out and comes in.
+
+
+def saved(lane: Lane) -> Any:
+    return copy.deepcopy([lane.model.state_dict(), *(o.state_dict() for o in lane.optimizers)])
+
+
+def load(lane: Lane, state: Any) -> None:
+    lane.model.load_state_dict(state[0])
+    for optimizer, one in zip(lane.optimizers, state[1:], strict=True):
+        optimizer.load_state_dict(one)
+
+
+def flat(state: Any) -> list[Any]:
+    return [value for value in torch.utils._pytree.tree_leaves(state) if not isinstance(value, str)]
+
+
+@in_every_way
+def test_state_saved_and_loaded_between_steps(way: str) -> None:
+    """Saved after each step, loaded right after another one: the two steps in between are undone."""
+
+    def step(lane: Lane, i: int) -> Any:
+        loss = learn(lane, i)
+        if i in (1, 4):
+            lane.extra = saved(lane)
+        if i in (3, 5):
+            load(lane, copy.deepcopy(lane.extra))
+        return loss, *flat(lane.extra)
+
+    lockstep(way, building(lambda m: [sgd(m.blocks), adamw(nn.ModuleList([m.inner, m.outer]))]), step, steps=8)
+
+
+TRIAL_STATE = "with undo the optimizer's state between backward and step is that of the trial"
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+@in_exact_ways
+def test_state_saved_between_backward_and_step(way: str, what: str) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        x, y = batch(i)
+        lane.backward(loss_of(lane.model(x), y))
+        state = copy.deepcopy((lane.model if what == "model" else lane.optimizer).state_dict())
+        lane.step()
+        lane.zero_grad()
+        return flat(state)
+
+    lockstep(way, blocks, step)
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer", "both"])
+@in_exact_ways
+def test_state_loaded_between_backward_and_step(way: str, what: str) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        if i == 1:
+            lane.extra = saved(lane)
+        x, y = batch(i)
+        loss = loss_of(lane.model(x), y)
+        lane.backward(loss)
+        if i in (2, 4):
+            if what != "optimizer":
+                lane.model.load_state_dict(lane.extra[0])
+            if what != "model":
+                lane.optimizer.load_state_dict(lane.extra[1])
+        lane.step()
+        lane.zero_grad()
+        return loss.detach()
+
+    lockstep(way, blocks, step, steps=6)
+
+
+@ways(*EXACT, undo=TRIAL_STATE)
+def test_optimizer_state_read_between_backward_and_step(way: str) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        x, y = batch(i)
+        lane.backward(loss_of(lane.model(x), y))
+        state = [lane.optimizer.state[p]["exp_avg"].clone() for p in lane.model.parameters() if i]
+        lane.step()
+        lane.zero_grad()
+        lane.overlap and lane.overlap.synchronize()  # needed for the plain state of the step before
+        return state
+
+    lockstep(way, blocks, step)
+
+
+def zero_momentum(optimizer: Any) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+def replace_state(optimizer: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+RESETS = pytest.mark.parametrize("reset", [zero_momentum, lambda o: o.state.clear(), replace_state])
+
+
+@RESETS
+@ways("backward", *EXACT)
+def test_state_reset_between_backward_and_step(way: str, reset: Make) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        x, y = batch(i)
+        lane.backward(loss_of(lane.model(x), y))
+        if i == 2:
+            reset(lane.optimizer)
+        lane.step()
+        lane.zero_grad()
+
+    refused = {"backward": CHANGED} if reset is not zero_momentum else {"backward": CHANGED, "undo": PUT_BACK}
+    lockstep(way, blocks, step, refused=refused)
+
+
+@RESETS
+@ways("backward", "forward", "undo")
+def test_state_reset_between_steps(way: str, reset: Make) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        loss = learn(lane, i)
+        if lane.overlap is not None:
+            lane.overlap.synchronize()  # nobody sees optimizer.state being used
+        if i == 2:
+            reset(lane.optimizer)
+        return loss
+
+    lockstep(way, blocks, step)
+
+
+@in_exact_ways
+def test_one_backward_and_two_steps(way: str) -> None:
+    """The second applies the same gradients again."""
+
+    def step(lane: Lane, i: int) -> Any:
+        x, y = batch(i)
+        lane.backward(loss_of(lane.model(x), y))
+        lane.step()
+        lane.step()
+        lane.zero_grad()
+
+    lockstep(way, blocks, step)
+
+
+@pytest.mark.parametrize("form", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+def test_a_second_step_is_refused_before_it_writes(form: dict[str, bool]) -> None:
+    model, optimizer = building(partial(adamw, **form))()
+    with instep.attach(model, optimizer, bucket_bytes=1):
+        x, y = batch(0)
+        loss_of(model(x), y).backward()
+        optimizer.step()
+        before = [(name, copy.deepcopy(value)) for name, value in training_state(model, optimizer)]
+        with pytest.raises(SpentGradientError):
+            optimizer.step()
+        assert first_difference(iter(before), training_state(model, optimizer)) is None
+
+
+@in_exact_ways
+def test_gradients_changed_after_the_step_and_never_cleared(way: str) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        x, y = batch(i)
+        lane.backward(loss_of(lane.model(x), y))
+        lane.step()
+        for p in lane.model.parameters():
+            p.grad.mul_(0.5)
+
+    lockstep(way, blocks, step)
+
+
+class Twice(torch.optim.Optimizer):
+    """Evaluates its closure more than once."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:
+        for _ in range(2):
+            with torch.enable_grad():
+                loss = closure()
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.sub_(p.grad, alpha=group["lr"])
+        return loss
+
+
+@pytest.mark.parametrize("way", ["forward", "late"])
+def test_an_optimizer_that_evaluates_its_closure_twice(way: str) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        x, y = batch(i)
+
+        def closure() -> torch.Tensor:
+            lane.zero_grad()
+            loss = loss_of(lane.model(x), y)
+            loss.backward()
+            return loss
+
+        return lane.optimizer.step(closure).detach()
+
+    lockstep(way, building(lambda m: Twice(m.parameters())), step)
+
+
+def by_pickle(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def by_file(value: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+STATE_ALONE = "nobody sees a copy being made of optimizer.state, which is written later"
+DUPLICATES = pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, by_file])
+
+
+@DUPLICATES
+@ways(forward=STATE_ALONE, late=STATE_ALONE)
+def test_copies_of_the_optimizer_alone_after_the_step(way: str, duplicate: Callable[[Any], Any]) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        learn(lane, i)
+        twin = duplicate(lane.optimizer)
+        return flat([twin.state_dict(), [p.detach().clone() for group in twin.param_groups for p in group["params"]]])
+
+    lockstep(way, blocks, step)
+
+
+@DUPLICATES
+@pytest.mark.parametrize("when", MOMENTS)
+@in_exact_ways
+def test_copies_of_model_and_optimizer_at_any_time(way: str, when: str, duplicate: Callable[[Any], Any]) -> None:
+    """The copies are plain, and what they hold, gradients too, is what the plain loop's would."""
+
+    def step(lane: Lane, i: int) -> Any:
+        seen: list[Any] = []
+
+        def now(moment: str) -> None:
+            if moment == when:
+                model, optimizer = duplicate((lane.model, lane.optimizer))
+                assert instep.attached(model) is None
+                assert all(type(p) is nn.Parameter for p in model.parameters())
+                twin = Lane(model, optimizer, {})
+                seen.extend(flat([model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()]]))
+                learn(twin, 100 + i)
+                seen.extend(flat([model.state_dict(), optimizer.state_dict()]))
+
+        now("before forward")
+        x, y = batch(i)
+        loss = loss_of(lane.model(x), y)
+        now("before backward")
+        lane.backward(loss)
+        now("before step")
+        lane.step()
+        now("after step")
+        lane.zero_grad()
+        return seen
+
+    lockstep(way, blocks, step, steps=4)
