@@ -84,7 +84,7 @@ def test_the_block_for_one_device() -> None:
     exec(blocks("python")[0], {})
 
 
-@pytest.mark.parametrize("example", ["one_device.py", "verify_your_model.py", "in_backward.py"])
+@pytest.mark.parametrize("example", ["one_device.py", "verify_your_model.py", "in_backward.py", "fine_tune.py"])
 def test_examples(example: str) -> None:
     command = [sys.executable, "-W", "error", str(ROOT / "examples" / example)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
