@@ -347,9 +347,7 @@ class Attachment:
             del _attachments[model]
         if isinstance(self._step, Deferral):
             self._arrival.close()
-            self._step.close()
-        else:
-            self._step.forget(gradients=False)
+        self._step.close()
 
     def __enter__(self) -> "Attachment":
         return self
@@ -399,6 +397,12 @@ class Attachment:
                 handle = optimizer.register_step_pre_hook(BoundHook(functools.partial(self._before_step, stepper)))
                 last_of_pre_hooks(optimizer, handle)
                 self._handles.append(handle)
+            if self._options.accumulation_steps > 1 and self._ddps:
+                # DDP's own hook is not called in no_sync.
+                for parameter in self._parameters():
+                    if parameter.requires_grad:
+                        count = BoundHook(lambda _: self._accumulation.count())
+                        self._handles.append(parameter.register_post_accumulate_grad_hook(count))
             if self._options.mixed_precision is not None:
                 self._precision = LowPrecision(model, self._options.mixed_precision)
         except BaseException:
@@ -422,6 +426,8 @@ class Attachment:
             for source in self._sources:
                 source.refresh()
         if torch.is_grad_enabled():
+            if self._accumulation.is_partial and all(p.grad is None for p in self._parameters()):
+                self._accumulation.stepped()  # the loop has given these micro-batches up
             self._accumulation.before_forward()
 
     def _before_read(self, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
@@ -541,6 +547,12 @@ class Attachment:
             managed = managed_by(ddp)
             mine = [a for a in local.values() if id(a.get()) in managed]
             local = {index: a for index, a in local.items() if a not in mine}
+            if self._clipping.mode == "per_bucket" and ddp.find_unused_parameters:
+                raise AttachError(
+                    "clip=ClipNorm(mode='per_bucket') does not go with find_unused_parameters=True: ranks that use "
+                    "other parameters would clip by other norms, and part. Use mode='previous_norm', "
+                    "mode='two_pass', undo=True or schedule='forward'"
+                )
             if mine and (sink is not None or options.comm_hook is not None or _reduce_dtype(options) is not None):
                 told = self._arrival if sink is None else sink
                 sources.append(DDPSource(told, mine, ddp, options.comm_hook, _reduce_dtype(options)))

@@ -41,6 +41,11 @@ class Accumulation:
         return self._held > 0 or any(not ddp.require_backward_grad_sync for ddp in self._wrapped())
 
     @property
+    def is_partial(self) -> bool:
+        """Whether some of a step's backwards have been, and others are to come."""
+        return self._backwards % self.steps != 0
+
+    @property
     def holds_next(self) -> bool:
         """Whether the backward that is about to begin only adds."""
         return self.is_held or (self._backwards + 1) % self.steps != 0
@@ -53,7 +58,7 @@ class Accumulation:
     @property
     def holding(self) -> bool:
         """Whether gradients of the running backward are left to add up."""
-        return self.is_held or self._backwards % self.steps != 0
+        return self.is_held or self.is_partial
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -80,7 +85,8 @@ class Accumulation:
             after_all_of_backward(self._ended, self._ended)
 
     def count(self) -> None:
-        """A parameter has got its gradient: its backward counts, once, with those that checkpointing nests in it."""
+        """A parameter has got its gradient: its backward counts, once, with those that reentrant checkpointing nests in
+        it where :meth:`begin` told of it."""
         task = graph_task() if self._outermost is None else self._outermost
         if self.steps > 1 and task is not None and task != self._counted:
             self._counted = task

@@ -19,7 +19,7 @@ class Arrival:
     A gradient that is used after it was measured is measured again by ``optimizer.step()``.
     """
 
-    waits_for_all = False
+    waits_for_all = by_bucket = False
 
     def __init__(self, accumulation: Accumulation, clipping: Clipping, on_open: Callable[[], None]) -> None:
         self.streams = StepStreams()
@@ -74,6 +74,8 @@ class Arrival:
 
     def backward_raised(self) -> None:
         self._failure = None
+        self.close()
+        self._clipping.begin()
 
     def raise_failure(self) -> None:
         error, self._failure = self._failure, None

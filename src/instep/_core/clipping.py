@@ -8,6 +8,7 @@ import torch
 from instep._core.norms import clip_by, norms_of, scales_down, total_norm
 from instep._core.parameters import AttachedParameter
 from instep._core.policies import ClipNorm, ClipValue
+from instep._core.stepper import Stepper
 
 Clip = Callable[[Sequence[torch.Tensor]], None]
 """Clips the ``.grad`` of parameters in place."""
@@ -29,6 +30,7 @@ class Clipping:
         self.total: torch.Tensor | None = None
         self._previous: torch.Tensor | None = None
         self._norms: dict[int, torch.Tensor] = {}
+        self._owing: set[Stepper] = set()
 
     @property
     def mode(self) -> str | None:
@@ -37,6 +39,7 @@ class Clipping:
 
     def begin(self) -> None:
         """A step begins: no gradient of it is known yet."""
+        self._owing.clear()
         self.total = None
         self._previous = self.grad_norm
         self._norms.clear()
@@ -82,6 +85,13 @@ class Clipping:
             self.policy.error_if_nonfinite,
         )
         self.grad_norm = self.total
+        self._owing = {a.stepper for a in known}
+
+    def stepped(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` has used the norm. With that of the last optimizer the step is over."""
+        self._owing.discard(stepper)
+        if not self._owing:
+            self.begin()
 
     def scales_down(self) -> bool:
         """Whether the norm, which is known, is above the limit. Waits for it."""

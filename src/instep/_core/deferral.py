@@ -341,13 +341,13 @@ class Deferral:
                 if tensor.grad is None:  # the plain loop's is still there, until the user clears it
                     tensor.grad = held if id(tensor) in self._due else held.held
         self._accumulation.stepped()
+        self._clipped.discard(stepper)
+        self._clipping.stepped(stepper)
         if stepper in self._owing:
             self._owing.discard(stepper)
             if not self._owing:
                 self.step_count += 1
                 self._trained = False
-                self._clipping.begin()
-                self._clipped.clear()
 
     def buckets_of(self, parameters: Iterable[AttachedParameter]) -> tuple[Bucket, ...]:
         """In the order in which forwards read them; those not read yet in the model's order."""
@@ -381,7 +381,9 @@ class Deferral:
                 parameter.grad = None
         self._torn = self._flushing = None
         self._owing.clear()
+        self._clipped.clear()
         self._clipping.begin()
+        self._accumulation.stepped()
 
     def close(self) -> None:
         """Finish what is due, and end the thread."""

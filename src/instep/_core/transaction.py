@@ -92,6 +92,7 @@ class Transaction:
         # With undo: the gradients of applied parameters, with their version; and whether the step was put back.
         self._kept: dict[int, tuple[torch.Tensor, int]] = {}
         self._plain = False
+        self._added_up = False  # whether there are gradients since the last step, of which a source told
         # With two passes: which of them is running.
         self._pass: str | None = None
         self._before_pass: dict[int, torch.Tensor] = {}
@@ -139,6 +140,7 @@ class Transaction:
         """
         if self._pass != "measuring":
             self._accumulation.count()
+            self._added_up = True
             if self._accumulation.holding:
                 return False
         with self._lock:
@@ -271,6 +273,11 @@ class Transaction:
 
     def is_applied(self, attached: AttachedParameter) -> bool:
         return attached.spec.index in self._applied
+
+    @property
+    def by_bucket(self) -> bool:
+        """Whether buckets must not be applied together: their norms are their own."""
+        return self._clipping.mode == "per_bucket"
 
     @property
     def waits_for_all(self) -> bool:
@@ -461,11 +468,11 @@ class Transaction:
                 if applied:
                     self._left[stepper] = applied[0]
             self._accumulation.stepped()
-            if stepper in self._uncommitted:
-                self._uncommitted.discard(stepper)
-                if not self._uncommitted:
-                    self._reset()
-                    self.step_count += 1
+            self._clipping.stepped(stepper)
+            self._uncommitted.discard(stepper)
+            if self._added_up and not self._uncommitted:
+                self._reset()
+                self.step_count += 1
 
     def forget(self, *, gradients: bool) -> None:
         """Go back to IDLE from any state, and take spent gradients, or all of them, off the parameters."""
@@ -475,7 +482,14 @@ class Transaction:
             if parameter is not None and (gradients or parameter.grad is attached.spent):
                 parameter.grad = None
         self._failure = self._torn = None
+        self._accumulation.stepped()
         self._reset()
+
+    def close(self) -> None:
+        """The step that is open is the plain loop's from now on, as far as it can be."""
+        if self._undo is not None and self._applied and self._torn is None:
+            self.put_back()
+        self.forget(gradients=False)
 
     def synchronize(self) -> None:
         self.streams.join()
@@ -611,7 +625,8 @@ class Transaction:
         """Whether nobody has changed an applied gradient through another reference to it."""
         taken_off = self._scale is not None and self._scale.taken_off
         return all(
-            gradient._version == version + taken_off
+            # Taken off through the gradient that stands in its place, which autograd does not count.
+            gradient._version in (version, version + taken_off)
             for gradient, version in (self._kept[attached.spec.index] for attached in applied)
         )
 
@@ -678,7 +693,7 @@ class Transaction:
         self._applied.clear()
         self._uncommitted.clear()
         self._flushing = None
-        self._plain = False
+        self._plain = self._added_up = False
         self._kept.clear()
         self._clipping.begin()
         if self._undo is not None:

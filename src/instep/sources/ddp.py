@@ -211,7 +211,8 @@ class DDPSource:
             return
         try:
             if self._sink.arrive(self._mine(reductions)):
-                for arrived in as_they_arrive(reductions):
+                together = [[one] for one in reductions] if self._sink.by_bucket else as_they_arrive(reductions)
+                for arrived in together:
                     mine = self._mine(arrived)
                     as_left = [attached.get().grad for attached in mine]
                     done = not mine or self._sink.apply(mine, partial(self._fetch, arrived), final=self._final)

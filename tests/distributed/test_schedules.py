@@ -1,0 +1,675 @@
+"""Three ranks under DistributedDataParallel: ``schedule="forward"``, ``undo`` and the policies, against plain DDP."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+
+import instep
+from instep import ClipNorm, ClipValue
+from instep.errors import AccumulationError, AttachError, SpentGradientError
+from instep.sources.reductions import Reduction
+from instep.verification import first_difference, training_state
+from tests.cases import Blocks, Sometimes, batch, optimizer_cases, two_groups
+from tests.distributed.pool import RankPool
+from tests.distributed.test_comm_hooks import to_another_tensor
+from tests.distributed.test_mixed_precision import CastByHand, send_as
+
+OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
+WAYS: dict[str, dict[str, Any]] = {
+    "backward": {},
+    "forward": {"schedule": "forward"},
+    "undo": {"undo": True},
+    "undo on the host": {"undo": "host"},
+    "two_pass": {},
+}
+EXACT = ("forward", "undo", "two_pass")
+WITH_GRADIENTS = ("forward", "undo")
+in_both_views = pytest.mark.parametrize("view", [False, True], ids=["", "view"])
+in_exact_ways = pytest.mark.parametrize("way", EXACT)
+in_ways_with_gradients = pytest.mark.parametrize("way", WITH_GRADIENTS)
+
+
+def blocks_loss(model: nn.Module, seed: int) -> torch.Tensor:
+    x, y = batch(seed)
+    return nn.functional.cross_entropy(model(x).float(), y) * (1 + 9 * (seed % 2))
+
+
+def expert_of_this_rank(model: nn.Module, seed: int) -> torch.Tensor:
+    """One expert is used on the second rank only, the other on the rest."""
+    x, y = batch(seed)
+    return nn.functional.cross_entropy(model(x, dist.get_rank() % 2), y)
+
+
+def sometimes_an_expert(model: nn.Module, seed: int) -> torch.Tensor:
+    x, y = batch(seed)
+    return nn.functional.cross_entropy(model(x, 0 if dist.get_rank() == 1 and seed % 2 else None), y)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loop.
+
+    Attributes:
+        clip: what ``attach`` gets, and the plain loop does by itself.
+        by_hand: what both loops do by themselves.
+        micro: micro-batches in a step.
+        hold: around all of them but the last: ``"no_sync"``, ``"accumulate"``, or nothing.
+        scaled: with a ``GradScaler``: ``"step"``, or with ``"unscale_"``.
+        give: whether ``attach`` gets the scaler.
+        overflow: the rank whose loss is infinite in some steps.
+        ddp: options of DDP.
+        attach: options of ``attach``.
+    """
+
+    way: str
+    view: bool = False
+    clip: ClipNorm | ClipValue | None = None
+    by_hand: ClipNorm | ClipValue | None = None
+    micro: int = 1
+    hold: str | None = None
+    scaled: str | None = None
+    give: bool = True
+    overflow: int | None = None
+    optimizer: str = "AdamW-0-fused"
+    make: Callable[[], nn.Module] = Blocks
+    loss: Callable[[nn.Module, int], torch.Tensor] = blocks_loss
+    ddp: dict[str, Any] = field(default_factory=dict)
+    attach: dict[str, Any] = field(default_factory=dict)
+
+
+class Loop:
+    def __init__(self, case: Case, attach: bool) -> None:
+        torch.manual_seed(0)
+        self.case = case
+        self.model: Any = DistributedDataParallel(
+            case.make(), **{"gradient_as_bucket_view": case.view, "bucket_cap_mb": 0.004, **case.ddp}
+        )
+        cls, kwargs = OPTIMIZERS[case.optimizer]
+        self.optimizer = cls(two_groups(self.model), **kwargs)
+        self.scaler = GradScaler("cpu", init_scale=2.0**12, growth_interval=2, enabled=case.scaled is not None)
+        self.overlap: Any = self._attach() if attach else None
+
+    def _attach(self) -> instep.Attachment:
+        case, clip = self.case, self.case.clip
+        if case.way == "two_pass" and isinstance(clip, ClipNorm):
+            clip = replace(clip, mode="two_pass")
+        scaler = self.scaler if case.scaled and case.give and case.way.startswith("undo") else None
+        return instep.attach(self.model, self.optimizer, clip=clip, scaler=scaler, **{**WAYS[case.way], **case.attach})
+
+    def step(self, i: int) -> Iterator[tuple[str, Any]]:
+        """One step; what is to be the same in both loops."""
+        case = self.case
+        for micro in range(case.micro):
+            with self.holding(micro):
+                loss = case.loss(self.model, 1000 * dist.get_rank() + case.micro * i + micro) / case.micro
+                if i in (0, 2) and case.overflow == dist.get_rank():
+                    loss = loss * math.inf
+                self.backward(self.scaler.scale(loss))
+        if case.scaled == "unscale_" or (case.scaled and case.clip and self.overlap is None):
+            self.scaler.unscale_(self.optimizer)
+        norm = self.clip(case.clip) if self.overlap is None else None
+        yield "norm by hand", self.clip(case.by_hand)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        yield "scale", self.scaler.get_scale()
+        if isinstance(case.clip, ClipNorm) and not case.scaled:
+            yield "norm", norm if self.overlap is None else self.overlap.grad_norm
+        if self.overlap is not None:
+            self.overlap.synchronize()
+        yield from training_state(self.model, self.optimizer)
+
+    def holding(self, micro: int) -> AbstractContextManager[Any]:
+        if micro == self.case.micro - 1:
+            return nullcontext()
+        if self.overlap is None and (self.case.hold or "accumulation_steps" in self.case.attach):
+            return self.model.no_sync()
+        if self.case.hold == "no_sync":
+            return self.model.no_sync()
+        return self.overlap.accumulate() if self.case.hold == "accumulate" else nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self.overlap is None:
+            loss.backward()
+        else:
+            self.overlap.backward(loss)
+
+    def clip(self, clip: ClipNorm | ClipValue | None) -> torch.Tensor | None:
+        if isinstance(clip, ClipValue):
+            clip_grad_value_(self.model.parameters(), clip.clip_value)
+        elif clip is not None:
+            return clip_grad_norm_(self.model.parameters(), clip.max_norm, clip.norm_type)
+        return None
+
+
+def compare(case: Case, steps: int = 4) -> tuple[str | None, int, int]:
+    """The first difference in words; steps; steps done again."""
+    plain, attached = Loop(case, False), Loop(case, True)
+    with attached.overlap:
+        found = [first_difference(plain.step(i), attached.step(i)) for i in range(steps)]
+        return first_of(found), attached.overlap.step_count, attached.overlap.redo_count
+
+
+def first_of(differences: list[str | None]) -> str | None:
+    """In words. All ranks go on to the end: one that returned early would leave the others waiting."""
+    found = (f"after step {number}: {text}" for number, text in enumerate(differences, 1) if text is not None)
+    return next(found, None)
+
+
+def difference_of(*loops: Loop) -> str | None:
+    return first_difference(*(training_state(loop.model, loop.optimizer) for loop in loops))
+
+
+def assert_equal(pool: RankPool, case: Case, redone: int | None = None) -> None:
+    for difference, steps, redo_count in pool.run(compare, case):
+        assert difference is None
+        assert steps == 4 or case.scaled
+        assert redo_count == redone or redone is None
+
+
+# Schedules.
+
+
+@in_both_views
+@pytest.mark.parametrize("optimizer", ["SGD-1-for-loop", "AdamW-0-fused"])
+@pytest.mark.parametrize("way", ["forward", "undo", "undo on the host"])
+def test_every_schedule_is_plain_ddp(three_ranks: RankPool, way: str, optimizer: str, view: bool) -> None:
+    assert_equal(three_ranks, Case(way, view, optimizer=optimizer), redone=0)
+
+
+@in_both_views
+@in_exact_ways
+def test_a_static_graph(three_ranks: RankPool, way: str, view: bool) -> None:
+    clip = ClipNorm(4.0)
+    assert_equal(three_ranks, Case(way, view, clip, ddp={"static_graph": True}))
+
+
+@in_exact_ways
+def test_one_bucket(three_ranks: RankPool, way: str) -> None:
+    assert_equal(three_ranks, Case(way, True, ClipNorm(4.0), ddp={"bucket_cap_mb": 25}))
+
+
+# Clipping.
+
+
+@in_both_views
+@pytest.mark.parametrize("max_norm", [4.0, 1e6])
+@in_exact_ways
+def test_clip_norm_is_clip_grad_norm(three_ranks: RankPool, way: str, max_norm: float, view: bool) -> None:
+    assert_equal(three_ranks, Case(way, view, ClipNorm(max_norm)))
+
+
+@pytest.mark.parametrize("norm_type", [1.0, math.inf])
+@in_exact_ways
+def test_clip_norm_of_other_orders(three_ranks: RankPool, way: str, norm_type: float) -> None:
+    assert_equal(three_ranks, Case(way, True, ClipNorm(0.5, norm_type)))
+
+
+@in_both_views
+@pytest.mark.parametrize("way", ["backward", "forward", "undo"])
+def test_clip_value_is_clip_grad_value(three_ranks: RankPool, way: str, view: bool) -> None:
+    assert_equal(three_ranks, Case(way, view, ClipValue(0.01)), redone=0)
+
+
+@pytest.mark.parametrize("clip", [ClipNorm(4.0), ClipValue(0.01)], ids=str)
+@in_both_views
+@in_ways_with_gradients
+def test_a_loop_that_clips_by_itself(three_ranks: RankPool, way: str, view: bool, clip: Any) -> None:
+    assert_equal(three_ranks, Case(way, view, by_hand=clip))
+
+
+@pytest.mark.parametrize("way", ["undo"])
+def test_undo_does_again_exactly_the_steps_that_are_clipped(three_ranks: RankPool, way: str) -> None:
+    assert_equal(three_ranks, Case(way, clip=ClipNorm(0.1)), redone=4)
+    assert_equal(three_ranks, Case(way, clip=ClipNorm(1e6)), redone=0)
+
+
+def body_passes(view: bool) -> list[int]:
+    """How often each of three steps runs backward."""
+    loop = Loop(Case("two_pass", view, ClipNorm(0.1)), True)
+    counts: list[int] = []
+    with loop.overlap:
+        for i in range(3):
+            loss = blocks_loss(loop.model, 1000 * dist.get_rank() + i)
+            counts.append(0)
+
+            def count(_: torch.Tensor) -> None:
+                counts[-1] += 1
+
+            loss.register_hook(count)
+            loop.overlap.backward(loss)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    return counts
+
+
+@in_both_views
+def test_two_pass_runs_backward_once(three_ranks: RankPool, view: bool) -> None:
+    assert three_ranks.run(body_passes, view) == [[1, 1, 1]] * 3
+
+
+def body_by_hand_where_all_has_arrived_on_one_rank(clip: ClipNorm, view: bool) -> str | None:
+    with patch.object(Reduction, "arrived", property(lambda _: dist.get_rank() == 1)):
+        return body_by_hand(clip, view)
+
+
+def body_by_hand(clip: ClipNorm, view: bool) -> str | None:
+    plain, attached = Loop(Case("backward", view), False), Loop(Case("backward", view, clip), True)
+    named = dict(plain.model.module.named_parameters())
+    previous: torch.Tensor | None = None
+    found: list[str | None] = []
+    with attached.overlap as overlap:
+        for i in range(5):
+            for loop in (attached, plain):
+                blocks_loss(loop.model, 1000 * dist.get_rank() + i).backward()
+            attached.optimizer.step()
+            norm = get_total_norm([p.grad for p in named.values()])
+            if clip.mode == "per_bucket":
+                for bucket in overlap.plan.buckets:
+                    clip_grad_norm_([named[spec.name] for spec in bucket.parameters], clip.max_norm)
+            elif previous is not None:
+                clip_grads_with_norm_(named.values(), clip.max_norm, previous)
+            plain.optimizer.step()
+            previous = norm
+            for loop in (attached, plain):
+                loop.optimizer.zero_grad()
+            norms = None if torch.equal(overlap.grad_norm, norm) else f"the norm is {norm}, not {overlap.grad_norm}"
+            found.append(difference_of(plain, attached) or norms)
+    return first_of(found)
+
+
+@in_both_views
+@pytest.mark.parametrize("max_norm", [0.05, 1.0])
+def test_per_bucket_clips_each_bucket_by_its_own_norm(three_ranks: RankPool, max_norm: float, view: bool) -> None:
+    clip = ClipNorm(max_norm, mode="per_bucket")
+    assert three_ranks.run(body_by_hand_where_all_has_arrived_on_one_rank, clip, view) == [None] * 3
+
+
+def body_weights(clip: ClipNorm, loss: Any) -> list[torch.Tensor]:
+    """The weights after a few steps."""
+    case = Case("backward", clip=clip, make=Sometimes, loss=loss, ddp={"find_unused_parameters": True})
+    loop = Loop(replace(case, optimizer="SGD-1-for-loop"), True)
+    with loop.overlap:
+        for i in range(4):
+            loss(loop.model, 1000 * dist.get_rank() + i).backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    return [p.detach() for p in loop.model.parameters()]
+
+
+@pytest.mark.parametrize("loss", [expert_of_this_rank, sometimes_an_expert])
+@pytest.mark.parametrize("mode", ["previous_norm"])
+def test_all_ranks_keep_the_same_weights_where_one_alone_uses_a_parameter(
+    three_ranks: RankPool, mode: Any, loss: Any
+) -> None:
+    first, *others = three_ranks.run(body_weights, ClipNorm(0.05, mode=mode), loss)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def body_refused() -> None:
+    model = DistributedDataParallel(Sometimes(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(AttachError, match=r"per_bucket.*find_unused_parameters"):
+        instep.attach(model, optimizer, clip=ClipNorm(0.05, mode="per_bucket"))
+
+
+def test_per_bucket_is_refused_where_ranks_may_use_other_parameters(two_ranks: RankPool) -> None:
+    two_ranks.run(body_refused)
+
+
+@in_both_views
+@pytest.mark.parametrize("max_norm", [0.05, 4.0])
+def test_previous_norm_clips_by_the_norm_of_the_step_before(three_ranks: RankPool, max_norm: float, view: bool) -> None:
+    assert three_ranks.run(body_by_hand, ClipNorm(max_norm, mode="previous_norm"), view) == [None] * 3
+
+
+@pytest.mark.parametrize("loss", [expert_of_this_rank, sometimes_an_expert])
+@pytest.mark.parametrize(("max_norm", "view"), [(0.1, False), (1e6, True)])
+@in_exact_ways
+def test_clip_norm_with_parameters_that_one_rank_alone_uses(
+    three_ranks: RankPool, way: str, max_norm: float, loss: Any, view: bool
+) -> None:
+    case = Case(way, view, ClipNorm(max_norm), make=Sometimes, loss=loss, ddp={"find_unused_parameters": True})
+    assert_equal(three_ranks, case)
+
+
+@in_both_views
+@pytest.mark.parametrize("loss", [expert_of_this_rank, sometimes_an_expert])
+@in_ways_with_gradients
+def test_a_loop_that_clips_by_itself_with_parameters_that_one_rank_alone_uses(
+    three_ranks: RankPool, way: str, loss: Any, view: bool
+) -> None:
+    case = Case(way, view, by_hand=ClipNorm(0.1), make=Sometimes, loss=loss, ddp={"find_unused_parameters": True})
+    assert_equal(three_ranks, case)
+
+
+# Loss scale.
+
+
+@pytest.mark.parametrize("scaled", ["step", "unscale_"])
+@pytest.mark.parametrize(("optimizer", "view"), [("AdamW-0-foreach", False), ("AdamW-0-fused", True)])
+@pytest.mark.parametrize(("way", "give"), [("forward", False), ("undo", True), ("undo", False)])
+def test_an_overflow_on_one_rank_alone_is_skipped_on_all(
+    three_ranks: RankPool, way: str, give: bool, optimizer: str, scaled: str, view: bool
+) -> None:
+    assert_equal(three_ranks, Case(way, view, scaled=scaled, give=give, overflow=1, optimizer=optimizer))
+
+
+@pytest.mark.parametrize("clip", [ClipNorm(0.1), ClipNorm(1e6), ClipValue(0.01)], ids=str)
+@in_ways_with_gradients
+def test_clip_with_a_scaler_and_an_overflow(three_ranks: RankPool, way: str, clip: Any) -> None:
+    assert_equal(three_ranks, Case(way, True, clip, scaled="step", overflow=2, optimizer="AdamW-0-foreach"))
+
+
+def body_scaler_in_backward(optimizer: str) -> bool:
+    loop = Loop(Case("backward", scaled="step", optimizer=optimizer), True)
+    with loop.overlap:
+        loop.scaler.scale(blocks_loss(loop.model, dist.get_rank())).backward()
+        with pytest.raises(SpentGradientError, match="still scaled"):
+            loop.scaler.step(loop.optimizer)
+    return True
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW-0-foreach", "AdamW-0-fused"])
+def test_backward_with_a_scaler_anyway_says_so(three_ranks: RankPool, optimizer: str) -> None:
+    assert three_ranks.run(body_scaler_in_backward, optimizer) == [True] * 3
+
+
+# Accumulation.
+
+
+@pytest.mark.parametrize(("hold", "view"), [("no_sync", False), ("accumulate", True)])
+@pytest.mark.parametrize("way", ["backward", "forward", "undo"])
+def test_no_sync_and_accumulate(three_ranks: RankPool, way: str, hold: str, view: bool) -> None:
+    assert_equal(three_ranks, Case(way, view, micro=3, hold=hold), redone=0)
+
+
+@in_both_views
+@pytest.mark.parametrize("way", ["backward", "forward", "undo"])
+def test_accumulation_steps_are_no_sync_around_all_but_the_last(three_ranks: RankPool, way: str, view: bool) -> None:
+    assert_equal(three_ranks, Case(way, view, micro=3, attach={"accumulation_steps": 3}), redone=0)
+
+
+@pytest.mark.parametrize("hold", ["no_sync", "accumulate", "count"])
+@pytest.mark.parametrize(("max_norm", "view"), [(0.1, False), (1e6, True)])
+@in_exact_ways
+def test_what_has_been_added_up_is_clipped_once(
+    three_ranks: RankPool, way: str, max_norm: float, hold: str, view: bool
+) -> None:
+    case = Case(way, view, ClipNorm(max_norm), micro=3, hold=hold)
+    if hold == "count":
+        case = replace(case, hold=None, attach={"accumulation_steps": 3})
+    assert_equal(three_ranks, case)
+
+
+@in_both_views
+@in_ways_with_gradients
+def test_a_loop_that_accumulates_and_reduces_each_time(three_ranks: RankPool, way: str, view: bool) -> None:
+    """Without ``no_sync``: what was reduced is reduced again, with what was added."""
+    assert_equal(three_ranks, Case(way, view, micro=3))
+
+
+@in_both_views
+@in_exact_ways
+def test_accumulation_with_parameters_that_one_rank_alone_uses(three_ranks: RankPool, way: str, view: bool) -> None:
+    case = Case(way, view, ClipNorm(0.1), make=Sometimes, loss=expert_of_this_rank, micro=2, hold="accumulate")
+    assert_equal(three_ranks, replace(case, ddp={"find_unused_parameters": True}))
+
+
+def body_early_step(way: str, view: bool) -> str | None:
+    """``step()`` after two of three backwards: refused, and nothing written; the third makes it right."""
+    clip = ClipNorm(0.1) if way == "two_pass" else None
+    case = Case(way, view, clip, attach={"accumulation_steps": 3})
+    plain, attached = Loop(case, False), Loop(case, True)
+    found: list[str | None] = []
+    with attached.overlap:
+        for i in range(2):
+            for loop in (plain, attached):
+                for micro in range(3):
+                    with plain.model.no_sync() if loop is plain and micro < 2 else nullcontext():
+                        loop.backward(blocks_loss(loop.model, 1000 * dist.get_rank() + 3 * i + micro))
+                    if loop is attached and micro == 1:
+                        before = [p.detach().clone() for p in loop.model.parameters()]
+                        with pytest.raises(AccumulationError, match="2 of accumulation_steps=3"):
+                            loop.optimizer.step()
+                        assert all(map(torch.equal, before, loop.model.parameters()))
+                if loop is plain:
+                    loop.clip(clip)
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+            attached.overlap.synchronize()
+            found.append(difference_of(plain, attached))
+    return first_of(found)
+
+
+@in_both_views
+@pytest.mark.parametrize("way", ["backward", "forward", "undo", "two_pass"])
+def test_a_step_that_comes_too_early_is_refused_before_any_write(three_ranks: RankPool, way: str, view: bool) -> None:
+    assert three_ranks.run(body_early_step, way, view) == [None] * 3
+
+
+def body_given_up(way: str) -> str | None:
+    """A step that is given up after its first micro-batch, and begun anew."""
+    case = Case(way, attach={"accumulation_steps": 2})
+    plain, attached = Loop(case, False), Loop(case, True)
+    with attached.overlap:
+        attached.backward(blocks_loss(attached.model, 50))
+        attached.overlap.rollback()
+        for i in range(2):
+            for loop in (plain, attached):
+                for micro in range(2):
+                    with plain.model.no_sync() if loop is plain and micro < 1 else nullcontext():
+                        loop.backward(blocks_loss(loop.model, 1000 * dist.get_rank() + 2 * i + micro))
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+        attached.overlap.synchronize()
+        return difference_of(plain, attached)
+
+
+@in_ways_with_gradients
+def test_rollback_begins_the_count_of_accumulation_steps_anew(three_ranks: RankPool, way: str) -> None:
+    assert three_ranks.run(body_given_up, way) == [None] * 3
+
+
+# rollback()
+
+
+def body_rollback(way: str, view: bool) -> str | None:
+    case = Case(way, view)
+    plain, attached = Loop(case, False), Loop(case, True)
+    with attached.overlap:
+        for i in range(4):
+            for loop in (plain, attached):
+                # The plain loop has to see the batch too: DDP lays out its buckets anew after the first backward.
+                blocks_loss(loop.model, 1000 * dist.get_rank() + 50 + i).backward()
+                if loop is attached:
+                    loop.overlap.rollback()
+                else:
+                    loop.optimizer.zero_grad()
+                blocks_loss(loop.model, 1000 * dist.get_rank() + i).backward()
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+        attached.overlap.synchronize()
+        return difference_of(plain, attached)
+
+
+@in_both_views
+@in_ways_with_gradients
+def test_rollback_is_zero_grad_in_a_loop_that_gives_the_batch_up(three_ranks: RankPool, way: str, view: bool) -> None:
+    assert three_ranks.run(body_rollback, way, view) == [None] * 3
+
+
+# Communication hooks and mixed precision.
+
+
+def body_comm_hook(way: str, view: bool, hook: Any, clip: ClipNorm | None, micro: int) -> str | None:
+    case = Case(way, view, clip, micro=micro, hold="accumulate")
+    plain = Loop(case, False)
+    plain.model.register_comm_hook(None, hook)
+    attached = Loop(replace(case, attach={"comm_hook": (None, hook)}), True)
+    with attached.overlap:
+        return first_of([first_difference(plain.step(i), attached.step(i)) for i in range(4)])
+
+
+@pytest.mark.parametrize("hook", [allreduce_hook, to_another_tensor])
+@pytest.mark.parametrize(
+    ("clip", "micro", "view"), [(None, 1, False), (ClipNorm(0.1), 1, True), (ClipNorm(1e6), 3, True)], ids=str
+)
+@in_ways_with_gradients
+def test_a_communication_hook(three_ranks: RankPool, way: str, clip: Any, micro: int, hook: Any, view: bool) -> None:
+    assert three_ranks.run(body_comm_hook, way, view, hook, clip, micro) == [None] * 3
+
+
+def body_mixed_precision(way: str, view: bool, clip: ClipNorm | None, micro: int, hooked: bool) -> str | None:
+    case = Case(way, view, clip, micro=micro, hold="accumulate")
+    plain = Loop(replace(case, make=cast_by_hand), False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {"mixed_precision": policy}
+    if hooked:
+        options = {"mixed_precision": replace(policy, reduce_dtype=None), "comm_hook": (torch.float32, send_as)}
+    plain.model.register_comm_hook(torch.float32, send_as)
+    attached = Loop(replace(case, attach=options), True)
+    found: list[str | None] = []
+    with attached.overlap:
+        for i in range(4):
+            for loop in (plain, attached):
+                for _ in loop.step(i):
+                    pass
+            states = [training_state(loop.model.module, loop.optimizer) for loop in (plain, attached)]
+            found.append(first_difference(renamed(states[0]), states[1]))
+    return first_of(found)
+
+
+def renamed(state: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for name, value in state:
+        yield name.replace("'inner.", "'", 1), value
+
+
+def cast_by_hand() -> nn.Module:
+    return CastByHand(Blocks(), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("clip", "micro", "view"), [(None, 1, False), (ClipNorm(0.1), 1, True), (ClipNorm(1e6), 3, True)], ids=str
+)
+@in_ways_with_gradients
+def test_mixed_precision(three_ranks: RankPool, way: str, clip: Any, micro: int, view: bool) -> None:
+    assert three_ranks.run(body_mixed_precision, way, view, clip, micro, False) == [None] * 3
+
+
+@in_both_views
+@in_ways_with_gradients
+def test_mixed_precision_and_a_communication_hook(three_ranks: RankPool, way: str, view: bool) -> None:
+    assert three_ranks.run(body_mixed_precision, way, view, ClipNorm(4.0), 2, True) == [None] * 3
+
+
+# Uneven inputs.
+
+
+def body_join(way: str, clip: ClipNorm | None, divide_by_initial_world_size: bool) -> str | None:
+    case = Case(way, clip=clip)
+
+    def run(attach: bool) -> Loop:
+        loop = Loop(case, attach)
+        with loop.model.join(divide_by_initial_world_size=divide_by_initial_world_size):
+            for i in range(3 + 2 * dist.get_rank()):
+                loop.backward(blocks_loss(loop.model, 1000 * dist.get_rank() + i))
+                if not attach:
+                    loop.clip(clip)
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+        return loop
+
+    plain, attached = run(False), run(True)
+    attached.overlap.synchronize()
+    assert attached.overlap.step_count == 3 + 2 * dist.get_rank()
+    attached.overlap.detach()
+    return difference_of(plain, attached)
+
+
+@pytest.mark.parametrize("divide_by_initial_world_size", [True, False])
+@pytest.mark.parametrize("clip", [None, ClipNorm(0.1)], ids=str)
+@in_ways_with_gradients
+def test_join_with_uneven_inputs(
+    three_ranks: RankPool, way: str, clip: ClipNorm | None, divide_by_initial_world_size: bool
+) -> None:
+    assert three_ranks.run(body_join, way, clip, divide_by_initial_world_size) == [None] * 3
+
+
+@pytest.mark.parametrize("divide_by_initial_world_size", [True, False])
+def test_join_with_uneven_inputs_and_two_pass(three_ranks: RankPool, divide_by_initial_world_size: bool) -> None:
+    assert three_ranks.run(body_join, "two_pass", ClipNorm(0.1), divide_by_initial_world_size) == [None] * 3
+
+
+# What is read in between.
+
+
+def body_between(way: str, view: bool, between: Callable[[Loop], Any]) -> str | None:
+    case = Case(way, view)
+    plain, attached = Loop(case, False), Loop(case, True)
+    differences: list[str | None] = []
+    with attached.overlap:
+        for i in range(4):
+            found: list[tuple[str, Any]] = []
+            for loop in (plain, attached):
+                blocks_loss(loop.model, 1000 * dist.get_rank() + i).backward()
+                found.append(("before", between(loop)))
+                loop.optimizer.step()
+                found.append(("after", between(loop)))
+                loop.optimizer.zero_grad()
+            attached.overlap.synchronize()
+            differences.append(first_difference(iter(found[:2]), iter(found[2:])) or difference_of(plain, attached))
+    return first_of(differences)
+
+
+def read_a_gradient(loop: Loop) -> Any:
+    return loop.model.module.outer.weight.grad.clone()
+
+
+def write_a_gradient(loop: Loop) -> None:
+    loop.model.module.outer.weight.grad.mul_(0.5)
+
+
+def replace_a_gradient(loop: Loop) -> None:
+    loop.model.module.outer.weight.grad = torch.full_like(loop.model.module.outer.weight, 0.1)
+
+
+def read_a_weight(loop: Loop) -> Any:
+    return loop.model.module.outer.weight.detach().clone()
+
+
+def write_a_weight(loop: Loop) -> None:
+    with torch.no_grad():
+        loop.model.module.outer.weight.mul_(0.5)
+
+
+def evaluate(loop: Loop) -> Any:
+    with torch.no_grad():
+        return loop.model(batch(77)[0])
+
+
+def change_lr(loop: Loop) -> None:
+    loop.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+@pytest.mark.parametrize(
+    "between",
+    [read_a_gradient, write_a_gradient, replace_a_gradient, read_a_weight, write_a_weight, evaluate, change_lr],
+    ids=lambda f: f.__name__,
+)
+@in_ways_with_gradients
+def test_before_and_after_the_step(three_ranks: RankPool, way: str, between: Any) -> None:
+    assert three_ranks.run(body_between, way, True, between) == [None] * 3

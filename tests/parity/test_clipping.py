@@ -1,0 +1,988 @@
+"""Clipping on one device: by ``attach(clip=…)`` and by the loop itself, against the plain loop that clips."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.utils.checkpoint import checkpoint
+
+import instep
+from instep import ClipNorm, ClipValue
+from instep.errors import AttachError, InstepError, SpentGradientError
+from instep.verification import first_difference, training_state
+from tests.cases import Blocks, Sometimes, batch, two_groups
+from tests.parity.lockstep import SMALL, WAYS, Lane, Step, lockstep, loss_of
+
+EXACT: Mapping[str, Mapping[str, Any]] = {
+    "forward": {},
+    "late": {},
+    "undo": {},
+    "undo on the host": {"undo": "host"},
+    "two_pass": {},
+}
+UNDO = ("undo", "undo on the host")
+in_exact_ways = pytest.mark.parametrize("way", list(EXACT))
+in_ways_that_keep_gradients = pytest.mark.parametrize("way", ["forward", "late", *UNDO])
+
+
+def compare(way: str, build: Any, step: Step, steps: int = 5, clip: Any = None, **options: Any) -> Lane:
+    """``lockstep``, with the clip in the form that the way takes."""
+    if isinstance(clip, ClipNorm) and way == "two_pass":
+        clip = ClipNorm(clip.max_norm, clip.norm_type, clip.error_if_nonfinite, mode="two_pass")
+    return lockstep(way.split(" ")[0], build, step, steps, **{**EXACT.get(way, {}), **options, "clip": clip})
+
+
+def blocks() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Blocks(depth=2)
+    return model, torch.optim.AdamW(two_groups(model), lr=1e-2, fused=True)
+
+
+def two_optimizers() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    model = Blocks(depth=2)
+    matrices, rest = (group["params"] for group in two_groups(model))
+    return model, [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=1e-2)]
+
+
+class MixedDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 24)
+        self.wide = nn.Linear(24, 24, dtype=torch.float64)
+        self.narrow = nn.Linear(24, 24, dtype=torch.bfloat16)
+        self.outer = nn.Linear(24, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.wide(torch.tanh(self.inner(x)).double())
+        return self.outer(torch.tanh(self.narrow(x.bfloat16()).float()))
+
+
+def mixed_dtypes() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = MixedDtypes()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+
+
+def loss(lane: Lane, i: int) -> torch.Tensor:
+    """Every other one is large."""
+    x, y = batch(i)
+    return loss_of(lane.model(x), y) * (1 + 9 * (i % 2))
+
+
+def clipping(clip: ClipNorm | ClipValue, loss: Callable[[Lane, int], torch.Tensor] = loss) -> Step:
+    """Backward, clip, step: the plain loop clips itself. Returns the norm."""
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        lane.backward(loss(lane, i))
+        norm = apply(clip, lane)
+        for optimizer in lane.optimizers:
+            optimizer.step()
+        lane.zero_grad()
+        return norm if lane.overlap is None else lane.overlap.grad_norm
+
+    return step
+
+
+def apply(clip: ClipNorm | ClipValue, lane: Lane) -> torch.Tensor | None:
+    if lane.overlap is not None:
+        return None
+    if isinstance(clip, ClipValue):
+        return clip_grad_value_(lane.model.parameters(), clip.clip_value)
+    return clip_grad_norm_(lane.model.parameters(), clip.max_norm, clip.norm_type, clip.error_if_nonfinite)
+
+
+# ``attach(clip=ClipNorm(…))``.
+
+ALWAYS, SOMETIMES, NEVER = {1.0: 0.5, 2.0: 0.1, math.inf: 0.01}, {1.0: 60.0, 2.0: 4.0, math.inf: 1.0}, 1e6
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("limit", ["always", "sometimes", "never"])
+@in_exact_ways
+def test_clip_norm_is_clip_grad_norm(way: str, limit: str, norm_type: float) -> None:
+    max_norm = {"always": ALWAYS[norm_type], "sometimes": SOMETIMES[norm_type], "never": NEVER}[limit]
+    norms: list[torch.Tensor] = []
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        norm = clipping(clip)(lane, i)
+        assert norm is not None
+        norms.append(norm)
+        return norm
+
+    clip = ClipNorm(max_norm, norm_type)
+    compare(way, blocks, step, clip=clip)
+    assert {bool(norm > max_norm) for norm in norms} == {"always": {True}, "never": {False}}.get(limit, {True, False})
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 4.0])
+@pytest.mark.parametrize("build", [two_optimizers, mixed_dtypes])
+@in_exact_ways
+def test_clip_norm_with_two_optimizers_and_with_mixed_dtypes(way: str, build: Any, max_norm: float) -> None:
+    clip = ClipNorm(max_norm)
+    compare(way, build, clipping(clip), clip=clip)
+
+
+@pytest.mark.parametrize("build", [two_optimizers, mixed_dtypes])
+@in_exact_ways
+def test_clip_norm_measures_only_what_is_attached(way: str, build: Any) -> None:
+    """A parameter in no optimizer has a gradient too."""
+
+    def with_another() -> Any:
+        model, optimizers = build()
+        model.scale = nn.Parameter(torch.full((10,), 3.0))
+        return model, optimizers
+
+    def scaled(lane: Lane, i: int) -> torch.Tensor:
+        x, y = batch(i)
+        return loss_of(lane.model(x) * lane.model.scale, y)
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        lane.backward(scaled(lane, i))
+        attached = [p for name, p in lane.model.named_parameters() if name != "scale"]
+        norm = clip_grad_norm_(attached, 0.1) if lane.overlap is None else None
+        for optimizer in lane.optimizers:
+            optimizer.step()
+        lane.model.zero_grad()
+        return norm if lane.overlap is None else lane.overlap.grad_norm
+
+    compare(way, with_another, step, clip=ClipNorm(0.1))
+
+
+@in_exact_ways
+def test_clip_norm_where_parameters_are_unused(way: str) -> None:
+    def build() -> Any:
+        model = Sometimes()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    def experts(lane: Lane, i: int) -> torch.Tensor:
+        x, y = batch(i)
+        return loss_of(lane.model(x, (0, None, 1, 1)[i % 4]), y)
+
+    clip = ClipNorm(0.5)
+    compare(way, build, clipping(clip, experts), 8, clip=clip)
+
+
+@in_exact_ways
+def test_clip_norm_with_a_scheduler_and_frozen_layers(way: str) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        lane.model.inner.requires_grad_(i % 3 != 1)
+        norm = clipping(clip)(lane, i)
+        lane.optimizer.param_groups[0]["lr"] *= 0.9
+        return norm
+
+    clip = ClipNorm(0.5)
+    compare(way, blocks, step, clip=clip)
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("exact", {"schedule": "forward"}),
+        ("exact", {"undo": True}),
+        ("two_pass", {}),
+        ("per_bucket", {}),
+        ("previous_norm", {}),
+    ],
+)
+def test_grad_norm_is_none_before_the_first_step(mode: Any, options: dict[str, Any]) -> None:
+    model, optimizer = blocks()
+    with instep.attach(model, optimizer, clip=ClipNorm(1.0, mode=mode), **options) as overlap:
+        assert overlap.grad_norm is None
+        overlap.backward(loss_of(model(batch(0)[0]), batch(0)[1]))
+        optimizer.step()
+        assert overlap.grad_norm is not None
+
+
+def test_grad_norm_is_none_without_clip_norm() -> None:
+    clip = ClipValue(1.0)
+    assert compare("backward", blocks, clipping(clip), clip=clip).overlap.grad_norm is None
+
+
+@in_exact_ways
+def test_grad_norm_is_zero_dimensional_as_torchs(way: str) -> None:
+    clip = ClipNorm(1.0)
+    lane = compare(way, mixed_dtypes, clipping(clip), 1, clip=clip)
+    assert lane.overlap.grad_norm.shape == ()
+
+
+@in_exact_ways
+def test_grad_norm_stays_until_the_next_step(way: str) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        before = clipping(clip)(lane, i)
+        lane.model(batch(i + 1)[0])
+        after = lane.overlap.grad_norm if lane.overlap is not None else before
+        return before, after
+
+    clip = ClipNorm(0.5)
+    compare(way, blocks, step, clip=clip)
+
+
+@pytest.mark.parametrize("way", UNDO)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_undo_does_again_exactly_the_steps_that_are_clipped(way: str, norm_type: float) -> None:
+    clipped = 0
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        nonlocal clipped
+        norm = clipping(clip)(lane, i)
+        if lane.overlap is None and norm is not None:
+            clipped += bool(norm > clip.max_norm)
+        return norm
+
+    clip = ClipNorm(SOMETIMES[norm_type], norm_type)
+    lane = compare(way, blocks, step, 6, clip=clip)
+    assert 0 < clipped < 6
+    assert lane.overlap.redo_count == clipped
+    assert lane.overlap.step_count == 6
+
+
+# A norm that is not finite.
+
+
+def weights(lane: Lane) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in lane.model.parameters()]
+
+
+def stopping(clip: ClipNorm, bad: float) -> Step:
+    """Leaves out a step whose norm is not finite. Returns what was raised."""
+
+    def step(lane: Lane, i: int) -> str:
+        before = weights(lane)
+        try:
+            lane.backward(loss(lane, i) * (bad if i in (0, 3) else 1.0))
+            apply(clip, lane)
+            lane.optimizer.step()
+        except RuntimeError as error:
+            lane.zero_grad()
+            return f"{type(error).__name__} with weights as before: {all(map(torch.equal, before, weights(lane)))}"
+        lane.zero_grad()
+        return "stepped"
+
+    return step
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@in_exact_ways
+def test_error_if_nonfinite_raises_updates_nothing_and_training_goes_on(way: str, bad: float) -> None:
+    clip = ClipNorm(0.5, error_if_nonfinite=True)
+    lane = compare(way, blocks, stopping(clip, bad), 6, clip=clip)
+    assert lane.overlap.step_count == 4
+
+
+@in_exact_ways
+def test_error_if_nonfinite_says_what_was_found(way: str) -> None:
+    def step(lane: Lane, i: int) -> None:
+        if lane.overlap is not None:
+            with pytest.raises(RuntimeError, match=r"norm of order 2.* is (nan|inf).*Nothing was updated"):
+                lane.learn(loss(lane, i) * math.inf)
+            lane.zero_grad()
+
+    compare(way, blocks, step, 1, clip=ClipNorm(0.5, error_if_nonfinite=True))
+
+
+@in_exact_ways
+def test_without_it_gradients_are_scaled_by_a_norm_that_is_not_finite(way: str) -> None:
+    def sometimes_infinite(lane: Lane, i: int) -> torch.Tensor:
+        return loss(lane, i) * (math.inf if i == 2 else 1.0)
+
+    clip = ClipNorm(0.5)
+    compare(way, blocks, clipping(clip, sometimes_infinite), 4, clip=clip)
+
+
+# Two passes.
+
+TWO_PASS = ClipNorm(0.5, mode="two_pass")
+
+
+def micro_batches(count: int, how: str) -> Step:
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        for micro in range(count):
+            if lane.overlap is not None and how == "accumulate" and micro < count - 1:
+                with lane.overlap.accumulate():
+                    lane.backward(loss(lane, count * i + micro) / count)
+            else:
+                lane.backward(loss(lane, count * i + micro) / count)
+        norm = apply(TWO_PASS, lane)
+        lane.optimizer.step()
+        lane.zero_grad()
+        return norm if lane.overlap is None else lane.overlap.grad_norm
+
+    return step
+
+
+def test_two_pass_with_accumulate() -> None:
+    compare("two_pass", blocks, micro_batches(3, "accumulate"), clip=TWO_PASS)
+
+
+def test_two_pass_with_accumulation_steps() -> None:
+    compare("two_pass", blocks, micro_batches(3, "count"), clip=TWO_PASS, accumulation_steps=3)
+
+
+def test_two_pass_with_accumulation_where_some_parameters_get_no_gradient_in_the_last() -> None:
+    def build() -> Any:
+        model = Sometimes()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        for micro, expert in enumerate((0, 1, None)):
+            x, y = batch(3 * i + micro)
+            lane.backward(loss_of(lane.model(x, expert), y))
+        norm = apply(TWO_PASS, lane)
+        lane.optimizer.step()
+        lane.zero_grad()
+        return norm if lane.overlap is None else lane.overlap.grad_norm
+
+    compare("two_pass", build, step, clip=TWO_PASS, accumulation_steps=3)
+
+
+def checkpointed(lane: Lane, i: int) -> torch.Tensor:
+    x, y = batch(i)
+    x = lane.model.inner(x)
+    for block in lane.model.blocks:
+        x = x + checkpoint(block, x, use_reentrant=False)
+    return loss_of(lane.model.outer(x), y)
+
+
+class Dropping(Blocks):
+    def __init__(self) -> None:
+        super().__init__(depth=2)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.inner(x))
+        for block in self.blocks:
+            x = x + self.drop(block(x))
+        return self.outer(x)
+
+
+def dropping() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Dropping()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def checkpointed_dropout(lane: Lane, i: int) -> torch.Tensor:
+    x, y = batch(i)
+    x = lane.model.inner(x)
+    for block in lane.model.blocks:
+        x = x + checkpoint(nn.Sequential(block, lane.model.drop), x, use_reentrant=False)
+    return loss_of(lane.model.outer(x), y)
+
+
+def test_two_pass_with_checkpointing() -> None:
+    compare("two_pass", blocks, clipping(TWO_PASS, checkpointed), clip=TWO_PASS)
+
+
+def test_two_pass_with_dropout() -> None:
+    compare("two_pass", dropping, clipping(TWO_PASS), clip=TWO_PASS)
+
+
+def test_two_pass_with_checkpointed_dropout() -> None:
+    compare("two_pass", dropping, clipping(TWO_PASS, checkpointed_dropout), clip=TWO_PASS)
+
+
+def test_two_pass_with_a_gradient_for_an_output_that_is_no_scalar() -> None:
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        output, gradient = lane.model(batch(i)[0]), torch.randn(8, 10)
+        if lane.overlap is None:
+            output.backward(gradient)
+        else:
+            lane.overlap.backward(output, gradient)
+        norm = apply(TWO_PASS, lane)
+        lane.optimizer.step()
+        lane.zero_grad()
+        return norm if lane.overlap is None else lane.overlap.grad_norm
+
+    compare("two_pass", blocks, step, clip=TWO_PASS)
+
+
+def test_two_pass_does_not_touch_gradients_of_what_is_not_attached() -> None:
+    """The first pass is for the attached parameters alone: an input's gradient is added once."""
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        x, y = batch(i)
+        x.requires_grad_()
+        lane.backward(loss_of(lane.model(x), y))
+        apply(TWO_PASS, lane)
+        lane.optimizer.step()
+        lane.zero_grad()
+        return x.grad
+
+    compare("two_pass", blocks, step, clip=TWO_PASS)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_two_pass_refuses_a_plain_backward_before_any_write(fused: bool) -> None:
+    torch.manual_seed(0)
+    model = Blocks()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, clip=TWO_PASS) as overlap:
+        for i in range(3):
+            x, y = batch(i)
+            before = list(copy.deepcopy(dict(training_state(model, optimizer))).items())
+            with pytest.raises(InstepError, match=r"overlap\.backward\(loss\)"):
+                loss_of(model(x), y).backward()
+            assert first_difference(iter(before), training_state(model, optimizer)) is None
+            optimizer.zero_grad()
+            overlap.backward(loss_of(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert overlap.step_count == 3
+
+
+def test_two_pass_never_has_all_gradients_alive() -> None:
+    torch.manual_seed(0)
+    model = Blocks(depth=6)
+    alive: list[int] = []
+
+    def count(_: torch.Tensor) -> None:
+        gradients = [p.grad for p in model.parameters()]
+        alive.append(sum(g.nbytes for g in gradients if type(g) is torch.Tensor))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(count)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, clip=TWO_PASS) as overlap:
+        for i in range(3):
+            x, y = batch(i)
+            overlap.backward(loss_of(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert max(alive) <= max(bucket.nbytes for bucket in overlap.plan.buckets) < overlap.plan.nbytes / 4
+    assert len(alive) == 3 * 2 * len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("way", ["backward", "forward", "undo"])
+def test_overlap_backward_is_the_plain_backward_in_all_other_modes(way: str) -> None:
+    passes = 0
+
+    def count(_: torch.Tensor) -> None:
+        nonlocal passes
+        passes += 1
+
+    clip = ClipNorm(0.5, mode="per_bucket" if way == "backward" else "exact")
+    model, optimizer = blocks()
+    with instep.attach(model, optimizer, clip=clip, **WAYS[way]) as overlap:
+        model.inner.weight.register_hook(count)
+        overlap.backward(loss_of(model(batch(0)[0]), batch(0)[1]))
+        optimizer.step()
+    assert passes == 1
+
+
+# ``attach(clip=ClipValue(…))``.
+
+
+@pytest.mark.parametrize("limit", [1e-3, 0.05, 1e6])
+@pytest.mark.parametrize("build", [blocks, two_optimizers, mixed_dtypes])
+@pytest.mark.parametrize("way", ["backward", "forward", "late", *UNDO])
+def test_clip_value_is_clip_grad_value_in_every_schedule(way: str, build: Any, limit: float) -> None:
+    clip = ClipValue(limit)
+    lane = compare(way, build, clipping(clip), clip=clip)
+    assert lane.overlap.redo_count == 0
+
+
+@pytest.mark.parametrize("way", ["backward", "forward", "undo"])
+def test_clip_value_with_accumulation(way: str) -> None:
+    clip = ClipValue(0.01)
+
+    def step(lane: Lane, i: int) -> None:
+        for micro in range(3):
+            lane.backward(loss(lane, 3 * i + micro))
+        apply(clip, lane)
+        lane.optimizer.step()
+        lane.zero_grad()
+
+    compare(way, blocks, step, clip=clip, accumulation_steps=3)
+
+
+@pytest.mark.parametrize("way", ["backward", "forward", "undo"])
+def test_clip_value_in_a_step_without_gradients(way: str) -> None:
+    """Plain ``clip_grad_value_`` raises where there are none; there is nothing to clip."""
+    clip = ClipValue(0.01)
+
+    def step(lane: Lane, i: int) -> None:
+        if i != 1:
+            lane.backward(loss(lane, i))
+            apply(clip, lane)
+        lane.optimizer.step()
+        lane.zero_grad()
+
+    compare(way, blocks, step, clip=clip)
+
+
+# Other algorithms, against loops written out.
+
+
+def written_out(clip: ClipNorm, by_hand: Callable[[Any, list[list[nn.Parameter]], torch.Tensor | None], None]) -> None:
+    """Train beside a plain loop that clips by hand, given the buckets of each step and the norm of the one before."""
+    lanes = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        lanes.append(Lane(*blocks(), {}))
+    plain, attached = lanes
+    previous: torch.Tensor | None = None
+    with instep.attach(attached.model, attached.optimizer, bucket_bytes=SMALL, clip=clip) as overlap:
+        for i in range(5):
+            loss(attached, i).backward()
+            attached.optimizer.step()
+            attached.zero_grad()
+            buckets = [[spec.name for spec in bucket.parameters] for bucket in overlap.plan.buckets]
+            assert len(buckets) > 3
+            loss(plain, i).backward()
+            named = dict(plain.model.named_parameters())
+            norm = get_total_norm([p.grad for p in named.values()], clip.norm_type)
+            by_hand(plain.model, [[named[name] for name in bucket] for bucket in buckets], previous)
+            plain.optimizer.step()
+            plain.zero_grad()
+            previous = norm
+            assert torch.equal(overlap.grad_norm, norm)
+            states = [training_state(lane.model, lane.optimizers) for lane in lanes]
+            assert first_difference(*states) is None, f"after step {i + 1}"
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("max_norm", [0.05, 1.0])
+def test_per_bucket_clips_each_bucket_by_its_own_norm(max_norm: float, norm_type: float) -> None:
+    def by_hand(model: Any, buckets: list[list[nn.Parameter]], previous: torch.Tensor | None) -> None:
+        for bucket in buckets:
+            clip_grad_norm_(bucket, max_norm, norm_type)
+
+    written_out(ClipNorm(max_norm, norm_type, mode="per_bucket"), by_hand)
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 4.0])
+def test_previous_norm_clips_by_the_norm_of_the_step_before(max_norm: float) -> None:
+    def by_hand(model: Any, buckets: list[list[nn.Parameter]], previous: torch.Tensor | None) -> None:
+        if previous is not None:
+            clip_grads_with_norm_(model.parameters(), max_norm, previous)
+
+    written_out(ClipNorm(max_norm, mode="previous_norm"), by_hand)
+
+
+# The loop clips by itself.
+
+
+def clip_norm_by_hand(model: Any) -> torch.Tensor:
+    return clip_grad_norm_(model.parameters(), 4.0)
+
+
+def clip_value_by_hand(model: Any) -> None:
+    clip_grad_value_(model.parameters(), 0.05)
+
+
+def unmodified(clip: Callable[[Any], Any]) -> Step:
+    def step(lane: Lane, i: int) -> Any:
+        loss(lane, i).backward()
+        result = clip(lane.model)
+        for optimizer in lane.optimizers:
+            optimizer.step()
+        lane.zero_grad()
+        return result
+
+    return step
+
+
+@pytest.mark.parametrize("build", [blocks, two_optimizers, mixed_dtypes])
+@pytest.mark.parametrize("clip", [clip_norm_by_hand, clip_value_by_hand])
+@in_ways_that_keep_gradients
+def test_a_loop_that_clips_by_itself(way: str, clip: Callable[[Any], Any], build: Any) -> None:
+    compare(way, build, unmodified(clip))
+
+
+@pytest.mark.parametrize("clip", [clip_norm_by_hand, clip_value_by_hand])
+@pytest.mark.parametrize("way", ["forward", "late", "undo"])
+def test_a_loop_that_clips_by_itself_after_attach_has(way: str, clip: Callable[[Any], Any]) -> None:
+    """Clipped twice: by the loop first, then by ``clip=``."""
+
+    def step(lane: Lane, i: int) -> Any:
+        lane.backward(loss(lane, i))
+        result = clip(lane.model)
+        norm = apply(both, lane)
+        lane.optimizer.step()
+        lane.zero_grad()
+        return result, norm if lane.overlap is None else lane.overlap.grad_norm
+
+    both = ClipNorm(1.0)
+    compare(way, blocks, step, clip=both)
+
+
+@pytest.mark.parametrize("clip", [clip_norm_by_hand, clip_value_by_hand])
+def test_a_loop_that_clips_by_itself_meets_spent_gradients_in_backward(clip: Callable[[Any], Any]) -> None:
+    model, optimizer = blocks()
+    with instep.attach(model, optimizer, bucket_bytes=SMALL):
+        loss_of(model(batch(0)[0]), batch(0)[1]).backward()
+        with pytest.raises(SpentGradientError, match=r"attach\(…, clip=…\)"):
+            clip(model)
+
+
+# Gradients that change after they were measured.
+
+
+def multiplied(weight: Any) -> None:
+    weight.grad.mul_(3.0)
+
+
+def multiplied_through_data(weight: Any) -> None:
+    weight.grad.data.mul_(3.0)
+
+
+def replaced(weight: Any) -> None:
+    weight.grad = torch.full_like(weight, 0.2)
+
+
+def replaced_by_its_own(weight: Any) -> None:
+    weight.grad = weight.grad
+
+
+def cleared(weight: Any) -> None:
+    weight.grad = None
+
+
+def with_values_replaced(weight: Any) -> None:
+    weight.grad.data = torch.full_like(weight, 0.2)
+
+
+CHANGES = [multiplied, multiplied_through_data, replaced, replaced_by_its_own, cleared, with_values_replaced]
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+@pytest.mark.parametrize("change", CHANGES)
+@in_ways_that_keep_gradients
+def test_a_gradient_changed_after_it_was_measured(way: str, change: Callable[[Any], None], max_norm: float) -> None:
+    clip = ClipNorm(max_norm)
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        lane.backward(loss(lane, i))
+        change(lane.model.blocks[i % 2][1].weight)
+        norm = apply(clip, lane)
+        lane.optimizer.step()
+        lane.zero_grad()
+        return norm if lane.overlap is None else lane.overlap.grad_norm
+
+    compare(way, blocks, step, clip=clip)
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+@in_ways_that_keep_gradients
+def test_a_gradient_changed_through_another_reference_to_it(way: str, max_norm: float) -> None:
+    """Taken in a hook, before it was measured: ``.grad`` itself is not asked for again."""
+    clip = ClipNorm(max_norm)
+    taken: list[torch.Tensor] = []
+
+    def build() -> Any:
+        model, optimizer = blocks()
+        model.outer.weight.register_post_accumulate_grad_hook(lambda p: taken.append(p.grad))
+        return model, optimizer
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        taken.clear()
+        lane.backward(loss(lane, i))
+        taken.pop().mul_(3.0)
+        norm = apply(clip, lane)
+        lane.optimizer.step()
+        lane.zero_grad()
+        return norm if lane.overlap is None else lane.overlap.grad_norm
+
+    compare(way, build, step, clip=clip)
+
+
+@in_ways_that_keep_gradients
+def test_a_gradient_that_is_given_to_a_parameter_without_one(way: str) -> None:
+    clip = ClipNorm(0.1)
+
+    def build() -> Any:
+        model = Sometimes()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        x, y = batch(i)
+        lane.backward(loss_of(lane.model(x, 0), y))
+        lane.model.experts[1].weight.grad = torch.full((16, 16), 0.1)
+        norm = apply(clip, lane)
+        lane.optimizer.step()
+        lane.zero_grad()
+        return norm if lane.overlap is None else lane.overlap.grad_norm
+
+    compare(way, build, step, clip=clip)
+
+
+@in_ways_that_keep_gradients
+def test_clip_norm_in_an_unmodified_accumulation_loop(way: str) -> None:
+    clip = ClipNorm(0.5)
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        for micro in range(3):
+            lane.backward(loss(lane, 3 * i + micro) / 3)
+        norm = apply(clip, lane)
+        lane.optimizer.step()
+        lane.zero_grad()
+        return norm if lane.overlap is None else lane.overlap.grad_norm
+
+    compare(way, blocks, step, clip=clip)
+
+
+@in_ways_that_keep_gradients
+def test_clip_norm_where_a_step_is_left_out(way: str) -> None:
+    """Gradients add up over it, or are cleared."""
+    clip = ClipNorm(0.5)
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        lane.backward(loss(lane, i))
+        if i in (1, 2):
+            if i == 2:
+                lane.zero_grad()
+            return None
+        norm = apply(clip, lane)
+        lane.optimizer.step()
+        lane.zero_grad()
+        return norm if lane.overlap is None else lane.overlap.grad_norm
+
+    compare(way, blocks, step, 6, clip=clip)
+
+
+def fail(gradient: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+
+
+@pytest.mark.parametrize("clear", [True, False], ids=["cleared", "not cleared"])
+@pytest.mark.parametrize(
+    ("way", "position"),
+    [(way, position) for way in ("forward", "undo", "two_pass") for position in range(16)],
+)
+def test_clip_norm_after_a_backward_that_raised(way: str, position: int, clear: bool) -> None:
+    """A hook raises in the place of each parameter's gradient, so after any number of gradients was measured."""
+    clip = ClipNorm(0.5)
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        if i == 2:
+            hook = list(lane.model.parameters())[position].register_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                lane.backward(loss(lane, 50))
+            hook.remove()
+            if clear:
+                lane.zero_grad()
+        return clipping(clip)(lane, i)
+
+    if way == "two_pass" and not clear:
+        pytest.skip("the pass that measures leaves no gradients")
+    compare(way, blocks, step, 4, clip=clip)
+
+
+# More than one optimizer, more than one gradient, none at all.
+
+
+@pytest.mark.parametrize("clip", [ClipNorm(0.1), ClipNorm(1e6), ClipValue(0.01)], ids=str)
+@in_ways_that_keep_gradients
+def test_gradients_after_the_step_are_the_clipped_ones(way: str, clip: Any) -> None:
+    def step(lane: Lane, i: int) -> None:
+        lane.zero_grad()
+        lane.backward(loss(lane, i))
+        apply(clip, lane)
+        lane.optimizer.step()
+
+    compare(way, blocks, step, clip=clip)
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 4.0, 1e6])
+@in_ways_that_keep_gradients
+def test_a_gradient_changed_between_the_steps_of_two_optimizers(way: str, max_norm: float) -> None:
+    clip = ClipNorm(max_norm)
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        lane.backward(loss(lane, i))
+        norm = apply(clip, lane)
+        lane.optimizers[i % 2].step()
+        for group in lane.optimizers[1 - i % 2].param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(2.0)
+        lane.optimizers[1 - i % 2].step()
+        lane.zero_grad()
+        return norm if lane.overlap is None else lane.overlap.grad_norm
+
+    compare(way, two_optimizers, step, clip=clip)
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 4.0, 1e6])
+@in_ways_that_keep_gradients
+def test_only_one_of_two_optimizers_steps_each_time(way: str, max_norm: float) -> None:
+    clip = ClipNorm(max_norm)
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        lane.backward(loss(lane, i))
+        norm = apply(clip, lane)
+        lane.optimizers[i % 2].step()
+        lane.zero_grad()
+        return norm if lane.overlap is None else lane.overlap.grad_norm
+
+    compare(way, two_optimizers, step, 6, clip=clip)
+
+
+@in_exact_ways
+def test_clip_norm_in_a_closure(way: str) -> None:
+    clip = ClipNorm(0.5)
+
+    def step(lane: Lane, i: int) -> Any:
+        def closure() -> torch.Tensor:
+            lane.zero_grad()
+            found = loss(lane, i)
+            lane.backward(found)
+            apply(clip, lane)
+            return found.detach()
+
+        found = lane.optimizer.step(closure)
+        lane.zero_grad()
+        return found
+
+    compare(way, blocks, step, clip=clip)
+
+
+@in_exact_ways
+def test_clip_norm_in_a_step_without_gradients(way: str) -> None:
+    clip = ClipNorm(0.5)
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        if i not in (0, 3):
+            lane.backward(loss(lane, i))
+        norm = apply(clip, lane)
+        lane.optimizer.step()
+        lane.zero_grad()
+        return norm if lane.overlap is None else lane.overlap.grad_norm
+
+    compare(way, blocks, step, 6, clip=clip)
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+@in_ways_that_keep_gradients
+def test_clip_norm_of_gradients_that_autograd_grad_returned(way: str, max_norm: float) -> None:
+    clip = ClipNorm(max_norm)
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        parameters = list(lane.model.parameters())
+        gradients = torch.autograd.grad(loss(lane, i), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        norm = apply(clip, lane)
+        lane.optimizer.step()
+        lane.zero_grad()
+        return norm if lane.overlap is None else lane.overlap.grad_norm
+
+    compare(way, blocks, step, clip=clip)
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+@in_ways_that_keep_gradients
+def test_clip_norm_of_gradients_made_without_autograd(way: str, max_norm: float) -> None:
+    clip = ClipNorm(max_norm)
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        for parameter in lane.model.parameters():
+            parameter.grad = torch.randn_like(parameter) * (i + 1)
+        norm = apply(clip, lane)
+        lane.optimizer.step()
+        lane.zero_grad()
+        return norm if lane.overlap is None else lane.overlap.grad_norm
+
+    compare(way, blocks, step, clip=clip)
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+@in_ways_that_keep_gradients
+def test_clip_norm_of_two_losses_in_two_backwards(way: str, max_norm: float) -> None:
+    clip = ClipNorm(max_norm)
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        x, y = batch(i)
+        hidden = lane.model(x)
+        lane.backward(loss_of(hidden, y), retain_graph=True)
+        lane.backward(hidden.square().mean())
+        norm = apply(clip, lane)
+        lane.optimizer.step()
+        lane.zero_grad()
+        return norm if lane.overlap is None else lane.overlap.grad_norm
+
+    compare(way, blocks, step, clip=clip)
+
+
+# What is refused.
+
+
+def parameters_of(model: nn.Module) -> Iterator[Any]:
+    for parameter in model.parameters():
+        yield parameter._backward_hooks, parameter._post_accumulate_grad_hooks, type(parameter)
+
+
+CHOICES = r"schedule='forward'.*undo=True.*two_pass.*overlap\.backward\(loss\).*per_bucket.*previous_norm"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a number as clip": ({"clip": 1.0}, r"clip must be an instep\.ClipNorm, an instep\.ClipValue or None, not 1\.0"),
+    "no accumulation steps": ({"accumulation_steps": 0}, "accumulation_steps must be .* at least 1, not 0"),
+    "accumulation steps that are true": ({"accumulation_steps": True}, "accumulation_steps must be .*, not True"),
+    "accumulation steps in parts": ({"accumulation_steps": 1.5}, r"accumulation_steps must be .*, not 1\.5"),
+    "a number as scaler": (
+        {"scaler": 65536.0, "undo": True},
+        r"scaler must be a torch\.amp\.GradScaler or None, not float",
+    ),
+    "undo somewhere": ({"undo": "disk"}, "undo must be True, False or 'host', not 'disk'"),
+    "undo and forward": ({"undo": True, "schedule": "forward"}, r"undo=True is for schedule='backward'.*Leave it out"),
+    "undo on the host and forward": ({"undo": "host", "schedule": "forward"}, "undo='host' is for schedule='backward'"),
+    **{
+        f"{mode} and forward": (
+            {"clip": ClipNorm(1.0, mode=mode), "schedule": "forward"},
+            rf"ClipNorm\(mode='{mode}'\) is for schedule='backward'.*mode='exact'",
+        )
+        for mode in ("two_pass", "per_bucket", "previous_norm")
+    },
+    "exact and backward": ({"clip": ClipNorm(1.0)}, CHOICES),
+    **{
+        f"{mode} and undo": (
+            {"clip": ClipNorm(1.0, mode=mode), "undo": True},
+            rf"ClipNorm\(mode='{mode}'\) does not go with undo=True.*mode='exact'.*leave out undo",
+        )
+        for mode in ("two_pass", "per_bucket", "previous_norm")
+    },
+    "a scaler and backward": ({"scaler": GradScaler("cpu")}, r"scaler: .*undo=True.*schedule='forward'"),
+    "an unknown schedule": (
+        {"schedule": "sideways"},
+        "schedule='sideways' is not known: it is 'backward' or 'forward'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_go_together_is_refused_with_the_choices(case: str) -> None:
+    options, message = REFUSED[case]
+    model, optimizer = blocks()
+    before = list(parameters_of(model))
+    with pytest.raises(AttachError, match=message):
+        instep.attach(model, optimizer, **options)
+    assert list(parameters_of(model)) == before
+    assert instep.attached(model) is None
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ClipNorm(-1.0), "ClipNorm: max_norm must be a number that is not negative"),
+        (lambda: ClipNorm(math.nan), "ClipNorm: max_norm"),
+        (lambda: ClipNorm(True), "ClipNorm: max_norm"),
+        (lambda: ClipNorm("1"), "ClipNorm: max_norm"),  # type: ignore[arg-type]
+        (lambda: ClipNorm(1.0, norm_type=-2.0), "ClipNorm: norm_type"),
+        (lambda: ClipNorm(1.0, mode="sometimes"), "exact, two_pass, per_bucket, previous_norm"),  # type: ignore[arg-type]
+        (
+            lambda: ClipNorm(1.0, error_if_nonfinite=True, mode="per_bucket"),
+            "error_if_nonfinite.*'exact' or 'two_pass'",
+        ),
+        (lambda: ClipNorm(1.0, error_if_nonfinite=True, mode="previous_norm"), "error_if_nonfinite"),
+        (lambda: ClipValue(-0.1), "ClipValue: clip_value"),
+        (lambda: ClipValue(math.nan), "ClipValue: clip_value"),
+    ],
+)
+def test_a_policy_that_makes_no_sense_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(AttachError, match=message):
+        make()
