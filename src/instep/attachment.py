@@ -97,7 +97,7 @@ def attach(
         optimizer: one ``torch.optim.Optimizer`` or several, of parameters of ``model``. Frozen ones are left alone
             until they are unfrozen.
         schedule: when a bucket steps. ``"backward"``: as soon as its gradients are final. ``"forward"``: after
-            ``optimizer.step()``, behind the next forward.
+            ``optimizer.step()``, behind the next forward; on CPU that hides the step of fused optimizers only.
         bucket_bytes: bytes of gradient at which a bucket is full; 16 MiB unless told. Not under DDP, whose own
             ``bucket_cap_mb`` decides.
         clip: clip the gradients of all attached parameters before they are applied.

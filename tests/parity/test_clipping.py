@@ -747,8 +747,6 @@ def fail(gradient: torch.Tensor) -> None:
     raise ZeroDivisionError
 
 
-
-
 @pytest.mark.parametrize("clear", [True, False], ids=["cleared", "not cleared"])
 @pytest.mark.parametrize(
     ("way", "position"),

@@ -8,9 +8,9 @@ accelerators. Before a module runs, and whenever anybody uses a parameter in Pyt
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from time import perf_counter
 
@@ -43,13 +43,13 @@ class Reader:
     def __init__(self, parameters: Sequence[AttachedParameter], before_read: Callable[..., None]) -> None:
         self.parameters = tuple(parameters)
         self.traced = False
-        self._before_read = before_read
+        self._before_read = weakref.WeakMethod(before_read)  # its owner has this in a list
 
     def __call__(self, module: object, args: object) -> None:
         if torch.compiler.is_compiling():
             self.traced = True
-        elif graph_task() is None:
-            self._before_read(self.parameters)
+        elif graph_task() is None and (before_read := self._before_read()) is not None:
+            before_read(self.parameters)
 
 
 class _Frozen:
@@ -59,6 +59,11 @@ class _Frozen:
         self.optimizer = weakref.ref(optimizer)
         self._frozen = frozen(optimizer)  # held here: the stepper holds it weakly
         self.stepper = Stepper(self._frozen)
+        # torch.compiler.is_compiling() is true for all threads while one of them compiles, and a step then computes
+        # its bias corrections in another way. Fused kernels do not.
+        self.at_any_time = type(optimizer).__module__.startswith("torch.optim.") and all(
+            group.get("fused") for group in optimizer.param_groups
+        )
         self.pending = [attached.spec.name for attached in parameters]
         self.applied: list[str] = []
         self.failure: BaseException | None = None
@@ -83,7 +88,7 @@ class _Due:
             tensor.grad = None
         # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
         torch.autograd.graph.increment_version(self.tensors)
-        self._versions = [tensor._version for tensor in self.tensors]
+        self._versions = [tensor._version for tensor in (*self.tensors, *self.gradients)]
 
     def apply(self) -> None:
         """Update the parameters, unless an earlier bucket of the step failed. An error is kept."""
@@ -103,11 +108,12 @@ class _Due:
             self._recorder("step", self.names[0], started, perf_counter())
 
     def _apply(self) -> None:
-        for name, tensor, version in zip(self.names, self.tensors, self._versions, strict=True):
+        names = (*self.names, *(f"{name}.grad" for name in self.names))
+        for name, tensor, version in zip(names, (*self.tensors, *self.gradients), self._versions, strict=True):
             if tensor._version != version:
                 raise UncommittedStepError(
-                    f"parameter {name!r} was written after optimizer.step(), through another tensor of the same "
-                    "memory, before its update was applied: the plain loop would have written the updated one. Call "
+                    f"{name!r} was written after optimizer.step(), through another tensor of the same memory, before "
+                    "the update was applied: in the plain loop it had been applied by then. Call "
                     "overlap.synchronize() before such a write"
                 )
         # The parameters' own .grad is the user's: it may be read and cleared meanwhile.
@@ -217,8 +223,9 @@ class Deferral:
     def _wait(self, due: _Due) -> None:
         if due.mark is not None:
             self.streams.wait(due.mark)
-        elif due.done is not None:
-            wait([due.done])
+        else:
+            with _not_compiling():
+                wait([due.done or self._worker.run(due.apply)])
         self._watch.stop(due.tensors)
         for tensor in due.tensors:
             del self._due[id(tensor)]
@@ -321,7 +328,9 @@ class Deferral:
             ]
         for due in dues:
             if due.device.type == "cpu":
-                due.done = self._worker.run(due.apply)
+                # Others are stepped when they are waited for, by the same thread: who waits may be in the middle of
+                # tracing, or in inference mode.
+                due.done = self._worker.run(due.apply) if step.at_any_time else None
                 continue
             self.streams.keep(due.gradients)
             with self.streams.on(due.device):
@@ -394,6 +403,20 @@ class Deferral:
 
 
 def _gradient(attached: AttachedParameter) -> torch.Tensor:
-    gradient = attached.get().grad
+    """What is in ``.grad``: the real one, where somebody put back what was held of an earlier step."""
+    parameter = attached.get()
+    gradient = parameter.grad
     assert gradient is not None
+    if isinstance(gradient, HeldGradient):
+        parameter.grad = gradient = gradient.use()
     return gradient
+
+
+@contextmanager
+def _not_compiling() -> Iterator[None]:
+    """While this thread, which may be compiling, waits for an update. torch has a private flag for all threads."""
+    flag, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, False
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = flag

@@ -118,8 +118,12 @@ class HeldGradient(Placeholder):
         """The gradient itself; nobody is told."""
         return self._real
 
+    def use(self) -> torch.Tensor:
+        """The gradient itself, to be used now."""
+        return self._use("use", ())
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
-        return repr(self._use("__repr__", ()))
+        return repr(self.use())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._use("__reduce_ex__", ()).__reduce_ex__(protocol)
@@ -141,7 +145,14 @@ _ON_STORAGE = (
     torch.Tensor.__dlpack__,
     torch.Tensor.data_ptr,
     torch.Tensor.untyped_storage,
+    torch.Tensor.__array__,
+    torch.Tensor._typed_storage,
+    torch.Tensor.apply_,
+    torch.Tensor.is_shared,
+    torch.Tensor.map_,
+    torch.Tensor.map2_,
     torch.Tensor.numpy,
+    torch.Tensor.storage,
     torch.Tensor.tolist,
 )
 

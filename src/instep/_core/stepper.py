@@ -22,10 +22,7 @@ from instep.errors import HyperparameterChangedError, StaleAttachmentError, Unsu
 _ABSENT = object()
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _PER_PARAMETER = ("params", "param_names")
-_OWN = (
-    "param_groups",
-    "state",
-    "defaults",
+_HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
     "_optimizer_state_dict_pre_hooks",
@@ -33,6 +30,7 @@ _OWN = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
+_OWN = ("param_groups", "state", "defaults", *_HOOKS)
 
 
 class Stepper:
@@ -257,8 +255,8 @@ def shadow_of(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[An
     vars(shadow).pop("step", None)  # an LR scheduler's patch of the instance
     shadow.param_groups = groups
     shadow.state = defaultdict(dict, state)
-    shadow._optimizer_step_pre_hooks = OrderedDict()
-    shadow._optimizer_step_post_hooks = OrderedDict()
+    for name in _HOOKS:
+        setattr(shadow, name, OrderedDict())
     return shadow
 
 

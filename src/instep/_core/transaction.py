@@ -704,7 +704,10 @@ class Transaction:
 
 def _gradient(attached: AttachedParameter) -> torch.Tensor | None:
     """What is in ``.grad``; ``None`` also for what only stands there in place of a gradient."""
-    gradient = attached.get().grad
+    parameter = attached.get()
+    gradient = parameter.grad
+    if isinstance(gradient, HeldGradient):
+        parameter.grad = gradient = gradient.use()
     return None if isinstance(gradient, Placeholder) else gradient
 
 

@@ -1,5 +1,7 @@
 """One thread that steps while the user's thread goes on. It lives from its first task until it is stopped."""
 
+import os
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -9,6 +11,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
+        _workers.add(self)
 
     def run(self, task: Callable[[], None]) -> "Future[None]":
         if self._executor is None:
@@ -20,3 +23,16 @@ class Worker:
         if self._executor is not None:
             self._executor.shutdown(wait=True)
             self._executor = None
+
+
+_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for worker in list(_workers):
+        worker.stop()
+
+
+if hasattr(os, "register_at_fork"):
+    # A forked child has none of its parent's threads, and would wait for ever for one that was in the middle of a task.
+    os.register_at_fork(before=_before_fork)

@@ -1,0 +1,342 @@
+"""``schedule="forward"`` under DDP: what is read between steps is what plain DDP has there, on each rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import instep
+from instep.verification import first_difference, training_state
+from tests.cases import Blocks, Sometimes, batch
+from tests.distributed.pool import RankPool
+from tests.late import late_updates
+
+both_views = pytest.mark.parametrize("view", [False, True], ids=["gradients copied", "gradient_as_bucket_view"])
+
+
+def forward(model: Any, i: int) -> torch.Tensor:
+    x, y = batch(100 * dist.get_rank() + i)
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def in_lockstep(
+    view: bool,
+    step: Callable[[Any, Any, int], Any],
+    make: Callable[[], nn.Module] = Blocks,
+    steps: int = 4,
+    **options: Any,
+) -> str | None:
+    """``step`` of plain DDP and of an attached one in turn, whose updates come as late as they can.
+
+    ``step`` returns something it has read after ``optimizer.step()``, when the update is due.
+    """
+    loops = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(make(), bucket_cap_mb=0.004, gradient_as_bucket_view=view, **options)
+        loops.append((model, torch.optim.AdamW(model.parameters(), lr=1e-2)))
+    plain, attached = loops
+    with late_updates(), instep.attach(*attached, schedule="forward") as overlap:
+
+        def pending(*_: Any) -> None:
+            assert "pending" in repr(overlap)
+
+        # Ours has run by then: it is the first.
+        handle = attached[1].register_step_post_hook(pending)
+        for i in range(steps):
+            theirs, ours = step(*plain, i), step(*attached, i)
+            assert plain_values(ours) == plain_values(theirs), f"step {i}"
+        handle.remove()
+        overlap.synchronize()
+        gradients = [plain_values([p.grad for p in model.parameters()]) for model, _ in loops]
+        assert gradients[0] == gradients[1]
+        return first_difference(training_state(*plain), training_state(*attached))
+
+
+def plain_values(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().tolist()
+    if isinstance(value, dict):
+        return {key: plain_values(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_values(item) for item in value]
+    return value
+
+
+def body_state_dict_on_one_rank(view: bool) -> str | None:
+    def step(model: Any, optimizer: Any, i: int) -> Any:
+        forward(model, i).backward()
+        optimizer.step()
+        read = None
+        if dist.get_rank() == 0:
+            read = model.state_dict(), optimizer.state_dict()["state"]
+            read = plain_values(read)
+        optimizer.zero_grad()
+        return read
+
+    return in_lockstep(view, step)
+
+
+@both_views
+def test_state_dict_on_one_rank(two_ranks: RankPool, view: bool) -> None:
+    assert two_ranks.run(body_state_dict_on_one_rank, view) == [None] * 2
+
+
+def body_evaluation_on_one_rank(view: bool, through: str, clears_first: bool) -> str | None:
+    def step(model: Any, optimizer: Any, i: int) -> Any:
+        forward(model, i).backward()
+        optimizer.step()
+        if clears_first:
+            optimizer.zero_grad()
+        read = None
+        if dist.get_rank() == 1:
+            model.eval()
+            with torch.no_grad():
+                read = (model.module if through == "module" else model)(batch(9)[0]).tolist()
+            model.train()
+        if not clears_first:
+            optimizer.zero_grad()
+        return read
+
+    return in_lockstep(view, step, broadcast_buffers=False)
+
+
+@both_views
+@pytest.mark.parametrize("through", ["module", "ddp"])
+@pytest.mark.parametrize("clears_first", [True, False])
+def test_evaluation_on_one_rank(two_ranks: RankPool, view: bool, through: str, clears_first: bool) -> None:
+    assert two_ranks.run(body_evaluation_on_one_rank, view, through, clears_first) == [None] * 2
+
+
+def body_never_cleared(view: bool, reads: bool) -> str | None:
+    def step(model: Any, optimizer: Any, i: int) -> Any:
+        forward(model, i).backward()
+        optimizer.step()
+        return [p.grad.norm() for p in model.parameters()] if reads else None
+
+    return in_lockstep(view, step)
+
+
+@both_views
+@pytest.mark.parametrize("reads", [True, False])
+def test_gradients_that_are_never_cleared(two_ranks: RankPool, view: bool, reads: bool) -> None:
+    assert two_ranks.run(body_never_cleared, view, reads) == [None] * 2
+
+
+def body_cleared_late(view: bool, to_none: bool) -> str | None:
+    """Where the gradients of the last step are in DDP's buckets until the next backward."""
+
+    def step(model: Any, optimizer: Any, i: int) -> Any:
+        loss = forward(model, i)
+        optimizer.zero_grad(set_to_none=to_none)
+        loss.backward()
+        optimizer.step()
+
+    return in_lockstep(view, step)
+
+
+@both_views
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_cleared_between_forward_and_backward(two_ranks: RankPool, view: bool, to_none: bool) -> None:
+    assert two_ranks.run(body_cleared_late, view, to_none) == [None] * 2
+
+
+def body_unused(view: bool, clears: bool) -> str | None:
+    """Each rank uses another part of the model, and the parts change from step to step."""
+
+    def step(model: Any, optimizer: Any, i: int) -> Any:
+        x, y = batch(100 * dist.get_rank() + i)
+        expert = ((0, 1), (None, 1), (1, 0), (None, None))[i % 4][dist.get_rank()]
+        nn.functional.cross_entropy(model(x, expert), y).backward()
+        optimizer.step()
+        if clears:
+            optimizer.zero_grad()
+
+    return in_lockstep(view, step, Sometimes, steps=8, find_unused_parameters=True)
+
+
+@both_views
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_part_that_the_next_forward_does_not_use(two_ranks: RankPool, view: bool, clears: bool) -> None:
+    assert two_ranks.run(body_unused, view, clears) == [None] * 2
+
+
+def body_no_sync(view: bool, clears: bool) -> str | None:
+    def step(model: Any, optimizer: Any, i: int) -> Any:
+        with model.no_sync():
+            for micro in range(2):
+                forward(model, 3 * i + micro).backward()
+        forward(model, 3 * i + 2).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        if clears:
+            optimizer.zero_grad()
+        return norm
+
+    return in_lockstep(view, step)
+
+
+@both_views
+@pytest.mark.parametrize("clears", [True, False])
+def test_accumulation_in_no_sync(two_ranks: RankPool, view: bool, clears: bool) -> None:
+    assert two_ranks.run(body_no_sync, view, clears) == [None] * 2
+
+
+def body_forward_of_the_next_step_on_one_rank(view: bool) -> str | None:
+    """One rank reads all weights after each step, the other none: both train on alike."""
+
+    def step(model: Any, optimizer: Any, i: int) -> Any:
+        forward(model, i).backward()
+        optimizer.step()
+        if dist.get_rank() == i % 2:
+            return [p.sum() for p in model.parameters()] + [p.grad.sum() for p in model.parameters()]
+        return None
+
+    return in_lockstep(view, step)
+
+
+@both_views
+def test_ranks_that_read_different_things(two_ranks: RankPool, view: bool) -> None:
+    assert two_ranks.run(body_forward_of_the_next_step_on_one_rank, view) == [None] * 2
+
+
+def body_moved_over_the_wire(view: bool) -> str | None:
+    """Collectives of the user's own read weights, and write them."""
+
+    def step(model: Any, optimizer: Any, i: int) -> Any:
+        forward(model, i).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = model.module.outer.weight.detach().clone()
+        dist.all_reduce(total)
+        weight = model.module.inner.weight
+        dist.broadcast(weight.data, 0)
+        dist.all_reduce(model.module.outer.bias.detach())
+        gathered = [torch.empty_like(weight) for _ in range(2)]
+        dist.all_gather(gathered, weight.detach())
+        return total, gathered
+
+    return in_lockstep(view, step)
+
+
+@both_views
+def test_collectives_of_weights(two_ranks: RankPool, view: bool) -> None:
+    assert two_ranks.run(body_moved_over_the_wire, view) == [None] * 2
+
+
+def all_gather(p: torch.Tensor) -> Any:
+    gathered = [torch.zeros(p.shape) for _ in range(2)]
+    dist.all_gather(gathered, p)
+    return gathered
+
+
+def all_gather_into_tensor(p: torch.Tensor) -> Any:
+    gathered = torch.zeros(2 * p.shape[0], *p.shape[1:])
+    dist.all_gather_into_tensor(gathered, p)
+    return gathered
+
+
+def gather(p: torch.Tensor) -> Any:
+    gathered = [torch.zeros(p.shape) for _ in range(2)] if dist.get_rank() == 0 else None
+    dist.gather(p, gathered)
+    return gathered
+
+
+def scatter(p: torch.Tensor) -> Any:
+    received = torch.zeros(p.shape)
+    dist.scatter(received, [p, p] if dist.get_rank() == 0 else None)
+    return received
+
+
+def send(p: torch.Tensor) -> Any:
+    received = torch.zeros(p.shape)
+    if dist.get_rank() == 0:
+        dist.send(p, 1)
+    else:
+        dist.recv(received, 0)
+    return received
+
+
+def batched_send(p: torch.Tensor) -> Any:
+    received = torch.zeros(p.shape)
+    op = dist.P2POp(dist.isend, p, 1) if dist.get_rank() == 0 else dist.P2POp(dist.irecv, received, 0)
+    for work in dist.batch_isend_irecv([op]):
+        work.wait()
+    return received
+
+
+def all_gather_object(p: torch.Tensor) -> Any:
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, p)
+    return gathered
+
+
+COLLECTIVES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "all_reduce": lambda p: dist.all_reduce(p),
+    "all_reduce_coalesced": lambda p: dist.all_reduce_coalesced([p]),
+    "broadcast": lambda p: dist.broadcast(p, 0),
+    "reduce": lambda p: dist.reduce(p, 0),
+    "recv": lambda p: dist.recv(p, 0) if dist.get_rank() else dist.send(torch.ones(p.shape), 1),
+    "all_gather": all_gather,
+    "all_gather_into_tensor": all_gather_into_tensor,
+    "all_gather_object": all_gather_object,
+    "gather": gather,
+    "scatter": scatter,
+    "send": send,
+    "batched send": batched_send,
+    "_broadcast_coalesced": lambda p: dist._broadcast_coalesced(dist.group.WORLD, [p.detach()], 1 << 20),
+    "functional": lambda p: funcol.all_reduce(p, "sum", dist.group.WORLD).clone(),
+}
+
+
+@torch.no_grad()
+def collective(name: str, p: torch.Tensor) -> Any:
+    return COLLECTIVES[name](p)
+
+
+def body_collective_of_a_parameter(view: bool, name: str) -> str | None:
+    """A parameter itself is handed to a collective, which reads or writes it in C++."""
+
+    def step(model: Any, optimizer: Any, i: int) -> Any:
+        if i == 0:  # so that ranks differ
+            with torch.no_grad():
+                model.module.outer.weight.add_(0.1 * dist.get_rank())
+        forward(model, i).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return plain_values(collective(name, model.module.outer.weight))
+
+    return in_lockstep(view, step)
+
+
+def rows() -> list[Any]:
+    unseen = pytest.mark.xfail(strict=True, reason="a list of parameters reaches C++ past the watch")
+    return [pytest.param(name, marks=unseen) if name == "scatter" else name for name in COLLECTIVES]
+
+
+@pytest.mark.parametrize("name", rows())
+def test_collectives_of_parameters(two_ranks: RankPool, name: str) -> None:
+    assert two_ranks.run(body_collective_of_a_parameter, False, name) == [None] * 2
+
+
+def body_collective_of_gradients(view: bool) -> str | None:
+    def step(model: Any, optimizer: Any, i: int) -> Any:
+        forward(model, i).backward()
+        optimizer.step()
+        gradient = model.module.outer.weight.grad
+        dist.all_reduce(gradient)
+        read = gradient.clone(), model.module.outer.weight.grad.clone()
+        optimizer.zero_grad()
+        return read
+
+    return in_lockstep(view, step)
+
+
+@both_views
+def test_collectives_of_gradients(two_ranks: RankPool, view: bool) -> None:
+    assert two_ranks.run(body_collective_of_gradients, view) == [None] * 2
