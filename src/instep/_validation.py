@@ -4,6 +4,7 @@ import gc
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -299,6 +300,29 @@ def refuse_scripts(model: nn.Module) -> None:
                 "it, so instep cannot tell when its parameters are read. Use the module it was made from, or "
                 "torch.compile"
             )
+
+
+def refuse_shared_memory(names: Names, optimizers: Sequence[Optimizer]) -> None:
+    """Two parameters of one memory are updated one after the other; which first decides what the second reads."""
+    mine = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    spans: dict[tuple[torch.device, int], list[tuple[int, int, str]]] = {}
+    for key, (parameter, places) in names.items():
+        plain = parameter.layout is torch.strided and not parameter.is_meta and type(parameter.data) is torch.Tensor
+        if key not in mine or parameter.numel() == 0 or not plain:
+            continue
+        size = parameter.element_size()
+        first = int(parameter.storage_offset()) * size
+        reach = sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True))
+        last = first + size * (1 + int(reach))
+        storage = parameter.device, parameter.untyped_storage().data_ptr()
+        spans.setdefault(storage, []).append((first, last, places[0].name))
+    for found in spans.values():
+        for (_, end, one), (start, _, other) in pairwise(sorted(found)):
+            if start < end:
+                raise AttachError(
+                    f"parameters {one!r} and {other!r} share memory (weight.data = …): their updates would depend on "
+                    "which comes first. Make them one parameter: b.weight = a.weight"
+                )
 
 
 def refuse_wrappers(model: nn.Module, names: Names, *, sharded: bool = False) -> None:

@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,6 +47,7 @@ from instep._validation import (
     refuse_parameters,
     refuse_policies,
     refuse_scripts,
+    refuse_shared_memory,
     refuse_wrappers,
 )
 from instep.errors import AttachError, StaleAttachmentError
@@ -130,7 +131,8 @@ def attach(
     With ``INSTEP_DISABLE=1`` in the environment nothing is attached, and a warning says so.
     """
     if os.environ.get("INSTEP_DISABLE", "") not in ("", "0"):
-        _logger.warning("INSTEP_DISABLE is set: attach() left the model and the optimizer as they are")
+        lost = "" if clip is None else f", and {clip!r} is not applied"
+        _logger.warning("INSTEP_DISABLE is set: attach() left the model and the optimizer as they are%s", lost)
         return Attachment(model, [], {}, _ddps_in(model), Options())
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     refuse_options(model, optimizers, schedule, bucket_bytes)
@@ -175,6 +177,8 @@ def _attach(model: nn.Module, optimizers: Sequence[Optimizer], options: Options)
     names = name_parameters(model)
     refuse_parameters(names, optimizers, attached_parameters(), sharded=options.steps_itself)
     refuse_wrappers(model, names, sharded=options.steps_itself)
+    if not options.steps_itself:
+        refuse_shared_memory(names, optimizers)
     attachment = Attachment(model, optimizers, names, wrapped, options)
     attachment._connect()
     _attachments[model] = attachment
@@ -267,6 +271,8 @@ class Attachment:
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
         self._step.recorder = recorder
+        if isinstance(self._step, Deferral):
+            self._arrival.recorder = recorder
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Around forward and backward of every micro-batch but the last: gradients add up, nothing steps.
@@ -488,6 +494,8 @@ class Attachment:
         self, stepper: Stepper, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if len(args) > 2 or kwargs.keys() - {"closure"} or (closure is not None and not callable(closure)):
+            self._step.refuse_arguments(stepper)
         if not callable(closure):
             self._flush(stepper)
             return None
@@ -646,6 +654,11 @@ def _nodes(output: object) -> Iterator[Node]:
     elif isinstance(output, (list, tuple)):
         for item in output:
             yield from _nodes(item)
+    elif hasattr(output, "__dict__") and not isinstance(output, type):
+        # A dataclass, or an object of the model's own.
+        for item in list(vars(output).values()):
+            if isinstance(item, (torch.Tensor, Mapping, list, tuple)) or is_dataclass(item):
+                yield from _nodes(item)
 
 
 def _parameters_in(optimizers: Sequence[Optimizer]) -> list[list[int]]:

@@ -33,12 +33,14 @@ class Accumulation:
         self._backwards = 0
         self._outermost: int | None = None
         self._counted: int | None = None
-        self._no_sync = ExitStack()
+        self._held_back: list[Syncing] = []
 
     @property
     def is_held(self) -> bool:
-        """Whether this is inside of :meth:`hold`, or of ``no_sync``."""
-        return self._held > 0 or any(not ddp.require_backward_grad_sync for ddp in self._wrapped())
+        """Whether this is inside of :meth:`hold`, or of the loop's ``no_sync``."""
+        return self._held > 0 or any(
+            not ddp.require_backward_grad_sync for ddp in self._wrapped() if ddp not in self._held_back
+        )
 
     @property
     def is_partial(self) -> bool:
@@ -73,10 +75,12 @@ class Accumulation:
 
     def before_forward(self) -> None:
         """DDP decides in its forward whether the backward communicates."""
-        self._no_sync.close()
+        self.close()
         if (self._backwards + 1) % self.steps:
-            for ddp in self._wrapped():
-                self._no_sync.enter_context(ddp.no_sync())
+            # What the loop's own no_sync has set, it will put back itself.
+            self._held_back = [ddp for ddp in self._wrapped() if ddp.require_backward_grad_sync]
+            for ddp in self._held_back:
+                ddp.require_backward_grad_sync = False
 
     def begin(self) -> None:
         """An engine run has begun, of a backward or of ``autograd.grad``, which gives no parameter a gradient."""
@@ -111,4 +115,7 @@ class Accumulation:
         self._backwards = 0
 
     def close(self) -> None:
-        self._no_sync.close()
+        """Every backward communicates again."""
+        for ddp in self._held_back:
+            ddp.require_backward_grad_sync = True
+        self._held_back = []

@@ -27,7 +27,7 @@ from instep._core.scaling import found_inf, take_off_here
 from instep._core.stepper import Stepper, alias_of, frozen
 from instep._core.streams import StepStreams
 from instep._core.transaction import Recorder
-from instep._core.watch import Watch
+from instep._core.watch import Watch, plain_type
 from instep._core.worker import Worker
 from instep.errors import TornStepError, UncommittedStepError
 
@@ -84,6 +84,8 @@ class _Due:
         self.mark: torch.Event | None = None
         self._clip = clip
         self._recorder = recorder
+        # The parameters' own .grad, flags and attributes are the user's: they may be read and changed meanwhile.
+        self._aliases = [alias_of(tensor, g) for tensor, g in zip(self.tensors, self.gradients, strict=True)]
         for tensor in self.tensors:
             tensor.grad = None
         # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
@@ -102,7 +104,7 @@ class _Due:
         except BaseException as error:
             self.step.failure = error
             return
-        self.gradients = []
+        self.gradients = self._aliases = []
         self.step.applied += self.names
         if self._recorder is not None:
             self._recorder("step", self.names[0], started, perf_counter())
@@ -116,11 +118,9 @@ class _Due:
                     "the update was applied: in the plain loop it had been applied by then. Call "
                     "overlap.synchronize() before such a write"
                 )
-        # The parameters' own .grad is the user's: it may be read and cleared meanwhile.
-        aliases = [alias_of(tensor, g) for tensor, g in zip(self.tensors, self.gradients, strict=True)]
         if self._clip is not None:
-            self._clip(aliases)
-        self.step.stepper.step(aliases, self.tensors)
+            self._clip(self._aliases)
+        self.step.stepper.step(self._aliases, self.tensors)
 
 
 class Deferral:
@@ -167,6 +167,7 @@ class Deferral:
         self._owing: set[Stepper] = set()
         self._clipped: set[Stepper] = set()
         self._flushing: Stepper | None = None
+        self._now = False
         self._placeholders: list[tuple[torch.Tensor, HeldGradient]] = []
         self._torn: Callable[[], TornStepError] | None = None
 
@@ -268,6 +269,10 @@ class Deferral:
         self._clipped.clear()
         return True
 
+    def refuse_arguments(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` was given arguments of its own: this step is taken at once, by torch, with them."""
+        self._now = True
+
     def begin_flush(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to update: take over what can be applied later."""
         if self._flushing is stepper:
@@ -285,6 +290,7 @@ class Deferral:
         if clip is not None and len(later) < len(with_gradient):
             clip([a.get() for a in with_gradient if a not in later])
         self._flushing = stepper
+        self._now = False
         if later:
             self._put_off(stepper, later, clip)
 
@@ -292,7 +298,10 @@ class Deferral:
         # Without a forward before it there is no loop, and who made the gradients wants the step now (DCP does so).
         return (
             self._trained
+            and not self._now
             and attached.stepper in self._can_wait
+            # Some optimizers treat parameters of a class of their own in their own way.
+            and plain_type(attached.get()) in (torch.nn.Parameter, torch.Tensor)
             and attached.spec.index not in traced
             and not _gradient(attached).is_sparse
         )
@@ -389,6 +398,7 @@ class Deferral:
             if parameter is not None and gradients:
                 parameter.grad = None
         self._torn = self._flushing = None
+        self._placeholders.clear()
         self._owing.clear()
         self._clipped.clear()
         self._clipping.begin()

@@ -58,7 +58,13 @@ def require_separable(optimizer: Optimizer) -> bool:
             "during backward would differ from the plain loop. Use this optimizer without instep"
         )
     _require_step_without_gradients(together, kind)
-    return contained and _takes_aliases(optimizer, together)
+    # What an attribute holds may be changed by the loop before the step is applied.
+    holds = any(
+        isinstance(value, (torch.Tensor, dict, list, set))
+        for name, value in vars(optimizer).items()
+        if name not in ("param_groups", "state", "defaults") and not name.startswith("_optimizer_")
+    )
+    return contained and not holds and _takes_aliases(optimizer, together)
 
 
 def _takes_aliases(optimizer: Optimizer, plain: Optimizer) -> bool:

@@ -106,12 +106,28 @@ class Stepper:
             )
         for index in self._used:
             self._require_same(index, optimizer.param_groups[index])
+        if self._open:
+            for name, value in self._attributes.changes(_settings(optimizer)).items():
+                raise HyperparameterChangedError(
+                    f"the attribute {name!r} of {self.name} changed to {value!r} after backward had already stepped "
+                    "parameters with the old value. Change it after optimizer.step() or before backward()"
+                )
         if self.state_was_written or any(optimizer.state.get(own) is not entry for own, entry, _ in self._left):
             raise HyperparameterChangedError(
                 f"the state of {self.name} was written between backward() and optimizer.step(), but backward had "
                 "already updated it: the plain loop would have written the old one. Write it after optimizer.step() "
                 "or before backward()"
             )
+
+    def require_all_in_state(self) -> None:
+        """Raise ``UnsupportedOptimizerError`` if the optimizer keeps values of parameters outside of its ``state``."""
+        optimizer = self.optimizer()
+        for name, value in vars(optimizer).items():
+            if name not in _OWN and isinstance(value, dict) and any(isinstance(key, torch.Tensor) for key in value):
+                raise UnsupportedOptimizerError(
+                    f"{self.name} keeps values of single parameters in its attribute {name!r}, which undo does not put "
+                    "back. Use schedule='forward', or no undo"
+                )
 
     @property
     def state_was_written(self) -> bool:
@@ -168,6 +184,7 @@ class Stepper:
             for name, value in vars(optimizer).items()
             if name not in _OWN and isinstance(value, (torch.Tensor, dict, list, set))
         ]
+        self._attributes = _Snapshot(_settings(optimizer))
         self._state = optimizer.state
         self._state_size = len(optimizer.state)
         self._shared_state = _shared(optimizer.state)
@@ -258,6 +275,17 @@ def shadow_of(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[An
     for name in _HOOKS:
         setattr(shadow, name, OrderedDict())
     return shadow
+
+
+def _settings(optimizer: Optimizer) -> dict[str, Any]:
+    """The numbers and tensors that a loop may set on an optimizer beside its groups. The underscore is torch's own."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if not name.startswith("_")
+        and name not in ("grad_scale", "found_inf")
+        and (isinstance(value, torch.Tensor) or _is_immutable(value))
+    }
 
 
 def frozen(optimizer: Optimizer) -> Optimizer:

@@ -121,6 +121,8 @@ class Transaction:
         if self._applied and self._undo is not None:
             self.put_back()
         self._accumulation.begin()
+        if self._pass is None and self._undo is not None and not self._applied:
+            self._clipping.begin()  # more gradients: what was measured of the step so far is not all
         if self._accumulation.holds_next:
             return True
         if self._applied:
@@ -215,6 +217,7 @@ class Transaction:
                             mine = [p for p, a in zip(parameters, bucket, strict=True) if a.stepper is stepper]
                             if mine:
                                 if self._undo is not None:
+                                    stepper.require_all_in_state()
                                     self._undo.save(mine, stepper.optimizer())
                                 stepper.step(mine)
             except BaseException as error:
@@ -397,10 +400,29 @@ class Transaction:
 
     def require_whole(self) -> None:
         """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
+        if self._flushing is not None and self._torn is None and self._undo is not None:
+            for attached in self._applied_by(self._flushing):
+                attached.get().grad = self._kept[attached.spec.index][0]
+            self._flushing = None
+            self.put_back()
         if self._flushing is not None and self._torn is None:
             self._tear(InstepError(f"{self._flushing.name}.step() raised"))
         if self._torn is not None:
             raise self._torn()
+
+    def refuse_arguments(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` was given arguments of its own: backward has stepped without them."""
+        if not self._applied_by(stepper) or self._torn is not None:
+            return
+        if self._undo is not None:
+            self.put_back()
+            return
+        error = HyperparameterChangedError(
+            f"{stepper.name}.step() was called with arguments, but backward had already stepped parameters without "
+            "them. Use undo=True or schedule='forward'"
+        )
+        self._tear(error)
+        raise error
 
     def begin_flush(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to update what backward left. Spent gradients are taken off the parameters."""
@@ -508,6 +530,7 @@ class Transaction:
         with self._lock:
             self._release()
             written = next((stepper for stepper in self._steppers if stepper.state_was_written), None)
+            overwritten = [a.spec.name for a in self.parameters if self.is_applied(a) and a.get()._version != a.version]
             for device in self._undo.devices:
                 with self.streams.on(device):
                     self._undo.restore(device)
@@ -519,6 +542,12 @@ class Transaction:
             self._clipping.forget_norms()
             self._plain = True
             self.redo_count += 1
+            if overwritten:
+                raise UncommittedStepError(
+                    f"parameter {overwritten[0]!r} was written between backward() and optimizer.step(), through "
+                    "another tensor of the same memory, when it held the value of a trial step. The step was put back, "
+                    "and the write with it: write weights after optimizer.step() or before backward()"
+                )
             if written is not None:
                 raise HyperparameterChangedError(
                     f"the state of {written.name} was written between backward() and optimizer.step(), but it was that "

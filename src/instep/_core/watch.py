@@ -164,6 +164,11 @@ class _Watched(torch.Tensor):
             self.__class__ = watched
 
 
+def plain_type(parameter: torch.Tensor) -> type:
+    """Its class, as it is when nobody watches."""
+    return parameter._plain if isinstance(parameter, _Watched) else type(parameter)
+
+
 def _unwatch(parameter: torch.Tensor) -> None:
     if isinstance(parameter, _Watched):
         parameter.__class__ = parameter._plain

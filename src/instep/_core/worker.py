@@ -1,9 +1,12 @@
 """One thread that steps while the user's thread goes on. It lives from its first task until it is stopped."""
 
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+
+NAME = "instep-step"
 
 
 class Worker:
@@ -15,13 +18,15 @@ class Worker:
 
     def run(self, task: Callable[[], None]) -> "Future[None]":
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="instep-step")
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=NAME)
         return self._executor.submit(task)
 
     def stop(self) -> None:
         """Finish what was given, and end the thread."""
         if self._executor is not None:
-            self._executor.shutdown(wait=True)
+            # The last reference to its owner may have been dropped in a task: a thread cannot wait for itself.
+            mine = threading.current_thread().name.startswith(NAME)
+            self._executor.shutdown(wait=not mine)
             self._executor = None
 
 
