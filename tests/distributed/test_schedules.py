@@ -403,6 +403,12 @@ def test_accumulation_steps_are_no_sync_around_all_but_the_last(three_ranks: Ran
     assert_equal(three_ranks, Case(way, view, micro=3, attach={"accumulation_steps": 3}), redone=0)
 
 
+@pytest.mark.parametrize("hold", ["no_sync", "accumulate"])
+@pytest.mark.parametrize("way", ["backward", "forward", "undo"])
+def test_accumulation_steps_in_a_loop_that_holds_by_itself(three_ranks: RankPool, way: str, hold: str) -> None:
+    assert_equal(three_ranks, Case(way, True, micro=3, hold=hold, attach={"accumulation_steps": 3}))
+
+
 @pytest.mark.parametrize("hold", ["no_sync", "accumulate", "count"])
 @pytest.mark.parametrize(("max_norm", "view"), [(0.1, False), (1e6, True)])
 @in_exact_ways

@@ -43,7 +43,10 @@ def first_of_post_hooks(optimizer: Optimizer, handle: RemovableHandle) -> None:
 
 def last_of_pre_hooks(optimizer: Optimizer, handle: RemovableHandle) -> None:
     """Run this step pre-hook of ``optimizer`` after all others, those that are registered later too: it takes away the
-    gradients that they want to see."""
+    gradients that they want to see.
+
+    For this a global pre-hook of torch's is registered, once, and stays.
+    """
     global _global_hook
     _last[optimizer] = handle.id
     if _global_hook is None:

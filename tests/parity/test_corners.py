@@ -1,0 +1,209 @@
+"""What a loop or an optimizer may do that is easily overlooked."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep.errors import AttachError, HyperparameterChangedError, UncommittedStepError, UnsupportedOptimizerError
+from tests.cases import Blocks, batch
+from tests.parity.lockstep import CLIP, EXACT, Lane, Refused, in_exact_ways, lockstep, loss_of, ways
+
+
+def blocks(make: Any) -> Any:
+    def build() -> Any:
+        model = Blocks(depth=2)
+        return model, make(model)
+
+    return build
+
+
+class Plain(torch.optim.Optimizer):
+    """SGD that takes an argument, has a setting of its own, and skips frozen parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.factor = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, scale: float = 1.0) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.requires_grad:
+                    p.sub_(p.grad, alpha=group["lr"] * scale * self.factor)
+
+
+CHANGED = Refused(HyperparameterChangedError, "torn")
+
+
+@ways("backward", *EXACT)
+def test_step_with_arguments_of_its_own(way: str) -> None:
+    def step(lane: Lane, i: int) -> None:
+        x, y = batch(i)
+        lane.backward(loss_of(lane.model(x), y))
+        lane.optimizer.step(scale=0.5)
+        lane.zero_grad()
+
+    lockstep(way, blocks(lambda m: Plain(m.parameters())), step, refused={"backward": CHANGED})
+
+
+@ways("backward", *EXACT)
+def test_an_attribute_set_between_backward_and_step(way: str) -> None:
+    def step(lane: Lane, i: int) -> None:
+        x, y = batch(i)
+        lane.backward(loss_of(lane.model(x), y))
+        lane.optimizer.factor = 1 / (i + 1)
+        lane.step()
+        lane.zero_grad()
+
+    refused = {"backward": CHANGED}
+    lockstep(way, blocks(lambda m: Plain(m.parameters())), step, refused=refused, steps=4)
+
+
+@in_exact_ways
+def test_parameters_frozen_right_after_the_step(way: str) -> None:
+    def step(lane: Lane, i: int) -> None:
+        lane.model.requires_grad_(True)
+        x, y = batch(i)
+        lane.backward(loss_of(lane.model(x), y))
+        lane.step()
+        lane.model.requires_grad_(False)
+        lane.zero_grad()
+
+    lockstep(way, blocks(lambda m: Plain(m.parameters())), step)
+
+
+class Unit(nn.Parameter):
+    """A weight that its optimizer keeps at length one."""
+
+
+class Riemannian(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"])
+                    if isinstance(p, Unit):
+                        p.div_(p.norm())
+
+
+@ways("backward", *EXACT)
+def test_an_optimizer_that_asks_for_the_class_of_a_parameter(way: str) -> None:
+    def build() -> Any:
+        model = Blocks(depth=2)
+        model.outer.weight = Unit(model.outer.weight.detach())
+        return model, Riemannian(model.parameters())
+
+    lockstep(way, build)
+
+
+class Remembers(torch.optim.Optimizer):
+    """Keeps its momentum in an attribute."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.buffers: dict[Any, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    buffer = self.buffers.setdefault(p, torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                    p.sub_(buffer, alpha=group["lr"])
+
+
+@ways("backward", "forward", "undo")
+def test_state_in_an_attribute(way: str) -> None:
+    refused = {"undo": Refused(UnsupportedOptimizerError, "open", match="'buffers'")}
+    lockstep(way, blocks(lambda m: Remembers(m.parameters())), steps=3, refused=refused)
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+
+
+class InDataclass(Blocks):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Output(super().forward(x))
+
+
+@pytest.mark.parametrize("make", [Blocks, InDataclass])
+@in_exact_ways
+def test_two_optimizers_that_are_clipped_in_turn(way: str, make: Any) -> None:
+    """Each clips by the norm of all that is there, old and new."""
+
+    def build() -> Any:
+        model = make(depth=2)
+        first = torch.optim.SGD(model.blocks.parameters(), lr=0.5, momentum=0.9)
+        rest = nn.ModuleList([model.inner, model.outer])
+        return model, [first, torch.optim.SGD(rest.parameters(), lr=0.5)]
+
+    def step(lane: Lane, i: int) -> None:
+        for turn, optimizer in enumerate(lane.optimizers):
+            x, y = batch(2 * i + turn)
+            out = lane.model(x)
+            lane.backward(loss_of(out.logits if isinstance(out, Output) else out, y))
+            lane.clip()
+            optimizer.step()
+            if turn == 0:
+                optimizer.zero_grad()
+        lane.zero_grad()
+
+    lockstep(way, build, step, clip=instep.ClipNorm(CLIP))
+
+
+def test_a_write_through_an_alias_before_a_step_is_put_back_is_no_secret() -> None:
+    model = Blocks()
+    alias = model.inner.weight.detach()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with instep.attach(model, optimizer, bucket_bytes=1, undo=True):
+        model(batch(0)[0]).sum().backward()
+        alias.mul_(0.5)
+        with pytest.raises(UncommittedStepError, match=r"'inner.weight'.*put back"):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def test_parameters_that_share_memory_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(AttachError, match=r"'0.weight' and '1.weight' share memory"):
+        instep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+class Fails(torch.optim.SGD):
+    """Raises in the step of a parameter that got no gradient in backward."""
+
+    failing = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.failing and all(p.grad is None for group in self.param_groups for p in group["params"]):
+            raise ZeroDivisionError
+        return super().step(closure)
+
+
+def test_a_step_that_raises_tears_nothing_with_undo() -> None:
+    model = Blocks()
+    optimizer = Fails(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    with instep.attach(model, optimizer, bucket_bytes=1, undo=True) as overlap:
+        model(batch(0)[0]).sum().backward()
+        Fails.failing = True
+        try:
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+        finally:
+            Fails.failing = False
+        model(batch(0)[0])
+        assert all(map(torch.equal, before, model.parameters()))
+        assert all(p.grad is not None for p in model.parameters())
+        optimizer.step()
+        assert overlap.redo_count == 1
