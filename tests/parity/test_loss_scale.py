@@ -112,7 +112,8 @@ def test_an_unmodified_loop_with_a_scaler(way: str, optimizer: str, unscale: boo
     scalers = Scalers(growth)
     lane = compare(way, scalers, build(optimizer), scalers.step(unscale))
     # A fused optimizer's step() is called and skips the update itself; how often others are called GradScaler decides.
-    assert lane.overlap.step_count == (6 if optimizer in FUSED else 4)
+    skips = getattr(lane.optimizer, "_step_supports_amp_scaling", False)  # not Adagrad's, in older torch
+    assert lane.overlap.step_count == (6 if skips else 4)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
