@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import instep
 
-STEPS, MICRO_BATCHES, ROWS, LENGTH, WIDTH = 40, 3, 8, 64, 128
+STEPS, MICRO_BATCHES, ROWS, LENGTH, WIDTH = 30, 3, 8, 64, 128
 
 
 class ByteModel(nn.Module):
@@ -42,7 +42,7 @@ def loss_of(model: nn.Module, text: torch.Tensor, seed: int) -> torch.Tensor:
 
 def pretrain(model: nn.Module, text: torch.Tensor) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    for step in range(60):
+    for step in range(40):
         loss = loss_of(model, text, step)
         loss.backward()
         optimizer.step()
@@ -89,7 +89,7 @@ def main() -> None:
         models.append(copy.deepcopy(model))
         torch.manual_seed(1)  # the same dropout
         logs.append(fine_tune(models[-1], python, attach))
-    print("\n".join(logs[1][9::10]))
+    print("\n".join(logs[1][4::5]))
     plain, attached = ([p.detach() for p in model.parameters()] for model in models)
     equal = logs[0] == logs[1] and all(map(torch.equal, plain, attached))
     print(f"fine-tuned on Python, plain and with instep: {'equal, bit for bit' if equal else 'DIFFERENT'}")
