@@ -415,7 +415,7 @@ MUTANTS = [
         "_core/transaction.py",
         "            self._clipping.forget_norms()\n",
         "",
-        PROGRAMS,
+        CLIPPING,
     ),
     Mutant(
         "leave out earlier micro-batches in the first pass",
@@ -457,7 +457,7 @@ MUTANTS = [
         "_core/transaction.py",
         "gradient._version in (version, version + taken_off)",
         "True",
-        UNDO,
+        CLIPPING,
     ),
     Mutant(
         "step on the rank's own gradients",

@@ -473,7 +473,11 @@ class Counts(torch.optim.Optimizer):
 
 @in_every_way
 def test_an_optimizer_that_counts(way: str) -> None:
-    lockstep(way, building(lambda m: Counts(two_groups(m))), steps=6)
+    def step(lane: Lane, i: int) -> Any:
+        learn(lane, i)
+        return [(group["count"], float(group["seen"])) for group in lane.optimizer.param_groups]
+
+    lockstep(way, building(lambda m: Counts(two_groups(m))), step, steps=6)
 
 
 class CountsInPlace(Counts):

@@ -945,6 +945,7 @@ def test_a_graph_that_saved_the_old_weights_refuses_as_in_the_plain_loop(tmp_pat
         for one in (plain, loop):
             late = one.model(batch(3)[0]).sum()
             one.step(0)
+            one.optimizer.zero_grad()
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 late.backward()
 
