@@ -303,7 +303,7 @@ class Deferral:
             # Some optimizers treat parameters of a class of their own in their own way.
             and plain_type(attached.get()) in (torch.nn.Parameter, torch.Tensor)
             and attached.spec.index not in traced
-            and not _gradient(attached).is_sparse
+            and _gradient(attached).layout is torch.strided
         )
 
     def _clip_of(self, stepper: Stepper, with_gradient: Sequence[AttachedParameter]) -> Clip | None:
