@@ -58,7 +58,7 @@ def fine_tune(model: nn.Module, text: torch.Tensor, attach: bool) -> list[str]:
         {"params": [p for p in trained if p.dim() > 1]},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1, fused=True)
     warm_up = LinearLR(optimizer, 0.1, total_iters=5)
     scheduler = SequentialLR(optimizer, [warm_up, CosineAnnealingLR(optimizer, STEPS - 5)], [5])
     if attach:
