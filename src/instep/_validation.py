@@ -1,14 +1,12 @@
 """What ``attach`` refuses, before anything is changed. Each message names what was found and what to do."""
 
-import gc
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -17,9 +15,9 @@ from torch.optim import Optimizer
 
 from instep._core.parameters import Place
 from instep._core.policies import ClipNorm, ClipValue
+from instep._wrappers import fsdp1_in, fsdp2_in, instances_of
 from instep.errors import AttachError, UnsupportedOptimizerError
 
-T = TypeVar("T")
 Names = Mapping[int, tuple[torch.Tensor, tuple[Place, ...]]]
 """By ``id``: each parameter of a model, in order, with every place that holds it."""
 
@@ -227,10 +225,7 @@ def _inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
                 yield attribute, candidate
 
 
-def refuse_parameters(
-    names: Names, optimizers: Sequence[Optimizer], taken: Mapping[int, object], *, sharded: bool = False
-) -> None:
-    some_sharded = sharded and any(is_sharded(parameter) for parameter, _ in names.values())
+def refuse_parameters(names: Names, optimizers: Sequence[Optimizer], taken: Mapping[int, object]) -> None:
     seen: dict[int, str] = {}
     trainable = False
     for optimizer in optimizers:
@@ -247,7 +242,8 @@ def refuse_parameters(
                 if not known:
                     raise AttachError(
                         f"{where}, {name}, is not a parameter of the model. Attach the model that owns it, or the "
-                        "module that holds both models; if the parameter was replaced, rebuild the optimizer"
+                        "module that holds both models; if the parameter was replaced (fully_shard replaces all of "
+                        "them), shard first, then build the optimizer, then attach"
                     )
                 if id(parameter) in seen:
                     raise AttachError(
@@ -269,16 +265,6 @@ def refuse_parameters(
                     raise AttachError(
                         f"parameter {name!r} has optimizers of its own (apply_optimizer_in_backward): it would be "
                         "stepped twice. Attach a model without them"
-                    )
-                if some_sharded and not is_sharded(parameter):
-                    raise AttachError(
-                        f"parameter {name!r} is not sharded, and others of the model are: FSDP neither reduces nor "
-                        "accumulates it. Give it to an optimizer of its own"
-                    )
-                if is_sharded(parameter) and not sharded:
-                    raise AttachError(
-                        f"parameter {name!r} is a {type(parameter).__name__}: sharded models (fully_shard, FSDP, "
-                        "tensor parallel) are not supported by this version"
                     )
                 seen[id(parameter)] = where
                 trainable = trainable or parameter.requires_grad
@@ -325,15 +311,38 @@ def refuse_shared_memory(names: Names, optimizers: Sequence[Optimizer]) -> None:
                 )
 
 
-def refuse_wrappers(model: nn.Module, names: Names, *, sharded: bool = False) -> None:
+def refuse_sharded(model: nn.Module, bucket_bytes: int | None, clip: Any, policy: Any) -> None:
+    """What FSDP rules out."""
+    if fsdp1_in(model):
+        wrapper = "FullyShardedDataParallel"
+    elif fsdp2_in(model):
+        wrapper = "fully_shard"
+    else:
+        return
+    if bucket_bytes is not None:
+        raise AttachError(
+            f"bucket_bytes={bucket_bytes} does not apply to a model that {wrapper} has divided into groups, which are "
+            "stepped as they are reduced: leave it out, and shard other modules"
+        )
+    if policy is not None:
+        raise AttachError(
+            f"mixed_precision is for one device and DistributedDataParallel. {wrapper} has mixed precision of its own: "
+            "fully_shard(…, mp_policy=…), FullyShardedDataParallel(…, mixed_precision=…)"
+        )
+    if isinstance(clip, ClipNorm) and clip.mode == "two_pass":
+        raise AttachError(
+            f"clip=ClipNorm(mode='two_pass') does not go with {wrapper}, whose first pass would reduce the gradients "
+            "too. Use schedule='forward' or undo=True, with which mode='exact' does"
+        )
+
+
+def refuse_wrappers(model: nn.Module, names: Names) -> None:
     for module in model.modules():
         if isinstance(module, DistributedDataParallel) and module._delay_all_reduce_params:
             raise AttachError(
                 "DistributedDataParallel(delay_all_reduce_named_params=…) reduces those parameters after their "
                 "gradient hooks have run. Build it without, and attach again"
             )
-    if fsdp1_in(model) and not sharded:
-        raise AttachError("FullyShardedDataParallel is not supported by this version")
     inside = set(model.modules())
     for ddp in instances_of(DistributedDataParallel):
         if ddp not in inside and any(id(p) in names for p in ddp.parameters()):
@@ -341,36 +350,3 @@ def refuse_wrappers(model: nn.Module, names: Names, *, sharded: bool = False) ->
                 f"{type(model).__name__} is wrapped in a DistributedDataParallel: its own gradients are those of this "
                 "rank alone. Attach the DistributedDataParallel instead"
             )
-
-
-def instances_of(wrapper: type[T]) -> list[T]:
-    """All living instances of a distributed wrapper. One outside of a module gives the module no sign of itself."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return []
-    classes: list[type] = [wrapper]
-    for cls in classes:
-        classes.extend(cls.__subclasses__())
-    # An object refers to its class. Asked this way round, the search for it does not run in Python.
-    return [found for found in gc.get_referrers(*classes) if isinstance(found, wrapper)]
-
-
-def fsdp1_in(model: nn.Module) -> list[Any]:
-    """The ``FullyShardedDataParallel`` instances in ``model``."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not used
-    if fsdp is None:
-        return []
-    return [module for module in model.modules() if isinstance(module, fsdp.FullyShardedDataParallel)]
-
-
-def fsdp1_of(parameters: Sequence[torch.Tensor]) -> list[Any]:
-    """The ``FullyShardedDataParallel`` instances that shard any of ``parameters``."""
-    if not any(getattr(p, "_fsdp_flattened", False) for p in parameters):  # FSDP1's own mark
-        return []
-    ours = {id(parameter) for parameter in parameters}
-    found = instances_of(sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel)
-    return [wrapper for wrapper in found if any(id(p) in ours for p in wrapper.parameters())]
-
-
-def is_sharded(parameter: torch.Tensor) -> bool:
-    tensor = sys.modules.get("torch.distributed.tensor")
-    return tensor is not None and isinstance(parameter, tensor.DTensor)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from instep._core.accumulation import Accumulation
+from instep._core.accumulation import Accumulation, Syncing
 from instep._core.arrival import Arrival
 from instep._core.clipping import Clipping
 from instep._core.deferral import Deferral, Reader
@@ -35,11 +35,10 @@ from instep._core.scaling import LossScale
 from instep._core.stepper import Stepper
 from instep._core.transaction import Recorder, Transaction
 from instep._core.undo import Undo
+from instep._shards import is_sharded, local_numel, mesh_of, part_of
 from instep._validation import (
     Names,
     compiled_in,
-    fsdp1_in,
-    is_sharded,
     name_parameters,
     refuse_communication,
     refuse_optimizers,
@@ -47,14 +46,16 @@ from instep._validation import (
     refuse_parameters,
     refuse_policies,
     refuse_scripts,
+    refuse_sharded,
     refuse_shared_memory,
     refuse_wrappers,
 )
+from instep._wrappers import FSDP2Sync, fsdp1_in, fsdp2_groups
 from instep.errors import AttachError, StaleAttachmentError
 from instep.sources import Sink, Source
 from instep.sources.ddp import CommHook, DDPSource, managed_by
 from instep.sources.fsdp import FSDP1Source
-from instep.sources.local import LocalSource
+from instep.sources.local import LocalSource, Uses
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -175,8 +176,9 @@ def _attach(model: nn.Module, optimizers: Sequence[Optimizer], options: Options)
     refuse_communication(model, wrapped, options.bucket_bytes, options.comm_hook, options.mixed_precision)
     refuse_scripts(model)
     names = name_parameters(model)
-    refuse_parameters(names, optimizers, attached_parameters(), sharded=options.steps_itself)
-    refuse_wrappers(model, names, sharded=options.steps_itself)
+    refuse_parameters(names, optimizers, attached_parameters())
+    refuse_wrappers(model, names)
+    refuse_sharded(model, options.bucket_bytes, options.clip, options.mixed_precision)
     if not options.steps_itself:
         refuse_shared_memory(names, optimizers)
     attachment = Attachment(model, optimizers, names, wrapped, options)
@@ -212,7 +214,10 @@ class Attachment:
         self._ddps = [weakref.ref(ddp) for ddp in wrapped]
         self._steppers = [Stepper(optimizer) for optimizer in optimizers]
         self._options = options
-        self._accumulation = Accumulation(options.accumulation_steps, _living(self._ddps))
+        self._groups = fsdp2_groups(model)
+        self._uses = Uses()
+        syncs = [FSDP2Sync(model)] if self._groups else []
+        self._accumulation = Accumulation(options.accumulation_steps, _living(self._ddps, syncs))
         self._clipping = Clipping(options.clip)
         contained = [stepper for stepper in self._steppers if require_separable(stepper.optimizer())]
         self._step: Transaction | Deferral
@@ -387,9 +392,12 @@ class Attachment:
         try:
             for source in self._sources:
                 source.connect()
-            self._handles.append(model.register_forward_pre_hook(BoundHook(self._before_forward)))
+            # Before FSDP2's, which gathers the weights.
+            before = BoundHook(self._before_forward)
+            self._handles.append(model.register_forward_pre_hook(before, prepend=bool(self._groups)))
             self._handles.append(model.register_forward_hook(BoundHook(self._after_forward)))
             self._watch_readers(model, self._owners(self._step.parameters))
+            self._watch_groups()
             for ref, stepper in zip(self._optimizers, self._steppers, strict=True):
                 optimizer = ref()
                 assert optimizer is not None
@@ -455,6 +463,8 @@ class Attachment:
 
     def _before_backward(self, gradients: object) -> None:
         if self._step.begin_backward():
+            if self._groups:
+                self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
             for source in self._sources:
                 if isinstance(source, DDPSource):
                     source.before_backward()
@@ -524,6 +534,25 @@ class Attachment:
     def _before_state(self, stepper: Stepper, *_: object) -> None:
         self._step.before_state(stepper)
 
+    def _watch_groups(self) -> None:
+        """Hooks before FSDP2's own, which gather a group's weights."""
+        for number, group in enumerate(self._groups):
+            module = group.module()
+            assert module is not None
+            mine = [a for a in self._step.parameters if a.spec.group == number]
+            before = BoundHook(functools.partial(self._before_gather, number, mine))
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+
+    def _before_gather(self, number: int, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling() or graph_task() is not None:
+            return
+        if torch.is_grad_enabled():
+            self._uses.ran(number)
+        if isinstance(self._step, Deferral):
+            self._step.before_read(mine)
+        elif self._step.state == "open" and any(map(self._step.is_applied, mine)):
+            self._step.before_forward()
+
     def _watch_readers(self, model: nn.Module, owners: Sequence[tuple[nn.Module, list[AttachedParameter]]]) -> None:
         """Hooks on the modules that hold attached parameters themselves."""
         step = self._step
@@ -574,7 +603,8 @@ class Attachment:
             if fsdp1:
                 sources.append(FSDP1Source(sink, list(local.values()), fsdp1))
             else:
-                sources.append(LocalSource(sink, list(local.values()), options.bucket_bytes or DEFAULT_BUCKET_BYTES))
+                bucket_bytes = options.bucket_bytes or DEFAULT_BUCKET_BYTES
+                sources.append(LocalSource(sink, list(local.values()), bucket_bytes, self._uses))
         return sources
 
     def _adopt(self) -> None:
@@ -632,15 +662,18 @@ class Attachment:
             if id(parameter) not in owner:
                 continue
             name = places[0].name
-            nbytes = parameter.numel() * parameter.element_size()
+            nbytes = local_numel(parameter) * parameter.element_size()
             index = first_index + len(parameters)
-            spec = ParameterSpec(index, name, parameter.shape, parameter.dtype, parameter.device, nbytes)
+            group = next((n for n, g in enumerate(self._groups) if id(parameter) in g.members), None)
+            spec = ParameterSpec(index, name, parameter.shape, parameter.dtype, parameter.device, nbytes, group)
             spent = None
             if isinstance(self._step, Transaction) and not self._options.steps_itself and not self._options.undo:
                 spent = SpentGradient(parameter, name, functools.partial(self._step.misuse, spec))
             # A sharded model puts other tensors in the parameters' places while it computes.
-            held = () if self._in_fsdp1 or is_sharded(parameter) else places
-            parameters.append(AttachedParameter(parameter, spec, held, owner[id(parameter)], spent))
+            held = () if self._in_fsdp1 or (group is not None and is_sharded(parameter)) else places
+            stepper = owner[id(parameter)]
+            part = part_of(parameter, stepper.optimizer())
+            parameters.append(AttachedParameter(parameter, spec, held, stepper, spent, part, mesh_of(parameter)))
         return tuple(parameters)
 
 
@@ -672,9 +705,9 @@ def _reduce_dtype(options: Options) -> torch.dtype | None:
 
 
 def _living(
-    ddps: "Sequence[weakref.ref[DistributedDataParallel]]",
-) -> Callable[[], list[DistributedDataParallel]]:
-    return lambda: [ddp for ref in ddps if (ddp := ref()) is not None]
+    ddps: "Sequence[weakref.ref[DistributedDataParallel]]", others: Sequence[Syncing]
+) -> Callable[[], list[Syncing]]:
+    return lambda: [*(ddp for ref in ddps if (ddp := ref()) is not None), *others]
 
 
 def _ddps_in(model: nn.Module) -> list[DistributedDataParallel]:

@@ -9,7 +9,7 @@ from instep.errors import AccumulationError
 
 
 class Syncing(Protocol):
-    """The part of ``DistributedDataParallel`` that says whether its next backward communicates."""
+    """The part of ``DistributedDataParallel`` that says whether its next backward communicates; FSDP in its terms."""
 
     require_backward_grad_sync: bool
 
@@ -23,7 +23,7 @@ class Accumulation:
 
     Args:
         steps: backwards in one step; 1: every one steps.
-        wrapped: the living DDP instances, whose ``no_sync`` a backward that only adds is run in.
+        wrapped: the living DDP instances (and FSDP models), whose ``no_sync`` a backward that only adds is run in.
     """
 
     def __init__(self, steps: int, wrapped: Callable[[], Sequence[Syncing]]) -> None:
@@ -54,7 +54,7 @@ class Accumulation:
 
     @property
     def distributed(self) -> bool:
-        """Whether there are DDP instances."""
+        """Whether there are such instances."""
         return bool(self._wrapped())
 
     @property
@@ -100,12 +100,12 @@ class Accumulation:
         self._outermost = None
 
     def require_reduced(self) -> None:
-        """Before ``optimizer.step()``: raise ``AccumulationError`` if DDP still owes the mean of these gradients."""
+        """Before ``optimizer.step()``: raise ``AccumulationError`` if the mean of these gradients is still owed."""
         done = self._backwards % self.steps
         if done and self._wrapped():
             raise AccumulationError(
                 f"optimizer.step() came after {done} of accumulation_steps={self.steps} backwards: these gradients are "
-                "this rank's own, and DistributedDataParallel reduces them in the last one. Nothing was updated. Leave "
+                "this rank's own, and the last one reduces them. Nothing was updated. Leave "
                 "out incomplete steps (drop_last=True), or use `with overlap.accumulate():` in place of "
                 "accumulation_steps"
             )

@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from instep._core.accumulation import Accumulation
 from instep._core.clipping import Clip, Clipping
 from instep._core.engine import graph_task
-from instep._core.parameters import AttachedParameter
+from instep._core.parameters import AttachedParameter, together
 from instep._core.placeholders import HeldGradient
 from instep._core.plan import Bucket, fill_buckets
 from instep._core.scaling import found_inf, take_off_here
-from instep._core.stepper import Stepper, alias_of, frozen
+from instep._core.stepper import Stepper, frozen
 from instep._core.streams import StepStreams
 from instep._core.transaction import Recorder
 from instep._core.watch import Watch, plain_type
@@ -85,7 +85,7 @@ class _Due:
         self._clip = clip
         self._recorder = recorder
         # The parameters' own .grad, flags and attributes are the user's: they may be read and changed meanwhile.
-        self._aliases = [alias_of(tensor, g) for tensor, g in zip(self.tensors, self.gradients, strict=True)]
+        self._calls = together(zip(parameters, self.gradients, strict=True), alias=True)
         for tensor in self.tensors:
             tensor.grad = None
         # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
@@ -104,7 +104,7 @@ class _Due:
         except BaseException as error:
             self.step.failure = error
             return
-        self.gradients = self._aliases = []
+        self.gradients, self._calls = [], []
         self.step.applied += self.names
         if self._recorder is not None:
             self._recorder("step", self.names[0], started, perf_counter())
@@ -118,9 +118,10 @@ class _Due:
                     "the update was applied: in the plain loop it had been applied by then. Call "
                     "overlap.synchronize() before such a write"
                 )
-        if self._clip is not None:
-            self._clip(self._aliases)
-        self.step.stepper.step(self._aliases, self.tensors)
+        for call in self._calls:
+            if self._clip is not None:
+                self._clip(call.tensors)
+            call.step(self.step.stepper)
 
 
 class Deferral:
@@ -301,7 +302,7 @@ class Deferral:
             and not self._now
             and attached.stepper in self._can_wait
             # Some optimizers treat parameters of a class of their own in their own way.
-            and plain_type(attached.get()) in (torch.nn.Parameter, torch.Tensor)
+            and (attached.part is not None or plain_type(attached.get()) in (torch.nn.Parameter, torch.Tensor))
             and attached.spec.index not in traced
             and _gradient(attached).layout is torch.strided
         )

@@ -32,7 +32,10 @@ def norms_of(gradients: Sequence[torch.Tensor], norm_type: float) -> list[torch.
 def total_norm(
     like: Sequence[torch.Tensor], norms: Sequence[torch.Tensor], norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
-    """The norm of ``norms``, in torch's order.
+    """The norm of ``norms``, in torch's order: a plain 0-dim tensor.
+
+    Norms of gradients that are spread over ranks are reduced as torch reduces them: all ranks must call this. torch
+    has no norm of gradients on several meshes (or of plain ones beside them). Here it is the norm of the norms on each.
 
     Args:
         like: tensors of the devices and dtypes of the gradients: the gradients, or their parameters.
@@ -42,10 +45,15 @@ def total_norm(
     """
     if not norms:
         return torch.tensor(0.0)
-    ordered = [norms[i] for ([_], positions) in _grouped(like).values() for i in positions]
-    total: torch.Tensor = torch.linalg.vector_norm(
-        torch.stack([norm.to(like[0].device) for norm in ordered]), norm_type
-    )
+    on_mesh: dict[Any, list[int]] = {}
+    for position, norm in enumerate(norms):
+        on_mesh.setdefault(getattr(norm, "device_mesh", None), []).append(position)
+    totals: list[torch.Tensor] = []
+    for members in on_mesh.values():
+        ordered = [norms[members[i]] for ([_], places) in _grouped([like[m] for m in members]).values() for i in places]
+        total = torch.linalg.vector_norm(torch.stack([norm.to(like[0].device) for norm in ordered]), norm_type)
+        totals.append(total.full_tensor() if hasattr(total, "full_tensor") else total)
+    total = totals[0] if len(totals) == 1 else torch.linalg.vector_norm(torch.stack(totals), norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. "

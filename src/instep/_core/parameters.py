@@ -1,14 +1,15 @@
 """The attached parameters: found again by weak reference, and checked for being still the same."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 import torch
 from torch import nn
 
+from instep._core.parts import Part
 from instep._core.placeholders import SpentGradient
 from instep._core.plan import ParameterSpec
-from instep._core.stepper import Stepper
+from instep._core.stepper import Stepper, alias_of
 from instep.errors import StaleAttachmentError
 
 
@@ -31,9 +32,15 @@ class Place:
 
 
 class AttachedParameter:
-    """One parameter, held weakly, with the stepper of the optimizer it belongs to."""
+    """One parameter, held weakly, with the stepper of the optimizer it belongs to.
 
-    __slots__ = ("_ref", "places", "spec", "spent", "stepper", "version")
+    Attributes:
+        part: of one that is spread over ranks, and may be stepped by its parts.
+        mesh: the ranks it is spread over; ``None`` for a plain tensor. torch's foreach kernels do not take parameters
+            of several meshes, or plain ones beside them.
+    """
+
+    __slots__ = ("_ref", "mesh", "part", "places", "spec", "spent", "stepper", "version")
 
     def __init__(
         self,
@@ -42,12 +49,16 @@ class AttachedParameter:
         places: tuple[Place, ...],
         stepper: Stepper,
         spent: SpentGradient | None,
+        part: Part | None = None,
+        mesh: Hashable = None,
     ) -> None:
         self._ref = weakref.ref(parameter)
         self.spec = spec
         self.places = places
         self.stepper = stepper
         self.spent = spent  # what is left in .grad after its update; None: nothing
+        self.part = part
+        self.mesh = mesh
         self.version = -1  # of the tensor, after this step's update
 
     def peek(self) -> torch.Tensor | None:
@@ -65,6 +76,52 @@ class AttachedParameter:
         return parameter
 
 
+class Together:
+    """Parameters that one call of their optimizer can step, in the form in which it is given them.
+
+    Attributes:
+        tensors: to be stepped, with their gradients: the parameters, or aliases of this rank's parts of them.
+        parameters: the optimizer's own.
+        parts: of those that are stepped by their part.
+    """
+
+    __slots__ = ("parameters", "parts", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.parameters: list[torch.Tensor] = []
+        self.parts: list[Part | None] = []
+
+    def step(self, stepper: Stepper) -> None:
+        """Update them."""
+        stepper.step(self.tensors, self.parameters, self.parts if any(self.parts) else None)
+
+
+def together(bucket: Iterable[tuple[AttachedParameter, torch.Tensor]], *, alias: bool) -> list[Together]:
+    """Divide a bucket, of one optimizer, into what can be stepped in one call: all of it, where every parameter is a
+    plain tensor or can be stepped by its part.
+
+    Args:
+        bucket: parameters, each with the gradient to apply: the one in its ``.grad``.
+        alias: step aliases even of parameters that are stepped as they are, so that their ``.grad`` is left alone.
+    """
+    found: dict[Hashable, Together] = {}
+    for attached, gradient in bucket:
+        parameter, part = attached.get(), attached.part
+        local = None if part is None else part.of(gradient)
+        if part is not None and local is not None:
+            whole = part.of(parameter)
+            assert whole is not None, "a part is made for its parameter's own layout"
+            tensor, mesh = alias_of(whole, local), None
+        else:
+            tensor, mesh, part = alias_of(parameter, gradient) if alias else parameter, attached.mesh, None
+        call = found.setdefault(mesh, Together())
+        call.tensors.append(tensor)
+        call.parameters.append(parameter)
+        call.parts.append(part)
+    return list(found.values())
+
+
 def require_unchanged(parameters: Iterable[AttachedParameter]) -> None:
     """Raise ``StaleAttachmentError`` for the first parameter that is not the one that was attached."""
     for attached in parameters:
@@ -73,7 +130,8 @@ def require_unchanged(parameters: Iterable[AttachedParameter]) -> None:
             if not place.holds(parameter):
                 raise StaleAttachmentError(
                     f"parameter {place.name!r} was replaced after attach: the optimizer still holds the old one, so "
-                    "the new one would silently not train. detach(), rebuild the optimizer, and attach again"
+                    "the new one would silently not train. detach(), rebuild the optimizer, and attach again; with "
+                    "fully_shard: shard first, then build the optimizer, then attach"
                 )
         if parameter.dtype != spec.dtype or parameter.device != spec.device:
             raise StaleAttachmentError(

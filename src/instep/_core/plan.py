@@ -15,7 +15,8 @@ class ParameterSpec:
     Attributes:
         index: position among the attached parameters, in the model's order.
         name: the name in ``model.named_parameters()``, the first one for a tied parameter.
-        nbytes: size of its gradient.
+        nbytes: size of its gradient; of this rank's part, where it is spread over ranks.
+        group: FSDP's number of the parameters that it is communicated with; ``None``: it has no such group.
     """
 
     index: int
@@ -24,6 +25,7 @@ class ParameterSpec:
     dtype: torch.dtype
     device: torch.device
     nbytes: int
+    group: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +81,17 @@ def fill_buckets(source: str, parameters: Iterable[ParameterSpec], bucket_bytes:
     """Cut ``parameters`` into buckets, in the order given.
 
     A bucket is closed by the parameter that brings it to ``bucket_bytes`` or more, so none is split. Parameters
-    of different devices never share one: each device steps on a stream of its own.
+    of different devices never share one: each device steps on a stream of its own. Those of one group always do.
     """
     done: list[list[ParameterSpec]] = []
-    filling: dict[torch.device, list[ParameterSpec]] = {}
+    filling: dict[tuple[torch.device, int | None], list[ParameterSpec]] = {}
     for parameter in parameters:
-        bucket = filling.get(parameter.device)
+        kind = parameter.device, parameter.group
+        bucket = filling.get(kind)
         if bucket is None:
-            bucket = filling[parameter.device] = []
+            bucket = filling[kind] = []
             done.append(bucket)
         bucket.append(parameter)
-        if sum(p.nbytes for p in bucket) >= bucket_bytes:
-            del filling[parameter.device]
+        if parameter.group is None and sum(p.nbytes for p in bucket) >= bucket_bytes:
+            del filling[kind]
     return tuple(Bucket(source, tuple(bucket)) for bucket in done)

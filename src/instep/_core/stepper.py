@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from instep._core.parts import Part
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
 
 _ABSENT = object()
@@ -31,6 +32,24 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 _OWN = ("param_groups", "state", "defaults", *_HOOKS)
+
+
+_ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    )
+)
 
 
 class Stepper:
@@ -52,7 +71,12 @@ class Stepper:
         self._left: list[tuple[torch.Tensor, Any, list[tuple[torch.Tensor, int]]]] = []
         self._written: dict[str, dict[Any, Any]] = {}
 
-    def step(self, parameters: Sequence[torch.Tensor], in_place_of: Sequence[torch.Tensor] | None = None) -> None:
+    def step(
+        self,
+        parameters: Sequence[torch.Tensor],
+        in_place_of: Sequence[torch.Tensor] | None = None,
+        parts: Sequence[Part | None] | None = None,
+    ) -> None:
         """Update ``parameters`` from their ``.grad``, as the optimizer's ``step()`` would, and nothing else.
 
         The optimizer's and torch's global step hooks do not run. Version counters are bumped even where the
@@ -60,6 +84,7 @@ class Stepper:
 
         Args:
             in_place_of: the optimizer's own parameters, where ``parameters`` are aliases of them.
+            parts: of those of which ``parameters`` holds an alias of this rank's part.
         """
         optimizer = self.optimizer()
         if not self._open:
@@ -67,8 +92,8 @@ class Stepper:
         owned = parameters if in_place_of is None else in_place_of
         groups = self._groups_of(optimizer, parameters, owned)
         given = {i: self._used[i].of_copy(group) for i, group in groups.items() if group["params"]}
-        pairs = list(zip(parameters, owned, strict=True))
-        state = {p: entry for p, own in pairs if (entry := optimizer.state.get(own)) is not None}
+        pairs = list(zip(parameters, owned, parts or [None] * len(owned), strict=True))
+        state = {p: _part_of(entry, part) for p, own, part in pairs if (entry := optimizer.state.get(own)) is not None}
         shadow = shadow_of(optimizer, list(groups.values()), {**_private(self._shared_state), **state})
         base = dict(vars(shadow))
         contents = {name: _content(base[name]) for name in self._containers}
@@ -76,11 +101,17 @@ class Stepper:
             with torch.no_grad(), without_autocast(parameters[0].device.type):
                 undecorated_step(type(optimizer))(shadow)
         finally:
+            if parts is not None:
+                for p, own, part in pairs:
+                    if part is not None and p in shadow.state:
+                        shadow.state[p] = _whole_of(shadow.state[p], optimizer.state.get(own), part)
             if len(shadow.state) != len(self._shared_state) + len(state) or any(
                 shadow.state[p] is not entry for p, entry in state.items()
             ):
-                optimizer.state.update({own: shadow.state[p] for p, own in pairs if p in shadow.state})
+                optimizer.state.update({own: shadow.state[p] for p, own, _ in pairs if p in shadow.state})
             torch.autograd.graph.increment_version(parameters)
+            if parts is not None:
+                torch.autograd.graph.increment_version(owned)
         for own in owned:
             entry = optimizer.state.get(own)
             tensors = [value for value in (entry or {}).values() if isinstance(value, torch.Tensor)]
@@ -305,6 +336,12 @@ def frozen(optimizer: Optimizer) -> Optimizer:
     return copied
 
 
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether it updates each element of a parameter from that element's gradient and state alone, so that a part of
+    a parameter may be stepped by itself. Classes of others that inherit from these may do otherwise."""
+    return type(optimizer) in _ELEMENTWISE
+
+
 def alias_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Another tensor of the same memory and version counter, with ``gradient`` as its ``.grad``.
 
@@ -326,6 +363,19 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     # backward() may be called inside an autocast block; optimizer.step() is not.
     enabled = torch.is_autocast_enabled(device_type)
     return torch.autocast(device_type, enabled=False) if enabled else nullcontext()
+
+
+def _part_of(entry: dict[Any, Any], part: Part | None) -> dict[Any, Any]:
+    return entry if part is None else {key: part.of_state(value) for key, value in entry.items()}
+
+
+def _whole_of(stepped: dict[Any, Any], entry: dict[Any, Any] | None, part: Part) -> dict[Any, Any]:
+    """The parameter's own entry, with what the update of its part has added or replaced."""
+    entry = {} if entry is None else entry
+    for key, value in stepped.items():
+        if key not in entry or part.of_state(entry[key]) is not value:
+            entry[key] = part.as_state(value)
+    return entry
 
 
 def _shared(state: dict[Any, Any]) -> dict[Any, Any]:

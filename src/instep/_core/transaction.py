@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from instep._core.accumulation import Accumulation
 from instep._core.clipping import Clipping
 from instep._core.engine import graph_task
-from instep._core.parameters import AttachedParameter
+from instep._core.parameters import AttachedParameter, together
 from instep._core.placeholders import CONVERSION, UNSCALE, HeldGradient, Placeholder
 from instep._core.plan import ParameterSpec
 from instep._core.scaling import LossScale, found_inf, is_power_of_two, kernel_scale, take_off_here
@@ -211,15 +211,15 @@ class Transaction:
                         self.put_back()
                         return False
                     started = perf_counter()
-                    with self._as_applied(bucket, parameters, final):
+                    with self._as_applied(bucket, parameters, final) as gradients:
                         writing = True
                         for stepper in self._steppers:
-                            mine = [p for p, a in zip(parameters, bucket, strict=True) if a.stepper is stepper]
-                            if mine:
-                                if self._undo is not None:
-                                    stepper.require_all_in_state()
-                                    self._undo.save(mine, stepper.optimizer())
-                                stepper.step(mine)
+                            mine = [(a, g) for a, g in zip(bucket, gradients, strict=True) if a.stepper is stepper]
+                            if mine and self._undo is not None:
+                                stepper.require_all_in_state()
+                                self._undo.save([a.get() for a, _ in mine], stepper.optimizer())
+                            for call in together(mine, alias=False):
+                                call.step(stepper)
             except BaseException as error:
                 self.fail(error, writing=writing)
                 return False
@@ -234,7 +234,7 @@ class Transaction:
     @contextmanager
     def _as_applied(
         self, bucket: Sequence[AttachedParameter], parameters: Sequence[torch.Tensor], final: bool
-    ) -> Iterator[None]:
+    ) -> Iterator[list[torch.Tensor]]:
         """Make of each ``.grad`` what is to be applied: unscaled, measured and clipped."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         # The plain loop's gradients stay untouched where it may turn out that optimizer.step() needs them.
@@ -250,7 +250,7 @@ class Transaction:
             self._clipping.measure(bucket, made)
         self._clipping.clip(parameters)
         try:
-            yield
+            yield made
         finally:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient

@@ -121,8 +121,30 @@ class Watch:
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
         }
+        if _LOCAL in vars(cls):  # a DTensor: torch reads and replaces its local tensor without a torch function
+            names[_LOCAL] = _watched_attribute(vars(cls)[_LOCAL])
         made = self._classes[cls] = type(cls.__name__, (_Watched, cls), names)
         return made
+
+
+_LOCAL = "_local_tensor"
+
+
+def _watched_attribute(slot: Any) -> property:
+    def tell(parameter: torch.Tensor) -> None:
+        watch = parameter._watch() if isinstance(parameter, _Watched) else None
+        if watch is not None:
+            watch.used(parameter, slot, False)
+
+    def read(parameter: torch.Tensor) -> Any:
+        tell(parameter)
+        return slot.__get__(parameter)
+
+    def write(parameter: torch.Tensor, value: Any) -> None:
+        tell(parameter)
+        slot.__set__(parameter, value)
+
+    return property(read, write)
 
 
 class _Watched(torch.Tensor):

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep._core.hooks import BoundHook
 from instep._core.stepper import same
-from instep._validation import fsdp1_of
+from instep._wrappers import fsdp1_of
 from instep.attachment import attached_parameters
 from instep.errors import AttachError, UnsupportedOptimizerError
 from instep.functional import stand_in

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from instep._validation import fsdp1_in, is_sharded
+from instep._shards import is_sharded
+from instep._wrappers import fsdp1_in
 from instep.attachment import attach_stepping_itself
 from instep.errors import AttachError
 

@@ -1,8 +1,7 @@
-"""Gradients that are final once FullyShardedDataParallel has reduced and sharded them.
+"""Gradients that are final once FullyShardedDataParallel (FSDP1) has reduced and sharded them.
 
-FSDP2's (``fully_shard``) sharded parameters are leaves whose post-accumulate-grad hooks FSDP2 calls itself, group by
-group, once they are reduced: the local source does for them. FSDP1 never calls hooks on the original parameters. It has
-one seam: it steps what it finds in their ``_in_backward_optimizers``.
+It never calls hooks on the original parameters. It has one seam: it steps what it finds in their
+``_in_backward_optimizers``. (FSDP2, ``fully_shard``, calls the hooks of its parameters: the local source does for it.)
 """
 
 from collections.abc import Sequence

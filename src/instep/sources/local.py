@@ -1,5 +1,11 @@
-"""Gradients that are final once autograd has accumulated them: one device, no communication."""
+"""Gradients that are final once their post-accumulate-grad hooks are called.
 
+Autograd calls them, on one device. Of parameters that ``fully_shard`` was applied to FSDP2 calls them itself, group by
+group, once it has reduced and sharded the gradients (``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``,
+``foreach_reduce``).
+"""
+
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -13,15 +19,36 @@ from instep._core.plan import Bucket, fill_buckets
 from instep.sources import Sink
 
 
+class Uses:
+    """How often FSDP2's groups have run forward since the last backward. It reduces a group's gradients once for each
+    time, so that in one backward they come in several parts, between which it gathers the weights again."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int | None] = Counter()
+
+    def ran(self, group: int) -> None:
+        self._counts[group] += 1
+
+    def several(self, group: int | None) -> bool:
+        return self._counts[group] > 1
+
+    def clear(self) -> None:
+        self._counts.clear()
+
+
 class LocalSource:
-    """Post-accumulate-grad hooks, gathered into buckets of about ``bucket_bytes``.
+    """Post-accumulate-grad hooks, gathered into buckets: FSDP2's groups, others of about ``bucket_bytes``.
 
     Buckets first follow the model's order backwards; after the first step, the order in which gradients arrived.
     A bucket with a parameter that gets no gradient is never full: ``optimizer.step()`` steps the rest of it.
     """
 
-    def __init__(self, sink: Sink, parameters: Sequence[AttachedParameter], bucket_bytes: int) -> None:
+    def __init__(
+        self, sink: Sink, parameters: Sequence[AttachedParameter], bucket_bytes: int, uses: Uses | None = None
+    ) -> None:
         self._sink = sink
+        self._uses = uses
+        self._in_parts: dict[int, AttachedParameter] = {}
         self._parameters = tuple(parameters)
         self._bucket_bytes = bucket_bytes
         self._handles: dict[int, RemovableHandle] = {}
@@ -80,6 +107,10 @@ class LocalSource:
         self._missing = [len(members) for members in self._members]
 
     def _accumulated(self, attached: AttachedParameter, parameter: torch.Tensor) -> None:
+        if self._uses is not None and self._uses.several(attached.spec.group):
+            self._in_parts[attached.spec.index] = attached
+            self._may_write()  # asks for the end of this backward
+            return
         if not self._sink.arrive((attached,)):
             return
         number = self._bucket_of.get(attached.spec.index)
@@ -111,12 +142,28 @@ class LocalSource:
 
     def _end(self, task: int) -> None:
         self._running.discard(task)
+        if self._uses is not None and not self._running:
+            self._uses.clear()
+            self._apply_whole()
         self._ended = True
         self._sink.streams.join()
         # Asked for here, it runs after a DDP instance in the same backward is done: an error before that would leave
         # the instance unusable.
         at_end_of_backward(self._sink.raise_failure, self._sink.backward_raised)
 
+    def _apply_whole(self) -> None:
+        """What came in parts is final now: FSDP2 asked for the end of this backward before its first gradient."""
+        members = list(self._in_parts.values())
+        self._in_parts.clear()
+        try:
+            if members and self._sink.arrive(members) and self._sink.apply(members):
+                self._sink.spend(members)
+        except BaseException as error:
+            self._sink.fail(error)
+
     def _raised(self, task: int) -> None:
         self._running.discard(task)
+        self._in_parts.clear()
+        if self._uses is not None:
+            self._uses.clear()
         self._sink.backward_raised()

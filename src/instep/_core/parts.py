@@ -1,0 +1,22 @@
+"""Parameters that are spread over ranks: the part of one that this rank updates."""
+
+from typing import Any, Protocol
+
+import torch
+
+
+class Part(Protocol):
+    """This rank's part of one parameter, of its gradient and of its state, as plain tensors.
+
+    It stands in for the whole only where the update is elementwise (:func:`~instep._core.stepper.is_elementwise`).
+    """
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The part of the parameter or of its gradient, in the same memory; ``None`` if ``tensor`` is laid out in
+        another way than the parameter."""
+
+    def of_state(self, value: Any) -> Any:
+        """The part of an entry of the optimizer's state; what is not spread stays as it is."""
+
+    def as_state(self, value: Any) -> Any:
+        """The entry to keep for one that was made for the part."""

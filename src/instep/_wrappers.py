@@ -1,0 +1,121 @@
+"""The distributed wrappers around or inside of a model. None is imported before it is used."""
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+T = TypeVar("T")
+
+
+def instances_of(wrapper: type[T]) -> list[T]:
+    """All living instances of a distributed wrapper. One outside of a module gives the module no sign of itself."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    classes: list[type] = [wrapper]
+    for cls in classes:
+        classes.extend(cls.__subclasses__())
+    # An object refers to its class. Asked this way round, the search for it does not run in Python.
+    return [found for found in gc.get_referrers(*classes) if isinstance(found, wrapper)]
+
+
+class FSDP2Group:
+    """One module that ``fully_shard`` was applied to, with the parameters that are gathered and reduced with it.
+
+    Attributes:
+        members: the parameters, by ``id``.
+    """
+
+    def __init__(self, module: nn.Module, members: frozenset[int]) -> None:
+        self.module = weakref.ref(module)
+        self.members = members
+
+
+def fsdp2_groups(model: nn.Module) -> list[FSDP2Group]:
+    """Of each module in ``model`` that ``fully_shard`` was applied to, without what is in such modules inside of it."""
+    groups: list[FSDP2Group] = []
+    seen: set[int] = set()
+    for module in fsdp2_in(model):
+        members = frozenset(id(p) for p in _own_parameters(module) if id(p) not in seen)
+        seen |= members
+        groups.append(FSDP2Group(module, members))
+    return groups
+
+
+def _own_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not _is_fsdp2(child):
+            yield from _own_parameters(child)
+
+
+def fsdp2_in(model: nn.Module) -> list[nn.Module]:
+    """The modules in ``model`` that ``fully_shard`` was applied to."""
+    return [module for module in model.modules() if _is_fsdp2(module)]
+
+
+def _is_fsdp2(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+class FSDP2Sync:
+    """Whether the next backward of an FSDP2 model reduces gradients, in the terms of ``DistributedDataParallel``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        # FSDP2 has a public way to set it, and none to ask for it.
+        return any(group.reduce_grads for module in self._modules() for group in _param_groups(module))
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        for module in self._modules():
+            module.set_requires_gradient_sync(value, recurse=False)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def _modules(self) -> Sequence[Any]:
+        model = self._model()
+        return [] if model is None else fsdp2_in(model)
+
+
+def _param_groups(module: Any) -> Sequence[Any]:
+    """FSDP2's own groups: one of a module before torch 2.9 or so, several since."""
+    state = module._get_fsdp_state()
+    groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return groups
+
+
+def fsdp1_in(model: nn.Module) -> list[Any]:
+    """The ``FullyShardedDataParallel`` instances in ``model``."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, fsdp.FullyShardedDataParallel)]
+
+
+def fsdp1_of(parameters: Sequence[torch.Tensor]) -> list[Any]:
+    """The ``FullyShardedDataParallel`` instances that shard any of ``parameters``."""
+    if not any(getattr(p, "_fsdp_flattened", False) for p in parameters):  # FSDP1's own mark
+        return []
+    ours = {id(parameter) for parameter in parameters}
+    found = instances_of(sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel)
+    return [wrapper for wrapper in found if any(id(p) in ours for p in wrapper.parameters())]

@@ -1,0 +1,116 @@
+"""Models sharded in all the ways there are, and two loops over each, side by side."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+import instep
+from instep.verification import first_difference, training_state
+from tests.cases import Blocks, batch
+from tests.late import late_updates
+
+Shard = Callable[[nn.Module], nn.Module]
+loss_of = nn.functional.cross_entropy
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "backward": {},
+    "forward": {"schedule": "forward"},
+    "late": {"schedule": "forward"},  # no update runs before somebody waits for it
+    "undo": {"undo": True},
+}
+
+
+def mesh(*sizes: int) -> Any:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return init_device_mesh(device, sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
+
+
+def nested(model: nn.Module, **options: Any) -> nn.Module:
+    """Each block, and the rest."""
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """What :func:`training_state` gives, DTensors as their local tensors and their layout."""
+    for name, value in training_state(model, optimizer):
+        if isinstance(value, DTensor):
+            yield name, value.to_local().clone()
+            yield f"the layout of {name}", (value.placements, value.shape, value.stride(), value.device_mesh)
+        else:
+            yield name, value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+
+
+Step = Callable[["Loop", int], Any]
+
+
+class Loop:
+    """One of the two."""
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.overlap: Any = None
+
+    def learn(self, i: int, rank: int | None = None) -> Any:
+        """An iteration of the usual kind, with data of this rank's own."""
+        self.backward(i)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def loss(self, i: int) -> torch.Tensor:
+        x, y = batch(i * dist.get_world_size() + dist.get_rank())
+        return loss_of(self.model(x), y)
+
+    def backward(self, i: int) -> torch.Tensor:
+        loss = self.loss(i)
+        loss.backward()
+        return loss.detach()
+
+
+def both(
+    way: str,
+    shard: Shard,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    step: Step = Loop.learn,
+    build: Callable[[], nn.Module] = Blocks,
+    steps: int = 5,
+    attach: bool = True,
+    **options: Any,
+) -> Loop:
+    """Train plain and attached, and compare bit for bit after every step what this rank holds, and what ``step``
+    returns."""
+    loops = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = shard(build())
+        loops.append(Loop(model, make_optimizer(model)))
+    plain, loop = loops
+    loop.overlap = instep.attach(loop.model, loop.optimizer, **{**WAYS[way], **options})
+    with late_updates() if way == "late" else nullcontext():
+        for i in range(steps):
+            expected = step(plain, i)
+            found = step(loop, i)
+            if isinstance(expected, torch.Tensor):
+                assert torch.equal(expected, found), f"iteration {i}: {expected} and {found}"
+            if way == "late" and i < steps - 1:
+                continue
+            loop.overlap.synchronize()
+            difference = first_difference(
+                parameters_of(plain.model, plain.optimizer), parameters_of(loop.model, loop.optimizer)
+            )
+            assert difference is None, f"rank {dist.get_rank()}, iteration {i}: {difference}"
+    assert loop.overlap.step_count == steps
+    loop.overlap.detach()
+    return loop
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
