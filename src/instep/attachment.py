@@ -440,8 +440,9 @@ class Attachment:
             for source in self._sources:
                 source.refresh()
         if torch.is_grad_enabled():
-            if self._accumulation.is_partial and all(p.grad is None for p in self._parameters()):
-                self._accumulation.stepped()  # the loop has given these micro-batches up
+            # The loop may have given these micro-batches up. zero_grad() does not clear what FSDP2 adds up.
+            if self._accumulation.is_partial and not self._groups and all(p.grad is None for p in self._parameters()):
+                self._accumulation.stepped()
             self._accumulation.before_forward()
 
     def _before_read(self, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
@@ -465,6 +466,7 @@ class Attachment:
         if self._step.begin_backward():
             if self._groups:
                 self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
+                after_all_of_backward(self._uses.clear, self._uses.clear)
             for source in self._sources:
                 if isinstance(source, DDPSource):
                     source.before_backward()

@@ -161,6 +161,7 @@ class Deferral:
         self._worker = Worker()
         self._lock = threading.RLock()
         self._watch = Watch(values=self._used)
+        self._gradient_watch = Watch(values=self._used_spread_gradient)
         self._due: dict[int, _Due] = {}  # by the parameter's id
         self._read: dict[int, None] = {}  # in the order in which forwards read them
         self._trained = False
@@ -169,7 +170,7 @@ class Deferral:
         self._clipped: set[Stepper] = set()
         self._flushing: Stepper | None = None
         self._now = False
-        self._placeholders: list[tuple[torch.Tensor, HeldGradient]] = []
+        self._placeholders: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._torn: Callable[[], TornStepError] | None = None
 
     def __del__(self) -> None:
@@ -233,6 +234,8 @@ class Deferral:
             del self._due[id(tensor)]
             if isinstance(tensor.grad, HeldGradient):
                 tensor.grad = tensor.grad.held  # nobody has cleared it: the plain loop's is still there
+            elif tensor.grad is not None:
+                self._gradient_watch.stop([tensor.grad])
         step = due.step
         if (
             len(step.applied) == len(step.pending)
@@ -253,9 +256,20 @@ class Deferral:
         self._watch.stop([parameter])
         self.require_whole()
 
+    def _held(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What stands in ``.grad`` until ``gradient`` has been applied."""
+        if type(gradient) is torch.Tensor:
+            return HeldGradient(gradient, self._used_gradient)
+        self._gradient_watch.start([gradient])  # a DTensor: its users ask for its class, and its own attributes
+        return gradient
+
     def _used_gradient(self, operation: str, args: object) -> None:
         """Somebody is about to use a gradient that may not have been applied yet."""
         self._finish(self._dues())
+
+    def _used_spread_gradient(self, gradient: torch.Tensor, func: object) -> None:
+        self._finish(self._dues())
+        self._gradient_watch.stop([gradient])
 
     # What the optimizer steps.
 
@@ -332,10 +346,7 @@ class Deferral:
         ]
         for due in dues:
             self._due.update((id(tensor), due) for tensor in due.tensors)
-            self._placeholders += [
-                (tensor, HeldGradient(gradient, self._used_gradient))
-                for tensor, gradient in zip(due.tensors, due.gradients, strict=True)
-            ]
+            self._placeholders += list(zip(due.tensors, due.gradients, strict=True))
         for due in dues:
             if due.device.type == "cpu":
                 # Others are stepped when they are waited for, by the same thread: who waits may be in the middle of
@@ -356,9 +367,9 @@ class Deferral:
         self._flushing = None
         placeholders, self._placeholders = self._placeholders, []
         with torch._C.DisableTorchFunctionSubclass():
-            for tensor, held in placeholders:
+            for tensor, gradient in placeholders:
                 if tensor.grad is None:  # the plain loop's is still there, until the user clears it
-                    tensor.grad = held if id(tensor) in self._due else held.held
+                    tensor.grad = self._held(gradient) if id(tensor) in self._due else gradient
         self._accumulation.stepped()
         self._clipped.discard(stepper)
         self._clipping.stepped(stepper)

@@ -130,6 +130,15 @@ class OverlappedStandardOptimizer(OverlappedOptimizer):
                 "register_fsdp takes a FullyShardedDataParallel, or a module that fully_shard was applied to, and this "
                 f"{type(fsdp).__name__} is not sharded"
             )
+        optimized = (
+            {id(p) for group in self._optimizer.param_groups for p in group["params"]} if self._optimizer else None
+        )
+        for name, parameter in [] if fsdp1_in(fsdp) else fsdp.named_parameters():
+            if not is_sharded(parameter) and (optimized is None or id(parameter) in optimized):
+                raise AttachError(
+                    f"parameter {name!r} is not sharded, and others of the model are: FSDP neither reduces nor "
+                    "accumulates it. Give it to an optimizer of its own"
+                )
         self._register(fsdp)
 
     def _register(self, module: nn.Module) -> None:

@@ -108,8 +108,9 @@ class LocalSource:
 
     def _accumulated(self, attached: AttachedParameter, parameter: torch.Tensor) -> None:
         if self._uses is not None and self._uses.several(attached.spec.group):
+            if not self._in_parts:
+                at_end_of_backward(self._apply_whole, self._drop_parts)
             self._in_parts[attached.spec.index] = attached
-            self._may_write()  # asks for the end of this backward
             return
         if not self._sink.arrive((attached,)):
             return
@@ -142,9 +143,9 @@ class LocalSource:
 
     def _end(self, task: int) -> None:
         self._running.discard(task)
-        if self._uses is not None and not self._running:
-            self._uses.clear()
-            self._apply_whole()
+        self._close()
+
+    def _close(self) -> None:
         self._ended = True
         self._sink.streams.join()
         # Asked for here, it runs after a DDP instance in the same backward is done: an error before that would leave
@@ -156,14 +157,16 @@ class LocalSource:
         members = list(self._in_parts.values())
         self._in_parts.clear()
         try:
-            if members and self._sink.arrive(members) and self._sink.apply(members):
+            if self._sink.arrive(members) and self._sink.apply(members):
                 self._sink.spend(members)
         except BaseException as error:
             self._sink.fail(error)
+        self._close()
+
+    def _drop_parts(self) -> None:
+        self._in_parts.clear()
+        self._sink.backward_raised()
 
     def _raised(self, task: int) -> None:
         self._running.discard(task)
-        self._in_parts.clear()
-        if self._uses is not None:
-            self._uses.clear()
         self._sink.backward_raised()
