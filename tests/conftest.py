@@ -56,3 +56,9 @@ def two_ranks() -> Iterator[RankPool]:
 def three_ranks() -> Iterator[RankPool]:
     """With two ranks every sum commutes and halving is exact; only three tell the right order of both."""
     yield from _pool(3)
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankPool]:
+    """For meshes of two dimensions."""
+    yield from _pool(4)

@@ -173,12 +173,12 @@ class Options:
 def _attach(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> "Attachment":
     refuse_optimizers(optimizers)
     wrapped = _ddps_in(model)
+    refuse_sharded(model, options.bucket_bytes, options.clip, options.mixed_precision)
     refuse_communication(model, wrapped, options.bucket_bytes, options.comm_hook, options.mixed_precision)
     refuse_scripts(model)
     names = name_parameters(model)
     refuse_parameters(names, optimizers, attached_parameters())
     refuse_wrappers(model, names)
-    refuse_sharded(model, options.bucket_bytes, options.clip, options.mixed_precision)
     if not options.steps_itself:
         refuse_shared_memory(names, optimizers)
     attachment = Attachment(model, optimizers, names, wrapped, options)

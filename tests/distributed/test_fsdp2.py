@@ -372,3 +372,165 @@ def test_loops(two_ranks: RankPool, name: str, way: str) -> None:
 @pytest.mark.parametrize("name", list(EXACT))
 def test_loops_that_use_gradients(two_ranks: RankPool, name: str, way: str) -> None:
     two_ranks.run(one_loop, name, way)
+
+
+# Clipping and loss scaling.
+
+
+def clips(clip: Any, loop: Loop, i: int) -> torch.Tensor:
+    loop.backward(i)
+    if loop.overlap is None:
+        if isinstance(clip, instep.ClipValue):
+            nn.utils.clip_grad_value_(loop.model.parameters(), clip.clip_value)
+            norm = torch.zeros(())
+        else:
+            norm = nn.utils.clip_grad_norm_(loop.model.parameters(), clip.max_norm, clip.norm_type).full_tensor()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    if loop.overlap is not None:
+        norm = loop.overlap.grad_norm if isinstance(clip, instep.ClipNorm) else torch.zeros(())
+        assert type(norm) is torch.Tensor
+    return norm
+
+
+def clipped(way: str, clip: Any, foreach: bool) -> None:
+    loop = both(way, nested, partial(adamw, foreach=foreach), partial(clips, clip), clip=clip)
+    if way == "undo" and isinstance(clip, instep.ClipNorm) and clip.max_norm < 3:
+        assert loop.overlap.redo_count >= 3
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize(
+    "clip",
+    [
+        instep.ClipNorm(0.3),
+        instep.ClipNorm(3.0),
+        instep.ClipNorm(1.0, norm_type=1.0),
+        instep.ClipNorm(0.01, norm_type=float("inf")),
+        instep.ClipValue(0.01),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("way", ["forward", "late", "undo"])
+def test_clipping(two_ranks: RankPool, way: str, clip: Any, foreach: bool) -> None:
+    two_ranks.run(clipped, way, clip, foreach)
+
+
+def test_clip_value_in_backward(two_ranks: RankPool) -> None:
+    two_ranks.run(clipped, "backward", instep.ClipValue(0.01), True)
+
+
+def scaled(way: str) -> None:
+    def step(loop: Loop, i: int) -> torch.Tensor:
+        scaler = scalers[loop.model]
+        loss = scaler.scale(loop.loss(i))
+        if i == 2:
+            loss = loss * torch.inf
+        loss.backward()
+        scaler.unscale_(loop.optimizer)
+        norm = nn.utils.clip_grad_norm_(loop.model.parameters(), 0.3).full_tensor()
+        scaler.step(loop.optimizer)
+        scaler.update()
+        loop.optimizer.zero_grad()
+        return norm.nan_to_num()
+
+    scalers: Any = {}
+
+    def build() -> nn.Module:
+        model = Model()
+        scalers[model] = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+        return model
+
+    torch.manual_seed(0)
+    plain = nested(build())
+    torch.manual_seed(0)
+    model = nested(build())
+    optimizers = [adamw(plain), adamw(model)]
+    scaler = {"scaler": scalers[model]} if way == "undo" else {}
+    with instep.attach(model, optimizers[1], **WAYS[way], **scaler) as overlap:
+        for i in range(5):
+            assert torch.equal(step(Loop(plain, optimizers[0]), i), step(Loop(model, optimizers[1]), i))
+            overlap.synchronize()
+            for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+                assert torch.equal(p.to_local(), q.to_local()), f"step {i}"
+
+
+@pytest.mark.parametrize("way", ["forward", "undo"])
+def test_a_loss_scale(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(scaled, way)
+
+
+# What a user may get wrong.
+
+
+def said(error: type[Exception], do: Callable[[], Any]) -> str:
+    with pytest.raises(error) as caught:
+        do()
+    return str(caught.value)
+
+
+def mistakes() -> list[str]:
+    model = nested(Model())
+    optimizer = adamw(model)
+    found = [
+        said(AttachError, lambda: instep.attach(model, optimizer, bucket_bytes=1000)),
+        said(AttachError, lambda: instep.attach(model, optimizer, mixed_precision=low)),
+        said(AttachError, lambda: instep.attach(model, optimizer, clip=instep.ClipNorm(1.0, mode="two_pass"))),
+        said(AttachError, lambda: instep.attach(model, optimizer, comm_hook=(None, lambda state, bucket: None))),
+    ]
+    early = Model()
+    overlap = instep.attach(early, adamw(early))
+    nested(early)
+    found.append(said(instep.errors.StaleAttachmentError, lambda: early(batch(0)[0])))
+    overlap.detach()
+    stale = Model()
+    before = adamw(stale)
+    nested(stale)
+    found.append(said(AttachError, lambda: instep.attach(stale, before)))
+    return found
+
+
+def test_mistakes_at_attach(two_ranks: RankPool) -> None:
+    for found in two_ranks.run(mistakes):
+        assert "bucket_bytes=1000 does not apply to a model that fully_shard" in found[0]
+        assert "fully_shard(…, mp_policy=…)" in found[1]
+        assert "'two_pass'" in found[2] and "schedule='forward'" in found[2]
+        assert "comm_hook is for a model with one DistributedDataParallel" in found[3]
+        assert "shard first, then build the optimizer, then attach" in found[4]
+        assert "shard first, then build the optimizer, then attach" in found[5]
+
+
+def mistakes_in_the_loop() -> list[str]:
+    found = []
+
+    def fresh() -> tuple[Loop, Any]:
+        model = nested(Model())
+        loop = Loop(model, adamw(model))
+        loop.overlap = instep.attach(model, loop.optimizer)
+        loop.learn(0)
+        return loop, loop.overlap
+
+    loop, overlap = fresh()
+    loop.backward(1)
+    found.append(said(AccumulationError, lambda: loop.backward(2)))
+    loop, overlap = fresh()
+    loop.backward(1)
+    found.append(said(SpentGradientError, lambda: nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)))
+    loop, overlap = fresh()
+    loop.backward(1)
+    found.append(said(UncommittedStepError, lambda: next(loop.model.parameters()).full_tensor()))
+    loop, overlap = fresh()
+    loop.backward(1)
+    loop.optimizer.step()
+    found.append(said(SpentGradientError, lambda: loop.backward(2)))
+    for model in list(instep.attachment._attachments):
+        instep.attached(model).detach()
+    return found
+
+
+def test_mistakes_in_the_loop(two_ranks: RankPool) -> None:
+    for found in two_ranks.run(mistakes_in_the_loop):
+        assert "already updated the weights" in found[0] or "has updated" in found[0]
+        assert "clip" in found[1]
+        assert "was used between backward() and optimizer.step()" in found[2]
+        assert "zero_grad()" in found[3]

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from instep._core.norms import clip_by, norms_of, scales_down, total_norm
+from instep._core.norms import by_mesh, clip_by, norms_of, scales_down, total_norm
 from instep._core.parameters import AttachedParameter
 from instep._core.policies import ClipNorm, ClipValue
 from instep._core.stepper import Stepper
@@ -112,8 +112,11 @@ def _clip(policy: ClipNorm | ClipValue | None, total: torch.Tensor | None, param
     if not parameters:
         return  # clip_grad_value_ raises where there is nothing to clip
     if isinstance(policy, ClipValue):
-        torch.nn.utils.clip_grad_value_(parameters, policy.clip_value)
+        for members in by_mesh(parameters):
+            torch.nn.utils.clip_grad_value_([parameters[i] for i in members], policy.clip_value)
     elif isinstance(policy, ClipNorm) and policy.mode == "per_bucket":
-        torch.nn.utils.clip_grad_norm_(parameters, policy.max_norm, policy.norm_type)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        own = total_norm(gradients, norms_of(gradients, policy.norm_type), policy.norm_type, False)
+        clip_by(parameters, policy.max_norm, own)
     elif isinstance(policy, ClipNorm) and total is not None:
         clip_by(parameters, policy.max_norm, total)

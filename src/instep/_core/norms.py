@@ -19,12 +19,13 @@ _Groups = dict[tuple[torch.device, torch.dtype], tuple[list[list[torch.Tensor]],
 def norms_of(gradients: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
     """The norm of each gradient, as torch takes it: 0-dim, on the gradient's device and in its dtype."""
     found: dict[int, torch.Tensor] = {}
-    for (device, _), ([members], positions) in _grouped(gradients).items():
-        if _foreach_utils._has_foreach_support(members, device):
-            norms: Sequence[torch.Tensor] = torch._foreach_norm(members, norm_type)
-        else:
-            norms = [torch.linalg.vector_norm(g, norm_type) for g in members]
-        found.update(zip(positions, norms, strict=True))
+    for on_one in by_mesh(gradients):
+        for (device, _), ([members], positions) in _grouped([gradients[i] for i in on_one]).items():
+            if _foreach_utils._has_foreach_support(members, device):
+                norms: Sequence[torch.Tensor] = torch._foreach_norm(members, norm_type)
+            else:
+                norms = [torch.linalg.vector_norm(g, norm_type) for g in members]
+            found.update(zip((on_one[i] for i in positions), norms, strict=True))
     return [found[position] for position in range(len(gradients))]
 
 
@@ -45,11 +46,8 @@ def total_norm(
     """
     if not norms:
         return torch.tensor(0.0)
-    on_mesh: dict[Any, list[int]] = {}
-    for position, norm in enumerate(norms):
-        on_mesh.setdefault(getattr(norm, "device_mesh", None), []).append(position)
     totals: list[torch.Tensor] = []
-    for members in on_mesh.values():
+    for members in by_mesh(norms):
         ordered = [norms[members[i]] for ([_], places) in _grouped([like[m] for m in members]).values() for i in places]
         total = torch.linalg.vector_norm(torch.stack([norm.to(like[0].device) for norm in ordered]), norm_type)
         totals.append(total.full_tensor() if hasattr(total, "full_tensor") else total)
@@ -64,7 +62,16 @@ def total_norm(
 
 def clip_by(parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Tensor) -> None:
     """Scale the gradients of ``parameters`` in place, as torch does once it has the norm."""
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    for members in by_mesh(parameters):
+        torch.nn.utils.clip_grads_with_norm_([parameters[i] for i in members], max_norm, total)
+
+
+def by_mesh(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Their positions, divided into what one foreach call takes: plain tensors, and DTensors of one device mesh."""
+    found: dict[Any, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        found.setdefault(getattr(tensor, "device_mesh", None), []).append(position)
+    return list(found.values())
 
 
 def scales_down(max_norm: float, total: torch.Tensor) -> bool:

@@ -461,9 +461,21 @@ class Transaction:
             raise
         if self._undo is None:
             self._clip_rest(stepper)
-        for attached in applied:
+        self._apply_mixed_rest(stepper)
+        for attached in self._applied_by(stepper):
             attached.get().grad = None
         self._flushing = stepper
+
+    def _apply_mixed_rest(self, stepper: Stepper) -> None:
+        """What backward did not apply is applied by torch, in one call. Its foreach kernels refuse plain tensors beside
+        DTensors, and DTensors of several meshes, which a bucket takes: so this is another one."""
+        rest = [a for a in self._of(stepper) if not self.is_applied(a) and _gradient(a) is not None]
+        if self._undo is None and len({a.mesh for a in rest}) > 1 and kernel_scale(stepper.optimizer()) is None:
+            for call in together([(a, g) for a in rest if (g := _gradient(a)) is not None], alias=False):
+                call.step(stepper)
+            self._applied.update(a.spec.index for a in rest)
+            for attached in rest:
+                attached.version = attached.get()._version
 
     def _clip_rest(self, stepper: Stepper) -> None:
         """What backward did not apply is applied by torch: a bucket of its own."""
