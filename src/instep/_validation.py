@@ -313,8 +313,13 @@ def refuse_shared_memory(names: Names, optimizers: Sequence[Optimizer]) -> None:
 
 def refuse_sharded(model: nn.Module, bucket_bytes: int | None, clip: Any, policy: Any) -> None:
     """What FSDP rules out."""
-    if fsdp1_in(model):
+    if found := fsdp1_in(model):
         wrapper = "FullyShardedDataParallel"
+        if not all(one._use_orig_params for one in found):
+            raise AttachError(
+                "FullyShardedDataParallel(use_orig_params=True) is needed: without, its parameters are flat ones that "
+                "no optimizer of the model's own parameters can step"
+            )
     elif fsdp2_in(model):
         wrapper = "fully_shard"
     else:
@@ -328,6 +333,12 @@ def refuse_sharded(model: nn.Module, bucket_bytes: int | None, clip: Any, policy
         raise AttachError(
             f"mixed_precision is for one device and DistributedDataParallel. {wrapper} has mixed precision of its own: "
             "fully_shard(…, mp_policy=…), FullyShardedDataParallel(…, mixed_precision=…)"
+        )
+    if isinstance(clip, ClipNorm) and wrapper == "FullyShardedDataParallel":
+        raise AttachError(
+            "clip=ClipNorm(…) does not go with FullyShardedDataParallel, whose shards have a norm of their own: call "
+            "model.clip_grad_norm_(…) between backward() and optimizer.step(), with schedule='forward' or undo=True; "
+            "or use fully_shard"
         )
     if isinstance(clip, ClipNorm) and clip.mode == "two_pass":
         raise AttachError(

@@ -3,7 +3,7 @@
 import gc
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -25,8 +25,8 @@ def instances_of(wrapper: type[T]) -> list[T]:
     return [found for found in gc.get_referrers(*classes) if isinstance(found, wrapper)]
 
 
-class FSDP2Group:
-    """One module that ``fully_shard`` was applied to, with the parameters that are gathered and reduced with it.
+class ShardedGroup:
+    """One module that FSDP, 1 or 2, was applied to, with the parameters that are gathered and reduced with it.
 
     Attributes:
         members: the parameters, by ``id``.
@@ -37,22 +37,23 @@ class FSDP2Group:
         self.members = members
 
 
-def fsdp2_groups(model: nn.Module) -> list[FSDP2Group]:
-    """Of each module in ``model`` that ``fully_shard`` was applied to, without what is in such modules inside of it."""
-    groups: list[FSDP2Group] = []
+def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
+    """Of each module in ``model`` that FSDP was applied to, without what is in such modules inside of it."""
+    groups: list[ShardedGroup] = []
     seen: set[int] = set()
-    for module in fsdp2_in(model):
-        members = frozenset(id(p) for p in _own_parameters(module) if id(p) not in seen)
+    modules = [*fsdp2_in(model), *fsdp1_in(model)]
+    for module in modules:
+        members = frozenset(id(p) for p in _own_parameters(module, modules) if id(p) not in seen)
         seen |= members
-        groups.append(FSDP2Group(module, members))
+        groups.append(ShardedGroup(module, members))
     return groups
 
 
-def _own_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
+def _own_parameters(module: nn.Module, without: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
     yield from module.parameters(recurse=False)
     for child in module.children():
-        if not _is_fsdp2(child):
-            yield from _own_parameters(child)
+        if child not in without:
+            yield from _own_parameters(child, without)
 
 
 def fsdp2_in(model: nn.Module) -> list[nn.Module]:
@@ -102,6 +103,67 @@ def _param_groups(module: Any) -> Sequence[Any]:
     if groups is None:
         return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return groups
+
+
+class FSDP1Sync:
+    """The same of FSDP1 models."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        # FSDP1 has no public name for it but no_sync(), which is a context.
+        return all(wrapper._sync_gradients for wrapper in self._wrappers())
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        for wrapper in self._wrappers():
+            wrapper._sync_gradients = value
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def _wrappers(self) -> Sequence[Any]:
+        model = self._model()
+        return [] if model is None else fsdp1_in(model)
+
+
+class BeforeFSDP1Gathers:
+    """Calls ``call`` before the weights of one ``FullyShardedDataParallel`` are gathered, until :meth:`remove`.
+
+    It has no hook for this, and gathers for many reasons: before a forward, ahead of one, in ``state_dict()`` and in
+    ``summon_full_params()``. All go through ``pre_unshard`` and then ``unshard`` of its ``FlatParamHandle``
+    (``torch/distributed/fsdp/_runtime_utils.py``, ``_unshard``), each on a stream of its own: both are called first.
+    """
+
+    def __init__(self, wrapper: Any, call: Callable[[], None]) -> None:
+        self._handle = handle = wrapper._handle
+        if handle is not None:
+            of_handle = weakref.ref(handle)
+            for name in ("pre_unshard", "unshard"):
+                setattr(handle, name, _calling_first(call, of_handle, name))
+
+    def remove(self) -> None:
+        if self._handle is not None:
+            for name in ("pre_unshard", "unshard"):
+                vars(self._handle).pop(name, None)
+            self._handle = None
+
+
+def _calling_first(call: Callable[[], None], of_handle: Callable[[], Any], name: str) -> Callable[[], Any]:
+    def gather() -> Any:
+        handle = of_handle()
+        call()
+        return getattr(type(handle), name)(handle)
+
+    return gather
 
 
 def fsdp1_in(model: nn.Module) -> list[Any]:

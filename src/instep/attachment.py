@@ -50,7 +50,7 @@ from instep._validation import (
     refuse_shared_memory,
     refuse_wrappers,
 )
-from instep._wrappers import FSDP2Sync, fsdp1_in, fsdp2_groups
+from instep._wrappers import BeforeFSDP1Gathers, FSDP1Sync, FSDP2Sync, fsdp1_in, sharded_groups
 from instep.errors import AttachError, StaleAttachmentError
 from instep.sources import Sink, Source
 from instep.sources.ddp import CommHook, DDPSource, managed_by
@@ -214,9 +214,11 @@ class Attachment:
         self._ddps = [weakref.ref(ddp) for ddp in wrapped]
         self._steppers = [Stepper(optimizer) for optimizer in optimizers]
         self._options = options
-        self._groups = fsdp2_groups(model)
+        self._groups = sharded_groups(model)
+        fsdp1 = fsdp1_in(model)
+        self._in_fsdp1 = bool(fsdp1)
         self._uses = Uses()
-        syncs = [FSDP2Sync(model)] if self._groups else []
+        syncs: list[Syncing] = [] if not self._groups else [FSDP1Sync(model) if fsdp1 else FSDP2Sync(model)]
         self._accumulation = Accumulation(options.accumulation_steps, _living(self._ddps, syncs))
         self._clipping = Clipping(options.clip)
         contained = [stepper for stepper in self._steppers if require_separable(stepper.optimizer())]
@@ -235,12 +237,10 @@ class Attachment:
         self._step_due = False
         # Nobody else need hold an optimizer whose step() nobody calls.
         self._kept = list(optimizers) if options.steps_itself else []
-        fsdp1 = fsdp1_in(model)
-        self._in_fsdp1 = bool(fsdp1)
         self._grouped = _parameters_in(optimizers)
         self._step.parameters = tuple(self._gather(optimizers, names))
         self._precision: LowPrecision | None = None
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[RemovableHandle | BeforeFSDP1Gathers] = []
         self._sources = self._make_sources(wrapped, fsdp1, sink)
 
     # What the user sees.
@@ -537,13 +537,21 @@ class Attachment:
         self._step.before_state(stepper)
 
     def _watch_groups(self) -> None:
-        """Hooks before FSDP2's own, which gather a group's weights."""
+        """Hooks before FSDP gathers a group's weights."""
         for number, group in enumerate(self._groups):
             module = group.module()
             assert module is not None
             mine = [a for a in self._step.parameters if a.spec.group == number]
-            before = BoundHook(functools.partial(self._before_gather, number, mine))
-            self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+            if not self._in_fsdp1:
+                before = BoundHook(functools.partial(self._before_gather, number, mine))
+                self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+            elif isinstance(self._step, Deferral):
+                gathers = BoundHook(functools.partial(self._before_fsdp1_gathers, self._step, mine))
+                self._handles.append(BeforeFSDP1Gathers(module, gathers))
+
+    def _before_fsdp1_gathers(self, step: Deferral, mine: Sequence[AttachedParameter]) -> None:
+        step.before_read(mine)
+        step.streams.join()
 
     def _before_gather(self, number: int, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
         if torch.compiler.is_compiling() or graph_task() is not None:

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.errors import AccumulationError, AttachError, SpentGradientError, UncommittedStepError
-from tests.cases import Blocks, OptimizerCase, Sometimes, Tied, batch, optimizer_cases, two_groups
+from tests.cases import Blocks, OptimizerCase, Tied, batch, optimizer_cases, two_groups
 from tests.distributed.pool import RankPool
-from tests.distributed.sharded import WAYS, Loop, both, loss_of, mesh, nested
+from tests.distributed.sharded import WAYS, Loop, both, loss_of, nested
 
 warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
 
@@ -118,10 +118,7 @@ class Model(Blocks):
             x = x.to(torch.bfloat16)
         x = self.inner(x)
         for block in self.blocks:
-            if self.oddity == "checkpoint":
-                x = x + checkpoint(block, x, use_reentrant=False)
-            else:
-                x = x + block(x)
+            x = x + checkpoint(block, x, use_reentrant=False) if self.oddity == "checkpoint" else x + block(x)
             if self.oddity == "twice":
                 x = x + block(x)
         return self.outer(x).float()
@@ -494,7 +491,8 @@ def test_mistakes_at_attach(two_ranks: RankPool) -> None:
     for found in two_ranks.run(mistakes):
         assert "bucket_bytes=1000 does not apply to a model that fully_shard" in found[0]
         assert "fully_shard(…, mp_policy=…)" in found[1]
-        assert "'two_pass'" in found[2] and "schedule='forward'" in found[2]
+        assert "'two_pass'" in found[2]
+        assert "schedule='forward'" in found[2]
         assert "comm_hook is for a model with one DistributedDataParallel" in found[3]
         assert "shard first, then build the optimizer, then attach" in found[4]
         assert "shard first, then build the optimizer, then attach" in found[5]
@@ -519,7 +517,7 @@ def mistakes_in_the_loop() -> list[str]:
     loop, overlap = fresh()
     loop.backward(1)
     found.append(said(UncommittedStepError, lambda: next(loop.model.parameters()).full_tensor()))
-    loop, overlap = fresh()
+    loop, _overlap = fresh()
     loop.backward(1)
     loop.optimizer.step()
     found.append(said(SpentGradientError, lambda: loop.backward(2)))

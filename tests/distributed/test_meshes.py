@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import instep
@@ -61,7 +60,7 @@ def one_mesh(model: nn.Module) -> nn.Module:
             made = torch.distributed.tensor.distribute_tensor(parameter.detach(), tp, replicate)
             module.register_parameter(key, nn.Parameter(made))
 
-    for name, module in model.named_modules():
+    for _name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
         if own and not any(isinstance(p, torch.distributed.tensor.DTensor) for p in own):
             torch.distributed.tensor.distribute_module(

@@ -193,7 +193,7 @@ def registered_twice() -> tuple[str, str]:
 def test_registered_twice_or_late(two_ranks: RankPool) -> None:
     for twice, late in two_ranks.run(registered_twice):
         assert "already attached" in twice
-        assert "register before it" in late
+        assert "before it, or use" in late
 
 
 def dropped() -> bool:

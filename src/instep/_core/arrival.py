@@ -19,7 +19,7 @@ class Arrival:
     A gradient that is used after it was measured is measured again by ``optimizer.step()``.
     """
 
-    waits_for_all = by_bucket = False
+    waits_for_all = by_bucket = frees_gradients = False
 
     def __init__(self, accumulation: Accumulation, clipping: Clipping, on_open: Callable[[], None]) -> None:
         self.streams = StepStreams()

@@ -283,6 +283,11 @@ class Transaction:
         return self._clipping.mode == "per_bucket"
 
     @property
+    def frees_gradients(self) -> bool:
+        """Whether applied gradients are not needed any more."""
+        return self._undo is None
+
+    @property
     def waits_for_all(self) -> bool:
         """Whether nothing may be applied before all gradients are final, and :meth:`know_total` was called."""
         return self._pass == "all"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from instep._core.engine import at_end_of_backward
 from instep._core.hooks import BoundHook
 from instep._core.parameters import AttachedParameter
 from instep._core.plan import Bucket, fill_buckets
@@ -19,27 +20,32 @@ class _InPlaceOfOptimizer:
     """What FSDP1 asks of an entry of ``_in_backward_optimizers``
     (``torch/distributed/fsdp/_runtime_utils.py``, ``_post_backward_use_sharded_grad_views``)."""
 
-    def __init__(self, reduced: BoundHook, attached: AttachedParameter | None) -> None:
+    def __init__(self, reduced: BoundHook, done: BoundHook) -> None:
         self._reduced = reduced
-        self._attached = attached
+        self._done = done
 
     def step(self) -> None:
         self._reduced()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._attached is not None:
-            self._attached.get().grad = None
+        self._done()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _InPlaceOfOptimizer, (BoundHook(None), None)
+        return _InPlaceOfOptimizer, (BoundHook(None), BoundHook(None))
 
 
 class FSDP1Source:
-    """The original parameters of FullyShardedDataParallel, one bucket each: FSDP1 shows no other."""
+    """The original parameters of FullyShardedDataParallel. Those of one instance are a bucket.
+
+    FSDP1 goes through an instance's parameters one by one, but has their gradients by then: at the first, all of them
+    are stepped.
+    """
 
     def __init__(self, sink: Sink, parameters: Sequence[AttachedParameter], wrappers: Sequence[Any]) -> None:
         self._sink = sink
         self._parameters = tuple(parameters)
+        self._reduced_now: set[int] = set()
+        self._applied: dict[int, AttachedParameter] = {}
         self._refuse(wrappers)
 
     @property
@@ -48,7 +54,9 @@ class FSDP1Source:
 
     def connect(self) -> None:
         for attached in self._parameters:
-            stand_in = _InPlaceOfOptimizer(BoundHook(partial(self._reduced, attached)), attached)
+            stand_in = _InPlaceOfOptimizer(
+                BoundHook(partial(self._reduced, attached)), BoundHook(partial(self._done, attached))
+            )
             attached.get()._in_backward_optimizers = [stand_in]  # type: ignore[attr-defined]
 
     def disconnect(self) -> None:
@@ -67,19 +75,42 @@ class FSDP1Source:
         """Nothing is counted from step to step."""
 
     def _reduced(self, attached: AttachedParameter) -> None:
-        if self._sink.arrive((attached,)):
-            self._sink.apply((attached,))
-            self._sink.raise_failure()
+        """FSDP1 is about to step ``attached``."""
+        if attached.spec.index in self._reduced_now:
+            self._reduced_now.discard(attached.spec.index)
+            return
+        members = [a for a in self._parameters if a.spec.group == attached.spec.group and a.get().grad is not None]
+        self._reduced_now = {a.spec.index for a in members if a is not attached}
+        if self._sink.arrive(members) and self._sink.apply(members):
+            if not self._applied:
+                at_end_of_backward(self._end, self._raised)
+            self._applied.update((a.spec.index, a) for a in members)
+        self._sink.raise_failure()
+
+    def _done(self, attached: AttachedParameter) -> None:
+        """FSDP1 has stepped ``attached``. It lets go of an instance's gradients when none is left."""
+        if attached.spec.index in self._applied and self._sink.frees_gradients:
+            attached.get().grad = None
+
+    def _end(self) -> None:
+        # Asked for here, it runs after FSDP1's own end, which handles the parameters and their gradients once more.
+        at_end_of_backward(self._spend, self._raised)
+
+    def _spend(self) -> None:
+        applied = list(self._applied.values())
+        self._applied.clear()
+        self._sink.spend(applied)
+        self._sink.streams.join()
+        self._sink.raise_failure()
+
+    def _raised(self) -> None:
+        self._applied.clear()
+        self._sink.backward_raised()
 
     def _refuse(self, wrappers: Sequence[Any]) -> None:
         for wrapper in wrappers:
-            if not wrapper._use_orig_params:
-                raise AttachError(
-                    "FullyShardedDataParallel(use_orig_params=True) is needed: without, its parameters "
-                    "are flat ones that no optimizer of the model's own parameters can step"
-                )
             if wrapper._is_root is not None:
                 raise AttachError(
-                    "FullyShardedDataParallel decides at its first forward whether parameters are "
-                    "stepped in backward: register before it"
+                    "FullyShardedDataParallel decides at its first forward whether parameters are stepped in "
+                    "backward: attach (or register) before it, or use schedule='forward'"
                 )
