@@ -27,6 +27,8 @@ class _Shard:
     """This rank's part of a ``DTensor``: its local tensor, which torch names ``_local_tensor``. (``to_local()`` makes
     another object each time, and autograd nodes.)"""
 
+    alone = False
+
     def __init__(self, parameter: Any) -> None:
         self._mesh = parameter.device_mesh
         self._placements = parameter.placements

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from instep._core.parameters import Place
 from instep._core.policies import ClipNorm, ClipValue
+from instep._core.stepper import is_elementwise
 from instep._wrappers import fsdp1_in, fsdp2_in, instances_of
 from instep.errors import AttachError, UnsupportedOptimizerError
 
@@ -276,6 +277,39 @@ def refuse_parameters(names: Names, optimizers: Sequence[Optimizer], taken: Mapp
             f"all {len(seen)} parameters of the optimizer are frozen ({first!r} and so on): none will get a gradient. "
             "Set requires_grad before attach"
         )
+
+
+def refuse_shard_state(
+    wrapped: Sequence[DistributedDataParallel], optimizers: Sequence[Optimizer], clip: Any, undo: Any, comm_hook: Any
+) -> None:
+    """What does not go with ``shard_state=True``."""
+    if len(wrapped) != 1:
+        found = "there is none" if not wrapped else f"there are {len(wrapped)}"
+        raise AttachError(
+            f"shard_state=True is for a model with one DistributedDataParallel, and {found} in this model. fully_shard "
+            "shards the state by itself"
+        )
+    for optimizer in optimizers:
+        if not is_elementwise(optimizer):
+            raise UnsupportedOptimizerError(
+                f"shard_state=True divides each parameter among the ranks by rows, and the update of "
+                f"{type(optimizer).__name__} is not known to be elementwise, so it would differ. Leave out shard_state "
+                "(or see torch's ZeroRedundancyOptimizer, which gives whole parameters to ranks)"
+            )
+    if undo:
+        raise AttachError(
+            f"undo={undo!r} does not go with shard_state=True: a step is not known to stand on all ranks before the "
+            "rows have been gathered. Use schedule='forward'"
+        )
+    if isinstance(clip, ClipNorm) and clip.mode == "two_pass":
+        raise AttachError("clip=ClipNorm(mode='two_pass') does not go with shard_state=True: use schedule='forward'")
+    if comm_hook is not None:
+        raise AttachError(
+            "comm_hook does not go with shard_state=True, which sends the gradients in a way of its own. Leave one out"
+        )
+    for name, parameter in wrapped[0].module.named_parameters():
+        if parameter.is_complex():
+            raise AttachError(f"shard_state=True does not take complex parameters, and {name!r} is one")
 
 
 def refuse_scripts(model: nn.Module) -> None:

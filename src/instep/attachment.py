@@ -46,6 +46,7 @@ from instep._validation import (
     refuse_parameters,
     refuse_policies,
     refuse_scripts,
+    refuse_shard_state,
     refuse_sharded,
     refuse_shared_memory,
     refuse_wrappers,
@@ -53,12 +54,15 @@ from instep._validation import (
 from instep._wrappers import BeforeFSDP1Gathers, FSDP1Sync, FSDP2Sync, fsdp1_in, sharded_groups
 from instep.errors import AttachError, StaleAttachmentError
 from instep.sources import Sink, Source
-from instep.sources.ddp import CommHook, DDPSource, managed_by
+from instep.sources.ddp import DDPSource, managed_by
 from instep.sources.fsdp import FSDP1Source
+from instep.sources.hook_slot import CommHook
 from instep.sources.local import LocalSource, Uses
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from instep.sources.zero import Zero
 
 DEFAULT_BUCKET_BYTES = 16 * MIB
 
@@ -78,6 +82,7 @@ def attach(
     undo: bool | Literal["host"] = False,
     comm_hook: CommHook | None = None,
     mixed_precision: "MixedPrecisionPolicy | None" = None,
+    shard_state: bool = False,
 ) -> "Attachment":
     """Step the parameters of ``model`` behind backward, or behind the next forward, with the user's ``optimizer``.
 
@@ -121,6 +126,10 @@ def attach(
             they are, usually float32. Frozen parameters are cast too; buffers and batch normalization are not.
             Floating-point inputs of ``model`` are cast to ``param_dtype`` unless ``cast_forward_inputs=False``, its
             outputs to ``output_dtype`` if given.
+        shard_state: under DDP, each rank keeps the optimizer's state of its own rows of every parameter, steps those,
+            and gets the others' from the other ranks: 1/N of state and step on N ranks (ZeRO-1). For optimizers whose
+            update is elementwise. ``optimizer.state_dict()`` is the plain optimizer's, and ``detach()`` makes the
+            optimizer so again; all ranks must call them.
 
     Returns:
         The attachment. It lives as long as the model does, whether or not it is kept.
@@ -140,7 +149,9 @@ def attach(
     if scaler is not None and isinstance(scaler, GradScaler) and not scaler.is_enabled():
         scaler = None
     refuse_policies(schedule, clip, accumulation_steps, scaler, undo)
-    options = Options(schedule, bucket_bytes, clip, accumulation_steps, scaler, undo, comm_hook, mixed_precision)
+    options = Options(
+        schedule, bucket_bytes, clip, accumulation_steps, scaler, undo, comm_hook, mixed_precision, shard_state
+    )
     return _attach(model, optimizers, options)
 
 
@@ -167,6 +178,7 @@ class Options:
     undo: bool | Literal["host"] = False
     comm_hook: CommHook | None = None
     mixed_precision: "MixedPrecisionPolicy | None" = None
+    shard_state: bool = False
     steps_itself: bool = False
 
 
@@ -176,6 +188,8 @@ def _attach(model: nn.Module, optimizers: Sequence[Optimizer], options: Options)
     refuse_sharded(model, options.bucket_bytes, options.clip, options.mixed_precision)
     refuse_communication(model, wrapped, options.bucket_bytes, options.comm_hook, options.mixed_precision)
     refuse_scripts(model)
+    if options.shard_state:
+        refuse_shard_state(wrapped, optimizers, options.clip, options.undo, options.comm_hook)
     names = name_parameters(model)
     refuse_parameters(names, optimizers, attached_parameters())
     refuse_wrappers(model, names)
@@ -238,6 +252,12 @@ class Attachment:
         # Nobody else need hold an optimizer whose step() nobody calls.
         self._kept = list(optimizers) if options.steps_itself else []
         self._grouped = _parameters_in(optimizers)
+        self._zero: Zero | None = None
+        if options.shard_state:
+            from instep.sources.zero import Zero  # imports DTensor, which takes a while
+
+            self._zero = Zero(wrapped[0])
+            self._step.gather = self._zero.shards.gather
         self._step.parameters = tuple(self._gather(optimizers, names))
         self._precision: LowPrecision | None = None
         self._handles: list[RemovableHandle | BeforeFSDP1Gathers] = []
@@ -353,6 +373,9 @@ class Attachment:
             self._precision.remove()
         self._handles.clear()
         self._accumulation.close()
+        if self._zero is not None:
+            self._step.synchronize()
+            self._zero.close()
         model = self._model()
         if model is not None and _attachments.get(model) is self:
             del _attachments[model]
@@ -404,6 +427,8 @@ class Attachment:
                 handle = optimizer.register_step_post_hook(BoundHook(functools.partial(self._after_step, stepper)))
                 first_of_post_hooks(optimizer, handle)
                 self._handles.append(handle)
+                if self._zero is not None:
+                    self._handles += self._zero.connect(optimizer, lambda: self._step.parameters)
                 if not self._options.steps_itself:
                     state = BoundHook(functools.partial(self._before_state, stepper))
                     self._handles.append(optimizer.register_state_dict_pre_hook(state))
@@ -468,8 +493,7 @@ class Attachment:
                 self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
                 after_all_of_backward(self._uses.clear, self._uses.clear)
             for source in self._sources:
-                if isinstance(source, DDPSource):
-                    source.before_backward()
+                source.before_backward()
         # Asked for here it is the outermost backward's end; in a hook on a parameter, maybe that of one nested in it.
         self._ask_for_step()
 
@@ -600,7 +624,11 @@ class Attachment:
                     "other parameters would clip by other norms, and part. Use mode='previous_norm', "
                     "mode='two_pass', undo=True or schedule='forward'"
                 )
-            if mine and (sink is not None or options.comm_hook is not None or _reduce_dtype(options) is not None):
+            if self._zero is not None and mine:
+                reduced = [a for a in mine if a.part is not None]
+                dtype = _reduce_dtype(options)
+                sources.append(self._zero.source(self._arrival if sink is None else sink, reduced, ddp, dtype))
+            elif mine and (sink is not None or options.comm_hook is not None or _reduce_dtype(options) is not None):
                 told = self._arrival if sink is None else sink
                 sources.append(DDPSource(told, mine, ddp, options.comm_hook, _reduce_dtype(options)))
         if sink is not None and local:
@@ -683,6 +711,8 @@ class Attachment:
             held = () if self._in_fsdp1 or (group is not None and is_sharded(parameter)) else places
             stepper = owner[id(parameter)]
             part = part_of(parameter, stepper.optimizer())
+            if self._zero is not None and id(parameter) in self._zero.reduced:
+                part = self._zero.shards.rows_of(parameter)
             parameters.append(AttachedParameter(parameter, spec, held, stepper, spent, part, mesh_of(parameter)))
         return tuple(parameters)
 

@@ -112,7 +112,7 @@ def _clip(policy: ClipNorm | ClipValue | None, total: torch.Tensor | None, param
     if not parameters:
         return  # clip_grad_value_ raises where there is nothing to clip
     if isinstance(policy, ClipValue):
-        for members in by_mesh(parameters):
+        for members in by_mesh([p if p.grad is None else p.grad for p in parameters]):
             torch.nn.utils.clip_grad_value_([parameters[i] for i in members], policy.clip_value)
     elif isinstance(policy, ClipNorm) and policy.mode == "per_bucket":
         gradients = [p.grad for p in parameters if p.grad is not None]

@@ -26,7 +26,7 @@ from instep._core.plan import Bucket, fill_buckets
 from instep._core.scaling import found_inf, take_off_here
 from instep._core.stepper import Stepper, frozen
 from instep._core.streams import StepStreams
-from instep._core.transaction import Recorder
+from instep._core.transaction import Gather, Recorder
 from instep._core.watch import Watch, plain_type
 from instep._core.worker import Worker
 from instep.errors import TornStepError, UncommittedStepError
@@ -81,6 +81,7 @@ class _Due:
         self.device = self.tensors[0].device
         self.step = step
         self.done: Future[None] | None = None
+        self._receive: Callable[[], None] | None = None
         self.mark: torch.Event | None = None
         self._clip = clip
         self._recorder = recorder
@@ -109,6 +110,27 @@ class _Due:
         if self._recorder is not None:
             self._recorder("step", self.names[0], started, perf_counter())
 
+    def send(self, parameters: Sequence[AttachedParameter], gather: Gather) -> None:
+        """Update this rank's parts now, and send them. What is left is to wait for those of the others."""
+        self.apply()
+        # Whether that failed or not: the other ranks wait for it.
+        try:
+            self._receive = gather([a for a in parameters if a.part is not None and a.part.alone])
+        except BaseException as error:
+            self._receive = lambda: None
+            self.step.failure = self.step.failure or error
+
+    def finish(self) -> None:
+        """Do what is left to do."""
+        if self._receive is None:
+            self.apply()
+            return
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._receive()
+        except BaseException as error:
+            self.step.failure = self.step.failure or error
+
     def _apply(self) -> None:
         names = (*self.names, *(f"{name}.grad" for name in self.names))
         for name, tensor, version in zip(names, (*self.tensors, *self.gradients), self._versions, strict=True):
@@ -136,6 +158,7 @@ class Deferral:
             optimizers, rounds of them.
         recorder: told of each bucket's step and communication; ``None`` when nobody listens.
         readers: the hooks of the modules that read parameters.
+        gather: where each rank steps its own part of parameters: gets the others' parts.
     """
 
     redo_count = 0
@@ -153,6 +176,7 @@ class Deferral:
         self.streams = StepStreams()
         self.step_count = 0
         self.recorder: Recorder | None = None
+        self.gather: Gather | None = None
         self._can_wait = frozenset(can_wait)
         self._rank = rank
         self._accumulation = accumulation
@@ -226,9 +250,11 @@ class Deferral:
     def _wait(self, due: _Due) -> None:
         if due.mark is not None:
             self.streams.wait(due.mark)
+        elif due.device.type != "cpu":
+            due.finish()
         else:
             with _not_compiling():
-                wait([due.done or self._worker.run(due.apply)])
+                wait([due.done or self._worker.run(due.finish)])
         self._watch.stop(due.tensors)
         for tensor in due.tensors:
             del self._due[id(tensor)]
@@ -301,13 +327,15 @@ class Deferral:
         if self._trained and not self._owing:
             self._owing = {a.stepper for a in self.parameters if a.get().grad is not None}
         traced = {a.spec.index for reader in self.readers if reader.traced for a in reader.parameters}
-        later = [a for a in with_gradient if self._can_be_put_off(a, traced)]
+        waiting = {a: self._can_be_put_off(a, traced) for a in with_gradient}
+        later = [a for a, can_wait in waiting.items() if can_wait or (a.part is not None and a.part.alone)]
         if clip is not None and len(later) < len(with_gradient):
-            clip([a.get() for a in with_gradient if a not in later])
+            clip([a.get() for a in set(waiting).difference(later)])
         self._flushing = stepper
         self._now = False
         if later:
             self._put_off(stepper, later, clip)
+            self._finish([self._due.get(id(a.get())) for a, can_wait in waiting.items() if not can_wait])
 
     def _can_be_put_off(self, attached: AttachedParameter, traced: Container[int]) -> bool:
         # Without a forward before it there is no loop, and who made the gradients wants the step now (DCP does so).
@@ -340,23 +368,24 @@ class Deferral:
     def _put_off(self, stepper: Stepper, parameters: Sequence[AttachedParameter], clip: Clip | None) -> None:
         step = _Frozen(stepper.optimizer(), parameters)
         by_index = {attached.spec.index: attached for attached in parameters}
-        dues = [
-            _Due([by_index[spec.index] for spec in bucket.parameters], step, clip, self.recorder)
-            for bucket in self.buckets_of(parameters)
-        ]
+        buckets = [[by_index[spec.index] for spec in bucket.parameters] for bucket in self.buckets_of(parameters)]
+        dues = [_Due(bucket, step, clip, self.recorder) for bucket in buckets]
         for due in dues:
             self._due.update((id(tensor), due) for tensor in due.tensors)
             self._placeholders += list(zip(due.tensors, due.gradients, strict=True))
-        for due in dues:
-            if due.device.type == "cpu":
+        for due, bucket in zip(dues, buckets, strict=True):
+            if self.gather is not None:
+                due.send(bucket, self.gather)
+                due.done = self._worker.run(due.finish) if due.device.type == "cpu" else None
+            elif due.device.type == "cpu":
                 # Others are stepped when they are waited for, by the same thread: who waits may be in the middle of
                 # tracing, or in inference mode.
-                due.done = self._worker.run(due.apply) if step.at_any_time else None
-                continue
-            self.streams.keep(due.gradients)
-            with self.streams.on(due.device):
-                due.apply()
-            due.mark = self.streams.mark(due.device)
+                due.done = self._worker.run(due.finish) if step.at_any_time else None
+            else:
+                self.streams.keep(due.gradients)
+                with self.streams.on(due.device):
+                    due.apply()
+                due.mark = self.streams.mark(due.device)
         for due in dues:
             self._watch.start(due.tensors)
 
@@ -381,7 +410,8 @@ class Deferral:
 
     def buckets_of(self, parameters: Iterable[AttachedParameter]) -> tuple[Bucket, ...]:
         """In the order in which forwards read them; those not read yet in the model's order."""
-        place = {index: number for number, index in enumerate(self._read)}
+        # What is sent must be in the same order on all ranks, which may read in another one.
+        place = {} if self.gather is not None else {index: number for number, index in enumerate(self._read)}
         ordered = sorted(parameters, key=lambda a: place.get(a.spec.index, len(place) + a.spec.index))
         return fill_buckets("forward", (attached.spec for attached in ordered), self._bucket_bytes)
 

@@ -62,7 +62,7 @@ def total_norm(
 
 def clip_by(parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Tensor) -> None:
     """Scale the gradients of ``parameters`` in place, as torch does once it has the norm."""
-    for members in by_mesh(parameters):
+    for members in by_mesh([p if p.grad is None else p.grad for p in parameters]):
         torch.nn.utils.clip_grads_with_norm_([parameters[i] for i in members], max_norm, total)
 
 

@@ -43,6 +43,11 @@ class Recorder(Protocol):
     def __call__(self, kind: str, name: str, start: float, end: float) -> None: ...
 
 
+Gather = Callable[[Sequence[AttachedParameter]], Callable[[], None]]
+"""Sends the parts of parameters that this rank has stepped; returns what waits for those of the others. All ranks must
+call it with the same parameters."""
+
+
 class Transaction:
     """The current step of one attachment, and the steps before it.
 
@@ -51,6 +56,7 @@ class Transaction:
         redo_count: how many steps were put back, and left to ``optimizer.step()``.
         recorder: told of each bucket's step and communication; ``None`` when nobody listens.
         on_open: called when a step opens.
+        gather: where each rank steps its own part of parameters: gets the others' parts.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class Transaction:
         self.redo_count = 0
         self.recorder: Recorder | None = None
         self.on_open: Callable[[], None] = lambda: None
+        self.gather: Gather | None = None
         self._steppers = tuple(steppers)
         self._rank = rank
         self._accumulation = accumulation
@@ -466,18 +473,22 @@ class Transaction:
             raise
         if self._undo is None:
             self._clip_rest(stepper)
-        self._apply_mixed_rest(stepper)
+        self._apply_rest(stepper)
         for attached in self._applied_by(stepper):
             attached.get().grad = None
         self._flushing = stepper
 
-    def _apply_mixed_rest(self, stepper: Stepper) -> None:
+    def _apply_rest(self, stepper: Stepper) -> None:
         """What backward did not apply is applied by torch, in one call. Its foreach kernels refuse plain tensors beside
-        DTensors, and DTensors of several meshes, which a bucket takes: so this is another one."""
+        DTensors, and DTensors of several meshes, and it knows nothing of parts: such a rest is another bucket."""
         rest = [a for a in self._of(stepper) if not self.is_applied(a) and _gradient(a) is not None]
-        if self._undo is None and len({a.mesh for a in rest}) > 1 and kernel_scale(stepper.optimizer()) is None:
+        parts = [a for a in rest if a.part is not None and a.part.alone]
+        mixed = self._undo is None and len({a.mesh for a in rest}) > 1 and kernel_scale(stepper.optimizer()) is None
+        if parts or mixed:
             for call in together([(a, g) for a in rest if (g := _gradient(a)) is not None], alias=False):
                 call.step(stepper)
+            if self.gather is not None:
+                self.gather(parts)()
             self._applied.update(a.spec.index for a in rest)
             for attached in rest:
                 attached.version = attached.get()._version

@@ -12,7 +12,7 @@ from instep._core.streams import StepStreams
 from instep.comm_hooks import mean_allreduce
 from instep.errors import AttachError
 from instep.functional.step import OPTIMIZERS, step_in_backward, stepping
-from instep.sources.ddp import CommHook
+from instep.sources.hook_slot import CommHook
 from instep.sources.reductions import Divisor, Reduction, Reductions
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]

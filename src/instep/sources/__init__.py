@@ -59,5 +59,8 @@ class Source(Protocol):
     def refresh(self) -> None:
         """Between steps: take in parameters that were frozen or unfrozen."""
 
+    def before_backward(self) -> None:
+        """A backward is about to begin: no gradient has changed yet."""
+
     def begin_step(self) -> None:
         """The first gradient of a step is about to be announced."""

@@ -5,101 +5,21 @@ arrived: while some are stepped the later ones are still on their way. No weight
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported if available
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._core.parameters import AttachedParameter
-from instep._core.placeholders import Placeholder
 from instep._core.plan import Bucket
 from instep._core.transaction import Recorder
-from instep.comm_hooks import cast_mean_allreduce
-from instep.errors import AttachError
 from instep.sources import Sink
-from instep.sources.reductions import Divisor, Reduction, Reductions, as_they_arrive, slices_of
-
-CommHook = tuple[Any, Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]]
-"""A DDP communication hook with its state, in the order in which ``register_comm_hook`` takes them."""
-
-
-class _HookSlot:
-    """What DDP's one communication hook is registered with: DDP gives the hook no way back, so it stays.
-
-    With no source it is the user's own hook, or the plain mean that DDP computes without one. A copy of it is empty.
-    """
-
-    __slots__ = ("__weakref__", "_ddp", "_divisor", "_views", "comm_hook", "reduce_dtype", "source")
-
-    def __init__(self, ddp: DistributedDataParallel | None = None) -> None:
-        self._ddp = None if ddp is None else weakref.ref(ddp)
-        self._divisor = Divisor()
-        self._views: dict[int, int] = {}
-        self.comm_hook: CommHook | None = None
-        self.reduce_dtype: torch.dtype | None = None
-        self.source: DDPSource | None = None
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "_HookSlot":
-        return _HookSlot()
-
-    def __reduce__(self) -> tuple[type["_HookSlot"], tuple[()]]:
-        return _HookSlot, ()
-
-    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        ddp = None if self._ddp is None else self._ddp()
-        assert ddp is not None, "the reducer that calls this belongs to the DDP instance"
-        if self.comm_hook is None:
-            buffer, divisor = bucket.buffer(), self._divisor(ddp, bucket)
-            if self.reduce_dtype is None and self._divide_views(bucket, divisor):
-                divisor = 1
-            future = cast_mean_allreduce(buffer, ddp.process_group, divisor, self.reduce_dtype)
-        else:
-            state, hook = self.comm_hook
-            future = hook(state, bucket)
-        if self.source is not None:
-            self.source.launched(bucket, future)
-        return future
-
-    def before_backward(self) -> None:
-        """Note which gradients were kept from the last backward and lie in a bucket: what is added to them there the
-        reducer divides in place, where it multiplies others by ``1 / divisor`` (``mark_variable_ready_dense``)."""
-        ddp = None if self._ddp is None else self._ddp()
-        if ddp is not None and ddp.gradient_as_bucket_view:
-            with torch._C.DisableTorchFunctionSubclass():
-                self._views = {
-                    id(p): gradient.untyped_storage().data_ptr()
-                    for p in ddp._module_parameters
-                    if (gradient := p.grad) is not None
-                    and not isinstance(gradient, Placeholder)
-                    and not gradient.is_sparse
-                }
-
-    def _divide_views(self, bucket: GradBucket, divisor: int) -> bool:
-        """Divide the bucket as the reducer does, if any of it was kept."""
-        buffer = bucket.buffer()
-        if not self._views or buffer.is_sparse:
-            return False
-        parameters, storage = bucket.parameters(), buffer.untyped_storage().data_ptr()
-        kept = [self._views.get(id(p)) == storage for p in parameters]
-        if not any(kept):
-            return False
-        for gradient, was_kept in zip(slices_of(buffer, parameters), kept, strict=True):
-            if was_kept:
-                gradient.div_(divisor)
-            else:
-                gradient.mul_(1.0 / divisor)
-        return True
-
-
-_slots: "weakref.WeakKeyDictionary[DistributedDataParallel, _HookSlot]" = weakref.WeakKeyDictionary()
-
-
-def _communicate(slot: _HookSlot, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return slot.reduce(bucket)
+from instep.sources.hook_slot import CommHook, before_backward, release, take
+from instep.sources.reductions import Reduction, Reductions, as_they_arrive
 
 
 class DDPSource:
@@ -137,37 +57,10 @@ class DDPSource:
     def connect(self) -> None:
         ddp = self._ddp()
         assert ddp is not None
-        slot = _slots.get(ddp)
-        if slot is None:
-            slot = _HookSlot(ddp)
-            try:
-                ddp.register_comm_hook(slot, _communicate)
-            except RuntimeError as error:
-                raise AttachError(
-                    "this DistributedDataParallel already has a communication hook, and DDP takes only one. Build it "
-                    "again without register_comm_hook, and give the hook to attach(…, comm_hook=(state, hook)), which "
-                    "runs it before the step"
-                ) from error
-            _slots[ddp] = slot
-        elif slot.source is not None:
-            raise AttachError(
-                "this DistributedDataParallel is already attached. Give all its optimizers to one call: "
-                "attach(model, [first, second])"
-            )
-        if slot.comm_hook is not None and self._comm_hook is None and self._reduce_dtype is not None:
-            raise AttachError(
-                "this DistributedDataParallel keeps the comm_hook of an earlier attach, which decides how gradients "
-                "are sent, so mixed_precision cannot: give comm_hook=(state, hook) again, or build the instance anew"
-            )
-        slot.source = self
-        slot.comm_hook = self._comm_hook or slot.comm_hook
-        slot.reduce_dtype = self._reduce_dtype
+        take(ddp, self, self._comm_hook, self._reduce_dtype)
 
     def disconnect(self) -> None:
-        ddp = self._ddp()
-        slot = None if ddp is None else _slots.get(ddp)
-        if slot is not None and slot.source is self:
-            slot.source = slot.reduce_dtype = None
+        release(self._ddp(), self)
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
         ddp = self._ddp()
@@ -183,15 +76,15 @@ class DDPSource:
 
     def before_backward(self) -> None:
         """A backward begins: no gradient has changed yet."""
-        ddp = self._ddp()
-        slot = None if ddp is None else _slots.get(ddp)
-        if slot is not None:
-            slot.before_backward()
+        before_backward(self._ddp())
 
     def reduced(self) -> bool:
         """Whether buckets were sent since this was last asked."""
         sent, self._sent = self._sent, False
         return sent
+
+    def communicate(self, bucket: GradBucket, group: dist.ProcessGroup, divisor: int) -> None:
+        """The plain mean will do."""
 
     def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
         """A bucket's communication is under way."""

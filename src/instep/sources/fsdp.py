@@ -71,6 +71,9 @@ class FSDP1Source:
     def refresh(self) -> None:
         """FSDP1 asks for ``requires_grad`` itself."""
 
+    def before_backward(self) -> None:
+        """Gradients of earlier backwards do not matter here."""
+
     def begin_step(self) -> None:
         """Nothing is counted from step to step."""
 

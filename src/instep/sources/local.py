@@ -88,6 +88,9 @@ class LocalSource:
         self._follows_observed = False
         self._fill(reversed(trainable))
 
+    def before_backward(self) -> None:
+        """Gradients of earlier backwards do not matter here."""
+
     def begin_step(self) -> None:
         if self._observed and self._sink.step_count and not self._follows_observed:
             seen = set(self._observed)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instep._core.engine import at_end_of_backward, graph_task
 from instep.errors import InstepError
+
+
+class Arriving(Protocol):
+    """A bucket under way: the future of a communication hook, or something like it."""
+
+    def done(self) -> bool: ...
+    def wait(self) -> Any: ...
+    def value(self) -> torch.Tensor: ...
+
+
+Slices = Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+"""Finds the gradients of a bucket's parameters in what has arrived of it."""
 
 
 class Reduction:
@@ -22,10 +35,11 @@ class Reduction:
             if so.
     """
 
-    __slots__ = ("_future", "_members", "_positions", "_sparse", "index", "parameters", "unused")
+    __slots__ = ("_future", "_gradients", "_members", "_positions", "_sparse", "index", "parameters", "unused")
 
-    def __init__(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+    def __init__(self, bucket: GradBucket, future: "Arriving", gradients: Slices) -> None:
         self._future = future
+        self._gradients = gradients
         self._members = bucket.parameters()
         self._sparse = bucket.buffer().is_sparse
         self._positions = [i for i, parameter in enumerate(self._members) if parameter.grad is not None]
@@ -42,9 +56,20 @@ class Reduction:
         """Wait, and return the reduced gradients of ``parameters``. Raises what the communication raised."""
         self._future.wait()
         result = self._future.value()
-        slices = [result] if self._sparse else slices_of(result, self._members)
+        slices = [result] if self._sparse else self._gradients(result, self._members)
         # A compressing hook may answer in another dtype: DDP too casts what it copies into .grad.
         return [slices[i].to(self._members[i].dtype) for i in self._positions]
+
+    @property
+    def members(self) -> list[torch.Tensor]:
+        """All of the bucket's parameters."""
+        return self._members
+
+    def all_gradients(self) -> list[torch.Tensor]:
+        """As :meth:`gradients`, of all ``members``."""
+        self._future.wait()
+        found = self._gradients(self._future.value(), self._members)
+        return [gradient.to(member.dtype) for gradient, member in zip(found, self._members, strict=True)]
 
     def drain(self) -> None:
         """Wait until nothing writes the bucket any more, whether it failed or not."""
@@ -73,7 +98,7 @@ class Reductions:
         self._under_way: list[Reduction] = []
         self._task: int | None = None
 
-    def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> Reduction | None:
+    def launched(self, bucket: GradBucket, future: "Arriving", gradients: "Slices | None" = None) -> Reduction | None:
         """The communication of ``bucket`` is under way. ``None`` on a rank that has joined and only helps the others:
         ``join()`` copies their weights to it at the end."""
         if graph_task() is None:
@@ -86,7 +111,7 @@ class Reductions:
                 )
             self._under_way.clear()  # of a backward that raised before it came to an end
             self._task = graph_task()
-        reduction = Reduction(bucket, future)
+        reduction = Reduction(bucket, future, gradients or slices_of)
         self._under_way.append(reduction)
         if bucket.is_last():
             at_end_of_backward(self._before_ddp_ends, self._failed)

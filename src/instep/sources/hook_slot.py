@@ -1,0 +1,157 @@
+"""What DDP's one communication hook is registered with, for as long as the instance lives."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported if available
+from torch.nn.parallel import DistributedDataParallel
+
+from instep._core.placeholders import Placeholder
+from instep.comm_hooks import cast_mean_allreduce
+from instep.errors import AttachError
+from instep.sources.reductions import Divisor, slices_of
+
+CommHook = tuple[Any, Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]]
+"""A DDP communication hook with its state, in the order in which ``register_comm_hook`` takes them."""
+
+
+class User(Protocol):
+    """The source that an attachment has for a DDP instance."""
+
+    def communicate(
+        self, bucket: GradBucket, group: dist.ProcessGroup, divisor: int
+    ) -> torch.futures.Future[torch.Tensor] | None:
+        """Reduce ``bucket`` in place of the plain mean; ``None`` leaves it to that."""
+
+    def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+        """A bucket's communication is under way."""
+
+
+class _HookSlot:
+    """What DDP's one communication hook is registered with: DDP gives the hook no way back, so it stays.
+
+    With no source it is the user's own hook, or the plain mean that DDP computes without one. A copy of it is empty.
+    """
+
+    __slots__ = ("__weakref__", "_ddp", "_divisor", "_views", "comm_hook", "reduce_dtype", "source")
+
+    def __init__(self, ddp: DistributedDataParallel | None = None) -> None:
+        self._ddp = None if ddp is None else weakref.ref(ddp)
+        self._divisor = Divisor()
+        self._views: dict[int, int] = {}
+        self.comm_hook: CommHook | None = None
+        self.reduce_dtype: torch.dtype | None = None
+        self.source: User | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "_HookSlot":
+        return _HookSlot()
+
+    def __reduce__(self) -> tuple[type["_HookSlot"], tuple[()]]:
+        return _HookSlot, ()
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        ddp = None if self._ddp is None else self._ddp()
+        assert ddp is not None, "the reducer that calls this belongs to the DDP instance"
+        if self.comm_hook is None:
+            buffer, divisor = bucket.buffer(), self._divisor(ddp, bucket)
+            if self.reduce_dtype is None and self._divide_views(bucket, divisor):
+                divisor = 1
+            own = None if self.source is None else self.source.communicate(bucket, ddp.process_group, divisor)
+            future = own or cast_mean_allreduce(buffer, ddp.process_group, divisor, self.reduce_dtype)
+        else:
+            state, hook = self.comm_hook
+            future = hook(state, bucket)
+        if self.source is not None:
+            self.source.launched(bucket, future)
+        return future
+
+    def before_backward(self) -> None:
+        """Note which gradients were kept from the last backward and lie in a bucket: what is added to them there the
+        reducer divides in place, where it multiplies others by ``1 / divisor`` (``mark_variable_ready_dense``)."""
+        ddp = None if self._ddp is None else self._ddp()
+        if ddp is not None and ddp.gradient_as_bucket_view:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._views = {
+                    id(p): gradient.untyped_storage().data_ptr()
+                    for p in ddp._module_parameters
+                    if (gradient := p.grad) is not None
+                    and not isinstance(gradient, Placeholder)
+                    and not gradient.is_sparse
+                }
+
+    def _divide_views(self, bucket: GradBucket, divisor: int) -> bool:
+        """Divide the bucket as the reducer does, if any of it was kept."""
+        buffer = bucket.buffer()
+        if not self._views or buffer.is_sparse:
+            return False
+        parameters, storage = bucket.parameters(), buffer.untyped_storage().data_ptr()
+        kept = [self._views.get(id(p)) == storage for p in parameters]
+        if not any(kept):
+            return False
+        for gradient, was_kept in zip(slices_of(buffer, parameters), kept, strict=True):
+            if was_kept:
+                gradient.div_(divisor)
+            else:
+                gradient.mul_(1.0 / divisor)
+        return True
+
+
+_slots: "weakref.WeakKeyDictionary[DistributedDataParallel, _HookSlot]" = weakref.WeakKeyDictionary()
+
+
+def _communicate(slot: _HookSlot, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return slot.reduce(bucket)
+
+
+def take(
+    ddp: DistributedDataParallel, source: User, comm_hook: CommHook | None, reduce_dtype: torch.dtype | None
+) -> None:
+    """Have ``source`` told of the buckets of ``ddp``. Its hook is registered with the first one."""
+    slot = _slots.get(ddp)
+    if slot is None:
+        slot = _HookSlot(ddp)
+        try:
+            ddp.register_comm_hook(slot, _communicate)
+        except RuntimeError as error:
+            raise AttachError(
+                "this DistributedDataParallel already has a communication hook, and DDP takes only one. Build it "
+                "again without register_comm_hook, and give the hook to attach(…, comm_hook=(state, hook)), which "
+                "runs it before the step"
+            ) from error
+        _slots[ddp] = slot
+    elif slot.source is not None:
+        raise AttachError(
+            "this DistributedDataParallel is already attached. Give all its optimizers to one call: "
+            "attach(model, [first, second])"
+        )
+    if slot.comm_hook is not None and comm_hook is None and reduce_dtype is not None:
+        raise AttachError(
+            "this DistributedDataParallel keeps the comm_hook of an earlier attach, which decides how gradients "
+            "are sent, so mixed_precision cannot: give comm_hook=(state, hook) again, or build the instance anew"
+        )
+    slot.source = source
+    slot.comm_hook = comm_hook or slot.comm_hook
+    slot.reduce_dtype = reduce_dtype
+
+
+def release(ddp: DistributedDataParallel | None, source: User) -> None:
+    """``source`` is not told any more."""
+    slot = None if ddp is None else _slots.get(ddp)
+    if slot is not None and slot.source is source:
+        slot.source = slot.reduce_dtype = None
+
+
+def before_backward(ddp: DistributedDataParallel | None) -> None:
+    """A backward of ``ddp`` begins: no gradient has changed yet."""
+    slot = None if ddp is None else _slots.get(ddp)
+    if slot is not None:
+        slot.before_backward()
+
+
+def comm_hook_of(ddp: DistributedDataParallel) -> CommHook | None:
+    """The user's own, of this attachment or an earlier one."""
+    slot = _slots.get(ddp)
+    return None if slot is None else slot.comm_hook
