@@ -304,3 +304,322 @@ def test_loops(two_ranks: RankPool, name: str, way: str) -> None:
 @pytest.mark.parametrize("way", ["forward", "late"])
 def test_a_step_left_out(two_ranks: RankPool, way: str) -> None:
     two_ranks.run(one_loop, "skipped", way)
+
+
+# What is equal within rounding only, and why.
+
+
+def fused_over_rows(way: str, cls: Any, kwargs: Any) -> None:
+    """The oracle: the same optimizer over the rows, as each rank has them. To the optimizer over whole parameters it is
+    equal within rounding: fused kernels on a CPU treat a tensor's last elements in another way."""
+    torch.manual_seed(0)
+    model = ddp(Odd())
+    optimizer = cls(model.parameters(), **kwargs)
+    torch.manual_seed(0)
+    plain = ddp(Odd())
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    rows = [list(p.detach().chunk(dist.get_world_size())) if p.dim() else [p.detach()] for p in trained]
+    of_rows = cls([r.requires_grad_() for part in rows for r in part], **kwargs)
+    torch.manual_seed(0)
+    whole = ddp(Odd())
+    of_whole = cls(whole.parameters(), **kwargs)
+    with instep.attach(model, optimizer, shard_state=True, **WAYS[way]) as overlap:
+        for i in range(4):
+            Loop(model, optimizer).learn(i)
+            Loop(whole, of_whole).learn(i)
+            Loop(plain, None).backward(i)
+            for p, parts in zip(trained, rows, strict=True):
+                for r, g in zip(parts, p.grad.chunk(len(parts)) if p.dim() else [p.grad], strict=True):
+                    r.grad = g.clone()
+                p.grad = None
+            of_rows.step()
+            overlap.synchronize()
+            for p, q, w in zip(plain.parameters(), model.parameters(), whole.parameters(), strict=True):
+                assert torch.equal(p, q), f"step {i}"
+                torch.testing.assert_close(q, w, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["backward", "forward"])
+@pytest.mark.parametrize("case", [c for c in optimizer_cases() if c[0].endswith("fused")], ids=lambda case: case[0])
+def test_fused_kernels_over_rows(two_ranks: RankPool, way: str, case: Any) -> None:
+    two_ranks.run(fused_over_rows, way, *case[1:])
+
+
+def near(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a.float(), b.float(), rtol=1e-5, atol=1e-6)
+
+
+def three(way: str) -> None:
+    both(way, build=Odd, equal=near)
+
+
+@pytest.mark.parametrize("way", ["backward", "forward"])
+def test_three_ranks_add_up_in_another_order(three_ranks: RankPool, way: str) -> None:
+    """The ring of an all-reduce adds each element up in an order that depends on where in a bucket it lies."""
+    three_ranks.run(three, way)
+
+
+def clip_by_hand(loop: Loop, i: int) -> torch.Tensor:
+    loop.backward(i)
+    norm = nn.utils.clip_grad_norm_(loop.model.parameters(), 0.3)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def clip_by_attach(loop: Loop, i: int) -> torch.Tensor:
+    loop.backward(i)
+    norm = nn.utils.clip_grad_norm_(loop.model.parameters(), 0.3) if loop.overlap is None else None
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    return loop.overlap.grad_norm if norm is None else norm
+
+
+def clipped(way: str, by_attach: bool) -> None:
+    """The norm is that of the ranks' rows: another order of summation than over whole gradients."""
+    if by_attach:
+        both(way, step=clip_by_attach, equal=near, clip=instep.ClipNorm(0.3), build=Odd)
+    else:
+        both(way, step=clip_by_hand, equal=near, build=Odd)
+
+
+@pytest.mark.parametrize("by_attach", [True, False])
+@pytest.mark.parametrize("way", ["forward", "late"])
+def test_clipping(two_ranks: RankPool, way: str, by_attach: bool) -> None:
+    two_ranks.run(clipped, way, by_attach)
+
+
+def clip_value(way: str) -> None:
+    def step(loop: Loop, i: int) -> None:
+        loop.backward(i)
+        if loop.overlap is None:
+            nn.utils.clip_grad_value_(loop.model.parameters(), 0.01)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    plain, model = ddp(Odd()), ddp(Odd())
+    model.load_state_dict(plain.state_dict())
+    loops = [Loop(plain, adamw(plain)), Loop(model, adamw(model))]
+    loops[1].overlap = instep.attach(
+        model, loops[1].optimizer, shard_state=True, clip=instep.ClipValue(0.01), **WAYS[way]
+    )
+    for i in range(4):
+        for loop in loops:
+            step(loop, i)
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    loops[1].overlap.detach()
+
+
+@pytest.mark.parametrize("way", ["backward", "forward"])
+def test_clipping_by_value(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(clip_value, way)
+
+
+def scaled() -> list[bool]:
+    """An overflow in one rank's rows alone is skipped on all."""
+    finite = []
+    torch.manual_seed(0)
+    plain, model = ddp(Odd()), ddp(Odd())
+    model.load_state_dict(plain.state_dict())
+    loops = [Loop(plain, adamw(plain)), Loop(model, adamw(model))]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) for _ in loops]
+    with instep.attach(model, loops[1].optimizer, shard_state=True, schedule="forward"):
+        for i in range(5):
+            for loop, scaler in zip(loops, scalers, strict=True):
+                if i == 2:
+                    handle = loop.model.module.three.register_hook(
+                        lambda g: g * torch.tensor([[1.0], [1.0], [torch.inf]])
+                    )
+                scaler.scale(loop.loss(i)).backward()
+                scaler.unscale_(loop.optimizer)
+                scaler.step(loop.optimizer)
+                scaler.update()
+                loop.optimizer.zero_grad()
+                if i == 2:
+                    handle.remove()
+            assert scalers[0].get_scale() == scalers[1].get_scale()
+            finite.append(all(map(torch.equal, plain.parameters(), model.parameters())))
+    return finite
+
+
+def test_a_loss_scale(two_ranks: RankPool) -> None:
+    assert two_ranks.run(scaled) == [[True] * 5] * 2
+
+
+def low_precision(way: str) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    plain, model = ddp(Odd()), ddp(Odd())
+    model.load_state_dict(plain.state_dict())
+    loops = [Loop(plain, adamw(plain)), Loop(model, adamw(model))]
+    first = instep.attach(plain, loops[0].optimizer, mixed_precision=policy)
+    with instep.attach(model, loops[1].optimizer, shard_state=True, mixed_precision=policy, **WAYS[way]) as overlap:
+        for i in range(4):
+            for loop in loops:
+                loop.learn(i)
+            overlap.synchronize()
+            assert all(map(torch.equal, plain.parameters(), model.parameters())), f"step {i}"
+    first.detach()
+
+
+@in_every_way
+def test_mixed_precision(two_ranks: RankPool, way: str) -> None:
+    """Equal to ``mixed_precision`` without ``shard_state``, which has tests of its own."""
+    two_ranks.run(low_precision, way)
+
+
+# Checkpoints.
+
+
+def resumed(way: str, path: str, load_at: int | None) -> dict[str, Any] | None:
+    """Trains six steps in all, three of them after a resume."""
+    torch.manual_seed(0)
+    model = ddp(Odd())
+    loop = Loop(model, adamw(model))
+    if load_at is None:
+        overlap = instep.attach(model, loop.optimizer, shard_state=True, **WAYS[way])
+        for i in range(3):
+            loop.learn(i)
+        saved = {"model": model.module.state_dict(), "optimizer": loop.optimizer.state_dict()}
+        overlap.detach()
+        if dist.get_rank() == 0:
+            torch.save(saved, path)
+        dist.barrier()
+        return None
+    saved = torch.load(path)
+    model.module.load_state_dict(saved["model"])
+    if load_at == 0:  # the state is there when it is attached
+        loop.optimizer.load_state_dict(saved["optimizer"])
+    overlap = instep.attach(model, loop.optimizer, shard_state=True, **WAYS[way])
+    if load_at == 1:
+        loop.optimizer.load_state_dict(saved["optimizer"])
+    again = loop.optimizer.state_dict()
+    for number, entry in saved["optimizer"]["state"].items():
+        for key, value in entry.items():
+            assert torch.equal(value, again["state"][number][key]), key
+    # The same data on all ranks, so that the world size does not matter.
+    plain_model = Odd()
+    plain_model.load_state_dict(saved["model"])
+    plain = Loop(plain_model, adamw(plain_model))
+    plain.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+    for i in range(3):
+        for one in (plain, loop):
+            x, y = batch(i)
+            loss_of(one.model(x), y).backward()
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+    overlap.synchronize()
+    for p, q in zip(plain_model.parameters(), model.module.parameters(), strict=True):
+        # The mean of three equal gradients is rounded, and Adam divides by the root of its small second moments.
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+    overlap.detach()
+    return None
+
+
+@pytest.mark.parametrize("load_at", [0, 1])
+@pytest.mark.parametrize("way", ["backward", "forward"])
+def test_saved_by_two_ranks_and_loaded_by_three(
+    two_ranks: RankPool, three_ranks: RankPool, way: str, load_at: int, tmp_path: Any
+) -> None:
+    path = str(tmp_path / "checkpoint")
+    two_ranks.run(resumed, way, path, None)
+    three_ranks.run(resumed, way, path, load_at)
+
+
+def distributed_checkpoint(way: str) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+    torch.manual_seed(0)
+    plain, model = ddp(Odd()), ddp(Odd())
+    model.load_state_dict(plain.state_dict())
+    loops = [Loop(plain, adamw(plain)), Loop(model, adamw(model))]
+    loops[1].overlap = instep.attach(model, loops[1].optimizer, shard_state=True, **WAYS[way])
+    options = StateDictOptions(full_state_dict=True)
+    for trained in (False, True):
+        if trained:
+            for i in range(3):
+                for loop in loops:
+                    loop.learn(i)
+        (weights_0, state_0), (weights_1, state_1) = [
+            get_state_dict(loop.model, loop.optimizer, options=options) for loop in loops
+        ]
+        assert weights_0.keys() == weights_1.keys()
+        assert all(torch.equal(weights_0[key], weights_1[key]) for key in weights_0)
+        assert state_0["state"].keys() == state_1["state"].keys()
+        for name, entry in state_0["state"].items():
+            assert all(torch.equal(value, state_1["state"][name][key]) for key, value in entry.items()), name
+    assert loops[1].overlap.step_count == 3
+    for loop in loops:
+        # It takes what it is given apart, and the tensors are those of the plain loop.
+        given = {"model_state_dict": copy.deepcopy(weights_0), "optim_state_dict": copy.deepcopy(state_0)}
+        set_state_dict(loop.model, loop.optimizer, options=options, **given)
+    for loop in loops:
+        loop.learn(7)
+    loops[1].overlap.synchronize()
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    loops[1].overlap.detach()
+
+
+@pytest.mark.parametrize("way", ["backward", "forward"])
+def test_distributed_checkpoint(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(distributed_checkpoint, way)
+
+
+# What a user may get wrong.
+
+
+def said(error: type[Exception], do: Callable[[], Any]) -> str:
+    with pytest.raises(error) as caught:
+        do()
+    return str(caught.value)
+
+
+class OfMine(torch.optim.AdamW):
+    pass
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(6, dtype=torch.complex64))
+
+
+def mistakes() -> list[str]:
+    alone = Blocks()
+    model = ddp(Blocks())
+    attach = partial(instep.attach, shard_state=True)
+    turned = ddp(Complex())
+    found = [
+        said(AttachError, lambda: attach(alone, adamw(alone))),
+        said(UnsupportedOptimizerError, lambda: attach(model, OfMine(model.parameters()))),
+        said(UnsupportedOptimizerError, lambda: attach(model, torch.optim.Adafactor(model.parameters()))),
+        said(AttachError, lambda: attach(model, adamw(model), undo=True)),
+        said(AttachError, lambda: attach(model, adamw(model), comm_hook=(None, lambda state, bucket: None))),
+        said(AttachError, lambda: attach(model, adamw(model), clip=instep.ClipNorm(1.0, mode="two_pass"))),
+        said(AttachError, lambda: attach(turned, torch.optim.SGD(turned.parameters(), lr=0.1))),
+    ]
+    loop = Loop(model, adamw(model))
+    with attach(model, loop.optimizer, schedule="forward"):
+        loop.learn(0)
+        loop.backward(1)
+        found.append(said(AccumulationError, lambda: loop.backward(2)))
+    return found
+
+
+def test_mistakes(two_ranks: RankPool) -> None:
+    expected = [
+        "one DistributedDataParallel, and there is none",
+        "OfMine",
+        "Adafactor",
+        "undo=True does not go with shard_state=True",
+        "comm_hook does not go with shard_state=True",
+        "'two_pass'",
+        "'turn'",
+        "accumulate()",
+    ]
+    for found in two_ranks.run(mistakes):
+        for said_, part in zip(found, expected, strict=True):
+            assert part in said_

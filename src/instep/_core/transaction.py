@@ -93,6 +93,7 @@ class Transaction:
         # Of each optimizer one parameter that was left with a spent gradient when the last step was committed.
         self._left: dict[Stepper, AttachedParameter] = {}
         self._flushing: Stepper | None = None
+        self._rest: list[tuple[AttachedParameter, torch.Tensor | None]] = []
         self._failure: BaseException | None = None
         self._torn: Callable[[], TornStepError] | None = None
         self._torn_in: int | None = None
@@ -474,7 +475,7 @@ class Transaction:
         if self._undo is None:
             self._clip_rest(stepper)
         self._apply_rest(stepper)
-        for attached in self._applied_by(stepper):
+        for attached in applied:
             attached.get().grad = None
         self._flushing = stepper
 
@@ -489,9 +490,9 @@ class Transaction:
                 call.step(stepper)
             if self.gather is not None:
                 self.gather(parts)()
-            self._applied.update(a.spec.index for a in rest)
+            self._rest = [(a, a.get().grad) for a in rest]
             for attached in rest:
-                attached.version = attached.get()._version
+                attached.get().grad = None
 
     def _clip_rest(self, stepper: Stepper) -> None:
         """What backward did not apply is applied by torch: a bucket of its own."""
@@ -517,6 +518,9 @@ class Transaction:
                     attached.get().grad = attached.spent
                 if applied:
                     self._left[stepper] = applied[0]
+            for attached, gradient in self._rest:
+                attached.get().grad = gradient
+            self._rest = []
             self._accumulation.stepped()
             self._clipping.stepped(stepper)
             self._uncommitted.discard(stepper)
@@ -750,6 +754,7 @@ class Transaction:
         self._applied.clear()
         self._uncommitted.clear()
         self._flushing = None
+        self._rest = []
         self._plain = self._added_up = False
         self._kept.clear()
         self._clipping.begin()
