@@ -252,11 +252,8 @@ class Attachment:
         # Nobody else need hold an optimizer whose step() nobody calls.
         self._kept = list(optimizers) if options.steps_itself else []
         self._grouped = _parameters_in(optimizers)
-        self._zero: Zero | None = None
-        if options.shard_state:
-            from instep.sources.zero import Zero  # imports DTensor, which takes a while
-
-            self._zero = Zero(wrapped[0])
+        self._zero = _zero(wrapped[0]) if options.shard_state else None
+        if self._zero is not None:
             self._step.gather = self._zero.shards.gather
         self._step.parameters = tuple(self._gather(optimizers, names))
         self._precision: LowPrecision | None = None
@@ -737,6 +734,12 @@ def _nodes(output: object) -> Iterator[Node]:
 def _parameters_in(optimizers: Sequence[Optimizer]) -> list[list[int]]:
     """By ``id``, of each optimizer."""
     return [[id(p) for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
+
+
+def _zero(ddp: DistributedDataParallel) -> "Zero":
+    from instep.sources.zero import Zero  # imports DTensor, which takes a while
+
+    return Zero(ddp)
 
 
 def _reduce_dtype(options: Options) -> torch.dtype | None:

@@ -1,6 +1,7 @@
 """``fully_shard``: bit for bit what FSDP2 does in the plain loop, on two ranks."""
 
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -501,23 +502,23 @@ def test_mistakes_at_attach(two_ranks: RankPool) -> None:
 def mistakes_in_the_loop() -> list[str]:
     found = []
 
-    def fresh() -> tuple[Loop, Any]:
+    def fresh() -> Loop:
         model = nested(Model())
         loop = Loop(model, adamw(model))
         loop.overlap = instep.attach(model, loop.optimizer)
         loop.learn(0)
-        return loop, loop.overlap
+        return loop
 
-    loop, overlap = fresh()
+    loop = fresh()
     loop.backward(1)
     found.append(said(AccumulationError, lambda: loop.backward(2)))
-    loop, overlap = fresh()
+    loop = fresh()
     loop.backward(1)
     found.append(said(SpentGradientError, lambda: nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)))
-    loop, overlap = fresh()
+    loop = fresh()
     loop.backward(1)
     found.append(said(UncommittedStepError, lambda: next(loop.model.parameters()).full_tensor()))
-    loop, _overlap = fresh()
+    loop = fresh()
     loop.backward(1)
     loop.optimizer.step()
     found.append(said(SpentGradientError, lambda: loop.backward(2)))
@@ -532,3 +533,38 @@ def test_mistakes_in_the_loop(two_ranks: RankPool) -> None:
         assert "clip" in found[1]
         assert "was used between backward() and optimizer.step()" in found[2]
         assert "zero_grad()" in found[3]
+
+
+def freed() -> tuple[int, int, int]:
+    """The most groups whose gradients were alive at once, those alive after backward, and how many groups there are."""
+    model = nested(Model())
+    optimizer = adamw(model)
+    groups = [list(block.parameters()) for block in model.blocks]
+    groups.append([*model.inner.parameters(), *model.outer.parameters()])
+    alive: list[weakref.ref[torch.Tensor]] = []
+    number_of: dict[int, int] = {id(p): n for n, group in enumerate(groups) for p in group}
+    tensor_of: dict[int, int] = {}
+    most = 0
+
+    def look(parameter: torch.Tensor) -> None:
+        nonlocal most
+        local = parameter.grad.to_local()
+        # All gradients of a group are views of what its reduction has put out.
+        base = local._base if local._base is not None else local
+        alive.append(weakref.ref(base))
+        tensor_of[id(base)] = number_of[id(parameter)]
+        most = max(most, len({tensor_of[id(ref())] for ref in alive if ref() is not None}))
+
+    for parameter in model.parameters():  # before attach: before the last of a bucket is stepped
+        parameter.register_post_accumulate_grad_hook(look)
+    with instep.attach(model, optimizer):
+        for i in range(2):
+            Loop(model, optimizer).backward(i)
+            left = sum(ref() is not None for ref in alive)
+            optimizer.step()
+            optimizer.zero_grad()
+    return most, left, len(groups)
+
+
+def test_gradients_are_freed_group_by_group(two_ranks: RankPool) -> None:
+    assert two_ranks.run(freed) == [(1, 0, 4)] * 2

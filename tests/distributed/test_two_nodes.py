@@ -70,9 +70,7 @@ def test_two_nodes(plain: str, schedule: str, tmp_path: Path) -> None:
             command += ["--nproc-per-node", "1", "--node-rank", str(number), "--master-addr", "10.79.0.1"]
             command += ["--master-port", "29479", str(EXAMPLE), "--schedule", schedule, "--checkpoint", str(tmp_path)]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": f"node{number}"}
-            node = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-            )
+            node = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
             stack.callback(node.kill)
             nodes.append(node)
         said = [node.communicate(timeout=SECONDS) for node in nodes]

@@ -71,8 +71,8 @@ class AttachedParameter:
         if parameter is None:
             raise StaleAttachmentError(
                 f"parameter {self.spec.name!r} was replaced after attach and no longer exists. "
-                "Build the optimizer on the new parameters, and attach again; with fully_shard: shard first, then build "
-                "the optimizer, then attach"
+                "Build the optimizer on the new parameters, and attach again; with fully_shard: shard first, then "
+                "build the optimizer, then attach"
             )
         return parameter
 

@@ -273,8 +273,8 @@ class ZeroSource:
         for attached in self._by_id.values():
             if isinstance(attached.get().grad, DTensor):
                 raise AccumulationError(
-                    f"the gradient of {attached.spec.name!r} has been reduced and scattered already (shard_state=True), "
-                    "so that no other can be added to it. Wrap all but the last micro-batch in `with "
+                    f"the gradient of {attached.spec.name!r} has been reduced and scattered already "
+                    "(shard_state=True), so that no other can be added to it. Wrap all but the last micro-batch in `with "
                     "overlap.accumulate():` or no_sync(), and call zero_grad() after optimizer.step()"
                 )
         before_backward(self._ddp())
