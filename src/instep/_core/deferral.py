@@ -21,6 +21,7 @@ from instep._core.accumulation import Accumulation
 from instep._core.clipping import Clip, Clipping
 from instep._core.engine import graph_task
 from instep._core.parameters import AttachedParameter, together
+from instep._core.parts import memory_of
 from instep._core.placeholders import HeldGradient
 from instep._core.plan import Bucket, fill_buckets
 from instep._core.scaling import found_inf, take_off_here
@@ -90,7 +91,9 @@ class _Due:
             tensor.grad = None
         # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
         torch.autograd.graph.increment_version(self.tensors)
-        self._versions = [tensor._version for tensor in (*self.tensors, *self.gradients)]
+        # Kept, not looked up again: whoever reads the local tensor of a watched DTensor waits for this very update.
+        self._memory = [memory_of(tensor) for tensor in (*self.tensors, *self.gradients)]
+        self._versions = [tensor._version for tensor in self._memory]
 
     def apply(self) -> None:
         """Update the parameters, unless an earlier bucket of the step failed. An error is kept."""
@@ -104,14 +107,14 @@ class _Due:
         except BaseException as error:
             self.step.failure = error
             return
-        self.gradients, self._calls = [], []
+        self.gradients, self._memory, self._calls = [], [], []
         self.step.applied += self.names
         if self._recorder is not None:
             self._recorder("step", self.names[0], started, perf_counter())
 
     def _apply(self) -> None:
         names = (*self.names, *(f"{name}.grad" for name in self.names))
-        for name, tensor, version in zip(names, (*self.tensors, *self.gradients), self._versions, strict=True):
+        for name, tensor, version in zip(names, self._memory, self._versions, strict=True):
             if tensor._version != version:
                 raise UncommittedStepError(
                     f"{name!r} was written after optimizer.step(), through another tensor of the same memory, before "

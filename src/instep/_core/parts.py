@@ -20,3 +20,10 @@ class Part(Protocol):
 
     def as_state(self, value: Any) -> Any:
         """The entry to keep for one that was made for the part."""
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose version counter tells of every write: a ``DTensor`` does not count what is written through its
+    local tensor, or an alias of that."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local

@@ -20,6 +20,7 @@ from instep._core.accumulation import Accumulation
 from instep._core.clipping import Clipping
 from instep._core.engine import graph_task
 from instep._core.parameters import AttachedParameter, together
+from instep._core.parts import memory_of
 from instep._core.placeholders import CONVERSION, UNSCALE, HeldGradient, Placeholder
 from instep._core.plan import ParameterSpec
 from instep._core.scaling import LossScale, found_inf, is_power_of_two, kernel_scale, take_off_here
@@ -225,7 +226,7 @@ class Transaction:
                 return False
             self._applied.update(attached.spec.index for attached in bucket)
             for parameter, attached in zip(parameters, bucket, strict=True):
-                attached.version = parameter._version
+                attached.version = memory_of(parameter)._version
             self.streams.keep(p.grad for p in parameters if p.grad is not None)
             if self.recorder is not None and bucket:
                 self.recorder("step", bucket[0].spec.name, started, perf_counter())
@@ -449,7 +450,7 @@ class Transaction:
                 parameter = attached.get()
                 if attached.spent is None and self._undo is None:
                     continue  # nobody has come between: backward has not returned
-                if parameter._version != attached.version:
+                if memory_of(parameter)._version != attached.version:
                     raise UncommittedStepError(
                         f"parameter {attached.spec.name!r} was written between backward() and optimizer.step(), but "
                         "backward had already updated it: the plain loop would have updated what was written. Change "
@@ -480,7 +481,7 @@ class Transaction:
                 call.step(stepper)
             self._applied.update(a.spec.index for a in rest)
             for attached in rest:
-                attached.version = attached.get()._version
+                attached.version = memory_of(attached.get())._version
 
     def _clip_rest(self, stepper: Stepper) -> None:
         """What backward did not apply is applied by torch: a bucket of its own."""
@@ -547,7 +548,9 @@ class Transaction:
         with self._lock:
             self._release()
             written = next((stepper for stepper in self._steppers if stepper.state_was_written), None)
-            overwritten = [a.spec.name for a in self.parameters if self.is_applied(a) and a.get()._version != a.version]
+            overwritten = [
+                a.spec.name for a in self.parameters if self.is_applied(a) and memory_of(a.get())._version != a.version
+            ]
             for device in self._undo.devices:
                 with self.streams.on(device):
                     self._undo.restore(device)
