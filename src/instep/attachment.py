@@ -50,7 +50,7 @@ from instep._validation import (
     refuse_shared_memory,
     refuse_wrappers,
 )
-from instep._wrappers import BeforeFSDP1Gathers, FSDP1Sync, FSDP2Sync, fsdp1_in, sharded_groups
+from instep._wrappers import BeforeFSDP1Gathers, FSDP1Sync, FSDP2Sync, fsdp1_in, put_shards_in_place, sharded_groups
 from instep.errors import AttachError, StaleAttachmentError
 from instep.sources import Sink, Source
 from instep.sources.ddp import CommHook, DDPSource, managed_by
@@ -176,6 +176,7 @@ def _attach(model: nn.Module, optimizers: Sequence[Optimizer], options: Options)
     refuse_sharded(model, options.bucket_bytes, options.clip, options.mixed_precision)
     refuse_communication(model, wrapped, options.bucket_bytes, options.comm_hook, options.mixed_precision)
     refuse_scripts(model)
+    put_shards_in_place(model)
     names = name_parameters(model)
     refuse_parameters(names, optimizers, attached_parameters())
     refuse_wrappers(model, names)
@@ -626,6 +627,7 @@ class Attachment:
             return
         self._require_in_place(grouped)
         self._grouped = grouped
+        put_shards_in_place(model)
         names = name_parameters(model)
         known = {id(attached.peek()): attached for attached in self._step.parameters}
         added = self._gather(optimizers, {key: names[key] for key in names if key not in known}, len(known))
