@@ -444,7 +444,7 @@ class Attachment:
             # The loop may have given these micro-batches up. zero_grad() does not clear what FSDP2 adds up.
             if self._accumulation.is_partial and not self._groups and all(p.grad is None for p in self._parameters()):
                 self._accumulation.stepped()
-            self._accumulation.before_forward()
+            self._accumulation.decide()
 
     def _before_read(self, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
         # A part of the model may be called by itself. Inside the model's own forward this has been asked already.
@@ -466,6 +466,7 @@ class Attachment:
     def _before_backward(self, gradients: object) -> None:
         if self._step.begin_backward():
             if self._groups:
+                self._accumulation.decide()
                 self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
                 after_all_of_backward(self._uses.clear, self._uses.clear)
             for source in self._sources:
