@@ -87,6 +87,8 @@ class Transaction:
         # Of each optimizer one parameter that was left with a spent gradient when the last step was committed.
         self._left: dict[Stepper, AttachedParameter] = {}
         self._flushing: Stepper | None = None
+        # What the running optimizer.step() does not find, having been applied before it; it is put back after.
+        self._stepped_here: list[tuple[AttachedParameter, torch.Tensor]] = []
         self._failure: BaseException | None = None
         self._torn: Callable[[], TornStepError] | None = None
         self._torn_in: int | None = None
@@ -479,9 +481,9 @@ class Transaction:
         if self._undo is None and len({a.mesh for a in rest}) > 1 and kernel_scale(stepper.optimizer()) is None:
             for call in together([(a, g) for a in rest if (g := _gradient(a)) is not None], alias=False):
                 call.step(stepper)
-            self._applied.update(a.spec.index for a in rest)
+            self._stepped_here = [(a, g) for a in rest if (g := _gradient(a)) is not None]
             for attached in rest:
-                attached.version = memory_of(attached.get())._version
+                attached.get().grad = None
 
     def _clip_rest(self, stepper: Stepper) -> None:
         """What backward did not apply is applied by torch: a bucket of its own."""
@@ -495,6 +497,9 @@ class Transaction:
         if self._flushing is stepper:
             self._flushing = None
             stepper.commit()
+            for attached, gradient in self._stepped_here:
+                attached.get().grad = gradient
+            self._stepped_here.clear()
             # The plain loop still has its gradients here, until the user clears them.
             applied = self._applied_by(stepper)
             if self._undo is not None:
@@ -744,6 +749,7 @@ class Transaction:
         self._flushing = None
         self._plain = self._added_up = False
         self._kept.clear()
+        self._stepped_here.clear()
         self._clipping.begin()
         if self._undo is not None:
             self._undo.forget_all()
