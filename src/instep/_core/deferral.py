@@ -171,6 +171,7 @@ class Deferral:
         self._backward: int | None = None
         self._owing: set[Stepper] = set()
         self._clipped: set[Stepper] = set()
+        self._stateless: set[Stepper] = set()
         self._flushing: Stepper | None = None
         self._now = False
         self._placeholders: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -381,6 +382,16 @@ class Deferral:
             if not self._owing:
                 self.step_count += 1
                 self._trained = False
+        self._begin_state(stepper)
+
+    def _begin_state(self, stepper: Stepper) -> None:
+        """The step that makes an optimizer's state is waited for. DCP asks whether there is any, of which nobody tells
+        us, and where it finds none has the optimizer take a step of its own."""
+        state = stepper.optimizer().state
+        if not state and stepper not in self._stateless:
+            self._finish([due for due in self._dues() if due.step.optimizer() is stepper.optimizer()])
+            if not state:
+                self._stateless.add(stepper)
 
     def buckets_of(self, parameters: Iterable[AttachedParameter]) -> tuple[Bucket, ...]:
         """In the order in which forwards read them; those not read yet in the model's order."""
