@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from instep._core.accumulation import Accumulation
 from instep._core.clipping import Clip, Clipping
 from instep._core.engine import graph_task
-from instep._core.parameters import AttachedParameter, together
+from instep._core.parameters import AttachedParameter, part_of_gradient, together
 from instep._core.parts import memory_of
 from instep._core.placeholders import HeldGradient
 from instep._core.plan import Bucket, fill_buckets
@@ -319,8 +319,12 @@ class Deferral:
             self._trained
             and not self._now
             and attached.stepper in self._can_wait
-            # Some optimizers treat parameters of a class of their own in their own way.
-            and (attached.part is not None or plain_type(attached.get()) in (torch.nn.Parameter, torch.Tensor))
+            # Some optimizers treat parameters of a class of their own in their own way. Steps that communicate must not
+            # come when one rank waits for them and another does not.
+            and (
+                plain_type(attached.get()) in (torch.nn.Parameter, torch.Tensor)
+                or part_of_gradient(attached, _gradient(attached)) is not None
+            )
             and attached.spec.index not in traced
             and _gradient(attached).layout is torch.strided
         )

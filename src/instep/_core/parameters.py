@@ -98,6 +98,15 @@ class Together:
         stepper.step(self.tensors, self.parameters, self.parts if any(self.parts) else None)
 
 
+def part_of_gradient(attached: AttachedParameter, gradient: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of ``gradient``; ``None`` where the whole is stepped, for which ranks may have to communicate:
+    the gradient or the state is spread in another way than the parameter."""
+    part = attached.part
+    if part is None or not part.fits(attached.stepper.optimizer().state.get(attached.get(), {})):
+        return None
+    return part.of(gradient)
+
+
 def together(bucket: Iterable[tuple[AttachedParameter, torch.Tensor]], *, alias: bool) -> list[Together]:
     """Divide a bucket, of one optimizer, into what can be stepped in one call: all of it, where every parameter is a
     plain tensor or can be stepped by its part.
@@ -109,7 +118,7 @@ def together(bucket: Iterable[tuple[AttachedParameter, torch.Tensor]], *, alias:
     found: dict[Hashable, Together] = {}
     for attached, gradient in bucket:
         parameter, part = attached.get(), attached.part
-        local = None if part is None else part.of(gradient)
+        local = part_of_gradient(attached, gradient)
         if part is not None and local is not None:
             whole = part.of(parameter)
             assert whole is not None, "a part is made for its parameter's own layout"
