@@ -1,7 +1,7 @@
 """Parameters that are ``DTensor``, and this rank's parts of them."""
 
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +41,9 @@ class _Shard:
             return None
         local: torch.Tensor = tensor._local_tensor
         return local
+
+    def fits(self, entry: Mapping[Any, Any]) -> bool:
+        return all(self.of(value) is not None for value in entry.values() if is_sharded(value))
 
     def of_state(self, value: Any) -> Any:
         return value._local_tensor if is_sharded(value) else value

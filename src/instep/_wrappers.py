@@ -5,7 +5,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,13 @@ def fsdp2_in(model: nn.Module) -> list[nn.Module]:
 def _is_fsdp2(module: nn.Module) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def put_shards_in_place(model: nn.Module) -> None:
+    """Register the sharded parameters in the modules, where the gathered ones still are: ``fully_shard`` leaves these
+    there after a forward without a backward, and after :meth:`unshard`."""
+    for module in fsdp2_in(model):
+        cast(Any, module).reshard()
 
 
 class FSDP2Sync:

@@ -51,7 +51,7 @@ from instep._validation import (
     refuse_shared_memory,
     refuse_wrappers,
 )
-from instep._wrappers import BeforeFSDP1Gathers, FSDP1Sync, FSDP2Sync, fsdp1_in, sharded_groups
+from instep._wrappers import BeforeFSDP1Gathers, FSDP1Sync, FSDP2Sync, fsdp1_in, put_shards_in_place, sharded_groups
 from instep.errors import AttachError, StaleAttachmentError
 from instep.sources import Sink, Source
 from instep.sources.ddp import DDPSource, managed_by
@@ -190,6 +190,7 @@ def _attach(model: nn.Module, optimizers: Sequence[Optimizer], options: Options)
     refuse_scripts(model)
     if options.shard_state:
         refuse_shard_state(wrapped, optimizers, options.clip, options.undo, options.comm_hook)
+    put_shards_in_place(model)
     names = name_parameters(model)
     refuse_parameters(names, optimizers, attached_parameters())
     refuse_wrappers(model, names)
@@ -465,7 +466,7 @@ class Attachment:
             # The loop may have given these micro-batches up. zero_grad() does not clear what FSDP2 adds up.
             if self._accumulation.is_partial and not self._groups and all(p.grad is None for p in self._parameters()):
                 self._accumulation.stepped()
-            self._accumulation.before_forward()
+            self._accumulation.decide()
 
     def _before_read(self, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
         # A part of the model may be called by itself. Inside the model's own forward this has been asked already.
@@ -487,6 +488,7 @@ class Attachment:
     def _before_backward(self, gradients: object) -> None:
         if self._step.begin_backward():
             if self._groups:
+                self._accumulation.decide()
                 self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
                 after_all_of_backward(self._uses.clear, self._uses.clear)
             for source in self._sources:
@@ -651,6 +653,7 @@ class Attachment:
             return
         self._require_in_place(grouped)
         self._grouped = grouped
+        put_shards_in_place(model)
         names = name_parameters(model)
         known = {id(attached.peek()): attached for attached in self._step.parameters}
         added = self._gather(optimizers, {key: names[key] for key in names if key not in known}, len(known))

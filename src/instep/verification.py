@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from instep._wrappers import put_shards_in_place
 from instep.attachment import attach
 from instep.errors import AttachError
 
@@ -74,6 +75,7 @@ def training_state(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer])
     Parameters keep their names, and state is named after its parameter.
     """
     names: dict[int, str] = {}
+    put_shards_in_place(model)  # a step that ends with an evaluation leaves gathered ones there, without a state
     for name, parameter in model.named_parameters():
         names[id(parameter)] = name
         yield f"parameter {name!r}", parameter.detach()

@@ -21,7 +21,7 @@ ALLOWED = {
     "_validation": {"_wrappers", "_core", "errors"},
     "attachment": {"_validation", "_shards", "_wrappers", "sources", "_core", "errors"},
     "functional": {"attachment", "_shards", "_wrappers", "sources", "comm_hooks", "_core", "errors"},
-    "verification": {"attachment", "errors"},
+    "verification": {"attachment", "_wrappers", "errors"},
     "demo": {"attachment", "verification", "report", "_version"},
     "cli": {"demo", "_version"},
 }

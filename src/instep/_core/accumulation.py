@@ -73,8 +73,9 @@ class Accumulation:
             finally:
                 self._held -= 1
 
-    def before_forward(self) -> None:
-        """DDP decides in its forward whether the backward communicates."""
+    def decide(self) -> None:
+        """Whether the next backward communicates. DDP asks in its forward; FSDP in backward, before which there may
+        have been several forwards."""
         self.close()
         if (self._backwards + 1) % self.steps:
             # What the loop's own no_sync has set, it will put back itself.

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from instep._core.accumulation import Accumulation
 from instep._core.clipping import Clip, Clipping
 from instep._core.engine import graph_task
-from instep._core.parameters import AttachedParameter, together
+from instep._core.parameters import AttachedParameter, part_of_gradient, together
+from instep._core.parts import memory_of
 from instep._core.placeholders import HeldGradient
 from instep._core.plan import Bucket, fill_buckets
 from instep._core.scaling import found_inf, take_off_here
@@ -91,7 +92,9 @@ class _Due:
             tensor.grad = None
         # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
         torch.autograd.graph.increment_version(self.tensors)
-        self._versions = [tensor._version for tensor in (*self.tensors, *self.gradients)]
+        # Kept, not looked up again: whoever reads the local tensor of a watched DTensor waits for this very update.
+        self._memory = [memory_of(tensor) for tensor in (*self.tensors, *self.gradients)]
+        self._versions = [tensor._version for tensor in self._memory]
 
     def apply(self) -> None:
         """Update the parameters, unless an earlier bucket of the step failed. An error is kept."""
@@ -105,7 +108,7 @@ class _Due:
         except BaseException as error:
             self.step.failure = error
             return
-        self.gradients, self._calls = [], []
+        self.gradients, self._memory, self._calls = [], [], []
         self.step.applied += self.names
         if self._recorder is not None:
             self._recorder("step", self.names[0], started, perf_counter())
@@ -133,7 +136,7 @@ class _Due:
 
     def _apply(self) -> None:
         names = (*self.names, *(f"{name}.grad" for name in self.names))
-        for name, tensor, version in zip(names, (*self.tensors, *self.gradients), self._versions, strict=True):
+        for name, tensor, version in zip(names, self._memory, self._versions, strict=True):
             if tensor._version != version:
                 raise UncommittedStepError(
                     f"{name!r} was written after optimizer.step(), through another tensor of the same memory, before "
@@ -192,6 +195,7 @@ class Deferral:
         self._backward: int | None = None
         self._owing: set[Stepper] = set()
         self._clipped: set[Stepper] = set()
+        self._stateless: set[Stepper] = set()
         self._flushing: Stepper | None = None
         self._now = False
         self._placeholders: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -343,8 +347,12 @@ class Deferral:
             self._trained
             and not self._now
             and attached.stepper in self._can_wait
-            # Some optimizers treat parameters of a class of their own in their own way.
-            and (attached.part is not None or plain_type(attached.get()) in (torch.nn.Parameter, torch.Tensor))
+            # Some optimizers treat parameters of a class of their own in their own way. Steps that communicate must not
+            # come when one rank waits for them and another does not.
+            and (
+                plain_type(attached.get()) in (torch.nn.Parameter, torch.Tensor)
+                or part_of_gradient(attached, _gradient(attached)) is not None
+            )
             and attached.spec.index not in traced
             and _gradient(attached).layout is torch.strided
         )
@@ -407,6 +415,16 @@ class Deferral:
             if not self._owing:
                 self.step_count += 1
                 self._trained = False
+        self._begin_state(stepper)
+
+    def _begin_state(self, stepper: Stepper) -> None:
+        """The step that makes an optimizer's state is waited for. DCP asks whether there is any, of which nobody tells
+        us, and where it finds none has the optimizer take a step of its own."""
+        state = stepper.optimizer().state
+        if not state and stepper not in self._stateless:
+            self._finish([due for due in self._dues() if due.step.optimizer() is stepper.optimizer()])
+            if not state:
+                self._stateless.add(stepper)
 
     def buckets_of(self, parameters: Iterable[AttachedParameter]) -> tuple[Bucket, ...]:
         """In the order in which forwards read them; those not read yet in the model's order."""

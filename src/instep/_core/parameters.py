@@ -1,7 +1,8 @@
 """The attached parameters: found again by weak reference, and checked for being still the same."""
 
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 
 import torch
 from torch import nn
@@ -52,7 +53,9 @@ class AttachedParameter:
         part: Part | None = None,
         mesh: Hashable = None,
     ) -> None:
-        self._ref = weakref.ref(parameter)
+        # torch does not convert a DTensor in place (model.to) that anybody refers to weakly.
+        held = weakref.ref(parameter) if mesh is None else partial(_itself, parameter)
+        self._ref: Callable[[], torch.Tensor | None] = held
         self.spec = spec
         self.places = places
         self.stepper = stepper
@@ -77,6 +80,10 @@ class AttachedParameter:
         return parameter
 
 
+def _itself(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter
+
+
 class Together:
     """Parameters that one call of their optimizer can step, in the form in which it is given them.
 
@@ -98,6 +105,15 @@ class Together:
         stepper.step(self.tensors, self.parameters, self.parts if any(self.parts) else None)
 
 
+def part_of_gradient(attached: AttachedParameter, gradient: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of ``gradient``; ``None`` where the whole is stepped, for which ranks may have to communicate:
+    the gradient or the state is spread in another way than the parameter."""
+    part = attached.part
+    if part is None or not part.fits(attached.stepper.optimizer().state.get(attached.get(), {})):
+        return None
+    return part.of(gradient)
+
+
 def together(bucket: Iterable[tuple[AttachedParameter, torch.Tensor]], *, alias: bool) -> list[Together]:
     """Divide a bucket, of one optimizer, into what can be stepped in one call: all of it, where every parameter is a
     plain tensor or can be stepped by its part.
@@ -109,7 +125,7 @@ def together(bucket: Iterable[tuple[AttachedParameter, torch.Tensor]], *, alias:
     found: dict[Hashable, Together] = {}
     for attached, gradient in bucket:
         parameter, part = attached.get(), attached.part
-        local = None if part is None else part.of(gradient)
+        local = part_of_gradient(attached, gradient)
         if part is not None and local is not None:
             whole = part.of(parameter)
             assert whole is not None, "a part is made for its parameter's own layout"

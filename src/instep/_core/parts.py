@@ -1,5 +1,6 @@
 """Parameters that are spread over ranks: the part of one that this rank updates."""
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +21,18 @@ class Part(Protocol):
         """The part of the parameter or of its gradient, in the same memory; ``None`` if ``tensor`` is laid out in
         another way than the parameter."""
 
+    def fits(self, entry: Mapping[Any, Any]) -> bool:
+        """Whether all of the parameter's state is spread as the parameter is, or not at all."""
+
     def of_state(self, value: Any) -> Any:
         """The part of an entry of the optimizer's state; what is not spread stays as it is."""
 
     def as_state(self, value: Any) -> Any:
         """The entry to keep for one that was made for the part."""
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose version counter tells of every write: a ``DTensor`` does not count what is written through its
+    local tensor, or an alias of that."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._core.parts import Part
+from instep._core.parts import Part, memory_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
 
 _ABSENT = object()
@@ -114,7 +114,7 @@ class Stepper:
                 torch.autograd.graph.increment_version(owned)
         for own in owned:
             entry = optimizer.state.get(own)
-            tensors = [value for value in (entry or {}).values() if isinstance(value, torch.Tensor)]
+            tensors = [memory_of(value) for value in (entry or {}).values() if isinstance(value, torch.Tensor)]
             self._left.append((own, entry, [(tensor, tensor._version) for tensor in tensors]))
         for index, before in given.items():
             self._collect(f"param_groups[{index}]", before.changes(shadow.param_groups[index]))

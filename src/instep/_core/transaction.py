@@ -20,6 +20,7 @@ from instep._core.accumulation import Accumulation
 from instep._core.clipping import Clipping
 from instep._core.engine import graph_task
 from instep._core.parameters import AttachedParameter, together
+from instep._core.parts import memory_of
 from instep._core.placeholders import CONVERSION, UNSCALE, HeldGradient, Placeholder
 from instep._core.plan import ParameterSpec
 from instep._core.scaling import LossScale, found_inf, is_power_of_two, kernel_scale, take_off_here
@@ -93,7 +94,8 @@ class Transaction:
         # Of each optimizer one parameter that was left with a spent gradient when the last step was committed.
         self._left: dict[Stepper, AttachedParameter] = {}
         self._flushing: Stepper | None = None
-        self._rest: list[tuple[AttachedParameter, torch.Tensor | None]] = []
+        # What the running optimizer.step() does not find, having been applied before it; it is put back after.
+        self._stepped_here: list[tuple[AttachedParameter, torch.Tensor]] = []
         self._failure: BaseException | None = None
         self._torn: Callable[[], TornStepError] | None = None
         self._torn_in: int | None = None
@@ -233,7 +235,7 @@ class Transaction:
                 return False
             self._applied.update(attached.spec.index for attached in bucket)
             for parameter, attached in zip(parameters, bucket, strict=True):
-                attached.version = parameter._version
+                attached.version = memory_of(parameter)._version
             self.streams.keep(p.grad for p in parameters if p.grad is not None)
             if self.recorder is not None and bucket:
                 self.recorder("step", bucket[0].spec.name, started, perf_counter())
@@ -457,7 +459,7 @@ class Transaction:
                 parameter = attached.get()
                 if attached.spent is None and self._undo is None:
                     continue  # nobody has come between: backward has not returned
-                if parameter._version != attached.version:
+                if memory_of(parameter)._version != attached.version:
                     raise UncommittedStepError(
                         f"parameter {attached.spec.name!r} was written between backward() and optimizer.step(), but "
                         "backward had already updated it: the plain loop would have updated what was written. Change "
@@ -490,7 +492,7 @@ class Transaction:
                 call.step(stepper)
             if self.gather is not None:
                 self.gather(parts)()
-            self._rest = [(a, a.get().grad) for a in rest]
+            self._stepped_here = [(a, g) for a in rest if (g := _gradient(a)) is not None]
             for attached in rest:
                 attached.get().grad = None
 
@@ -506,6 +508,9 @@ class Transaction:
         if self._flushing is stepper:
             self._flushing = None
             stepper.commit()
+            for attached, gradient in self._stepped_here:
+                attached.get().grad = gradient
+            self._stepped_here.clear()
             # The plain loop still has its gradients here, until the user clears them.
             applied = self._applied_by(stepper)
             if self._undo is not None:
@@ -518,9 +523,6 @@ class Transaction:
                     attached.get().grad = attached.spent
                 if applied:
                     self._left[stepper] = applied[0]
-            for attached, gradient in self._rest:
-                attached.get().grad = gradient
-            self._rest = []
             self._accumulation.stepped()
             self._clipping.stepped(stepper)
             self._uncommitted.discard(stepper)
@@ -562,7 +564,9 @@ class Transaction:
         with self._lock:
             self._release()
             written = next((stepper for stepper in self._steppers if stepper.state_was_written), None)
-            overwritten = [a.spec.name for a in self.parameters if self.is_applied(a) and a.get()._version != a.version]
+            overwritten = [
+                a.spec.name for a in self.parameters if self.is_applied(a) and memory_of(a.get())._version != a.version
+            ]
             for device in self._undo.devices:
                 with self.streams.on(device):
                     self._undo.restore(device)
@@ -754,9 +758,9 @@ class Transaction:
         self._applied.clear()
         self._uncommitted.clear()
         self._flushing = None
-        self._rest = []
         self._plain = self._added_up = False
         self._kept.clear()
+        self._stepped_here.clear()
         self._clipping.begin()
         if self._undo is not None:
             self._undo.forget_all()

@@ -7,7 +7,7 @@ divided as ``DTensor``'s ``Shard(0)`` divides them, and the state is kept as suc
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,6 +64,9 @@ class Rows:
         if isinstance(tensor, DTensor):
             return tensor._local_tensor
         return self.rows(tensor, self._rank) if self._divided else tensor.detach()
+
+    def fits(self, entry: Mapping[Any, Any]) -> bool:
+        return True  # nobody else makes state for it
 
     def of_state(self, value: Any) -> Any:
         return value._local_tensor if isinstance(value, DTensor) else value
@@ -274,8 +277,8 @@ class ZeroSource:
             if isinstance(attached.get().grad, DTensor):
                 raise AccumulationError(
                     f"the gradient of {attached.spec.name!r} has been reduced and scattered already "
-                    "(shard_state=True), so that no other can be added to it. Wrap all but the last micro-batch in `with "
-                    "overlap.accumulate():` or no_sync(), and call zero_grad() after optimizer.step()"
+                    "(shard_state=True), so that no other can be added to it. Wrap all but the last micro-batch in "
+                    "`with overlap.accumulate():` or no_sync(), and call zero_grad() after optimizer.step()"
                 )
         before_backward(self._ddp())
 
