@@ -16,10 +16,11 @@ ALLOWED = {
     "report": set(),
     "_core": {"errors"},
     "sources": {"_core", "comm_hooks", "errors"},
-    "_validation": {"_core", "errors"},
+    "_validation": {"sources", "_core", "errors"},
     "attachment": {"_validation", "sources", "_core", "errors"},
     "functional": {"attachment", "_validation", "sources", "comm_hooks", "_core", "errors"},
     "verification": {"attachment", "errors"},
+    "replication": {"attachment", "sources", "errors"},
     "demo": {"attachment", "verification", "report", "_version"},
     "cli": {"demo", "_version"},
 }
@@ -72,6 +73,7 @@ def test_the_public_names() -> None:
         "OptimInBackwardHookState",
         "OptimizerHookState",
         "OverlappedOptimizer",
+        "Replicated",
         "Verification",
         "apply_optim_in_backward_hook",
         "apply_optimizer_in_backward",
@@ -82,6 +84,7 @@ def test_the_public_names() -> None:
         "hook_then_optimizer",
         "reducer_allreduce_and_upcast_hook",
         "register_overlapped",
+        "replicate",
         "verify",
     ]
     for name in instep.__all__:
