@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from live_bytes import LiveBytes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +23,6 @@ from instep import ClipNorm
 from instep.errors import AccumulationError, AttachError, InstepError, TornStepError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, weights
-from tests.distributed.live import LiveBytes
 from tests.distributed.pool import RankPool
 from tests.distributed.test_ddp_life import Fails, WithOwn, equal, loss_of, train
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations on this thread make, backward's too.
+    """Counts the storages that operations on this thread make, backward's too; freed they may be by any thread.
 
     Args:
         there: tensors that were made before, and do not count.
@@ -20,7 +20,7 @@ class LiveBytes(TorchDispatchMode):
         peak: the most there were since :meth:`reset`.
     """
 
-    def __init__(self, there: Iterable[torch.Tensor]) -> None:
+    def __init__(self, there: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._seen = {tensor.untyped_storage()._cdata for tensor in there}
