@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from instep._core.parameters import Place
 from instep._core.policies import ClipNorm, ClipValue
 from instep.errors import AttachError, UnsupportedOptimizerError
-from instep.sources.replicated import Replicated
+from instep.sources.replicated import Replicated, living
 
 T = TypeVar("T")
 Names = Mapping[int, tuple[torch.Tensor, tuple[Place, ...]]]
@@ -348,7 +348,7 @@ def refuse_wrappers(model: nn.Module, names: Names, *, sharded: bool = False) ->
     inside = set(model.modules())
     everywhere: list[DistributedDataParallel | Replicated] = [
         *instances_of(DistributedDataParallel),
-        *instances_of(Replicated),
+        *living(),
     ]
     for wrapper in everywhere:
         if wrapper not in inside and any(id(p) in names for p in wrapper.parameters()):

@@ -435,6 +435,27 @@ def test_parameters_that_are_frozen_and_thawed(two_ranks: RankPool, way: str) ->
     assert two_ranks.run(body_frozen_and_thawed, way, 1) == [None] * 2
 
 
+def body_frozen_after_the_forward(way: str) -> str | None:
+    case = Case(way, ddp={"find_unused_parameters": True})
+    plain, replica = Loop(case, False), Replica(case, True)
+    found = []
+    for i in range(3):
+        for loop in (plain, replica):
+            loss = blocks_loss(loop.model, 10 * i + dist.get_rank())
+            loop.model.module.blocks[1].requires_grad_(False)
+            loss.backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            loop.model.module.blocks[1].requires_grad_(True)
+        found.append(difference_of(plain, replica))
+    return first_of(found)
+
+
+@in_every_way
+def test_parameters_that_are_frozen_after_the_forward(two_ranks: RankPool, way: str) -> None:
+    assert two_ranks.run(body_frozen_after_the_forward, way) == [None] * 2
+
+
 def half_frozen() -> nn.Module:
     model = Blocks()
     model.blocks[0].requires_grad_(False)
@@ -553,6 +574,70 @@ def two_forwards(model: nn.Module, seed: int) -> torch.Tensor:
 @in_every_way
 def test_two_forwards_and_one_backward(two_ranks: RankPool, way: str) -> None:
     assert_equal(two_ranks, Case(way, loss=two_forwards))
+
+
+class Branches(nn.Module):
+    """Branches that share one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(16, 10)
+        self.branches = nn.ModuleList(nn.Linear(16, 10) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.branches[which](x) + self.shared(x)
+
+
+class Holds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = instep.replicate(Branches(), bucket_cap_mb=1e-5)  # a bucket for each parameter
+
+
+def body_backward_from_the_inside() -> bool:
+    """A second backward in a step, which instep meets only when it comes to a parameter that the first has stepped."""
+    model = Holds()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    overlap = instep.attach(model, optimizer)
+    x, y = batch(dist.get_rank())
+    losses = [nn.functional.cross_entropy(model.core(x, which), y) for which in range(2)]
+    losses[0].backward()
+    before = weights(model)
+    with pytest.raises(AccumulationError):
+        losses[1].backward()
+    overlap.detach()
+    return all(map(torch.equal, before, weights(model)))
+
+
+def test_a_second_backward_from_the_inside_writes_nothing(two_ranks: RankPool) -> None:
+    assert two_ranks.run(body_backward_from_the_inside) == [True] * 2
+
+
+class ReplicaOfCompiled(Replica):
+    def wrap(self, module: nn.Module) -> nn.Module:
+        return super().wrap(torch.compile(module, backend="aot_eager"))
+
+
+class CompiledReplica(Replica):
+    def wrap(self, module: nn.Module) -> nn.Module:
+        return torch.compile(super().wrap(module), backend="aot_eager")
+
+
+def body_compiled(kind: type[Replica]) -> bool:
+    case = Case("backward")
+    plain, replica = Loop(case, False), kind(case, True)
+    for i in range(3):
+        for loop in (plain, replica):
+            for _ in loop.step(i):
+                pass
+        if not all(map(torch.equal, weights(plain.model), weights(replica.model))):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("kind", [ReplicaOfCompiled, CompiledReplica])
+def test_compiled(two_ranks: RankPool, kind: type[Replica]) -> None:
+    assert two_ranks.run(body_compiled, kind) == [True] * 2
 
 
 # Buffers and first weights.

@@ -382,7 +382,14 @@ def test_without_a_process_group() -> None:
         instep.replicate(Blocks())
 
 
+def with_own_optimizers() -> nn.Module:
+    model = Blocks()
+    instep.apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    return model
+
+
 def body_refused() -> None:
+    twice = instep.replicate(Blocks())
     refused: list[tuple[Any, str]] = [
         (Blocks, "not type"),
         (nn.ReLU(), "no parameter that requires a gradient"),
@@ -390,6 +397,8 @@ def body_refused() -> None:
         (DistributedDataParallel(Blocks()), "the model' is a DistributedDataParallel"),
         (nn.Sequential(DistributedDataParallel(Blocks())), "'0' is a DistributedDataParallel"),
         (instep.replicate(Blocks()), "is a Replicated"),
+        (twice.module, "'inner.weight' is replicated already"),
+        (with_own_optimizers(), "'inner.weight' has optimizers of its own"),
         (fully_shard(Blocks()), "is a DTensor"),
         (nn.LazyLinear(3), "lazy module"),
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), "one device"),
@@ -397,7 +406,7 @@ def body_refused() -> None:
     for model, message in refused:
         with pytest.raises(AttachError, match=message):
             instep.replicate(model)
-    for cap in (0, -1, True):
+    for cap in (0, -1, True, "25"):
         with pytest.raises(AttachError, match="bucket_cap_mb must be"):
             instep.replicate(Blocks(), bucket_cap_mb=cap)
     rank = dist.get_rank()

@@ -22,6 +22,8 @@ from instep.sources.agreement import broadcast, require_the_same
 from instep.sources.layout import BucketSizes
 from instep.sources.transient import TransientBuckets
 
+_living: "weakref.WeakSet[Replicated]" = weakref.WeakSet()
+
 
 class Replicated(nn.Module):
     """What :func:`instep.replicate` returns: ``module``, whose gradients are the mean over all ranks after backward.
@@ -60,6 +62,7 @@ class Replicated(nn.Module):
         weights = {id(m.weight) for m in modules}
         sparse = frozenset(number for number, (_, p) in enumerate(parameters) if id(p) in weights)
         self._buckets = TransientBuckets(parameters, sparse, group, BucketSizes.of(self.bucket_cap_mb))
+        _living.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """``module(*args, **kwargs)``; buffers are those of the first rank before, where they may have parted since."""
@@ -216,6 +219,11 @@ class ReplicatedSource:
         self._sink.backward_raised()
 
 
+def living() -> list[Replicated]:
+    """All there are. A module that is inside of one has no sign of it."""
+    return list(_living)
+
+
 def _keep_alone(left: Sequence[torch.Tensor], delivered: Sequence[torch.Tensor]) -> None:
     """Gradients that stay, of a bucket most of which may have been freed, must not keep all of it."""
     if left and len(left) < len(delivered):
@@ -241,7 +249,8 @@ def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def _refuse(module: nn.Module, bucket_cap_mb: Any) -> None:
     if not isinstance(module, nn.Module):
         raise AttachError(f"replicate takes a torch.nn.Module, not {type(module).__name__}")
-    if bucket_cap_mb is not None and (isinstance(bucket_cap_mb, bool) or not bucket_cap_mb > 0):
+    is_number = isinstance(bucket_cap_mb, (int, float)) and not isinstance(bucket_cap_mb, bool)
+    if bucket_cap_mb is not None and not (is_number and bucket_cap_mb > 0):
         raise AttachError(f"replicate: bucket_cap_mb must be a positive number of MiB or None, not {bucket_cap_mb!r}")
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not used
     wrappers = (DistributedDataParallel, Replicated, *(() if fsdp is None else (fsdp.FullyShardedDataParallel,)))
@@ -258,6 +267,7 @@ def _refuse(module: nn.Module, bucket_cap_mb: Any) -> None:
             "average. Use the module as it is, or set requires_grad before"
         )
     tensors = sys.modules.get("torch.distributed.tensor")
+    replicated = {id(p) for wrapper in _living for p in wrapper.parameters()}
     for name, parameter in parameters.items():
         if is_lazy(parameter):
             raise AttachError(f"replicate: parameter {name!r} has no shape yet (lazy module). Run one forward first")
@@ -265,6 +275,16 @@ def _refuse(module: nn.Module, bucket_cap_mb: Any) -> None:
             raise AttachError(
                 f"replicate: parameter {name!r} is a DTensor, and is reduced by what made it one (fully_shard, tensor "
                 "parallel). Give replicate a module of plain parameters"
+            )
+        if id(parameter) in replicated:
+            raise AttachError(
+                f"replicate: parameter {name!r} is replicated already, and would be averaged twice. Use what the "
+                "earlier call returned, or drop it first"
+            )
+        if getattr(parameter, "_in_backward_optimizers", None):
+            raise AttachError(
+                f"replicate: parameter {name!r} has optimizers of its own (apply_optimizer_in_backward), which would "
+                "step from this rank's gradient alone. Replicate a model without them, and attach"
             )
     devices = {parameter.device: name for name, parameter in parameters.items()}
     if len(devices) > 1:

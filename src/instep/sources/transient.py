@@ -192,6 +192,8 @@ class TransientBuckets:
         at_end_of_backward(partial(self._end, backward), partial(self._raised, backward))
 
     def _accumulated(self, number: int, parameter: torch.Tensor) -> None:
+        if not parameter.requires_grad:
+            return  # frozen since the forward: it got nothing
         self._fresh.add(number)
         if not self._reduces:
             return
@@ -350,8 +352,9 @@ class TransientBuckets:
             means = [result.to(parameters[0].dtype)]
         else:
             means = slices_of(result[0].to(parameters[0].dtype.to_real()), parameters)
+        these = set(used)
         for number, parameter, mean in zip(flight.members, parameters, means, strict=True):
-            if number in used:
+            if number in these:
                 parameter.grad = mean
 
     def _ask_who_used_what(self, backward: _Backward) -> torch.futures.Future[Any]:
