@@ -3,7 +3,9 @@
 import copy
 import gc
 import io
+import time
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -60,6 +62,15 @@ class SkipsSome(nn.Module):
         return x
 
 
+def wait_until(there: Callable[[], bool]) -> None:
+    """For gloo's threads, which hold on to a tensor for a moment after it has arrived."""
+    for _ in range(500):
+        if there():
+            return
+        time.sleep(0.01)
+    raise AssertionError("still not there after 5 s")
+
+
 def body_memory(kind: str, make_module: Any, attach: dict[str, Any] | None) -> list[float]:
     """Of each step, the most gradient memory there was, in layers: the optimizer has no state, the batch one row."""
     module, peaks = make_module(), []
@@ -70,7 +81,9 @@ def body_memory(kind: str, make_module: Any, attach: dict[str, Any] | None) -> l
             model = instep.replicate(module, bucket_cap_mb=LAYER / 2**20)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
         overlap = None if attach is None else instep.attach(model, optimizer, **attach)
+        permanent = LAYERS * LAYER if kind == "ddp" else 0
         for _ in range(3):
+            wait_until(lambda: live.now < permanent + LAYER / 2)
             live.reset()
             model(torch.ones(1, WIDTH)).sum().backward()
             peaks.append(live.peak / LAYER)
@@ -78,7 +91,7 @@ def body_memory(kind: str, make_module: Any, attach: dict[str, Any] | None) -> l
             optimizer.zero_grad()
             if overlap is not None:
                 overlap.synchronize()
-        assert live.now < (LAYERS + 1) * LAYER if kind == "ddp" else live.now < LAYER / 2
+        wait_until(lambda: live.now < permanent + LAYER / 2)
     return peaks
 
 
@@ -132,6 +145,7 @@ def body_partly_optimized() -> float:
         optimizer = torch.optim.SGD(module.layers.parameters(), lr=0.01, foreach=False)
         overlap = instep.attach(model, optimizer)
         for _ in range(2):
+            wait_until(lambda: live.now < LAYER / 2)
             live.reset()
             model(torch.ones(1, WIDTH)).sum().backward()
             optimizer.step()
@@ -294,16 +308,20 @@ def body_communication_fails(way: str | None, failing: int) -> tuple[bool, bool]
     train(model, optimizer, range(2))
     if overlap is not None:
         overlap.synchronize()
-    before, real, calls = weights(model), instep.sources.transient._future_of, []
+    before, real = weights(model), instep.sources.transient._future_of
+    calls: list[torch.futures.Future[Any]] = []
 
     def lost(future: torch.futures.Future[Any]) -> Any:
         future.value()
         raise ConnectionError("the peer is gone")
 
+    def late(future: torch.futures.Future[Any]) -> Any:
+        time.sleep(0.01)
+        return future.value()
+
     def failing_future(work: Any) -> torch.futures.Future[Any]:
-        calls.append(work)
-        future = real(work)
-        return future.then(lost) if len(calls) - 1 == failing else future
+        calls.append(real(work).then(lost if len(calls) == failing else late))
+        return calls[-1]
 
     loss = loss_of(model, 2)
     with (
@@ -312,6 +330,7 @@ def body_communication_fails(way: str | None, failing: int) -> tuple[bool, bool]
     ):
         loss.backward()
     assert len(calls) > failing
+    assert all(future.done() for future in calls)
     untouched = equal(weights(model), before)
     torn = False
     if overlap is not None:

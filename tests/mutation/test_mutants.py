@@ -36,6 +36,8 @@ CLIPPING = "tests/parity/test_clipping.py"
 LOSS_SCALE = "tests/parity/test_loss_scale.py"
 UNDO = "tests/parity/test_undo.py"
 SCHEDULES = "tests/distributed/test_schedules.py"
+REPLICATED = "tests/distributed/test_replicated.py"
+REPLICATED_LIFE = "tests/distributed/test_replicated_life.py"
 IN_BACKWARD = "tests/functional/test_in_backward.py"
 
 MUTANTS = [

@@ -66,11 +66,10 @@ class Replicated(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """``module(*args, **kwargs)``; buffers are those of the first rank before, where they may have parted since."""
-        if graph_task() is None:
-            self._buckets.before_forward()
-            if self._sync_buffers_next and self.broadcast_buffers:
-                with torch.no_grad():
-                    broadcast(self.module.buffers(), self.process_group)
+        # A forward that backward runs again (checkpointing) finds the buffers as they are.
+        if self._sync_buffers_next and self.broadcast_buffers and graph_task() is None:
+            with torch.no_grad():
+                broadcast(self.module.buffers(), self.process_group)
         output = self.module(*args, **kwargs)
         reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():

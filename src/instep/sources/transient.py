@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from instep._core.engine import at_end_of_backward, graph_task, runs
+from instep._core.engine import at_end_of_backward, runs
 from instep._core.hooks import BoundHook
 from instep._core.outputs import nodes_of
 from instep._core.placeholders import Placeholder
@@ -71,10 +71,6 @@ class _Flight:
     future: torch.futures.Future[Any]
     sparse: bool
 
-    def drain(self) -> None:
-        with suppress(Exception):
-            self.future.wait()
-
 
 class _Backward:
     """What has arrived, was sent and waits to be handed over, in one backward."""
@@ -89,6 +85,7 @@ class _Backward:
         # Buckets with parameters that this rank has not used: whether another one has is only known at the end.
         self.held: list[_Flight] = []
         self.unused: set[int] = set()
+        self.who_used_what: torch.futures.Future[Any] | None = None
 
     def count(self, number: int) -> None:
         self.arrived[number] = None
@@ -160,11 +157,7 @@ class TransientBuckets:
     def _layout(self, layout: Layout) -> None:
         self._layouts[self._trainable] = layout
 
-    # What is called around a forward that will have a backward.
-
-    def before_forward(self) -> None:
-        if graph_task() is None:
-            self._backward = None  # of one that raised and did not tell
+    # What is called after a forward that will have a backward.
 
     def after_forward(self, output: object, *, reduces: bool) -> None:
         """``reduces``: whether the backward from ``output`` does. In ``no_sync`` gradients only add up."""
@@ -228,10 +221,10 @@ class TransientBuckets:
         try:
             while backward.sent < len(backward.layout.buckets):
                 self._send(backward)
-            used = self._ask_who_used_what(backward)
+            backward.who_used_what = self._ask_who_used_what(backward)
             while backward.flying:
                 self._deliver(backward, backward.flying.popleft())
-            self._hand_over_held(backward, used)
+            self._hand_over_held(backward, backward.who_used_what)
             if not backward.layout.agreed:
                 self._agree_on_order(backward)
         except BaseException as error:
@@ -250,8 +243,11 @@ class TransientBuckets:
 
     def _fail(self, backward: _Backward, error: BaseException) -> None:
         self._backward = None
-        for flight in backward.flying:
-            flight.drain()
+        if isinstance(error, Exception):  # not Ctrl-C: what is on its way may be what hangs
+            for future in (*(flight.future for flight in backward.flying), backward.who_used_what):
+                with suppress(Exception):
+                    if future is not None:
+                        future.wait()
         if self.receiver is not None:
             self.receiver.failed(error)
 
