@@ -122,6 +122,7 @@ class ReplicatedSource:
         self._replicated = weakref.ref(replicated)
         self._by_id = {id(attached.get()): attached for attached in parameters}
         self._waiting: list[AttachedParameter] = []
+        self._delivered = False  # whether anything was, in the running backward
         self._writes = True  # whether buckets may be stepped: not after an error, nor in a second backward of a step
 
     @property
@@ -167,6 +168,7 @@ class ReplicatedSource:
             future.add_done_callback(lambda _: recorder("communication", name, started, perf_counter()))
 
     def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._delivered = True
         mine = [self._by_id[id(p)] for p in parameters if id(p) in self._by_id]
         if self._sink.waits_for_all:
             self._waiting += mine
@@ -188,6 +190,7 @@ class ReplicatedSource:
         return self._sink.is_applied(self._by_id[id(parameter)])
 
     def ended(self) -> None:
+        self._delivered = False
         waiting, self._waiting = self._waiting, []
         if waiting:
             self._step_all(waiting)
@@ -209,13 +212,16 @@ class ReplicatedSource:
             self._sink.fail(error)
 
     def failed(self, error: BaseException) -> None:
+        self._delivered = False
         self._waiting.clear()
         self._sink.fail(error)
         self._sink.backward_raised()  # which raises it
 
     def raised(self) -> None:
         self._waiting.clear()
-        self._sink.backward_raised()
+        if self._delivered:  # else it was refused before it began, and what an earlier one has stepped is whole
+            self._delivered = False
+            self._sink.backward_raised()
 
 
 def living() -> list[Replicated]:
