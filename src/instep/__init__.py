@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from instep.functional import hook_then_optimizer as hook_then_optimizer
     from instep.functional import reducer_allreduce_and_upcast_hook as reducer_allreduce_and_upcast_hook
     from instep.functional import register_overlapped as register_overlapped
+    from instep.replication import replicate as replicate
+    from instep.sources.replicated import Replicated as Replicated
     from instep.verification import Verification as Verification
     from instep.verification import verify as verify
 
@@ -31,6 +33,8 @@ _ROOMS = {
     "Attachment": "attachment",
     "attach": "attachment",
     "attached": "attachment",
+    "Replicated": "sources.replicated",
+    "replicate": "replication",
     "Verification": "verification",
     "verify": "verification",
     "AllreduceUpcastHookState": "functional",
@@ -56,6 +60,7 @@ __all__ = [
     "OptimInBackwardHookState",
     "OptimizerHookState",
     "OverlappedOptimizer",
+    "Replicated",
     "Verification",
     "apply_optim_in_backward_hook",
     "apply_optimizer_in_backward",
@@ -66,6 +71,7 @@ __all__ = [
     "hook_then_optimizer",
     "reducer_allreduce_and_upcast_hook",
     "register_overlapped",
+    "replicate",
     "verify",
 ]
 

@@ -18,6 +18,7 @@ from instep._core.policies import ClipNorm, ClipValue
 from instep._core.stepper import is_elementwise
 from instep._wrappers import fsdp1_in, fsdp2_in, instances_of
 from instep.errors import AttachError, UnsupportedOptimizerError
+from instep.sources.replicated import Replicated, living
 
 Names = Mapping[int, tuple[torch.Tensor, tuple[Place, ...]]]
 """By ``id``: each parameter of a model, in order, with every place that holds it."""
@@ -37,7 +38,7 @@ def name_parameters(model: nn.Module) -> Names:
 
 def _plain_name(model: nn.Module, name: str) -> str:
     name = name.replace("_fsdp_wrapped_module.", "")
-    return name.removeprefix("module.") if isinstance(model, DistributedDataParallel) else name
+    return name.removeprefix("module.") if isinstance(model, (DistributedDataParallel, Replicated)) else name
 
 
 def refuse_options(model: nn.Module, optimizers: Sequence[Any], schedule: str, bucket_bytes: int | None) -> None:
@@ -113,18 +114,19 @@ def compiled_in(model: nn.Module) -> list[nn.Module]:
 
 def refuse_communication(
     model: nn.Module,
-    wrapped: Sequence[DistributedDataParallel],
+    wrapped: Sequence[DistributedDataParallel | Replicated],
     bucket_bytes: int | None,
     comm_hook: Any,
     policy: Any,
 ) -> None:
-    """What DDP or its absence rules out."""
+    """What DDP and ``replicate`` or their absence rule out."""
     if wrapped and bucket_bytes is not None:
+        kind, call = _kind_and_call(wrapped[0])
         raise AttachError(
-            f"bucket_bytes={bucket_bytes} does not apply to DistributedDataParallel, which makes its own buckets: "
-            "leave it out, and give DistributedDataParallel(bucket_cap_mb=…) instead"
+            f"bucket_bytes={bucket_bytes} does not apply to {kind}, which makes its own buckets: "
+            f"leave it out, and give {call}(bucket_cap_mb=…) instead"
         )
-    if any(ddp.mixed_precision is not None for ddp in wrapped):
+    if any(getattr(ddp, "mixed_precision", None) is not None for ddp in wrapped):
         raise AttachError(
             "DistributedDataParallel(mixed_precision=…) changes the parameters' dtype within a step and has a "
             "communication hook of its own. Build it without, and give the policy to attach(…, mixed_precision=…)"
@@ -150,8 +152,8 @@ def refuse_communication(
         )
     if policy.reduce_dtype is not None and not wrapped:
         raise AttachError(
-            f"mixed_precision: reduce_dtype={policy.reduce_dtype} is for DistributedDataParallel; nothing is reduced "
-            "on one device. Leave it out"
+            f"mixed_precision: reduce_dtype={policy.reduce_dtype} is for DistributedDataParallel and replicate; "
+            "nothing is reduced on one device. Leave it out"
         )
     if policy.reduce_dtype is not None and comm_hook is not None:
         raise AttachError(
@@ -160,7 +162,16 @@ def refuse_communication(
         )
 
 
-def _refuse_comm_hook(wrapped: Sequence[DistributedDataParallel], comm_hook: Any) -> None:
+def _kind_and_call(wrapper: DistributedDataParallel | Replicated) -> tuple[str, str]:
+    return ("Replicated", "replicate") if isinstance(wrapper, Replicated) else ("DistributedDataParallel",) * 2
+
+
+def _refuse_comm_hook(wrapped: Sequence[DistributedDataParallel | Replicated], comm_hook: Any) -> None:
+    if any(isinstance(wrapper, Replicated) for wrapper in wrapped):
+        raise AttachError(
+            "comm_hook is for DistributedDataParallel, whose buckets it is called with; this model is replicated. "
+            "Leave it out (mixed_precision with reduce_dtype sends fewer bits), or use DistributedDataParallel"
+        )
     if not (isinstance(comm_hook, tuple) and len(comm_hook) == 2 and callable(comm_hook[1])):
         raise AttachError(
             "comm_hook must be a pair (state, hook), as the arguments of register_comm_hook, where hook(state, bucket) "
@@ -389,9 +400,14 @@ def refuse_wrappers(model: nn.Module, names: Names) -> None:
                 "gradient hooks have run. Build it without, and attach again"
             )
     inside = set(model.modules())
-    for ddp in instances_of(DistributedDataParallel):
-        if ddp not in inside and any(id(p) in names for p in ddp.parameters()):
+    everywhere: list[DistributedDataParallel | Replicated] = [
+        *instances_of(DistributedDataParallel),
+        *living(),
+    ]
+    for wrapper in everywhere:
+        if wrapper not in inside and any(id(p) in names for p in wrapper.parameters()):
+            kind, _ = _kind_and_call(wrapper)
             raise AttachError(
-                f"{type(model).__name__} is wrapped in a DistributedDataParallel: its own gradients are those of this "
-                "rank alone. Attach the DistributedDataParallel instead"
+                f"{type(model).__name__} is wrapped in a {kind}: its own gradients are those of this rank alone. "
+                f"Attach the {kind} instead"
             )

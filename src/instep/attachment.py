@@ -4,9 +4,9 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
-from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -25,6 +24,7 @@ from instep._core.clipping import Clipping
 from instep._core.deferral import Deferral, Reader
 from instep._core.engine import after_all_of_backward, graph_task
 from instep._core.hooks import BoundHook, first_of_post_hooks, last_of_pre_hooks
+from instep._core.outputs import nodes_of
 from instep._core.parameters import AttachedParameter, require_unchanged
 from instep._core.placeholders import SpentGradient
 from instep._core.plan import MIB, ParameterSpec, Plan
@@ -58,6 +58,7 @@ from instep.sources.ddp import DDPSource, managed_by
 from instep.sources.fsdp import FSDP1Source
 from instep.sources.hook_slot import CommHook
 from instep.sources.local import LocalSource, Uses
+from instep.sources.replicated import Replicated, ReplicatedSource
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 DEFAULT_BUCKET_BYTES = 16 * MIB
 
 _logger = logging.getLogger("instep")
+Wrapped = DistributedDataParallel | Replicated
 _attachments: "weakref.WeakKeyDictionary[nn.Module, Attachment]" = weakref.WeakKeyDictionary()
 
 
@@ -100,13 +102,14 @@ def attach(
     that reads it runs, or before anybody else uses one of its parameters in Python.
 
     Args:
-        model: any module, or a ``DistributedDataParallel``, already on its device and in its dtype.
+        model: any module, or a ``DistributedDataParallel``, or what :func:`instep.replicate` returned, already on its
+            device and in its dtype.
         optimizer: one ``torch.optim.Optimizer`` or several, of parameters of ``model``. Frozen ones are left alone
             until they are unfrozen.
         schedule: when a bucket steps. ``"backward"``: as soon as its gradients are final. ``"forward"``: after
             ``optimizer.step()``, behind the next forward; on CPU that hides the step of fused optimizers only.
-        bucket_bytes: bytes of gradient at which a bucket is full; 16 MiB unless told. Not under DDP, whose own
-            ``bucket_cap_mb`` decides.
+        bucket_bytes: bytes of gradient at which a bucket is full; 16 MiB unless told. Not under DDP and
+            ``replicate``, whose own ``bucket_cap_mb`` decides.
         clip: clip the gradients of all attached parameters before they are applied.
         accumulation_steps: every so many backwards step; the others only add to the gradients, under DDP in
             ``no_sync``. For loops that cannot be given ``with overlap.accumulate():``.
@@ -143,7 +146,7 @@ def attach(
     if os.environ.get("INSTEP_DISABLE", "") not in ("", "0"):
         lost = "" if clip is None else f", and {clip!r} is not applied"
         _logger.warning("INSTEP_DISABLE is set: attach() left the model and the optimizer as they are%s", lost)
-        return Attachment(model, [], {}, _ddps_in(model), Options())
+        return Attachment(model, [], {}, _wrapped_in(model), Options())
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     refuse_options(model, optimizers, schedule, bucket_bytes)
     if scaler is not None and isinstance(scaler, GradScaler) and not scaler.is_enabled():
@@ -184,12 +187,12 @@ class Options:
 
 def _attach(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> "Attachment":
     refuse_optimizers(optimizers)
-    wrapped = _ddps_in(model)
+    wrapped = _wrapped_in(model)
     refuse_sharded(model, options.bucket_bytes, options.clip, options.mixed_precision)
     refuse_communication(model, wrapped, options.bucket_bytes, options.comm_hook, options.mixed_precision)
     refuse_scripts(model)
     if options.shard_state:
-        refuse_shard_state(wrapped, optimizers, options.clip, options.undo, options.comm_hook)
+        refuse_shard_state(_ddps_among(wrapped), optimizers, options.clip, options.undo, options.comm_hook)
     put_shards_in_place(model)
     names = name_parameters(model)
     refuse_parameters(names, optimizers, attached_parameters())
@@ -220,7 +223,7 @@ class Attachment:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         names: Names,
-        wrapped: Sequence[DistributedDataParallel],
+        wrapped: Sequence[Wrapped],
         options: Options,
     ) -> None:
         self._model = weakref.ref(model)
@@ -253,7 +256,7 @@ class Attachment:
         # Nobody else need hold an optimizer whose step() nobody calls.
         self._kept = list(optimizers) if options.steps_itself else []
         self._grouped = _parameters_in(optimizers)
-        self._zero = _zero(wrapped[0]) if options.shard_state else None
+        self._zero = _zero(_ddps_among(wrapped)[0]) if options.shard_state else None
         if self._zero is not None:
             self._step.gather = self._zero.shards.gather
         self._step.parameters = tuple(self._gather(optimizers, names))
@@ -482,7 +485,7 @@ class Attachment:
         if isinstance(self._step, Deferral):
             # What this forward did not read: DDP's next backward writes the buckets that gradients may lie in.
             self._step.synchronize()
-        for node in _nodes(output):
+        for node in nodes_of(output):
             node.register_prehook(self._before_backward)
 
     def _before_backward(self, gradients: object) -> None:
@@ -607,29 +610,30 @@ class Attachment:
                 step.readers.append(Reader(mine, step.before_read))
                 self._handles.append(owner.register_forward_pre_hook(BoundHook(step.readers[-1])))
 
-    def _make_sources(
-        self, wrapped: Sequence[DistributedDataParallel], fsdp1: Sequence[Any], sink: Sink | None
-    ) -> list[Source]:
+    def _make_sources(self, wrapped: Sequence[Wrapped], fsdp1: Sequence[Any], sink: Sink | None) -> list[Source]:
         options = self._options
         sources: list[Source] = []
         local = {a.spec.index: a for a in self._step.parameters}
         for ddp in wrapped:
-            managed = managed_by(ddp)
+            managed = {id(p) for p in ddp.parameters()} if isinstance(ddp, Replicated) else managed_by(ddp)
             mine = [a for a in local.values() if id(a.get()) in managed]
             local = {index: a for index, a in local.items() if a not in mine}
-            if self._clipping.mode == "per_bucket" and ddp.find_unused_parameters:
+            if self._clipping.mode == "per_bucket" and getattr(ddp, "find_unused_parameters", False):
                 raise AttachError(
                     "clip=ClipNorm(mode='per_bucket') does not go with find_unused_parameters=True: ranks that use "
                     "other parameters would clip by other norms, and part. Use mode='previous_norm', "
                     "mode='two_pass', undo=True or schedule='forward'"
                 )
-            if self._zero is not None and mine:
+            if self._zero is not None and mine and not isinstance(ddp, Replicated):
                 reduced = [a for a in mine if a.part is not None]
                 dtype = _reduce_dtype(options)
                 sources.append(self._zero.source(self._arrival if sink is None else sink, reduced, ddp, dtype))
             elif mine and (sink is not None or options.comm_hook is not None or _reduce_dtype(options) is not None):
                 told = self._arrival if sink is None else sink
-                sources.append(DDPSource(told, mine, ddp, options.comm_hook, _reduce_dtype(options)))
+                if isinstance(ddp, Replicated):
+                    sources.append(ReplicatedSource(told, mine, ddp, _reduce_dtype(options)))
+                else:
+                    sources.append(DDPSource(told, mine, ddp, options.comm_hook, _reduce_dtype(options)))
         if sink is not None and local:
             if sources and self._clipping.mode == "two_pass":
                 raise AttachError(
@@ -717,26 +721,13 @@ class Attachment:
         return tuple(parameters)
 
 
-def _nodes(output: object) -> Iterator[Node]:
-    """The autograd nodes of the tensors in a module's output: backward starts at them."""
-    if isinstance(output, torch.Tensor):
-        if output.grad_fn is not None:
-            yield output.grad_fn
-    elif isinstance(output, Mapping):
-        yield from _nodes(list(output.values()))
-    elif isinstance(output, (list, tuple)):
-        for item in output:
-            yield from _nodes(item)
-    elif hasattr(output, "__dict__") and not isinstance(output, type):
-        # A dataclass, or an object of the model's own.
-        for item in list(vars(output).values()):
-            if isinstance(item, (torch.Tensor, Mapping, list, tuple)) or is_dataclass(item):
-                yield from _nodes(item)
-
-
 def _parameters_in(optimizers: Sequence[Optimizer]) -> list[list[int]]:
     """By ``id``, of each optimizer."""
     return [[id(p) for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
+
+
+def _ddps_among(wrapped: Sequence[Wrapped]) -> list[DistributedDataParallel]:
+    return [one for one in wrapped if isinstance(one, DistributedDataParallel)]
 
 
 def _zero(ddp: DistributedDataParallel) -> "Zero":
@@ -750,14 +741,12 @@ def _reduce_dtype(options: Options) -> torch.dtype | None:
     return None if policy is None else policy.reduce_dtype or policy.param_dtype
 
 
-def _living(
-    ddps: "Sequence[weakref.ref[DistributedDataParallel]]", others: Sequence[Syncing]
-) -> Callable[[], list[Syncing]]:
-    return lambda: [*(ddp for ref in ddps if (ddp := ref()) is not None), *others]
+def _living(wrapped: "Sequence[weakref.ref[Wrapped]]", others: Sequence[Syncing]) -> Callable[[], list[Syncing]]:
+    return lambda: [*(one for ref in wrapped if (one := ref()) is not None), *others]
 
 
-def _ddps_in(model: nn.Module) -> list[DistributedDataParallel]:
-    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+def _wrapped_in(model: nn.Module) -> list[Wrapped]:
+    return [module for module in model.modules() if isinstance(module, (DistributedDataParallel, Replicated))]
 
 
 def _rank() -> int:

@@ -94,13 +94,15 @@ class Loop:
     def __init__(self, case: Case, attach: bool) -> None:
         torch.manual_seed(0)
         self.case = case
-        self.model: Any = DistributedDataParallel(
-            case.make(), **{"gradient_as_bucket_view": case.view, "bucket_cap_mb": 0.004, **case.ddp}
-        )
+        self.model: Any = self.wrap(case.make())
         cls, kwargs = OPTIMIZERS[case.optimizer]
         self.optimizer = cls(two_groups(self.model), **kwargs)
         self.scaler = GradScaler("cpu", init_scale=2.0**12, growth_interval=2, enabled=case.scaled is not None)
         self.overlap: Any = self._attach() if attach else None
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        options = {"gradient_as_bucket_view": self.case.view, "bucket_cap_mb": 0.004, **self.case.ddp}
+        return DistributedDataParallel(module, **options)
 
     def _attach(self) -> instep.Attachment:
         case, clip = self.case, self.case.clip

@@ -36,6 +36,8 @@ CLIPPING = "tests/parity/test_clipping.py"
 LOSS_SCALE = "tests/parity/test_loss_scale.py"
 UNDO = "tests/parity/test_undo.py"
 SCHEDULES = "tests/distributed/test_schedules.py"
+REPLICATED = "tests/distributed/test_replicated.py"
+REPLICATED_LIFE = "tests/distributed/test_replicated_life.py"
 IN_BACKWARD = "tests/functional/test_in_backward.py"
 
 MUTANTS = [
@@ -493,6 +495,146 @@ MUTANTS = [
         "self._kept = list(optimizers) if options.steps_itself else []",
         "self._kept = [weakref.proxy(o) for o in optimizers]",
         "tests/functional/test_overlapped.py",
+    ),
+    Mutant(
+        "divide the sum, not what is summed",
+        "sources/transient.py",
+        "                torch.mul(gradient, factor, out=part)\n",
+        "                torch.div(gradient, dist.get_world_size(self.group), out=part)\n",
+        REPLICATED,
+    ),
+    Mutant(
+        "keep the buckets of the first backward",
+        "sources/transient.py",
+        "            if not backward.layout.agreed:\n",
+        "            if False:\n",
+        REPLICATED,
+    ),
+    Mutant(
+        "lay out the buckets in this rank's own order",
+        "sources/transient.py",
+        "        broadcast([order], self.group)\n",
+        "",
+        REPLICATED,
+    ),
+    Mutant(
+        "let any number of buckets be on their way",
+        "sources/transient.py",
+        "IN_FLIGHT = 2\n",
+        "IN_FLIGHT = 1000\n",
+        REPLICATED_LIFE,
+    ),
+    Mutant(
+        "hold on to a bucket that was handed over",
+        "sources/transient.py",
+        "        flight.future = torch.futures.Future()\n",
+        "        self.last = [*getattr(self, 'last', []), flight]\n",
+        REPLICATED_LIFE,
+    ),
+    Mutant(
+        "take what was not used here for used by nobody",
+        "sources/transient.py",
+        "if somewhere[number]]",
+        "if number not in flight.unused]",
+        REPLICATED,
+    ),
+    Mutant(
+        "take what was not used here for used elsewhere",
+        "sources/transient.py",
+        "if somewhere[number]]",
+        "]",
+        REPLICATED,
+    ),
+    Mutant(
+        "count what no_sync has left as unused",
+        "sources/transient.py",
+        "        self._fresh.add(number)\n        if not self._reduces:\n            return\n",
+        "        if not self._reduces:\n            return\n        self._fresh.add(number)\n",
+        REPLICATED,
+    ),
+    Mutant(
+        "average what nobody has touched since",
+        "sources/transient.py",
+        "if i not in self._fresh or _gradient",
+        "if _gradient",
+        REPLICATED,
+    ),
+    Mutant(
+        "wait for a gradient before backward is told of",
+        "sources/transient.py",
+        "                node.register_prehook(partial(self._reached, node))\n",
+        "                pass\n",
+        REPLICATED,
+    ),
+    Mutant(
+        "communicate for autograd.grad too",
+        "sources/transient.py",
+        " or not _leads_to(node, mine)",
+        " or True",
+        REPLICATED,
+    ),
+    Mutant(
+        "send a bucket before it is full",
+        "sources/transient.py",
+        "self.missing[self.sent] == 0",
+        "self.missing[self.sent] <= 1",
+        REPLICATED,
+    ),
+    Mutant(
+        "leave what else is on its way after a failure",
+        "sources/transient.py",
+        "                    if future is not None:\n",
+        "                    if False:\n",
+        REPLICATED_LIFE,
+    ),
+    Mutant(
+        "keep a bucket for one gradient that stays",
+        "sources/replicated.py",
+        "                    parameter.grad = parameter.grad.clone()\n",
+        "                    pass\n",
+        REPLICATED_LIFE,
+    ),
+    Mutant(
+        "step in a second backward of a step",
+        "sources/replicated.py",
+        "        self._writes = False\n        self._sink.streams",
+        "        self._sink.streams",
+        REPLICATED,
+    ),
+    Mutant(
+        "broadcast buffers before every forward",
+        "sources/replicated.py",
+        "if self._sync_buffers_next and self.broadcast_buffers and",
+        "if self.broadcast_buffers and",
+        REPLICATED,
+    ),
+    Mutant(
+        "never broadcast buffers",
+        "sources/replicated.py",
+        "        self._sync_buffers_next = reduces\n",
+        "        self._sync_buffers_next = False\n",
+        REPLICATED,
+    ),
+    Mutant(
+        "send in the gradients' own dtype",
+        "sources/replicated.py",
+        "        self.reduce_dtype = reduce_dtype\n",
+        "        self.reduce_dtype = None\n",
+        REPLICATED,
+    ),
+    Mutant(
+        "leave the first weights as they are",
+        "sources/agreement.py",
+        "            for tensor, part in zip",
+        "            for tensor, part in () and zip",
+        REPLICATED,
+    ),
+    Mutant(
+        "average in no_sync too",
+        "sources/replicated.py",
+        "        self.require_backward_grad_sync = False\n",
+        "",
+        REPLICATED,
     ),
 ]
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from instep._core.engine import at_end_of_backward, graph_task
+from instep._core.engine import at_end_of_backward, graph_task, runs
 from instep._core.stepper import undecorated_step
 
 
@@ -76,3 +76,22 @@ def test_what_is_read_of_ddp_is_there() -> None:
     assert DistributedDataParallel._get_active_ddp_module() is None
     source = DistributedDataParallel.__init__.__code__.co_names
     assert {"parameters_to_ignore", "process_group"} <= set(source)
+
+
+def test_runs_tells_which_parameters_backward_comes_to() -> None:
+    used, unused = nn.Linear(2, 2), nn.Linear(2, 2)
+    x = torch.ones(1, 2, requires_grad=True)
+    leaves = [torch.autograd.graph.get_gradient_edge(p).node for p in (used.weight, used.bias, unused.weight)]
+
+    def found(run: object) -> list[bool]:
+        seen: list[bool] = []
+        output = used(x)
+        assert output.grad_fn is not None
+        output.grad_fn.register_prehook(lambda _: seen.extend(map(runs, leaves)))
+        run(output.sum())  # type: ignore[operator]
+        return seen
+
+    assert found(lambda loss: loss.backward()) == [True, True, False]
+    assert found(lambda loss: loss.backward(inputs=[used.bias])) == [False, True, False]
+    assert found(lambda loss: torch.autograd.grad(loss, x)) == [False] * 3
+    assert found(lambda loss: torch.autograd.grad(loss, [used.weight, x])) == [False] * 3

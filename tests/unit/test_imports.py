@@ -18,10 +18,11 @@ ALLOWED = {
     "sources": {"_core", "comm_hooks", "errors"},
     "_shards": {"_core"},
     "_wrappers": set(),
-    "_validation": {"_wrappers", "_core", "errors"},
+    "_validation": {"_wrappers", "sources", "_core", "errors"},
     "attachment": {"_validation", "_shards", "_wrappers", "sources", "_core", "errors"},
     "functional": {"attachment", "_shards", "_wrappers", "sources", "comm_hooks", "_core", "errors"},
     "verification": {"attachment", "_wrappers", "errors"},
+    "replication": {"attachment", "sources", "errors"},
     "demo": {"attachment", "verification", "report", "_version"},
     "cli": {"demo", "_version"},
 }
@@ -61,8 +62,9 @@ def test_the_core_does_not_know_of_ranks() -> None:
 def test_sources_do_not_know_one_another() -> None:
     for path in ROOT.joinpath("sources").glob("*.py"):
         others = {name for name in imported_by(path) if name.startswith("instep.sources.")}
-        # No sources: what everything that is a DDP hook shares.
-        others -= {"instep.sources.reductions", "instep.sources.hook_slot"}
+        # No sources: what everything that is a DDP hook shares, and what averages the gradients of a replicated model.
+        shared = ("reductions", "hook_slot", "transient", "layout", "agreement")
+        others -= {f"instep.sources.{name}" for name in shared}
         assert not others, f"{path.name} imports {others}"
 
 
@@ -75,6 +77,7 @@ def test_the_public_names() -> None:
         "OptimInBackwardHookState",
         "OptimizerHookState",
         "OverlappedOptimizer",
+        "Replicated",
         "Verification",
         "apply_optim_in_backward_hook",
         "apply_optimizer_in_backward",
@@ -85,6 +88,7 @@ def test_the_public_names() -> None:
         "hook_then_optimizer",
         "reducer_allreduce_and_upcast_hook",
         "register_overlapped",
+        "replicate",
         "verify",
     ]
     for name in instep.__all__:

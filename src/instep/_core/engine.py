@@ -1,6 +1,7 @@
-"""The two things instep asks of the autograd engine that have no public name.
+"""The three things instep asks of the autograd engine that have no public name.
 
-Both are used by torch's own DDP and FSDP. ``tests/unit/test_engine.py`` fails clearly when torch changes them.
+All are used by torch's own code: DDP, FSDP, ``register_multi_grad_hook``. ``tests/unit/test_engine.py`` fails clearly
+when torch changes them.
 """
 
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 _NO_GRAPH_TASK = -1
 
@@ -16,6 +18,15 @@ def graph_task() -> int | None:
     """The number of the backward this thread is running, ``None`` outside of one. Never used twice."""
     task = torch._C._current_graph_task_id()
     return None if task == _NO_GRAPH_TASK else task
+
+
+def runs(node: Node) -> bool:
+    """Whether the running backward comes to ``node``. Backwards that are nested in it (reentrant checkpointing) are
+    others. False for a parameter that ``autograd.grad`` was asked about, which gets no ``.grad``."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # of a leaf that autograd.grad was asked about
+        return False
 
 
 class _EndOfBackward:
