@@ -912,12 +912,11 @@ def by_file(value: Any) -> Any:
     return torch.load(buffer, weights_only=False)
 
 
-STATE_ALONE = "nobody sees a copy being made of optimizer.state, which is written later"
 DUPLICATES = pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, by_file])
 
 
 @DUPLICATES
-@ways(forward=STATE_ALONE, late=STATE_ALONE)
+@in_every_way
 def test_copies_of_the_optimizer_alone_after_the_step(way: str, duplicate: Callable[[Any], Any]) -> None:
     def step(lane: Lane, i: int) -> Any:
         learn(lane, i)

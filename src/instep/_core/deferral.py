@@ -25,7 +25,7 @@ from instep._core.parts import memory_of
 from instep._core.placeholders import HeldGradient
 from instep._core.plan import Bucket, fill_buckets
 from instep._core.scaling import found_inf, take_off_here
-from instep._core.stepper import Stepper, frozen
+from instep._core.stepper import Stepper, begin_state, end_state, frozen
 from instep._core.streams import StepStreams
 from instep._core.transaction import Gather, Recorder
 from instep._core.watch import Watch, plain_type
@@ -191,11 +191,10 @@ class Deferral:
         self._gradient_watch = Watch(values=self._used_spread_gradient)
         self._due: dict[int, _Due] = {}  # by the parameter's id
         self._read: dict[int, None] = {}  # in the order in which forwards read them
-        self._trained = False
+        self._trained = self._went_back = False
         self._backward: int | None = None
         self._owing: set[Stepper] = set()
         self._clipped: set[Stepper] = set()
-        self._stateless: set[Stepper] = set()
         self._flushing: Stepper | None = None
         self._now = False
         self._placeholders: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -273,6 +272,8 @@ class Deferral:
             and all(d.step is not step for d in self._dues())
         ):
             step.stepper.commit(step.optimizer())
+            if (optimizer := step.optimizer()) is not None:
+                end_state(optimizer)
 
     def _tear(self, step: _Frozen) -> None:
         for due in self._dues():
@@ -309,6 +310,7 @@ class Deferral:
         if self._backward == graph_task():
             return False
         self._backward = graph_task()
+        self._went_back = True
         self._accumulation.begin()
         self._clipping.begin()
         self._clipped.clear()
@@ -328,10 +330,11 @@ class Deferral:
         self.require_whole()
         with_gradient = [a for a in mine if a.get().grad is not None]
         clip = self._clip_of(stepper, with_gradient)
-        if self._trained and not self._owing:
+        in_loop = self._in_loop(stepper.optimizer())
+        if in_loop and not self._owing:
             self._owing = {a.stepper for a in self.parameters if a.get().grad is not None}
         traced = {a.spec.index for reader in self.readers if reader.traced for a in reader.parameters}
-        waiting = {a: self._can_be_put_off(a, traced) for a in with_gradient}
+        waiting = {a: in_loop and self._can_be_put_off(a, traced) for a in with_gradient}
         later = [a for a, can_wait in waiting.items() if can_wait or (a.part is not None and a.part.alone)]
         if clip is not None and len(later) < len(with_gradient):
             clip([a.get() for a in set(waiting).difference(later)])
@@ -339,13 +342,20 @@ class Deferral:
         self._now = False
         if later:
             self._put_off(stepper, later, clip)
+            if not stepper.optimizer().state:  # its first step, and see begin_state
+                self._finish([self._due.get(id(a.get())) for a in later])
             self._finish([self._due.get(id(a.get())) for a, can_wait in waiting.items() if not can_wait])
 
+    def _in_loop(self, optimizer: Optimizer) -> bool:
+        """Whether this is a step of a training loop: else who made the gradients wants the step now. DCP does so, at
+        any time, with a learning rate of 0, for the state that a step makes."""
+        if not self._trained:
+            return False
+        return self._went_back or any(float(group.get("lr", 1)) != 0 for group in optimizer.param_groups)
+
     def _can_be_put_off(self, attached: AttachedParameter, traced: Container[int]) -> bool:
-        # Without a forward before it there is no loop, and who made the gradients wants the step now (DCP does so).
         return (
-            self._trained
-            and not self._now
+            not self._now
             and attached.stepper in self._can_wait
             # Some optimizers treat parameters of a class of their own in their own way. Steps that communicate must not
             # come when one rank waits for them and another does not.
@@ -376,6 +386,7 @@ class Deferral:
     def _put_off(self, stepper: Stepper, parameters: Sequence[AttachedParameter], clip: Clip | None) -> None:
         step = _Frozen(stepper.optimizer(), parameters)
         by_index = {attached.spec.index: attached for attached in parameters}
+        begin_state(stepper.optimizer(), [attached.get() for attached in parameters])
         buckets = [[by_index[spec.index] for spec in bucket.parameters] for bucket in self.buckets_of(parameters)]
         dues = [_Due(bucket, step, clip, self.recorder) for bucket in buckets]
         for due in dues:
@@ -414,17 +425,7 @@ class Deferral:
             self._owing.discard(stepper)
             if not self._owing:
                 self.step_count += 1
-                self._trained = False
-        self._begin_state(stepper)
-
-    def _begin_state(self, stepper: Stepper) -> None:
-        """The step that makes an optimizer's state is waited for. DCP asks whether there is any, of which nobody tells
-        us, and where it finds none has the optimizer take a step of its own."""
-        state = stepper.optimizer().state
-        if not state and stepper not in self._stateless:
-            self._finish([due for due in self._dues() if due.step.optimizer() is stepper.optimizer()])
-            if not state:
-                self._stateless.add(stepper)
+                self._trained = self._went_back = False
 
     def buckets_of(self, parameters: Iterable[AttachedParameter]) -> tuple[Bucket, ...]:
         """In the order in which forwards read them; those not read yet in the model's order."""

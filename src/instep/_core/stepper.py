@@ -10,7 +10,7 @@ committed.
 import copy
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -340,6 +340,21 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether it updates each element of a parameter from that element's gradient and state alone, so that a part of
     a parameter may be stepped by itself. Classes of others that inherit from these may do otherwise."""
     return type(optimizer) in _ELEMENTWISE
+
+
+def begin_state(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Show that an optimizer without state is about to have some: DCP asks an optimizer for it, of which nobody tells
+    us, and where it finds none has it take a step of its own. torch's optimizers fill an entry that is empty."""
+    if not optimizer.state and type(optimizer).__module__.startswith("torch.optim."):
+        mine = {id(p) for p in parameters}
+        for group in optimizer.param_groups:
+            optimizer.state.update((p, {}) for p in group["params"] if id(p) in mine)
+
+
+def end_state(optimizer: Optimizer) -> None:
+    """Take off again what :func:`begin_state` left and nobody has filled."""
+    for parameter in [p for p, entry in optimizer.state.items() if isinstance(p, torch.Tensor) and not entry]:
+        del optimizer.state[parameter]
 
 
 def alias_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
