@@ -1,10 +1,11 @@
 """Models sharded in all the ways there are, and two loops over each, side by side."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -25,6 +26,22 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "late": {"schedule": "forward"},  # no update runs before somebody waits for it
     "undo": {"undo": True},
 }
+
+
+in_every_way = pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.nightly] if way in ("late", "undo") else []) for way in WAYS]
+)
+"""The harder two nightly."""
+
+
+def sampled(names: Iterable[str], every: int, ways: Iterable[str] = tuple(WAYS)) -> list[Any]:
+    """Names of cases by way: some in all ways, the others in one each; nightly, all in all."""
+    found = []
+    for number, name in enumerate(names):
+        for way in ways:
+            one = number % every == 0 or way == ("backward", "forward")[number % 2]
+            found.append(pytest.param(name, way, marks=[] if one else [pytest.mark.nightly]))
+    return found
 
 
 def mesh(*sizes: int) -> Any:

@@ -11,9 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import instep
 from tests.cases import Blocks, two_groups
 from tests.distributed.pool import RankPool
-from tests.distributed.sharded import WAYS, Loop, both, mesh, nested
-
-in_every_way = pytest.mark.parametrize("way", list(WAYS))
+from tests.distributed.sharded import WAYS, Loop, both, in_every_way, mesh, nested
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:

@@ -35,7 +35,7 @@ from tests.late import late_updates
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 # "late" is "forward" with no luck: every update is still due when a checkpoint is taken.
-in_every_way = pytest.mark.parametrize("way", ["backward", "late", "undo"])
+in_each_way = pytest.mark.parametrize("way", ["backward", "late", pytest.param("undo", marks=pytest.mark.nightly)])
 
 
 def fsdp1_with_mesh(model: nn.Module) -> nn.Module:
@@ -146,7 +146,7 @@ def taken(kind: str, way: str) -> None:
         require_same_training(plain, loop, "at the end")
 
 
-@in_every_way
+@in_each_way
 @pytest.mark.parametrize("kind", ["fsdp2", "tp", "fsdp1"])
 def test_what_is_taken_after_a_step(two_ranks: RankPool, kind: str, way: str) -> None:
     two_ranks.run(taken, kind, way)
@@ -194,7 +194,7 @@ def resumed(kind: str, way: str) -> None:
                     loop.overlap.detach()
 
 
-@in_every_way
+@in_each_way
 @pytest.mark.parametrize("kind", ["fsdp2", "tp", "fsdp1"])
 def test_resumed_training(two_ranks: RankPool, kind: str, way: str) -> None:
     two_ranks.run(resumed, kind, way)
@@ -223,7 +223,7 @@ def gone_back(kind: str, way: str) -> None:
     loop.overlap.detach()
 
 
-@in_every_way
+@in_each_way
 @pytest.mark.parametrize("kind", ["fsdp2", "tp", "fsdp1"])
 def test_going_back_to_an_earlier_state(two_ranks: RankPool, kind: str, way: str) -> None:
     two_ranks.run(gone_back, kind, way)
@@ -258,13 +258,13 @@ def never_stepped(kind: str, way: str, looked: bool) -> None:
     loop.overlap.detach()
 
 
-@in_every_way
+@in_each_way
 @pytest.mark.parametrize("kind", ["fsdp2", "tp", "fsdp1"])
 def test_the_step_that_makes_state_is_none(two_ranks: RankPool, kind: str, way: str) -> None:
     two_ranks.run(never_stepped, kind, way, False)
 
 
-@in_every_way
+@in_each_way
 def test_the_step_that_makes_state_is_none_after_a_forward(two_ranks: RankPool, way: str) -> None:
     two_ranks.run(never_stepped, "fsdp2", way, True)
 

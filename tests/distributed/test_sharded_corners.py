@@ -26,11 +26,10 @@ import instep
 from instep.errors import AccumulationError, UncommittedStepError
 from tests.cases import Blocks, batch, two_groups
 from tests.distributed.pool import RankPool
-from tests.distributed.sharded import WAYS, Loop, both, loss_of, mesh, nested
+from tests.distributed.sharded import WAYS, Loop, both, in_every_way, loss_of, mesh, nested
 from tests.late import late_updates
 
 warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
-in_every_way = pytest.mark.parametrize("way", list(WAYS))
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:

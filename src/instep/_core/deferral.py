@@ -342,8 +342,8 @@ class Deferral:
         self._now = False
         if later:
             self._put_off(stepper, later, clip)
-            if not stepper.optimizer().state:  # its first step, and see begin_state
-                self._finish([self._due.get(id(a.get())) for a in later])
+            if not stepper.optimizer().state:  # its first step: one bucket of it makes state, see begin_state
+                self._finish([self._due.get(id(later[0].get()))])
             self._finish([self._due.get(id(a.get())) for a, can_wait in waiting.items() if not can_wait])
 
     def _in_loop(self, optimizer: Optimizer) -> bool:
