@@ -38,6 +38,8 @@ UNDO = "tests/parity/test_undo.py"
 SCHEDULES = "tests/distributed/test_schedules.py"
 REPLICATED = "tests/distributed/test_replicated.py"
 REPLICATED_LIFE = "tests/distributed/test_replicated_life.py"
+FSDP2 = "tests/distributed/test_fsdp2.py"
+ZERO = "tests/distributed/test_zero.py"
 IN_BACKWARD = "tests/functional/test_in_backward.py"
 
 MUTANTS = [
@@ -51,8 +53,8 @@ MUTANTS = [
     Mutant(
         "step every bucket twice",
         "_core/transaction.py",
-        "stepper.step(mine)",
-        "(stepper.step(mine), stepper.step(mine))",
+        "call.step(stepper)\n            except",
+        "(call.step(stepper), call.step(stepper))\n            except",
         PARITY,
     ),
     Mutant(
@@ -170,8 +172,8 @@ MUTANTS = [
     Mutant(
         "hold the parameters strongly",
         "_core/parameters.py",
-        "self._ref = weakref.ref(parameter)",
-        "self._ref = lambda: parameter",
+        "weakref.ref(parameter) if mesh is None else",
+        "",
         "tests/unit/test_life.py",
     ),
     Mutant(
@@ -212,7 +214,7 @@ MUTANTS = [
     Mutant(
         "do not look whether a weight was written before step()",
         "_core/transaction.py",
-        "if parameter._version != attached.version:",
+        "if memory_of(parameter)._version != attached.version:",
         "if False:",
         REFUSALS,
     ),
@@ -380,7 +382,7 @@ MUTANTS = [
     Mutant(
         "lose the gradients that nobody cleared",
         "_core/deferral.py",
-        "tensor.grad = held if id(tensor) in self._due else held.held",
+        "tensor.grad = self._held(gradient) if id(tensor) in self._due else gradient",
         "pass",
         PROGRAMS,
     ),
@@ -401,8 +403,8 @@ MUTANTS = [
     Mutant(
         "take norms in the order of parameters",
         "_core/norms.py",
-        "ordered = [norms[i] for ([_], positions) in _grouped(like).values() for i in positions]",
-        "ordered = list(norms)",
+        "for ([_], places) in _grouped([like[m] for m in members]).values() for i in places]",
+        "for i in range(len(members))]",
         "tests/unit/test_norms.py",
     ),
     Mutant(
@@ -477,7 +479,7 @@ MUTANTS = [
     ),
     Mutant(
         "multiply what the reducer divides",
-        "sources/ddp.py",
+        "sources/hook_slot.py",
         "self._views.get(id(p)) == storage for p",
         "False for p",
         SCHEDULES,
@@ -628,6 +630,76 @@ MUTANTS = [
         "            for tensor, part in zip",
         "            for tensor, part in () and zip",
         REPLICATED,
+    ),
+    Mutant(
+        "step a group whose gradients come in parts at the first of them",
+        "sources/local.py",
+        "return self._counts[group] > 1",
+        "return False",
+        FSDP2,
+    ),
+    Mutant(
+        "keep the state of local shards as it was made",
+        "_shards.py",
+        "if not isinstance(value, torch.Tensor) or value.shape != self._local_shape:",
+        "if True:",
+        FSDP2,
+    ),
+    Mutant(
+        "do not look who reads a local tensor",
+        "_core/watch.py",
+        "if _LOCAL in vars(cls):",
+        "if False:",
+        FSDP2,
+    ),
+    Mutant(
+        "clip shards by the norm of this rank's",
+        "_core/norms.py",
+        "total.full_tensor() if hasattr",
+        "total.to_local() * 0.5 if hasattr",
+        FSDP2,
+    ),
+    Mutant(
+        "gather FSDP1's weights before they are stepped",
+        "_wrappers.py",
+        "        call()\n        return getattr",
+        "        return getattr",
+        "tests/distributed/test_fsdp1.py",
+    ),
+    Mutant(
+        "step what FSDP1 has reduced once for each parameter",
+        "sources/fsdp.py",
+        "self._reduced_now = {a.spec.index for a in members if a is not attached}",
+        "self._reduced_now = set()",
+        "tests/distributed/test_fsdp1.py",
+    ),
+    Mutant(
+        "sum where the mean is asked for",
+        "sources/zero.py",
+        "        sent.mul_(1.0 / divisor)\n",
+        "",
+        ZERO,
+    ),
+    Mutant(
+        "leave the other ranks' rows as they are",
+        "sources/zero.py",
+        "if rank != self._rank:",
+        "if rank == self._rank:",
+        ZERO,
+    ),
+    Mutant(
+        "save the rows of one rank as the whole state",
+        "sources/zero.py",
+        "return value.full_tensor() if isinstance(value, DTensor) else value",
+        "return value.to_local() if isinstance(value, DTensor) else value",
+        ZERO,
+    ),
+    Mutant(
+        "keep the whole of a state that is loaded",
+        "sources/zero.py",
+        "        loaded = BoundHook(lambda optimizer: _shard(optimizer, parameters()))\n",
+        "        loaded = BoundHook(lambda optimizer: None)\n",
+        ZERO,
     ),
     Mutant(
         "average in no_sync too",
