@@ -102,14 +102,15 @@ def attach(
     that reads it runs, or before anybody else uses one of its parameters in Python.
 
     Args:
-        model: any module, or a ``DistributedDataParallel``, or what :func:`instep.replicate` returned, already on its
-            device and in its dtype.
+        model: any module, already on its device and in its dtype; a ``DistributedDataParallel``; what
+            :func:`instep.replicate` returned; a model that ``fully_shard``, ``FullyShardedDataParallel`` (with
+            ``use_orig_params=True``) or tensor parallelism was applied to.
         optimizer: one ``torch.optim.Optimizer`` or several, of parameters of ``model``. Frozen ones are left alone
             until they are unfrozen.
         schedule: when a bucket steps. ``"backward"``: as soon as its gradients are final. ``"forward"``: after
             ``optimizer.step()``, behind the next forward; on CPU that hides the step of fused optimizers only.
         bucket_bytes: bytes of gradient at which a bucket is full; 16 MiB unless told. Not under DDP and
-            ``replicate``, whose own ``bucket_cap_mb`` decides.
+            ``replicate``, whose own ``bucket_cap_mb`` decides, nor with FSDP, whose groups are the buckets.
         clip: clip the gradients of all attached parameters before they are applied.
         accumulation_steps: every so many backwards step; the others only add to the gradients, under DDP in
             ``no_sync``. For loops that cannot be given ``with overlap.accumulate():``.

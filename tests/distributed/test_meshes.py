@@ -186,3 +186,21 @@ def norm_of_a_mix() -> tuple[float, float]:
 def test_the_norm_of_plain_and_sharded_gradients(two_ranks: RankPool) -> None:
     for found, expected in two_ranks.run(norm_of_a_mix):
         assert found == pytest.approx(expected, rel=1e-5)  # another order of summation
+
+
+def held_all_reduce(loop: Loop, i: int) -> None:
+    """Micro-batches that are reduced among the shards, and among the replicas only in the last."""
+    for last in (False, True):
+        loop.model.set_requires_all_reduce(last)
+        loop.backward(2 * i + last)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def reduced_in_two_parts(way: str) -> None:
+    both(way, hsdp, adamw, held_all_reduce)
+
+
+@in_every_way
+def test_hsdp_accumulates_before_its_all_reduce(four_ranks: RankPool, way: str) -> None:
+    four_ranks.run(reduced_in_two_parts, way)
