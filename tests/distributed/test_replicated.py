@@ -38,9 +38,9 @@ from tests.distributed.test_schedules import (
 )
 
 CAP = 0.004  # MiB: several buckets even in small models
-WITH_ATTACH = ("backward", "forward", "undo")
-in_every_way = pytest.mark.parametrize("way", ["alone", *WITH_ATTACH])
-in_every_attached_way = pytest.mark.parametrize("way", WITH_ATTACH)
+ATTACHED = ["backward", "forward", pytest.param("undo", marks=pytest.mark.nightly)]
+in_every_way = pytest.mark.parametrize("way", ["alone", *ATTACHED])
+in_every_attached_way = pytest.mark.parametrize("way", ATTACHED)
 
 
 class Replica(Loop):

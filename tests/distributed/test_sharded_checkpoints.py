@@ -35,6 +35,7 @@ from tests.late import late_updates
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 # "late" is "forward" with no luck: every update is still due when a checkpoint is taken.
+in_each_kind = pytest.mark.parametrize("kind", ["fsdp2", pytest.param("tp", marks=pytest.mark.nightly), "fsdp1"])
 in_each_way = pytest.mark.parametrize("way", ["backward", "late", pytest.param("undo", marks=pytest.mark.nightly)])
 
 
@@ -147,12 +148,12 @@ def taken(kind: str, way: str) -> None:
 
 
 @in_each_way
-@pytest.mark.parametrize("kind", ["fsdp2", "tp", "fsdp1"])
+@in_each_kind
 def test_what_is_taken_after_a_step(two_ranks: RankPool, kind: str, way: str) -> None:
     two_ranks.run(taken, kind, way)
 
 
-@pytest.mark.parametrize("way", ["late", "undo"])
+@pytest.mark.parametrize("way", ["late", pytest.param("undo", marks=pytest.mark.nightly)])
 def test_what_is_taken_of_hsdp(four_ranks: RankPool, way: str) -> None:
     four_ranks.run(taken, "hsdp", way)
 
@@ -195,12 +196,12 @@ def resumed(kind: str, way: str) -> None:
 
 
 @in_each_way
-@pytest.mark.parametrize("kind", ["fsdp2", "tp", "fsdp1"])
+@in_each_kind
 def test_resumed_training(two_ranks: RankPool, kind: str, way: str) -> None:
     two_ranks.run(resumed, kind, way)
 
 
-@pytest.mark.parametrize("way", ["late", "backward"])
+@pytest.mark.parametrize("way", ["late", pytest.param("backward", marks=pytest.mark.nightly)])
 def test_resumed_training_of_hsdp(four_ranks: RankPool, way: str) -> None:
     four_ranks.run(resumed, "hsdp", way)
 
@@ -224,7 +225,7 @@ def gone_back(kind: str, way: str) -> None:
 
 
 @in_each_way
-@pytest.mark.parametrize("kind", ["fsdp2", "tp", "fsdp1"])
+@in_each_kind
 def test_going_back_to_an_earlier_state(two_ranks: RankPool, kind: str, way: str) -> None:
     two_ranks.run(gone_back, kind, way)
 
@@ -259,7 +260,7 @@ def never_stepped(kind: str, way: str, looked: bool) -> None:
 
 
 @in_each_way
-@pytest.mark.parametrize("kind", ["fsdp2", "tp", "fsdp1"])
+@in_each_kind
 def test_the_step_that_makes_state_is_none(two_ranks: RankPool, kind: str, way: str) -> None:
     two_ranks.run(never_stepped, kind, way, False)
 
@@ -341,7 +342,7 @@ def read_by_one(way: str, directory: str, expected: str) -> None:
     assert difference is None, difference
 
 
-@pytest.mark.parametrize("way", ["late", "backward"])
+@pytest.mark.parametrize("way", ["late", pytest.param("backward", marks=pytest.mark.nightly)])
 def test_on_disk_for_other_numbers_of_ranks(
     two_ranks: RankPool, three_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, way: str
 ) -> None:

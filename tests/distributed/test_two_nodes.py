@@ -52,12 +52,12 @@ def plain() -> str:
     return one_node("--plain")
 
 
-@pytest.mark.parametrize("schedule", ["backward", "forward"])
+@pytest.mark.parametrize("schedule", [pytest.param("backward", marks=pytest.mark.nightly), "forward"])
 def test_one_line_changes_no_weight(plain: str, schedule: str, tmp_path: Path) -> None:
     assert one_node("--schedule", schedule, "--checkpoint", str(tmp_path)) == plain
 
 
-@pytest.mark.parametrize("schedule", ["backward", "forward"])
+@pytest.mark.parametrize("schedule", ["backward", pytest.param("forward", marks=pytest.mark.nightly)])
 def test_two_nodes(plain: str, schedule: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
         try:
