@@ -52,7 +52,8 @@ def plain() -> str:
     return one_node("--plain")
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("backward", marks=pytest.mark.nightly), "forward"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
 def test_one_line_changes_no_weight(plain: str, schedule: str, tmp_path: Path) -> None:
     assert one_node("--schedule", schedule, "--checkpoint", str(tmp_path)) == plain
 

@@ -110,7 +110,7 @@ def one_optimizer(way: str, cls: Any, kwargs: Any) -> None:
     both(way, lambda model: cls(two_groups(model), **kwargs), steps=4)
 
 
-@pytest.mark.parametrize(("name", "way"), sampled(ELEMENTWISE, 6, WAYS))
+@pytest.mark.parametrize(("name", "way"), sampled(ELEMENTWISE, 12, WAYS))
 def test_every_elementwise_optimizer(two_ranks: RankPool, way: str, name: str) -> None:
     two_ranks.run(one_optimizer, way, *ELEMENTWISE[name][1:])
 
