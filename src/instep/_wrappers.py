@@ -73,11 +73,26 @@ def put_shards_in_place(model: nn.Module) -> None:
         cast(Any, module).reshard()
 
 
-class FSDP2Sync:
-    """Whether the next backward of an FSDP2 model reduces gradients, in the terms of ``DistributedDataParallel``."""
+class _Sync:
+    """What says whether the next backward of a model reduces gradients, in the terms of ``DistributedDataParallel``."""
+
+    require_backward_grad_sync: bool
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+
+class FSDP2Sync(_Sync):
+    """Whether the next backward of an FSDP2 model reduces gradients, in the terms of ``DistributedDataParallel``."""
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -88,15 +103,6 @@ class FSDP2Sync:
     def require_backward_grad_sync(self, value: bool) -> None:
         for module in self._modules():
             module.set_requires_gradient_sync(value, recurse=False)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
 
     def _modules(self) -> Sequence[Any]:
         model = self._model()
@@ -112,11 +118,8 @@ def _param_groups(module: Any) -> Sequence[Any]:
     return groups
 
 
-class FSDP1Sync:
+class FSDP1Sync(_Sync):
     """The same of FSDP1 models."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -127,15 +130,6 @@ class FSDP1Sync:
     def require_backward_grad_sync(self, value: bool) -> None:
         for wrapper in self._wrappers():
             wrapper._sync_gradients = value
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
 
     def _wrappers(self) -> Sequence[Any]:
         model = self._model()
