@@ -28,6 +28,7 @@ class _Shard:
     another object each time, and autograd nodes.)"""
 
     alone = False
+    here = True
 
     def __init__(self, parameter: Any) -> None:
         self._mesh = parameter.device_mesh

@@ -291,7 +291,12 @@ def refuse_parameters(names: Names, optimizers: Sequence[Optimizer], taken: Mapp
 
 
 def refuse_shard_state(
-    wrapped: Sequence[DistributedDataParallel], optimizers: Sequence[Optimizer], clip: Any, undo: Any, comm_hook: Any
+    wrapped: Sequence[DistributedDataParallel],
+    optimizers: Sequence[Optimizer],
+    schedule: str,
+    clip: Any,
+    undo: Any,
+    comm_hook: Any,
 ) -> None:
     """What does not go with ``shard_state=True``."""
     if len(wrapped) != 1:
@@ -301,11 +306,10 @@ def refuse_shard_state(
             "shards the state by itself"
         )
     for optimizer in optimizers:
-        if not is_elementwise(optimizer):
-            raise UnsupportedOptimizerError(
-                f"shard_state=True divides each parameter among the ranks by rows, and the update of "
-                f"{type(optimizer).__name__} is not known to be elementwise, so it would differ. Leave out shard_state "
-                "(or see torch's ZeroRedundancyOptimizer, which gives whole parameters to ranks)"
+        if schedule == "backward" and isinstance(clip, ClipValue) and not is_elementwise(optimizer):
+            raise AttachError(
+                f"clip=ClipValue does not go with shard_state=True and {type(optimizer).__name__}, whose update is not "
+                "known to be elementwise, while backward runs: use schedule='forward'"
             )
     if undo:
         raise AttachError(

@@ -131,8 +131,8 @@ def attach(
             Floating-point inputs of ``model`` are cast to ``param_dtype`` unless ``cast_forward_inputs=False``, its
             outputs to ``output_dtype`` if given.
         shard_state: under DDP, each rank keeps the optimizer's state of its own rows of every parameter, steps those,
-            and gets the others' from the other ranks: 1/N of state and step on N ranks (ZeRO-1). For optimizers whose
-            update is elementwise. ``optimizer.state_dict()`` is the plain optimizer's, and ``detach()`` makes the
+            and gets the others' from the other ranks: 1/N of state and step on N ranks (ZeRO-1). Where the update is
+            not elementwise, or not known to be, each parameter is one rank's. ``optimizer.state_dict()`` is the plain optimizer's, and ``detach()`` makes the
             optimizer so again; all ranks must call them.
 
     Returns:
@@ -193,7 +193,9 @@ def _attach(model: nn.Module, optimizers: Sequence[Optimizer], options: Options)
     refuse_communication(model, wrapped, options.bucket_bytes, options.comm_hook, options.mixed_precision)
     refuse_scripts(model)
     if options.shard_state:
-        refuse_shard_state(_ddps_among(wrapped), optimizers, options.clip, options.undo, options.comm_hook)
+        refuse_shard_state(
+            _ddps_among(wrapped), optimizers, options.schedule, options.clip, options.undo, options.comm_hook
+        )
     put_shards_in_place(model)
     names = name_parameters(model)
     refuse_parameters(names, optimizers, attached_parameters())
@@ -717,7 +719,7 @@ class Attachment:
             stepper = owner[id(parameter)]
             part = part_of(parameter, stepper.optimizer())
             if self._zero is not None and id(parameter) in self._zero.reduced:
-                part = self._zero.shards.rows_of(parameter)
+                part = self._zero.shards.part_of(parameter, stepper.optimizer())
             parameters.append(AttachedParameter(parameter, spec, held, stepper, spent, part, mesh_of(parameter)))
         return tuple(parameters)
 

@@ -12,13 +12,13 @@ EVERYTHING = settings(deadline=None, suppress_health_check=list(HealthCheck), ph
 
 
 @given(programs(), st.booleans())
-@settings(EVERYTHING, max_examples=80, derandomize=True)
+@settings(EVERYTHING, max_examples=40, derandomize=True)
 def test_drawn_programs_on_two_ranks(two_ranks: RankPool, program: Program, view: bool) -> None:
     two_ranks.run(run_on_this_rank, program, view)
 
 
 @given(programs(), st.booleans())
-@settings(EVERYTHING, max_examples=40, derandomize=True)
+@settings(EVERYTHING, max_examples=20, derandomize=True)
 def test_drawn_programs_on_three_ranks(three_ranks: RankPool, program: Program, view: bool) -> None:
     three_ranks.run(run_on_this_rank, program, view)
 

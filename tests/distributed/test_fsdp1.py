@@ -90,7 +90,10 @@ def hybrid(strategy: ShardingStrategy, way: str) -> None:
 
 
 @in_every_way
-@pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2])
+@pytest.mark.parametrize(
+    "strategy",
+    [ShardingStrategy.HYBRID_SHARD, pytest.param(ShardingStrategy._HYBRID_SHARD_ZERO2, marks=pytest.mark.nightly)],
+)
 def test_hybrid(four_ranks: RankPool, strategy: ShardingStrategy, way: str) -> None:
     four_ranks.run(hybrid, strategy, way)
 

@@ -92,7 +92,7 @@ def trained(name: str, way: str, foreach: bool) -> None:
 
 
 @in_every_way
-@pytest.mark.parametrize("name", ["hsdp", "tp", "2d", "2d, one mesh"])
+@pytest.mark.parametrize("name", ["hsdp", "tp", "2d", pytest.param("2d, one mesh", marks=pytest.mark.nightly)])
 def test_four_ranks(four_ranks: RankPool, name: str, way: str) -> None:
     four_ranks.run(trained, name, way, name in ("hsdp", "2d, one mesh"))
 

@@ -47,18 +47,20 @@ def one_node(*arguments: str) -> str:
     return weights_in(done.stdout)
 
 
+pytestmark = pytest.mark.nightly
+
+
 @pytest.fixture(scope="module")
 def plain() -> str:
     return one_node("--plain")
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("schedule", ["backward", "forward"])
 def test_one_line_changes_no_weight(plain: str, schedule: str, tmp_path: Path) -> None:
     assert one_node("--schedule", schedule, "--checkpoint", str(tmp_path)) == plain
 
 
-@pytest.mark.parametrize("schedule", ["backward", pytest.param("forward", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
 def test_two_nodes(plain: str, schedule: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
         try:

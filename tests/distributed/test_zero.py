@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep.errors import AccumulationError, AttachError, UnsupportedOptimizerError
+from instep.errors import AccumulationError, AttachError
 from tests.cases import Blocks, Sometimes, Tied, batch, optimizer_cases, two_groups, weights
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, loss_of, sampled
@@ -38,6 +38,10 @@ def ddp(model: nn.Module, **options: Any) -> nn.Module:
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(two_groups(model), lr=1e-2, **options)
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(two_groups(model), lr=1e-2)
 
 
 def flat(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
@@ -132,6 +136,76 @@ def test_each_rank_has_its_share_of_the_state(two_ranks: RankPool, way: str) -> 
     shares = two_ranks.run(halves, way)
     assert sum(here for here, _ in shares) == shares[0][1]
     assert max(here for here, _ in shares) < 0.52 * shares[0][1]
+
+
+class OfMine(torch.optim.AdamW):
+    """Nobody knows whether the update of a class of the user's own is elementwise."""
+
+
+WHOLE = {c[0]: c for c in optimizer_cases() if c[0].startswith("Adafactor")}
+WHOLE["OfMine"] = ("OfMine", OfMine, {"lr": 1e-2})
+WHOLE["OfMine-fused"] = ("OfMine", OfMine, {"lr": 1e-2, "fused": True})
+
+
+def owned(way: str, cls: Any, kwargs: Any) -> None:
+    loop = both(way, lambda model: cls(two_groups(model), **kwargs), build=Odd, steps=4)
+    with instep.attach(loop.model, loop.optimizer, shard_state=True, **WAYS[way]):
+        loop.learn(0)
+        kept = [p for p, entry in loop.optimizer.state.items() if entry]
+        numbers = [sum(p.numel() for p in kept)] * dist.get_world_size()
+        dist.all_gather_object(numbers, numbers[0])
+        trained = [p for group in loop.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        assert sum(numbers) == sum(p.numel() for p in trained)
+        assert max(numbers) < 0.6 * sum(numbers)
+
+
+@in_every_way
+@pytest.mark.parametrize("name", list(WHOLE))
+def test_whole_parameters_per_rank_where_the_update_is_not_elementwise(
+    two_ranks: RankPool, way: str, name: str
+) -> None:
+    two_ranks.run(owned, way, *WHOLE[name][1:])
+
+
+def muon(way: str, options: Mapping[str, Any]) -> None:
+    """Beside another optimizer, whose parameters are divided by rows, in the same buckets."""
+    models, optimizers = [], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(ddp(Odd()))
+        matrices = [p for p in models[-1].parameters() if p.dim() == 2]
+        rest = [p for p in models[-1].parameters() if p.dim() != 2]
+        optimizers.append([torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)])
+    clip = options.get("clip")
+    with instep.attach(models[1], optimizers[1], shard_state=True, **WAYS[way], **options) as overlap:
+        for i in range(5):
+            for model, pair in zip(models, optimizers, strict=True):
+                Loop(model, None).backward(i)
+                if clip is not None and model is models[0]:
+                    norm = nn.utils.clip_grad_norm_(model.parameters(), clip.max_norm)
+                for optimizer in pair:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            overlap.synchronize()
+            if clip is None:
+                assert all(map(torch.equal, weights(models[0]), weights(models[1]))), f"iteration {i}"
+                assert [same(*pair) for pair in zip(*optimizers, strict=True)] == [None, None], f"iteration {i}"
+            else:
+                assert overlap.grad_norm is not None
+                assert near(overlap.grad_norm, norm)
+                assert all(map(near, weights(models[0]), weights(models[1]))), f"iteration {i}"
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+@pytest.mark.parametrize("way", ["backward", "forward"])
+def test_muon_beside_another(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(muon, way, {})
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+def test_muon_clipped(two_ranks: RankPool) -> None:
+    """The norm of what is divided by rows is summed up in another order."""
+    two_ranks.run(muon, "forward", {"clip": instep.ClipNorm(0.3)})
 
 
 class Odd(Blocks):
@@ -348,14 +422,15 @@ def near(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a.float(), b.float(), rtol=1e-5, atol=1e-6)
 
 
-def three(way: str) -> None:
-    both(way, build=Odd, equal=near)
+def three(way: str, make_optimizer: Any) -> None:
+    both(way, make_optimizer, build=Odd, equal=near)
 
 
 @pytest.mark.parametrize("way", ["backward", "forward"])
-def test_three_ranks_add_up_in_another_order(three_ranks: RankPool, way: str) -> None:
+@pytest.mark.parametrize("make_optimizer", [adamw, adafactor])
+def test_three_ranks_add_up_in_another_order(three_ranks: RankPool, way: str, make_optimizer: Any) -> None:
     """The ring of an all-reduce adds each element up in an order that depends on where in a bucket it lies."""
-    three_ranks.run(three, way)
+    three_ranks.run(three, way, make_optimizer)
 
 
 def clip_by_hand(loop: Loop, i: int) -> torch.Tensor:
@@ -473,11 +548,11 @@ def test_mixed_precision(two_ranks: RankPool, way: str) -> None:
 # Checkpoints.
 
 
-def resumed(way: str, path: str, load_at: int | None) -> dict[str, Any] | None:
+def resumed(way: str, make_optimizer: Any, path: str, load_at: int | None) -> dict[str, Any] | None:
     """Trains six steps in all, three of them after a resume."""
     torch.manual_seed(0)
     model = ddp(Odd())
-    loop = Loop(model, adamw(model))
+    loop = Loop(model, make_optimizer(model))
     if load_at is None:
         overlap = instep.attach(model, loop.optimizer, shard_state=True, **WAYS[way])
         for i in range(3):
@@ -502,7 +577,7 @@ def resumed(way: str, path: str, load_at: int | None) -> dict[str, Any] | None:
     # The same data on all ranks, so that the world size does not matter.
     plain_model = Odd()
     plain_model.load_state_dict(saved["model"])
-    plain = Loop(plain_model, adamw(plain_model))
+    plain = Loop(plain_model, make_optimizer(plain_model))
     plain.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
     for i in range(3):
         for one in (plain, loop):
@@ -519,22 +594,22 @@ def resumed(way: str, path: str, load_at: int | None) -> dict[str, Any] | None:
 
 
 @pytest.mark.parametrize("load_at", [0, 1])
-@pytest.mark.parametrize("way", ["backward", "forward"])
+@pytest.mark.parametrize(("way", "make_optimizer"), [("backward", adamw), ("forward", adamw), ("forward", adafactor)])
 def test_saved_by_two_ranks_and_loaded_by_three(
-    two_ranks: RankPool, three_ranks: RankPool, way: str, load_at: int, tmp_path: Any
+    two_ranks: RankPool, three_ranks: RankPool, way: str, make_optimizer: Any, load_at: int, tmp_path: Any
 ) -> None:
     path = str(tmp_path / "checkpoint")
-    two_ranks.run(resumed, way, path, None)
-    three_ranks.run(resumed, way, path, load_at)
+    two_ranks.run(resumed, way, make_optimizer, path, None)
+    three_ranks.run(resumed, way, make_optimizer, path, load_at)
 
 
-def distributed_checkpoint(way: str) -> None:
+def distributed_checkpoint(way: str, make_optimizer: Any) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
     torch.manual_seed(0)
     plain, model = ddp(Odd()), ddp(Odd())
     model.load_state_dict(plain.state_dict())
-    loops = [Loop(plain, adamw(plain)), Loop(model, adamw(model))]
+    loops = [Loop(plain, make_optimizer(plain)), Loop(model, make_optimizer(model))]
     loops[1].overlap = instep.attach(model, loops[1].optimizer, shard_state=True, **WAYS[way])
     options = StateDictOptions(full_state_dict=True)
     for trained in (False, True):
@@ -562,9 +637,10 @@ def distributed_checkpoint(way: str) -> None:
     loops[1].overlap.detach()
 
 
+@pytest.mark.parametrize("make_optimizer", [adamw, adafactor])
 @pytest.mark.parametrize("way", ["backward", "forward"])
-def test_distributed_checkpoint(two_ranks: RankPool, way: str) -> None:
-    two_ranks.run(distributed_checkpoint, way)
+def test_distributed_checkpoint(two_ranks: RankPool, way: str, make_optimizer: Any) -> None:
+    two_ranks.run(distributed_checkpoint, way, make_optimizer)
 
 
 # What a user may get wrong.
@@ -574,10 +650,6 @@ def said(error: type[Exception], do: Callable[[], Any]) -> str:
     with pytest.raises(error) as caught:
         do()
     return str(caught.value)
-
-
-class OfMine(torch.optim.AdamW):
-    pass
 
 
 class Complex(nn.Module):
@@ -593,8 +665,7 @@ def mistakes() -> list[str]:
     turned = ddp(Complex())
     found = [
         said(AttachError, lambda: attach(alone, adamw(alone))),
-        said(UnsupportedOptimizerError, lambda: attach(model, OfMine(model.parameters()))),
-        said(UnsupportedOptimizerError, lambda: attach(model, torch.optim.Adafactor(model.parameters()))),
+        said(AttachError, lambda: attach(model, OfMine(model.parameters()), clip=instep.ClipValue(0.1))),
         said(AttachError, lambda: attach(model, adamw(model), undo=True)),
         said(AttachError, lambda: attach(model, adamw(model), comm_hook=(None, lambda state, bucket: None))),
         said(AttachError, lambda: attach(model, adamw(model), clip=instep.ClipNorm(1.0, mode="two_pass"))),
@@ -612,7 +683,6 @@ def test_mistakes(two_ranks: RankPool) -> None:
     expected = [
         "one DistributedDataParallel, and there is none",
         "OfMine",
-        "Adafactor",
         "undo=True does not go with shard_state=True",
         "comm_hook does not go with shard_state=True",
         "'two_pass'",

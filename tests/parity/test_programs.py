@@ -13,7 +13,7 @@ EVERYTHING = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 @example(Program("AdamW-0-fused", 1, 1, (Step(((True,), (True,))),), dtype=torch.bfloat16))
 @given(programs())
-@settings(EVERYTHING, max_examples=600, derandomize=True)
+@settings(EVERYTHING, max_examples=400, derandomize=True)
 def test_drawn_programs(program: Program) -> None:
     run(program)
 

@@ -62,8 +62,9 @@ def test_the_core_does_not_know_of_ranks() -> None:
 def test_sources_do_not_know_one_another() -> None:
     for path in ROOT.joinpath("sources").glob("*.py"):
         others = {name for name in imported_by(path) if name.startswith("instep.sources.")}
-        # No sources: what everything that is a DDP hook shares, and what averages the gradients of a replicated model.
-        shared = ("reductions", "hook_slot", "transient", "layout", "agreement")
+        # No sources: what everything that is a DDP hook shares, what averages the gradients of a replicated model, and
+        # what divides parameters among ranks.
+        shared = ("reductions", "hook_slot", "transient", "layout", "agreement", "state_shards")
         others -= {f"instep.sources.{name}" for name in shared}
         assert not others, f"{path.name} imports {others}"
 

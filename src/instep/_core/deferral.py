@@ -68,6 +68,12 @@ class _Frozen:
         self.pending = [attached.spec.name for attached in parameters]
         self.applied: list[str] = []
         self.failure: BaseException | None = None
+        self._parameters = tuple(parameters)
+
+    def stepped_here(self) -> list[torch.Tensor]:
+        """Its parameters, those aside that another rank updates."""
+        here = [a.peek() for a in self._parameters if a.part is None or a.part.here]
+        return [parameter for parameter in here if parameter is not None]
 
 
 class _Due:
@@ -273,7 +279,7 @@ class Deferral:
         ):
             step.stepper.commit(step.optimizer())
             if (optimizer := step.optimizer()) is not None:
-                end_state(optimizer)
+                end_state(optimizer, step.stepped_here())
 
     def _tear(self, step: _Frozen) -> None:
         for due in self._dues():

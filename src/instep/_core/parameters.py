@@ -91,18 +91,24 @@ class Together:
         tensors: to be stepped, with their gradients: the parameters, or aliases of this rank's parts of them.
         parameters: the optimizer's own.
         parts: of those that are stepped by their part.
+        elsewhere: the optimizer's parameters that another rank steps.
     """
 
-    __slots__ = ("parameters", "parts", "tensors")
+    __slots__ = ("elsewhere", "parameters", "parts", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.parameters: list[torch.Tensor] = []
         self.parts: list[Part | None] = []
+        self.elsewhere: list[torch.Tensor] = []
 
     def step(self, stepper: Stepper) -> None:
         """Update them."""
-        stepper.step(self.tensors, self.parameters, self.parts if any(self.parts) else None)
+        for parameter in self.elsewhere:
+            stepper.optimizer().state.setdefault(parameter, {})  # all ranks have the same keys
+            torch.autograd.graph.increment_version(parameter)
+        if self.tensors:
+            stepper.step(self.tensors, self.parameters, self.parts if any(self.parts) else None)
 
 
 def part_of_gradient(attached: AttachedParameter, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -126,6 +132,9 @@ def together(bucket: Iterable[tuple[AttachedParameter, torch.Tensor]], *, alias:
     for attached, gradient in bucket:
         parameter, part = attached.get(), attached.part
         local = part_of_gradient(attached, gradient)
+        if part is not None and not part.here:
+            found.setdefault(None, Together()).elsewhere.append(parameter)
+            continue
         if part is not None and local is not None:
             whole = part.of(parameter)
             assert whole is not None, "a part is made for its parameter's own layout"

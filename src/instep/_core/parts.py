@@ -9,13 +9,15 @@ import torch
 class Part(Protocol):
     """This rank's part of one parameter, of its gradient and of its state, as plain tensors.
 
-    It stands in for the whole only where the update is elementwise (:func:`~instep._core.stepper.is_elementwise`).
+    It is less than the whole only where the update is elementwise (:func:`~instep._core.stepper.is_elementwise`).
 
     Attributes:
         alone: the state is that of the part, so that the parameter can be stepped in no other way.
+        here: whether this rank updates any of it.
     """
 
     alone: bool
+    here: bool
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The part of the parameter or of its gradient, in the same memory; ``None`` if ``tensor`` is laid out in

@@ -351,10 +351,11 @@ def begin_state(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> Non
             optimizer.state.update((p, {}) for p in group["params"] if id(p) in mine)
 
 
-def end_state(optimizer: Optimizer) -> None:
+def end_state(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
     """Take off again what :func:`begin_state` left and nobody has filled."""
-    for parameter in [p for p, entry in optimizer.state.items() if isinstance(p, torch.Tensor) and not entry]:
-        del optimizer.state[parameter]
+    for parameter in parameters:
+        if parameter in optimizer.state and not optimizer.state[parameter]:
+            del optimizer.state[parameter]
 
 
 def alias_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -1,22 +1,19 @@
-"""ZeRO-1 under DistributedDataParallel: each rank keeps the optimizer's state of its own rows of every parameter.
+"""ZeRO-1 under DistributedDataParallel: each rank keeps the optimizer's state of its own part of the parameters.
 
-A bucket's gradients are reduced and scattered (each rank gets the mean of its rows), the rows are stepped, and the new
-rows are gathered from all ranks: the bytes of DDP's all-reduce, and 1/N of the step and of the state on each of N ranks
-(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, stage 1). Rows are
-divided as ``DTensor``'s ``Shard(0)`` divides them, and the state is kept as such ``DTensor``.
+A bucket's gradients are reduced and scattered (each rank gets the mean of its part), the parts are stepped, and what
+is new is gathered from all ranks: the bytes of DDP's all-reduce, and 1/N of the step and of the state on each of N
+ranks (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, stage 1).
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import grad_mode
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported if available
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -28,205 +25,14 @@ from instep.errors import AccumulationError, InstepError
 from instep.sources import Sink
 from instep.sources.hook_slot import before_backward, release, take
 from instep.sources.reductions import Reduction, Reductions, as_they_arrive, bucket_parameters, slices_of
-
-Finish = Callable[[], None]
-
-
-class Rows:
-    """This rank's rows of one parameter. One without dimensions is every rank's own."""
-
-    alone = True
-
-    def __init__(self, parameter: torch.Tensor, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
-        self._rank = mesh.get_local_rank()
-        self.shape = parameter.shape
-        self._divided = parameter.dim() > 0
-        whole = _with_rows(parameter.detach())
-        self._stride = whole.stride() if self._divided else ()
-        self._whole = whole.shape
-        self.size = -(-whole.shape[0] // mesh.size())
-        self.numel = self.size * (whole[:1].numel())
-
-    def range(self, rank: int) -> tuple[int, int]:
-        """The rows of ``rank``: the first, and the first that is not."""
-        rows = self._whole[0]
-        if not self._divided:
-            return 0, 1
-        return min(rank * self.size, rows), min((rank + 1) * self.size, rows)
-
-    def rows(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """The rows of ``rank`` of a plain tensor, in the same memory."""
-        start, stop = self.range(rank)
-        return _with_rows(tensor.detach())[start:stop]
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if isinstance(tensor, DTensor):
-            return tensor._local_tensor
-        return self.rows(tensor, self._rank) if self._divided else tensor.detach()
-
-    def fits(self, entry: Mapping[Any, Any]) -> bool:
-        return True  # nobody else makes state for it
-
-    def of_state(self, value: Any) -> Any:
-        return value._local_tensor if isinstance(value, DTensor) else value
-
-    def as_state(self, value: Any) -> Any:
-        start, stop = self.range(self._rank)
-        if not isinstance(value, torch.Tensor) or value.shape != (stop - start, *self._whole[1:]):
-            return value
-        return self.spread(value)
-
-    def spread(self, rows: torch.Tensor) -> DTensor:
-        """This rank's rows as a part of the whole."""
-        with torch.no_grad():
-            if not self._divided:
-                return DTensor.from_local(rows.view(()), self._mesh, [Replicate()], run_check=False)
-            return DTensor.from_local(
-                rows, self._mesh, [Shard(0)], run_check=False, shape=self.shape, stride=self._stride
-            )
-
-    def take(self, value: Any) -> Any:
-        """The entry to keep for one of the plain optimizer's."""
-        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-            return value
-        if not self._divided or value.shape != self.shape:
-            return value
-        return self.spread(self.rows(value, self._rank).clone())
-
-    def give(self, value: Any) -> Any:
-        """The plain optimizer's entry for one that was kept. All ranks must call this."""
-        return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-class StateShards:
-    """Who has which rows, and how they travel.
-
-    gloo has no reduce-scatter of its own (torch 2.13 makes one of whole all-reduces), nor a gather into one tensor:
-    there rows are sent to their owners, who add them up in the order of ranks.
-    """
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self.group: dist.ProcessGroup = ddp.process_group
-        self.mesh = DeviceMesh.from_group(self.group, ddp.device_type)
-        self.world_size = dist.get_world_size(self.group)
-        self._rank = dist.get_rank(self.group)
-        self._by_hand = dist.get_backend(self.group) == "gloo"
-
-    def rows_of(self, parameter: torch.Tensor) -> Rows:
-        return Rows(parameter, self.mesh)
-
-    def scatter(
-        self, gradients: Sequence[torch.Tensor], rows: Sequence[Rows], divisor: int, dtype: torch.dtype
-    ) -> "_Scattered":
-        """Send each rank its rows of the mean of ``gradients`` over all ranks, computed and sent in ``dtype``."""
-        sent = torch.empty(self.world_size, sum(r.numel for r in rows), dtype=dtype, device=gradients[0].device)
-        for one, gradient, offset in _with_offsets(rows, gradients):
-            for rank in range(self.world_size):
-                part = one.rows(gradient, rank)
-                sent[rank, offset : offset + part.numel()].view(part.shape).copy_(part)
-        sent.mul_(1.0 / divisor)
-        if self._by_hand:
-            received = torch.empty_like(sent)
-            work: Any = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-        else:
-            received = torch.empty_like(sent[0])
-            reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            work = reduce_scatter(received, sent, group=self.group, async_op=True)
-        return _Scattered(work, sent, received)
-
-    def received(self, flat: torch.Tensor, rows: Sequence[Rows]) -> list[DTensor]:
-        """This rank's rows in what has arrived."""
-        found = []
-        for one, _, offset in _with_offsets(rows, rows):
-            start, stop = one.range(self._rank)
-            shape = (stop - start, *one._whole[1:])
-            numel = torch.Size(shape).numel()
-            found.append(one.spread(flat[offset : offset + numel].view(shape)))
-        return found
-
-    def gather(self, parameters: Sequence[AttachedParameter]) -> Finish:
-        """Send this rank's rows of ``parameters``, which were stepped, to all others. All ranks must call this with the
-        same parameters, in the same order of calls.
-
-        Returns:
-            What waits for the others' rows, and writes them into the parameters.
-        """
-        kinds: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, Rows]]] = {}
-        for attached in parameters:
-            parameter, part = attached.get(), attached.part
-            assert isinstance(part, Rows)
-            kinds.setdefault((parameter.device, parameter.dtype), []).append((parameter, part))
-        finishes = [self._gather(members) for members in kinds.values()]
-
-        def finish() -> None:
-            for one in finishes:
-                one()
-
-        return finish
-
-    @torch.no_grad()
-    def _gather(self, members: Sequence[tuple[torch.Tensor, Rows]]) -> Finish:
-        tensors = [parameter.detach() for parameter, _ in members]
-        rows = [part for _, part in members]
-        received = torch.empty(
-            self.world_size, sum(r.numel for r in rows), dtype=tensors[0].dtype, device=tensors[0].device
-        )
-        mine = received[self._rank]
-        for one, tensor, offset in _with_offsets(rows, tensors):
-            part = one.rows(tensor, self._rank)
-            mine[offset : offset + part.numel()].view(part.shape).copy_(part)
-        if self._by_hand:
-            work: Any = dist.all_gather(list(received), mine.clone(), group=self.group, async_op=True)
-        else:
-            gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            work = gather(received, mine.clone(), group=self.group, async_op=True)
-
-        @torch.no_grad()
-        def finish() -> None:
-            work.wait()
-            if received.device.type != "cpu":
-                received.record_stream(torch.accelerator.current_stream(received.device))
-            # The step has counted as a write of the parameter already.
-            with grad_mode._unsafe_preserve_version_counter(tuple(tensors)):
-                for one, tensor, offset in _with_offsets(rows, tensors):
-                    for rank in range(self.world_size):
-                        part = one.rows(tensor, rank)
-                        if rank != self._rank:
-                            part.copy_(received[rank, offset : offset + part.numel()].view(part.shape))
-
-        return finish
-
-
-class _Scattered:
-    """A scattered bucket under way, in the terms of a communication hook's future."""
-
-    def __init__(self, work: Any, sent: torch.Tensor, received: torch.Tensor) -> None:
-        self._work = work
-        self._sent: torch.Tensor | None = sent  # alive until it has been sent
-        self._received = received
-
-    def done(self) -> bool:
-        return bool(self._work.is_completed())
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._sent = None
-
-    def value(self) -> torch.Tensor:
-        if self._received.dim() == 1:
-            return self._received
-        total = self._received[0]
-        for others in self._received[1:]:
-            total += others
-        return total
+from instep.sources.state_shards import Finish, Part, Scattered, StateShards
 
 
 class ZeroSource:
     """One DDP instance whose buckets are scattered in place of being reduced on all ranks.
 
-    With a sink that steps (``schedule="backward"``) rows are stepped where backward ends, in order of sending, and sent
-    back while others are stepped. With one that does not, ``.grad`` is left with the rows' gradients, as a ``DTensor``.
+    With a sink that steps (``schedule="backward"``) parts are stepped where backward ends, in order of sending, and
+    sent back while others are stepped. With one that does not, ``.grad`` is left with their gradients, as ``DTensor``.
     """
 
     def __init__(
@@ -261,7 +67,7 @@ class ZeroSource:
         release(self._ddp(), self)
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
-        ours = [a for a in parameters if isinstance(a.part, Rows)]
+        ours = [a for a in parameters if isinstance(a.part, Part)]
         self._by_id.update((id(a.get()), a) for a in ours)
         return [a for a in parameters if a not in ours]
 
@@ -289,9 +95,9 @@ class ZeroSource:
         if buffer.is_sparse:
             raise InstepError("shard_state=True does not take sparse gradients: use sparse=False, or no shard_state")
         members = bucket.parameters()
-        rows = [self._rows(p) for p in members]
-        scattered = self._shards.scatter(slices_of(buffer, members), rows, divisor, self._reduce_dtype or buffer.dtype)
-        reduction = self._reductions.launched(bucket, scattered, lambda flat, _: self._shards.received(flat, rows))
+        parts = [self._part(p) for p in members]
+        scattered = self._shards.scatter(slices_of(buffer, members), parts, divisor, self._reduce_dtype or buffer.dtype)
+        reduction = self._reductions.launched(bucket, scattered, Scattered.gradients)
         if reduction is None:
             raise InstepError("shard_state=True does not go with join(): ranks that have joined own rows, too")
         if reduction.index == 0:
@@ -305,9 +111,9 @@ class ZeroSource:
     def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
         """:meth:`communicate` has seen to it."""
 
-    def _rows(self, parameter: torch.Tensor) -> Rows:
+    def _part(self, parameter: torch.Tensor) -> Part:
         part = self._by_id[id(parameter)].part
-        assert isinstance(part, Rows)
+        assert isinstance(part, Part)
         return part
 
     def _step(self, reductions: Sequence[Reduction]) -> None:
@@ -351,7 +157,7 @@ class ZeroSource:
             self._sink.fail(error)
 
     def _send(self, reductions: Sequence[Reduction]) -> None:
-        """Also rows that this rank could not step: the others wait for them."""
+        """Also parts that this rank could not step: the others wait for them."""
         for reduction in reductions:
             members = [self._by_id[id(p)] for p in reduction.members]
             with self._sink.streams.on(members[0].spec.device):
@@ -385,13 +191,14 @@ class Zero:
         parameters: Sequence[AttachedParameter],
         ddp: DistributedDataParallel,
         reduce_dtype: torch.dtype | None,
-    ) -> "ZeroSource":
+    ) -> ZeroSource:
+        """What sends the gradients of ``ddp``, and has the parts stepped."""
         return ZeroSource(sink, parameters, ddp, self.shards, reduce_dtype)
 
     def connect(
         self, optimizer: Optimizer, parameters: Callable[[], Iterable[AttachedParameter]]
     ) -> list[RemovableHandle]:
-        """Keep this rank's rows of the state alone; what is saved and loaded is all of it."""
+        """Keep the state of this rank's parts alone; what is saved and loaded is all of it."""
         _shard(optimizer, parameters())
         self._connected.append((weakref.ref(optimizer), parameters))
         saved = BoundHook(lambda optimizer, state_dict: _whole_state_dict(optimizer, state_dict, parameters()))
@@ -418,36 +225,22 @@ def _whole_state_dict(
     state = dict(state_dict["state"])
     for number, parameter in enumerate(ordered):
         part = parts.get(id(parameter))
-        if number in state and isinstance(part, Rows):
-            state[number] = {key: part.give(value) for key, value in state[number].items()}
+        if number in state and isinstance(part, Part):
+            state[number] = part.give(state[number])
     return {**state_dict, "state": state}
 
 
 def _shard(optimizer: Optimizer, parameters: Iterable[AttachedParameter]) -> None:
-    """Keep of the optimizer's state only this rank's rows."""
+    """Keep of the optimizer's state only what belongs to this rank's parts."""
     for attached in parameters:
         entry = optimizer.state.get(attached.get())
-        if entry is not None and isinstance(attached.part, Rows):
-            for key, value in entry.items():
-                entry[key] = attached.part.take(value)
+        if entry is not None and isinstance(attached.part, Part):
+            attached.part.take(entry)
 
 
 def _unshard(optimizer: Optimizer, parameters: Iterable[AttachedParameter]) -> None:
     """Keep all of the optimizer's state, as the plain optimizer does. All ranks must call this."""
     for attached in parameters:
         entry = optimizer.state.get(attached.get())
-        if entry is not None and isinstance(attached.part, Rows):
-            for key, value in entry.items():
-                entry[key] = attached.part.give(value)
-
-
-def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(1) if tensor.dim() == 0 else tensor
-
-
-def _with_offsets(rows: Sequence[Rows], tensors: Sequence[Any]) -> Iterator[tuple[Rows, Any, int]]:
-    """Each with its place in a rank's part of the flat tensor."""
-    offset = 0
-    for one, tensor in zip(rows, tensors, strict=True):
-        yield one, tensor, offset
-        offset += one.numel
+        if entry is not None and isinstance(attached.part, Part):
+            entry.update(attached.part.give(entry))
