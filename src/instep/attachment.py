@@ -132,8 +132,8 @@ def attach(
             outputs to ``output_dtype`` if given.
         shard_state: under DDP, each rank keeps the optimizer's state of its own rows of every parameter, steps those,
             and gets the others' from the other ranks: 1/N of state and step on N ranks (ZeRO-1). Where the update is
-            not elementwise, or not known to be, each parameter is one rank's. ``optimizer.state_dict()`` is the plain optimizer's, and ``detach()`` makes the
-            optimizer so again; all ranks must call them.
+            not elementwise, or not known to be, each parameter is one rank's. ``optimizer.state_dict()`` is the plain
+            optimizer's, and ``detach()`` makes the optimizer so again; all ranks must call them.
 
     Returns:
         The attachment. It lives as long as the model does, whether or not it is kept.
