@@ -4,7 +4,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from instep._core.finite import Policy
 from instep._core.parameters import Place
 from instep._core.policies import ClipNorm, ClipValue
 from instep._core.stepper import is_elementwise
@@ -61,7 +62,7 @@ def refuse_options(model: nn.Module, optimizers: Sequence[Any], schedule: str, b
         raise AttachError(f"bucket_bytes must be a positive number of bytes or None, not {bucket_bytes!r}")
 
 
-def refuse_policies(schedule: str, clip: Any, accumulation_steps: Any, scaler: Any, undo: Any) -> None:
+def refuse_policies(schedule: str, clip: Any, accumulation_steps: Any, scaler: Any, undo: Any, nonfinite: Any) -> None:
     """What does not go together, or not with the schedule."""
     if clip is not None and not isinstance(clip, (ClipNorm, ClipValue)):
         raise AttachError(f"clip must be an instep.ClipNorm, an instep.ClipValue or None, not {clip!r}")
@@ -71,6 +72,17 @@ def refuse_policies(schedule: str, clip: Any, accumulation_steps: Any, scaler: A
         raise AttachError(f"scaler must be a torch.amp.GradScaler or None, not {type(scaler).__name__}")
     if undo is not True and undo is not False and undo != "host":
         raise AttachError(f"undo must be True, False or 'host', not {undo!r}")
+    if nonfinite not in get_args(Policy):
+        raise AttachError(f"nonfinite must be one of {', '.join(get_args(Policy))}, not {nonfinite!r}")
+    if nonfinite == "skip" and schedule == "backward" and not undo:
+        raise AttachError(
+            "nonfinite='skip' needs every gradient before the first update, and schedule='backward' updates during "
+            "backward. Use schedule='forward', or undo=True, with which such a step is put back; or nonfinite='raise'"
+        )
+    if nonfinite == "skip" and isinstance(clip, ClipNorm) and clip.error_if_nonfinite:
+        raise AttachError(
+            "nonfinite='skip' leaves out the steps for which ClipNorm(error_if_nonfinite=True) raises. Leave one out"
+        )
     mode = clip.mode if isinstance(clip, ClipNorm) else None
     if schedule == "forward":
         if undo:

@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +24,7 @@ from instep._core.arrival import Arrival
 from instep._core.clipping import Clipping
 from instep._core.deferral import Deferral, Reader
 from instep._core.engine import after_all_of_backward, graph_task
+from instep._core.finite import Policy
 from instep._core.hooks import BoundHook, first_of_post_hooks, last_of_pre_hooks
 from instep._core.outputs import nodes_of
 from instep._core.parameters import AttachedParameter, require_unchanged
@@ -31,6 +33,7 @@ from instep._core.plan import MIB, ParameterSpec, Plan
 from instep._core.policies import ClipNorm, ClipValue
 from instep._core.precision import LowPrecision
 from instep._core.probe import require_separable
+from instep._core.ranks import Ranks
 from instep._core.scaling import LossScale
 from instep._core.stepper import Stepper
 from instep._core.transaction import Recorder, Transaction
@@ -51,14 +54,17 @@ from instep._validation import (
     refuse_shared_memory,
     refuse_wrappers,
 )
+from instep._votes import GroupVotes, groups_of, in_join
 from instep._wrappers import BeforeFSDP1Gathers, FSDP1Sync, FSDP2Sync, fsdp1_in, put_shards_in_place, sharded_groups
-from instep.errors import AttachError, StaleAttachmentError
+from instep.errors import AttachError, ConcurrentBackwardError, InstepError, StaleAttachmentError
 from instep.sources import Sink, Source
 from instep.sources.ddp import DDPSource, managed_by
 from instep.sources.fsdp import FSDP1Source
 from instep.sources.hook_slot import CommHook
 from instep.sources.local import LocalSource, Uses
+from instep.sources.messages import broadcast_json
 from instep.sources.replicated import Replicated, ReplicatedSource
+from instep.sources.resync import resync
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -82,6 +88,7 @@ def attach(
     accumulation_steps: int = 1,
     scaler: GradScaler | None = None,
     undo: bool | Literal["host"] = False,
+    nonfinite: Policy = "allow",
     comm_hook: CommHook | None = None,
     mixed_precision: "MixedPrecisionPolicy | None" = None,
     shard_state: bool = False,
@@ -121,6 +128,11 @@ def attach(
             shows that the plain loop would have done otherwise (clipping, an infinite gradient, a step that is left
             out, a gradient or weight that is used in between, an error) has it put back bit for bit, and
             ``optimizer.step()`` steps as the plain loop does.
+        nonfinite: what becomes of a step with a gradient that holds NaN or infinity. ``"allow"``: what the plain loop
+            does. ``"skip"``: it is left out on all ranks, and parameters, state and groups stay bit for bit as they
+            were; with ``schedule="forward"`` or ``undo``. ``"raise"``: :class:`~instep.errors.NonFiniteGradientError`
+            from ``optimizer.step()``, and nothing of the step is applied; with ``schedule="backward"`` and no
+            ``undo`` from ``backward()``, and the bucket that holds it is not applied, but others are: the step is torn.
         comm_hook: under DDP, ``(state, hook)`` as for ``register_comm_hook``: ``hook(state, bucket)`` reduces each
             bucket, in place of DDP's own mean, and what its future holds is stepped. The two must be given here: DDP
             takes one hook. It stays after ``detach()``.
@@ -152,9 +164,18 @@ def attach(
     refuse_options(model, optimizers, schedule, bucket_bytes)
     if scaler is not None and isinstance(scaler, GradScaler) and not scaler.is_enabled():
         scaler = None
-    refuse_policies(schedule, clip, accumulation_steps, scaler, undo)
+    refuse_policies(schedule, clip, accumulation_steps, scaler, undo, nonfinite)
     options = Options(
-        schedule, bucket_bytes, clip, accumulation_steps, scaler, undo, comm_hook, mixed_precision, shard_state
+        schedule,
+        bucket_bytes,
+        clip,
+        accumulation_steps,
+        scaler,
+        undo,
+        nonfinite,
+        comm_hook,
+        mixed_precision,
+        shard_state,
     )
     return _attach(model, optimizers, options)
 
@@ -180,6 +201,7 @@ class Options:
     accumulation_steps: int = 1
     scaler: GradScaler | None = None
     undo: bool | Literal["host"] = False
+    nonfinite: Policy = "allow"
     comm_hook: CommHook | None = None
     mixed_precision: "MixedPrecisionPolicy | None" = None
     shard_state: bool = False
@@ -242,19 +264,28 @@ class Attachment:
         syncs: list[Syncing] = [] if not self._groups else [FSDP1Sync(model) if fsdp1 else FSDP2Sync(model)]
         self._accumulation = Accumulation(options.accumulation_steps, _living(self._ddps, syncs))
         self._clipping = Clipping(options.clip)
+        self._ranks = Ranks(_rank)
         contained = [stepper for stepper in self._steppers if require_separable(stepper.optimizer())]
         self._step: Transaction | Deferral
         sink: Sink | None
         if options.schedule == "forward":
             bucket_bytes = options.bucket_bytes or DEFAULT_BUCKET_BYTES
-            self._step = Deferral(contained, _rank, self._accumulation, self._clipping, bucket_bytes)
+            self._step = Deferral(
+                contained, self._ranks, self._accumulation, self._clipping, bucket_bytes, options.nonfinite
+            )
             self._arrival = Arrival(self._accumulation, self._clipping, self._begin_step)
             sink = self._arrival if isinstance(options.clip, ClipNorm) else None
         else:
             undo = Undo(host=options.undo == "host") if options.undo else None
             scale = None if options.scaler is None else LossScale(options.scaler)
-            sink = self._step = Transaction(self._steppers, _rank, self._accumulation, self._clipping, undo, scale)
+            sink = self._step = Transaction(
+                self._steppers, self._ranks, self._accumulation, self._clipping, undo, scale, options.nonfinite
+            )
             self._step.on_open = self._begin_step
+        # The thread whose forward the running backward, or the open step, belongs to.
+        self._thread: int | None = None
+        self._in_backward = False
+        self._thread_lock = threading.Lock()
         self._step_due = False
         # Nobody else need hold an optimizer whose step() nobody calls.
         self._kept = list(optimizers) if options.steps_itself else []
@@ -285,6 +316,11 @@ class Attachment:
     def redo_count(self) -> int:
         """With ``undo``: how many steps were put back, to be done again as the plain loop does, or not at all."""
         return self._step.redo_count
+
+    @property
+    def skip_count(self) -> int:
+        """With ``nonfinite="skip"``: how many steps were left out, for a gradient that was not finite."""
+        return self._step.skip_count
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -355,12 +391,47 @@ class Attachment:
     def accept_torn(self) -> None:
         """Take the weights as they are after a step that was applied only in part, and train on.
 
-        Call it after loading model and optimizer from a checkpoint, or to go on from the torn weights. Clears the
-        gradients. Does nothing when no step is torn.
+        Call it after loading model and optimizer from a checkpoint, or to go on from the torn weights; on all ranks.
+        Clears the gradients, and counts the step if anything of it was written. Does nothing when no step is torn.
         """
         if self._step.state == "torn":
-            _logger.warning("the torn step %d was accepted", self.step_count + 1)
-            self._step.forget(gradients=True)
+            self._step.accept()
+            _logger.warning("the torn step %d was accepted", self.step_count)
+
+    def resync_from(self, rank: int) -> None:
+        """Take parameters, buffers, optimizer state, ``param_groups`` and the number of steps from another rank, and
+        clear the gradients and a torn step. All ranks must call this.
+
+        For models that every rank has as a whole: ``DistributedDataParallel`` and :func:`instep.replicate`.
+
+        Args:
+            rank: one on which the last step stands as a whole, of ``torch.distributed``'s default group.
+
+        Raises:
+            InstepError: there is no such copy: the model or the state is sharded, ``rank`` is not one of its ranks, or
+                its own step is torn in the middle. On all ranks, and nothing was changed.
+        """
+        model = self._model()
+        wrapped = [ddp for ref in self._ddps if (ddp := ref()) is not None]
+        if model is None or not wrapped or self._groups or self._zero is not None:
+            raise InstepError(
+                "resync_from() needs a whole copy of model and optimizer on every rank: DistributedDataParallel or "
+                "replicate, without shard_state. Load a checkpoint instead"
+            )
+        group: dist.ProcessGroup = wrapped[0].process_group
+        ranks = dist.get_process_group_ranks(group)
+        if rank not in ranks:
+            raise InstepError(f"resync_from({rank!r}): the ranks that share this model are {ranks}")
+        step = broadcast_json(self._step.whole_step(), group, ranks.index(rank))
+        if step is None:
+            raise InstepError(
+                f"resync_from({rank}): the last step was applied only in part on that rank. Name one where it was "
+                "applied as a whole, or load a checkpoint"
+            )
+        optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        self._step.forget(gradients=True)
+        resync(model, optimizers, group, ranks.index(rank))
+        self._step.step_count = step
 
     def detach(self) -> None:
         """Give the model and the optimizer back as they came. Safe to call twice, and with a step open or torn. What
@@ -448,9 +519,24 @@ class Attachment:
                         self._handles.append(parameter.register_post_accumulate_grad_hook(count))
             if self._options.mixed_precision is not None:
                 self._precision = LowPrecision(model, self._options.mixed_precision)
+            self._ranks.voting = self._voting(model)
         except BaseException:
             self.detach()
             raise
+
+    def _voting(self, model: nn.Module) -> GroupVotes | None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        wrapped = [*(ddp for ref in self._ddps if (ddp := ref()) is not None), *fsdp1_in(model)]
+        groups = groups_of(wrapped, self._parameters())
+        if not groups:
+            return None
+        options, ddps = self._options, [weakref.ref(one) for one in wrapped if isinstance(one, DistributedDataParallel)]
+        settings = [options.schedule, options.clip, options.accumulation_steps, options.undo, options.nonfinite]
+        # FSDP1's parameters are what a rank has of them.
+        shapes = [() if self._in_fsdp1 else tuple(a.spec.shape) for a in self._step.parameters]
+        specs = [(a.spec.name, shape, a.spec.dtype) for a, shape in zip(self._step.parameters, shapes, strict=True)]
+        return GroupVotes(groups, (settings, specs), lambda: in_join(ref() for ref in ddps))
 
     def _begin_step(self) -> None:
         self._ask_for_step()
@@ -462,6 +548,8 @@ class Attachment:
         if torch.compiler.is_compiling() or graph_task() is not None:
             return
         self._refuse_late_ddp()
+        if torch.is_grad_enabled():
+            self._require_one_thread(threading.get_ident(), "forward")
         self._step.before_forward()
         require_unchanged(self._step.parameters)
         if self._step.state != "open":
@@ -488,10 +576,28 @@ class Attachment:
         if isinstance(self._step, Deferral):
             # What this forward did not read: DDP's next backward writes the buckets that gradients may lie in.
             self._step.synchronize()
+        before_backward = functools.partial(self._before_backward, threading.get_ident())
         for node in nodes_of(output):
-            node.register_prehook(self._before_backward)
+            node.register_prehook(before_backward)
 
-    def _before_backward(self, gradients: object) -> None:
+    def _require_one_thread(self, thread: int, what: str) -> None:
+        if self._thread not in (None, thread) and (self._in_backward or self._step.state == "open"):
+            raise ConcurrentBackwardError(
+                f"a {what} of {self._model_name} began on one thread while the step of another one is open: their "
+                "gradients would be mixed. Train a model on one thread at a time, or give each thread a model and an "
+                "optimizer of its own"
+            )
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+
+    def _before_backward(self, thread: int, gradients: object) -> None:
+        with self._thread_lock:
+            self._require_one_thread(thread, "backward")
+            self._thread = thread
+            if not self._in_backward:
+                self._in_backward = True
+                after_all_of_backward(self._end_backward, self._end_backward)
         if self._step.begin_backward():
             if self._groups:
                 self._accumulation.decide()

@@ -5,10 +5,13 @@ from collections.abc import Sequence
 __all__ = [
     "AccumulationError",
     "AttachError",
+    "ConcurrentBackwardError",
     "HyperparameterChangedError",
     "InstepError",
+    "NonFiniteGradientError",
     "SpentGradientError",
     "StaleAttachmentError",
+    "StepMismatchError",
     "TornStepError",
     "UncommittedStepError",
     "UnsupportedOptimizerError",
@@ -57,8 +60,33 @@ class HyperparameterChangedError(InstepError):
     """A hyper-parameter changed between the backward that used it and ``optimizer.step()``."""
 
 
+class ConcurrentBackwardError(InstepError):
+    """Two threads train one model at the same time. Nothing was written for the second one."""
+
+
+class StepMismatchError(InstepError):
+    """Ranks are not at the same step, or do not train the same model in the same way."""
+
+
+class NonFiniteGradientError(InstepError):
+    """A gradient holds NaN or infinity, and ``nonfinite="raise"`` was given.
+
+    Attributes:
+        parameter: the name of the first such parameter on this rank, ``None`` if all gradients here are finite.
+        rank: the first rank that has such a gradient.
+    """
+
+    def __init__(self, message: str, parameter: str | None, rank: int) -> None:
+        self.parameter = parameter
+        self.rank = rank
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.parameter, self.rank)
+
+
 class TornStepError(InstepError):
-    """A step was applied to some of the parameters only.
+    """A step was applied to some of the parameters only, or on some of the ranks only.
 
     Attributes:
         step: the number of the step, counted from 1.

@@ -119,7 +119,7 @@ def body_step_raises() -> bool:
     overlap.accept_torn()
     Fails.failing = False
     train(model, optimizer, range(3, 6))
-    assert overlap.step_count == 5
+    assert overlap.step_count == 6  # the torn one counts
     overlap.detach()
     return True
 
@@ -197,7 +197,7 @@ def test_a_killed_peer_raises_on_the_survivor_and_writes_nothing() -> None:
     """torch's own overlap returns normally here, with half the local gradient applied."""
     pool = RankPool(2)
     error, untouched, seconds = pool.run_until_a_rank_dies(0, body_peer_dies)
-    assert error == "RuntimeError"
+    assert error in ("RuntimeError", "TornStepError")  # of its bucket, or of the vote on the last step
     assert untouched
     assert seconds < 30 + 5
 
@@ -360,7 +360,7 @@ def body_error_beside_ddp() -> bool:
             torch.optim.SGD.step.__wrapped__ = real
         overlap.accept_torn()
         train(model, optimizer, range(3, 6))
-        assert overlap.step_count == 5
+        assert overlap.step_count == 6  # the torn one counts
     return True
 
 

@@ -18,8 +18,9 @@ ALLOWED = {
     "sources": {"_core", "comm_hooks", "errors"},
     "_shards": {"_core"},
     "_wrappers": set(),
+    "_votes": {"_core"},
     "_validation": {"_wrappers", "sources", "_core", "errors"},
-    "attachment": {"_validation", "_shards", "_wrappers", "sources", "_core", "errors"},
+    "attachment": {"_validation", "_shards", "_votes", "_wrappers", "sources", "_core", "errors"},
     "functional": {"attachment", "_shards", "_wrappers", "sources", "comm_hooks", "_core", "errors"},
     "verification": {"attachment", "_wrappers", "errors"},
     "replication": {"attachment", "sources", "errors"},
@@ -62,9 +63,9 @@ def test_the_core_does_not_know_of_ranks() -> None:
 def test_sources_do_not_know_one_another() -> None:
     for path in ROOT.joinpath("sources").glob("*.py"):
         others = {name for name in imported_by(path) if name.startswith("instep.sources.")}
-        # No sources: what everything that is a DDP hook shares, what averages the gradients of a replicated model, and
-        # what divides parameters among ranks.
-        shared = ("reductions", "hook_slot", "transient", "layout", "agreement", "state_shards")
+        # No sources: what everything that is a DDP hook shares, what averages the gradients of a replicated model,
+        # what divides parameters among ranks, and what ranks tell each other.
+        shared = ("reductions", "hook_slot", "transient", "layout", "agreement", "state_shards", "messages")
         others -= {f"instep.sources.{name}" for name in shared}
         assert not others, f"{path.name} imports {others}"
 

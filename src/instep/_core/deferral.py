@@ -20,17 +20,19 @@ from torch.optim import Optimizer
 from instep._core.accumulation import Accumulation
 from instep._core.clipping import Clip, Clipping
 from instep._core.engine import graph_task
+from instep._core.finite import Policy, ask_if_finite, nonfinite_error
 from instep._core.parameters import AttachedParameter, part_of_gradient, together
 from instep._core.parts import memory_of
 from instep._core.placeholders import HeldGradient
 from instep._core.plan import Bucket, fill_buckets
+from instep._core.ranks import Ranks, Vote
 from instep._core.scaling import found_inf, take_off_here
-from instep._core.stepper import Stepper, begin_state, end_state, frozen
+from instep._core.stepper import Stepper, begin_state, end_state, frozen, remember_settings
 from instep._core.streams import StepStreams
 from instep._core.transaction import Gather, Recorder
 from instep._core.watch import Watch, plain_type
 from instep._core.worker import Worker
-from instep.errors import TornStepError, UncommittedStepError
+from instep.errors import StepMismatchError, TornStepError, UncommittedStepError
 
 
 class Reader:
@@ -56,7 +58,10 @@ class Reader:
 class _Frozen:
     """An optimizer as it was when its ``step()`` was called, with what has become of that step."""
 
-    def __init__(self, optimizer: Optimizer, parameters: Sequence[AttachedParameter]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, parameters: Sequence[AttachedParameter], number: int, vote: Vote | None
+    ) -> None:
+        self.number = number
         self.optimizer = weakref.ref(optimizer)
         self._frozen = frozen(optimizer)  # held here: the stepper holds it weakly
         self.stepper = Stepper(self._frozen)
@@ -68,7 +73,15 @@ class _Frozen:
         self.pending = [attached.spec.name for attached in parameters]
         self.applied: list[str] = []
         self.failure: BaseException | None = None
+        self.refused = False  # by the other ranks
+        self._vote = vote
         self._parameters = tuple(parameters)
+
+    def hear(self) -> None:
+        """Wait until all ranks stand behind this step, before anything of it is written."""
+        vote, self._vote = self._vote, None
+        if vote is not None and (error := _error_of(vote)) is not None:
+            self.failure, self.refused = error, True
 
     def stepped_here(self) -> list[torch.Tensor]:
         """Its parameters, those aside that another rank updates."""
@@ -104,6 +117,7 @@ class _Due:
 
     def apply(self) -> None:
         """Update the parameters, unless an earlier bucket of the step failed. An error is kept."""
+        self.step.hear()
         if self.step.failure is not None:
             return
         started = perf_counter()
@@ -165,6 +179,7 @@ class Deferral:
     Attributes:
         step_count: how many steps were taken: calls of ``optimizer.step()`` with gradients to apply; with several
             optimizers, rounds of them.
+        skip_count: how many steps were left out, for a gradient that was not finite.
         recorder: told of each bucket's step and communication; ``None`` when nobody listens.
         readers: the hooks of the modules that read parameters.
         gather: where each rank steps its own part of parameters: gets the others' parts.
@@ -175,19 +190,25 @@ class Deferral:
     def __init__(
         self,
         can_wait: Iterable[Stepper],
-        rank: Callable[[], int],
+        ranks: Ranks,
         accumulation: Accumulation,
         clipping: Clipping,
         bucket_bytes: int,
+        nonfinite: Policy = "allow",
     ) -> None:
         self.parameters: tuple[AttachedParameter, ...] = ()
         self.readers: list[Reader] = []
         self.streams = StepStreams()
         self.step_count = 0
+        self.skip_count = 0
         self.recorder: Recorder | None = None
         self.gather: Gather | None = None
         self._can_wait = frozenset(can_wait)
-        self._rank = rank
+        self._ranks = ranks
+        self._nonfinite = nonfinite
+        self._vote: Vote | None = None  # on the step that is being handed over
+        self._taken = True
+        self._settings: Callable[[], None] | None = None
         self._accumulation = accumulation
         self._clipping = clipping
         self._bucket_bytes = bucket_bytes
@@ -205,6 +226,8 @@ class Deferral:
         self._now = False
         self._placeholders: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._torn: Callable[[], TornStepError] | None = None
+        self._torn_step = 0
+        self._torn_in_part = False
 
     def __del__(self) -> None:
         with suppress(Exception):
@@ -254,7 +277,9 @@ class Deferral:
                     self._wait(due)
                     if due.step.failure is not None and self._torn is None:
                         self._tear(due.step)
-                        raise due.step.failure
+                        if not due.step.refused or isinstance(due.step.failure, StepMismatchError):
+                            raise due.step.failure
+                        self.require_whole()
 
     def _wait(self, due: _Due) -> None:
         if due.mark is not None:
@@ -285,7 +310,11 @@ class Deferral:
         for due in self._dues():
             self._wait(due)
         pending = [name for name in step.pending if name not in step.applied]
-        self._torn = partial(TornStepError, self.step_count, step.applied, pending, self._rank(), step.failure)
+        self._torn = partial(TornStepError, step.number, step.applied, pending, self._ranks.rank(), step.failure)
+        self._torn_step = step.number if step.applied else step.number - 1
+        self._torn_in_part = bool(step.applied and pending)
+        if not step.refused:
+            self._ranks.say_failed(step.number + 1)
 
     def _used(self, parameter: torch.Tensor, func: object) -> None:
         """Somebody is about to read or write a parameter in Python."""
@@ -316,6 +345,7 @@ class Deferral:
         if self._backward == graph_task():
             return False
         self._backward = graph_task()
+        self._ranks.open()
         self._went_back = True
         self._accumulation.begin()
         self._clipping.begin()
@@ -335,13 +365,19 @@ class Deferral:
         self._finish([self._due.get(id(a.peek())) for a in mine])
         self.require_whole()
         with_gradient = [a for a in mine if a.get().grad is not None]
-        clip = self._clip_of(stepper, with_gradient)
         in_loop = self._in_loop(stepper.optimizer())
         if in_loop and not self._owing:
             self._owing = {a.stepper for a in self.parameters if a.get().grad is not None}
+            self._taken = not self._owing or found_inf(stepper.optimizer()) or self._is_taken()
+        clip = self._clip_of(stepper, with_gradient)
+        if in_loop and not self._taken:
+            self._leave_out(stepper, with_gradient)
+            return
         traced = {a.spec.index for reader in self.readers if reader.traced for a in reader.parameters}
         waiting = {a: in_loop and self._can_be_put_off(a, traced) for a in with_gradient}
         later = [a for a, can_wait in waiting.items() if can_wait or (a.part is not None and a.part.alone)]
+        if len(later) < len(with_gradient):
+            self._require_agreement()
         if clip is not None and len(later) < len(with_gradient):
             clip([a.get() for a in set(waiting).difference(later)])
         self._flushing = stepper
@@ -351,6 +387,39 @@ class Deferral:
             if not stepper.optimizer().state:  # its first step: one bucket of it makes state, see begin_state
                 self._finish([self._due.get(id(later[0].get()))])
             self._finish([self._due.get(id(a.get())) for a, can_wait in waiting.items() if not can_wait])
+
+    def _is_taken(self) -> bool:
+        """Whether the step that begins here is to be taken. The ranks vote on it: where nobody needs the answer now,
+        it is waited for before the first write."""
+        number = self.step_count + 1
+        if self._nonfinite == "allow":
+            self._vote = self._ranks.say(number)
+            return True
+        gradients = [(a.spec.name, _gradient(a)) for a in self.parameters if a.get().grad is not None]
+        try:
+            rank = ask_if_finite(gradients, self._ranks, number)
+        except BaseException:
+            self._owing.clear()
+            raise
+        if rank is not None and self._nonfinite == "raise":
+            self._owing.clear()
+            raise nonfinite_error(gradients, rank, "Nothing of the step was applied")
+        return rank is None
+
+    def _leave_out(self, stepper: Stepper, with_gradient: Sequence[AttachedParameter]) -> None:
+        """``optimizer.step()`` finds no gradient, and what it writes nevertheless is put back."""
+        self._settings = remember_settings(stepper.optimizer())
+        for attached in with_gradient:
+            self._placeholders.append((attached.get(), _gradient(attached)))
+            attached.get().grad = None
+        self._flushing = stepper
+
+    def _require_agreement(self) -> None:
+        """Something of this step is about to be written by torch itself."""
+        vote, self._vote = self._vote, None
+        if vote is not None and (error := _error_of(vote)) is not None:
+            self._owing.clear()
+            raise error
 
     def _in_loop(self, optimizer: Optimizer) -> bool:
         """Whether this is a step of a training loop: else who made the gradients wants the step now. DCP does so, at
@@ -390,7 +459,7 @@ class Deferral:
         return self._clipping.frozen()
 
     def _put_off(self, stepper: Stepper, parameters: Sequence[AttachedParameter], clip: Clip | None) -> None:
-        step = _Frozen(stepper.optimizer(), parameters)
+        step = _Frozen(stepper.optimizer(), parameters, self.step_count + 1, self._vote)
         by_index = {attached.spec.index: attached for attached in parameters}
         begin_state(stepper.optimizer(), [attached.get() for attached in parameters])
         buckets = [[by_index[spec.index] for spec in bucket.parameters] for bucket in self.buckets_of(parameters)]
@@ -427,10 +496,17 @@ class Deferral:
         self._accumulation.stepped()
         self._clipped.discard(stepper)
         self._clipping.stepped(stepper)
+        if self._settings is not None:
+            self._settings()
+            self._settings = None
         if stepper in self._owing:
             self._owing.discard(stepper)
             if not self._owing:
-                self.step_count += 1
+                if self._taken:
+                    self.step_count += 1
+                else:
+                    self.skip_count += 1
+                self._taken, self._vote = True, None
                 self._trained = self._went_back = False
 
     def buckets_of(self, parameters: Iterable[AttachedParameter]) -> tuple[Bucket, ...]:
@@ -456,6 +532,18 @@ class Deferral:
         self.synchronize()
         self.forget(gradients=True)
 
+    def whole_step(self) -> int | None:
+        """The number of the last step if all of it was applied here, else ``None``."""
+        if self._torn is None:
+            self.synchronize()
+            return self.step_count
+        return None if self._torn_in_part else self._torn_step
+
+    def accept(self) -> None:
+        """Go on from a torn step, as if it had been committed, unless nothing of it was written."""
+        self.step_count = self._torn_step
+        self.forget(gradients=True)
+
     def forget(self, *, gradients: bool) -> None:
         """Let go of a torn step; with ``gradients``, clear all of them."""
         for due in self._dues():
@@ -464,7 +552,8 @@ class Deferral:
             parameter = attached.peek()
             if parameter is not None and gradients:
                 parameter.grad = None
-        self._torn = self._flushing = None
+        self._torn = self._flushing = self._vote = self._settings = None
+        self._taken = True
         self._placeholders.clear()
         self._owing.clear()
         self._clipped.clear()
@@ -477,6 +566,14 @@ class Deferral:
             self._finish(self._dues())
         finally:
             self._worker.stop()
+
+
+def _error_of(vote: Vote) -> Exception | None:
+    """What the ranks found wrong, or what kept one from hearing it."""
+    try:
+        return vote.verdict().error()
+    except Exception as lost:
+        return lost
 
 
 def _gradient(attached: AttachedParameter) -> torch.Tensor:

@@ -336,6 +336,31 @@ def frozen(optimizer: Optimizer) -> Optimizer:
     return copied
 
 
+def remember_settings(optimizer: Optimizer) -> Callable[[], None]:
+    """What ``step()`` may write outside of parameters and their own state, as it is now.
+
+    Returns:
+        What puts it back.
+    """
+    places: list[tuple[Any, dict[Any, Any]]] = [
+        (group, {key: _private(value) for key, value in group.items() if key not in _PER_PARAMETER})
+        for group in optimizer.param_groups
+    ]
+    places.append((optimizer.state, {key: _private(value) for key, value in _shared(optimizer.state).items()}))
+    places.append((vars(optimizer), {key: _private(value) for key, value in _settings(optimizer).items()}))
+
+    def put_back() -> None:
+        for place, before in places:
+            for key, value in before.items():
+                now = place.get(key)
+                if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor) and not same(now, value):
+                    now.detach().copy_(value)
+                elif not isinstance(now, torch.Tensor):
+                    place[key] = value
+
+    return put_back
+
+
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether it updates each element of a parameter from that element's gradient and state alone, so that a part of
     a parameter may be stepped by itself. Classes of others that inherit from these may do otherwise."""

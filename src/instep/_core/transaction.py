@@ -19,12 +19,14 @@ from torch.optim import Optimizer
 from instep._core.accumulation import Accumulation
 from instep._core.clipping import Clipping
 from instep._core.engine import graph_task
+from instep._core.finite import Policy, all_finite, ask_if_finite, nonfinite_error
 from instep._core.parameters import AttachedParameter, together
 from instep._core.parts import memory_of
 from instep._core.placeholders import CONVERSION, UNSCALE, HeldGradient, Placeholder
 from instep._core.plan import ParameterSpec
+from instep._core.ranks import Ranks
 from instep._core.scaling import LossScale, found_inf, is_power_of_two, kernel_scale, take_off_here
-from instep._core.stepper import Stepper
+from instep._core.stepper import Stepper, remember_settings
 from instep._core.streams import StepStreams
 from instep._core.undo import Undo
 from instep._core.watch import GET_GRAD, Watch
@@ -32,7 +34,9 @@ from instep.errors import (
     AccumulationError,
     HyperparameterChangedError,
     InstepError,
+    NonFiniteGradientError,
     SpentGradientError,
+    StepMismatchError,
     TornStepError,
     UncommittedStepError,
 )
@@ -55,6 +59,7 @@ class Transaction:
     Attributes:
         step_count: how many committed steps wrote anything.
         redo_count: how many steps were put back, and left to ``optimizer.step()``.
+        skip_count: how many steps were left out, for a gradient that was not finite.
         recorder: told of each bucket's step and communication; ``None`` when nobody listens.
         on_open: called when a step opens.
         gather: where each rank steps its own part of parameters: gets the others' parts.
@@ -63,25 +68,31 @@ class Transaction:
     def __init__(
         self,
         steppers: Sequence[Stepper],
-        rank: Callable[[], int],
+        ranks: Ranks,
         accumulation: Accumulation,
         clipping: Clipping,
         undo: Undo | None = None,
         scale: LossScale | None = None,
+        nonfinite: Policy = "allow",
     ) -> None:
         self.parameters: tuple[AttachedParameter, ...] = ()
         self.streams = StepStreams()
         self.step_count = 0
         self.redo_count = 0
+        self.skip_count = 0
         self.recorder: Recorder | None = None
         self.on_open: Callable[[], None] = lambda: None
         self.gather: Gather | None = None
         self._steppers = tuple(steppers)
-        self._rank = rank
+        self._ranks = ranks
         self._accumulation = accumulation
         self._clipping = clipping
         self._undo = undo
         self._scale = scale
+        self._nonfinite = nonfinite
+        # Whether this step is taken, once that is known; and what puts back what step() does without gradients.
+        self._taken: bool | None = None
+        self._settings: Callable[[], None] | None = None
         self._watch = Watch(values=self._used, gradient=None if undo is None else self._used)
         # On accelerators the engine runs one thread per device, each of which may complete a bucket.
         self._lock = threading.RLock()
@@ -99,6 +110,8 @@ class Transaction:
         self._failure: BaseException | None = None
         self._torn: Callable[[], TornStepError] | None = None
         self._torn_in: int | None = None
+        self._torn_step = 0
+        self._torn_in_part = False
         # With undo: the gradients of applied parameters, with their version; and whether the step was put back.
         self._kept: dict[int, tuple[torch.Tensor, int]] = {}
         self._plain = False
@@ -122,6 +135,8 @@ class Transaction:
         self._running = task
         if task in self._backwards:
             return False
+        self._ranks.open()
+        self._hear(wait=True)
         if self._accumulation.distributed and not self._applied:
             # DDP's reducer would be unusable after the error that this gradient raises when it is added to.
             for attached in self._left.values():
@@ -220,6 +235,8 @@ class Transaction:
                     if self._scale is not None and not all(map(_can_be_unscaled, parameters)):
                         self.put_back()
                         return False
+                    if self._undo is None:
+                        self._require_finite(bucket)
                     started = perf_counter()
                     with self._as_applied(bucket, parameters, final) as gradients:
                         writing = True
@@ -334,8 +351,8 @@ class Transaction:
         if self._undo is not None:
             if self._applied or writing:
                 self.put_back()
-        elif self._applied or writing:
-            self._tear(cause)
+        elif self._applied or writing or (self._ranks.voting is not None and isinstance(cause, NonFiniteGradientError)):
+            self._tear(cause)  # other ranks may have applied theirs
         else:
             self._reset()
 
@@ -398,6 +415,7 @@ class Transaction:
 
     def before_forward(self) -> None:
         """Before a forward: raise if the weights are not those the plain loop would read."""
+        self._hear(wait=False)
         self.require_whole()
         if self._applied and self._undo is not None:
             self.put_back()
@@ -449,6 +467,9 @@ class Transaction:
             if attached.spent is not None and not self.is_applied(attached) and attached.get().grad is attached.spent:
                 raise _never_cleared(attached.spec.name, f"{stepper.name}.step()")
         if self._undo is not None:
+            if not self._is_taken(stepper):
+                self._leave_out(stepper)
+                return
             self._validate(stepper)
         applied = self._applied_by(stepper)
         self._watch.stop(attached.get() for attached in applied)
@@ -475,6 +496,11 @@ class Transaction:
             self._tear(error)
             raise
         if self._undo is None:
+            try:
+                self._require_finite([a for a in self._of(stepper) if not self.is_applied(a)])
+            except NonFiniteGradientError as error:
+                self._tear(error)
+                raise
             self._clip_rest(stepper)
         self._apply_rest(stepper)
         for attached in applied:
@@ -496,6 +522,44 @@ class Transaction:
             for attached in rest:
                 attached.get().grad = None
 
+    def _require_finite(self, parameters: Iterable[AttachedParameter]) -> None:
+        """Before they are written, for good."""
+        if self._nonfinite != "raise":
+            return
+        gradients = [(a.spec.name, g) for a in parameters if (g := _gradient(a)) is not None]
+        if not all_finite(g for _, g in gradients):
+            raise nonfinite_error(gradients, self._ranks.rank(), "It was not applied; others of the step may have been")
+
+    def _is_taken(self, stepper: Stepper) -> bool:
+        """With undo: whether the step is to be taken, asked once for all of its optimizers."""
+        if self._nonfinite == "allow" or found_inf(stepper.optimizer()):
+            return True  # the kernel skips its update
+        if self._taken is None:
+            gradients = [(a.spec.name, g) for a in self.parameters if (g := self._real_gradient(a)) is not None]
+            try:
+                rank = ask_if_finite(gradients, self._ranks, self.step_count + 1)
+            except Exception as error:
+                if self._applied:
+                    self.put_back()
+                self._set_torn(self.step_count + 1, [], [name for name, _ in gradients], error)
+                raise
+            if rank is not None:
+                if self._applied:
+                    self.put_back()
+                if self._nonfinite == "raise":
+                    raise nonfinite_error(gradients, rank, "Nothing of the step was applied")
+                self._clipping.know_total(self.parameters, _gradient)
+            self._taken = rank is None
+        return self._taken
+
+    def _leave_out(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` finds no gradient, and what it writes nevertheless is put back."""
+        self._settings = remember_settings(stepper.optimizer())
+        self._stepped_here = [(a, g) for a in self._of(stepper) if (g := _gradient(a)) is not None]
+        for attached, _ in self._stepped_here:
+            attached.get().grad = None
+        self._flushing = stepper
+
     def _clip_rest(self, stepper: Stepper) -> None:
         """What backward did not apply is applied by torch: a bucket of its own."""
         if self._clipping.policy is not None:
@@ -511,6 +575,9 @@ class Transaction:
             for attached, gradient in self._stepped_here:
                 attached.get().grad = gradient
             self._stepped_here.clear()
+            if self._settings is not None:
+                self._settings()
+                self._settings = None
             # The plain loop still has its gradients here, until the user clears them.
             applied = self._applied_by(stepper)
             if self._undo is not None:
@@ -527,8 +594,17 @@ class Transaction:
             self._clipping.stepped(stepper)
             self._uncommitted.discard(stepper)
             if self._added_up and not self._uncommitted:
+                left_out = self._taken is False
                 self._reset()
+                if left_out:
+                    self.skip_count += 1
+                    return
                 self.step_count += 1
+                try:
+                    self._ranks.committed(self.step_count)
+                except Exception as error:
+                    self._tear_here(error)
+                    raise
 
     def forget(self, *, gradients: bool) -> None:
         """Go back to IDLE from any state, and take spent gradients, or all of them, off the parameters."""
@@ -541,6 +617,17 @@ class Transaction:
         self._accumulation.stepped()
         self._reset()
 
+    def whole_step(self) -> int | None:
+        """The number of the last step if all of it was applied here, else ``None``."""
+        if self._torn is None:
+            return self.step_count if not self._applied else None
+        return None if self._torn_in_part else self._torn_step
+
+    def accept(self) -> None:
+        """Go on from a torn step, as if it had been committed."""
+        self.step_count = self._torn_step
+        self.forget(gradients=True)
+
     def close(self) -> None:
         """The step that is open is the plain loop's from now on, as far as it can be."""
         if self._undo is not None and self._applied and self._torn is None:
@@ -549,6 +636,7 @@ class Transaction:
 
     def synchronize(self) -> None:
         self.streams.join()
+        self._hear(wait=True)
 
     @property
     def state(self) -> str:
@@ -749,8 +837,27 @@ class Transaction:
     def _tear(self, cause: BaseException | None) -> None:
         names = [a.spec.name for a in self.parameters if self.is_applied(a)]
         pending = [a.spec.name for a in self.parameters if a.spec.index in self._arrived and not self.is_applied(a)]
-        self._torn = partial(TornStepError, self.step_count + 1, names, pending, self._rank(), cause)
+        self._set_torn(self.step_count + 1, names, pending, cause)
+        self._ranks.say_failed(self.step_count + 1)
+
+    def _hear(self, *, wait: bool) -> None:
+        """What the ranks have said of the last step: raise, if it does not stand on all of them."""
+        error = self._ranks.heard(wait=wait)
+        if error is not None and self._torn is None:
+            self._tear_here(error)
+            if isinstance(error, StepMismatchError):
+                raise error
+            self.require_whole()
+
+    def _tear_here(self, cause: BaseException) -> None:
+        """The last step was committed here, and is not known to stand on the other ranks."""
+        self._set_torn(self.step_count, [a.spec.name for a in self.parameters], [], cause)
+
+    def _set_torn(self, step: int, applied: Sequence[str], pending: Sequence[str], cause: BaseException | None) -> None:
+        self._torn = partial(TornStepError, step, applied, pending, self._ranks.rank(), cause)
         self._torn_in = graph_task()
+        self._torn_step = step
+        self._torn_in_part = bool(pending)
         self._release()
 
     def _reset(self) -> None:
@@ -759,6 +866,7 @@ class Transaction:
         self._uncommitted.clear()
         self._flushing = None
         self._plain = self._added_up = False
+        self._taken = self._settings = None
         self._kept.clear()
         self._stepped_here.clear()
         self._clipping.begin()

@@ -9,6 +9,7 @@ from torch import nn
 
 from instep._core.plan import MIB
 from instep.errors import AttachError
+from instep.sources.messages import all_gather_json
 
 _CHUNK_BYTES = 25 * MIB
 
@@ -20,8 +21,7 @@ def require_the_same(module: nn.Module, options: dict[str, Any], group: dist.Pro
         **{f"parameter {name!r}": _description(p, p.requires_grad) for name, p in module.named_parameters()},
         **{f"buffer {name!r}": _description(b, True) for name, b in module.named_buffers()},
     }
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone = all_gather_json(mine, group)
     for rank, theirs in enumerate(everyone):
         for name in {**everyone[0], **theirs}:
             first, other = everyone[0].get(name, "missing"), theirs.get(name, "missing")
@@ -37,16 +37,15 @@ def require_the_same(module: nn.Module, options: dict[str, Any], group: dist.Pro
             )
 
 
-def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Write the values of the group's first rank into ``tensors`` on all others.
+def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Write the values of the group's rank ``source`` into ``tensors`` on all others.
 
     Autograd is not told, as by DDP: a graph that has saved a buffer may still be waiting for its backward.
     """
-    source = dist.get_global_rank(group, 0)
-    is_source = dist.get_rank(group) == 0
+    is_source = dist.get_rank(group) == source
     for chunk in _chunks(tensors):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
-        dist.broadcast(flat.view(torch.uint8), src=source, group=group)
+        dist.broadcast(flat.view(torch.uint8), src=dist.get_global_rank(group, source), group=group)
         if not is_source:
             for tensor, part in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
                 tensor.data.copy_(part.view(tensor.shape))

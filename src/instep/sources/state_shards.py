@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from instep._core.parameters import AttachedParameter
 from instep._core.stepper import is_elementwise
+from instep.sources.messages import broadcast_entries
 
 Finish = Callable[[], None]
 
@@ -138,22 +139,7 @@ class Whole:
 
     def give(self, entry: Mapping[Any, Any]) -> dict[Any, Any]:
         """The plain optimizer's entry for one that was kept. All ranks must call this."""
-        group = self._mesh.get_group()
-        source = dist.get_global_rank(group, self.owner)
-        tensors = {k: (v.shape, v.dtype, v.device.type) for k, v in entry.items() if isinstance(v, torch.Tensor)}
-        described: list[Any] = [list(entry), tensors, {k: v for k, v in entry.items() if k not in tensors}]
-        dist.broadcast_object_list(described, source, group)
-        keys, tensors, values = described
-        for key, (shape, dtype, device) in tensors.items():
-            where = self._mesh.device_type
-            sent = (
-                entry[key].to(where, copy=True).contiguous()
-                if self.here
-                else torch.empty(shape, dtype=dtype, device=where)
-            )
-            dist.broadcast(sent, source, group)
-            values[key] = entry[key] if self.here else sent.to(device)
-        return {key: values[key] for key in keys}
+        return broadcast_entries(entry, self._mesh.get_group(), self.owner) or {}
 
 
 Part = Rows | Whole

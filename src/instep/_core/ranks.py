@@ -1,0 +1,118 @@
+"""What ranks tell each other about a step: a small vote, of which all of them hear the same outcome."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from instep.errors import InstepError, StepMismatchError
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks said together.
+
+    Attributes:
+        failed_on: the first rank on which the step failed, ``None`` if it did on none.
+        nonfinite_on: the first rank with a gradient that is not finite, ``None`` if all are.
+        first: the lowest number of the step that a rank named.
+        last: the highest.
+        same: whether all ranks train the same model in the same way.
+    """
+
+    failed_on: int | None
+    nonfinite_on: int | None
+    first: int
+    last: int
+    same: bool
+
+    def error(self) -> InstepError | None:
+        """What is wrong, if anything is. That a gradient is not finite is not."""
+        if self.failed_on is not None:
+            return InstepError(f"rank {self.failed_on} said that this step failed there: its own error says why")
+        if self.first != self.last:
+            return StepMismatchError(
+                f"ranks are at different steps, from {self.first} to {self.last}: some of them have left a step out, "
+                "or taken one more. Every rank must call optimizer.step() equally often. Load a checkpoint on all "
+                "ranks, or call overlap.resync_from(rank) on all"
+            )
+        if not self.same:
+            return StepMismatchError(
+                "ranks have attached different models, or in different ways: names, shapes and dtypes of parameters, "
+                "schedule, clip, undo, nonfinite and accumulation_steps must be the same on all ranks"
+            )
+        return None
+
+
+class Vote(Protocol):
+    """One that was cast, and may still be under way."""
+
+    def done(self) -> bool:
+        """Whether :meth:`verdict` would not wait."""
+
+    def verdict(self) -> Verdict:
+        """Wait for all ranks. Safe to call twice, and from several threads.
+
+        Raises what the communication raised.
+        """
+
+
+class Voting(Protocol):
+    """The ranks that step together. Every rank casts its votes in the same order."""
+
+    def open(self) -> None:
+        """Make ready. All ranks must call this; it is called once for each backward, and costs nothing later."""
+
+    def cast(self, step: int, *, failed: bool = False, nonfinite: bool = False) -> Vote | None:
+        """Say how ``step`` went here, without waiting. ``None`` where nobody is asked."""
+
+
+class Ranks:
+    """The ranks that step together, as one of them sees it.
+
+    Every step is voted on once by every rank, so that the votes of all of them stay in the same order whatever
+    happens: a step that fails is voted on when it fails.
+
+    Attributes:
+        voting: how they vote; ``None``: there is only one.
+    """
+
+    def __init__(self, rank: Callable[[], int]) -> None:
+        self.rank = rank
+        self.voting: Voting | None = None
+        self._vote: Vote | None = None
+
+    def open(self) -> None:
+        """A backward begins."""
+        if self.voting is not None:
+            self.voting.open()
+
+    def say(self, step: int, *, nonfinite: bool = False) -> Vote | None:
+        """This rank stands behind ``step``, so far."""
+        return None if self.voting is None else self.voting.cast(step, nonfinite=nonfinite)
+
+    def committed(self, step: int) -> None:
+        """This rank has taken ``step``. What the others say is heard later."""
+        self._vote = self.say(step)
+
+    def say_failed(self, step: int) -> None:
+        """``step`` failed here. What the others say of it does not matter any more."""
+        self._vote = None
+        if self.voting is not None:
+            with suppress(Exception):  # of what may have failed it: the communication
+                self.voting.cast(step, failed=True)
+
+    def heard(self, *, wait: bool) -> Exception | None:
+        """What is wrong with the last step, as the ranks have said; each outcome is returned once.
+
+        Args:
+            wait: until all have; else only if they already have.
+        """
+        vote = self._vote
+        if vote is None or not (wait or vote.done()):
+            return None
+        self._vote = None
+        try:
+            return vote.verdict().error()
+        except Exception as lost:
+            return lost
