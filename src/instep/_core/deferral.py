@@ -345,9 +345,15 @@ class Deferral:
         if self._backward == graph_task():
             return False
         self._backward = graph_task()
-        self._ranks.open()
         self._went_back = True
         self._accumulation.begin()
+        if not self._accumulation.holds_next:
+            self._ranks.begin_backward(self.step_count)
+            if (error := self._ranks.heard(wait=True)) is not None:
+                names = [attached.spec.name for attached in self.parameters]
+                self._torn = partial(TornStepError, self.step_count, names, [], self._ranks.rank(), error)
+                self._torn_step = self.step_count
+                raise error if isinstance(error, StepMismatchError) else self._torn()
         self._clipping.begin()
         self._clipped.clear()
         return True

@@ -70,8 +70,9 @@ class Voting(Protocol):
 class Ranks:
     """The ranks that step together, as one of them sees it.
 
-    Every step is voted on once by every rank, so that the votes of all of them stay in the same order whatever
-    happens: a step that fails is voted on when it fails.
+    Every backward that communicates is followed by one vote of every rank, so that the votes of all of them stay in
+    the same order whatever happens: by that on the step, or by that on its failure, or, on a rank that takes no step,
+    by one at the next such backward.
 
     Attributes:
         voting: how they vote; ``None``: there is only one.
@@ -81,14 +82,19 @@ class Ranks:
         self.rank = rank
         self.voting: Voting | None = None
         self._vote: Vote | None = None
+        self._owes = False
 
-    def open(self) -> None:
-        """A backward begins."""
+    def begin_backward(self, step: int) -> None:
+        """A backward that communicates begins, ``step`` steps having been taken here."""
         if self.voting is not None:
             self.voting.open()
+            if self._owes:
+                self.committed(step)
+            self._owes = True
 
     def say(self, step: int, *, nonfinite: bool = False) -> Vote | None:
         """This rank stands behind ``step``, so far."""
+        self._owes = False
         return None if self.voting is None else self.voting.cast(step, nonfinite=nonfinite)
 
     def committed(self, step: int) -> None:
@@ -98,6 +104,7 @@ class Ranks:
     def say_failed(self, step: int) -> None:
         """``step`` failed here. What the others say of it does not matter any more."""
         self._vote = None
+        self._owes = False
         if self.voting is not None:
             with suppress(Exception):  # of what may have failed it: the communication
                 self.voting.cast(step, failed=True)

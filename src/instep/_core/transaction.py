@@ -135,8 +135,6 @@ class Transaction:
         self._running = task
         if task in self._backwards:
             return False
-        self._ranks.open()
-        self._hear(wait=True)
         if self._accumulation.distributed and not self._applied:
             # DDP's reducer would be unusable after the error that this gradient raises when it is added to.
             for attached in self._left.values():
@@ -150,6 +148,8 @@ class Transaction:
             self._clipping.begin()  # more gradients: what was measured of the step so far is not all
         if self._accumulation.holds_next:
             return True
+        self._ranks.begin_backward(self.step_count)
+        self._hear(wait=True)
         if self._applied:
             raise AccumulationError(
                 "a second backward began before optimizer.step(), but the first has already updated the weights. Wrap "
@@ -175,6 +175,8 @@ class Transaction:
                 if self._torn_in == graph_task():
                     return False  # the backward in which it tore still has to unwind
                 raise self._torn()
+            if self._failure is not None:
+                return False  # so has one that failed before anything was written
             self._require_pass()
             if self._pass == "measuring":
                 self._measure_only(parameters)
@@ -219,7 +221,7 @@ class Transaction:
                 one with the same values may differ in the last bit.
         """
         with self._lock:
-            if self._torn is not None or self._plain:
+            if self._torn is not None or self._plain or self._failure is not None:
                 return False
             writing = False
             try:
