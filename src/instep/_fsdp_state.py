@@ -7,7 +7,7 @@ nothing. torch 2.13 has ``reset_iter_state()`` of FSDP2 for this, to be called b
 gradients where they are, and the next backward adds to them.
 
 All that is done here is local: peers may not have failed. Each private name of torch's that is used has a sentence;
-``tests/unit/test_fsdp_state.py`` fails clearly when torch changes one.
+``tests/distributed/test_fsdp_errors.py`` compares all state that FSDP has, and names what is not as before.
 """
 
 import weakref
@@ -39,8 +39,9 @@ class AfterErrors:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._sharded: list[weakref.ref[nn.Module]] = []
-        # The outermost module with FSDP inside whose forward is running.
+        # The outermost module with FSDP inside whose forward is running; FSDP1's parameters that earlier ones used.
         self._running: weakref.ref[nn.Module] | None = None
+        self._awaited: frozenset[int] = frozenset()
 
     def connect(self) -> Iterator[RemovableHandle]:
         """Hooks around each forward that FSDP takes part in; they must come before all others."""
@@ -61,14 +62,17 @@ class AfterErrors:
         if torch.compiler.is_compiling() or graph_task() is not None:
             return
         running = None if self._running is None else self._running()
-        if running is not None and running is not module:
-            if running is self._model() or any(module is inner for inner in running.modules()):
-                return
+        if running is not None and running is not module and self._contains(running, module):
+            return
         if any(map(_is_in_backward, (ref() for ref in self._sharded))):
             self._rebuild(gradients=True)
         elif running is not None:
             self._rebuild(gradients=False)
         self._running = weakref.ref(module)
+        self._awaited = frozenset(_awaiting_backward(ref() for ref in self._sharded))
+
+    def _contains(self, outer: nn.Module, module: nn.Module) -> bool:
+        return outer is self._model() or any(module is inner for inner in outer.modules())
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
         if self._is_running(module):
@@ -93,7 +97,7 @@ class AfterErrors:
         if model is not None:
             self._running = None
             rebuild_fsdp2(model, gradients=gradients)
-            rebuild_fsdp1(model, gradients=gradients)
+            rebuild_fsdp1(model, gradients=gradients, awaited=frozenset() if gradients else self._awaited)
 
 
 def _is_in_backward(module: Any) -> bool:
@@ -103,6 +107,15 @@ def _is_in_backward(module: Any) -> bool:
     if is_fsdp2(module):
         return bool(module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued)
     return bool(getattr(module, "_post_backward_callback_queued", False))  # of an FSDP1 root, after its first forward
+
+
+def _awaiting_backward(modules: Iterable[Any]) -> Iterator[int]:
+    """FSDP1's parameters, by ``id``, whose next gradient FSDP1 has a hook for: since the first forward that used them
+    after a backward."""
+    for module in modules:
+        handle = None if module is None or is_fsdp2(module) else module._handle
+        if handle is not None and hasattr(handle.flat_param, "_post_backward_hook_state"):
+            yield id(handle.flat_param)
 
 
 def rebuild_fsdp2(model: nn.Module, *, gradients: bool) -> None:
@@ -161,10 +174,11 @@ def _rebuild_group(group: Any, gradients: bool) -> None:
     group._training_state = type(group._training_state).IDLE
 
 
-def rebuild_fsdp1(model: nn.Module, *, gradients: bool) -> None:
+def rebuild_fsdp1(model: nn.Module, *, gradients: bool, awaited: frozenset[int] = frozenset()) -> None:
     """The same of ``FullyShardedDataParallel`` instances, with ``use_orig_params=True``.
 
-    Without sharding (``NO_SHARD``) all gradients stay, as those of ``DistributedDataParallel`` do.
+    ``awaited``: parameters, by ``id``, of which an earlier forward is still to go backward. Without sharding
+    (``NO_SHARD``) all gradients stay, as those of ``DistributedDataParallel`` do.
     """
     for wrapper in fsdp1_in(model):
         if wrapper._is_root is None:  # before its first forward
@@ -178,21 +192,22 @@ def rebuild_fsdp1(model: nn.Module, *, gradients: bool) -> None:
             order.handles_post_forward_order.clear()
             order.current_order_index = 0
         if wrapper._handle is not None:
-            _rebuild_handle(wrapper._handle, gradients)
+            _rebuild_handle(wrapper._handle, gradients, awaited)
 
 
-def _rebuild_handle(handle: Any, gradients: bool) -> None:
+def _rebuild_handle(handle: Any, gradients: bool, awaited: frozenset[int]) -> None:
     """``torch/distributed/fsdp/_runtime_utils.py``, ``_post_backward_final_callback``, is what this does otherwise."""
     flat = handle.flat_param
-    # Under way or done in this iteration. _prefetched: gathered, so that the next forward would not.
-    handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = handle._needs_pre_forward_unshard = False
-    handle._post_forward_index = None
-    handle._prefetched = False
+    handle._prefetched = handle._needs_pre_forward_unshard = False  # gathered ahead, and to be
+    handle._post_forward_index = None  # its place in handles_post_forward_order
     handle._training_state = type(handle._training_state).IDLE
+    if id(flat) not in awaited:
+        handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = False
     handle.reshard(handle.uses_sharded_strategy)  # registers the sharded views that the optimizer holds
     handle.post_reshard()
     hooks = getattr(flat, "_post_backward_hook_state", None)
-    if hooks is not None and gradients:  # a forward that is still to go backward needs it
+    if hooks is not None and id(flat) not in awaited:
+        # With low precision the next forward's gradient would not come to it, and FSDP1 would make no other.
         hooks[-1].remove()
         del flat._post_backward_hook_state
     if not handle.uses_sharded_strategy:
@@ -203,7 +218,8 @@ def _rebuild_handle(handle: Any, gradients: bool) -> None:
         if whole:
             flat.grad = None
         if hasattr(flat, "_saved_grad_shard"):  # what is reduced, and that of backwards before this one
-            flat._post_backward_called = True  # or it is thrown away
+            # Or it is thrown away: as zero_grad() will have meant that has taken the views of it off.
+            flat._post_backward_called = any(p.grad is not None for p in flat._params)
             handle.prepare_gradient_for_optim()
         flat._post_backward_called = False
     if whole and not gradients:
