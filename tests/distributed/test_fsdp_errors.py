@@ -2,14 +2,21 @@
 had never been. The oracle is a plain loop that never ran it."""
 
 import copy
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -561,3 +568,58 @@ def test_all_of_torchs_state_is_as_between_two_iterations(two_ranks: RankPool, n
     """Should it fail with a new torch: ``instep._fsdp_state`` does not know of what is named here."""
     for left in two_ranks.run(nothing_left, name, where, where != "forward"):
         assert not left
+
+
+# On one rank only.
+
+PATIENCE = 8  # seconds of a collective
+
+
+def one_rank_fails(rank: int, rendezvous: str, answers: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=PATIENCE)
+    )
+    loop = build("nested")
+    held = [id(p) for p in loop.model.parameters()]
+    loop.overlap = instep.attach(loop.model, loop.optimizer, undo=True)
+    loop.learn(0)
+    before = values(loop)
+    started = time.monotonic()
+    try:
+        with failing(loop.model, "backward") if rank == 1 else nullcontext():
+            loop.backward(1)
+        raised = None
+    except Exception as error:
+        raised = type(error).__name__
+    in_place = [id(p) for p in loop.model.parameters()] == held
+    kept = all(map(torch.equal, before, values(loop)))
+    answers.put((rank, raised, time.monotonic() - started, in_place, kept))
+    time.sleep(120)  # until it is killed: a rank that goes away is noticed for another reason
+
+
+@pytest.mark.nightly
+def test_an_error_on_one_rank_only() -> None:
+    """The other one raises when its collective runs out of time, and both have their parameters as before the step."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as directory:
+        ranks = [
+            context.Process(target=one_rank_fails, args=(rank, f"{directory}/store", answers), daemon=True)
+            for rank in range(2)
+        ]
+        try:
+            for process in ranks:
+                process.start()
+            found = sorted(answers.get(timeout=120) for _ in ranks)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join(30)
+    (_, other, waited, *well), (_, own, _, *well_there) = found
+    assert own == "BoomError"
+    assert other is not None, "nothing was said on the other rank"
+    assert waited < 3 * PATIENCE
+    assert all(well)
+    assert all(well_there)
