@@ -225,12 +225,12 @@ def cases(names: Mapping[str, Any], every: int) -> Iterator[Any]:
         yield pytest.param(*case, marks=[] if number % every == 0 else [pytest.mark.nightly])
 
 
-@pytest.mark.parametrize(("name", "where", "way"), list(cases(SHAPES, 5)))
+@pytest.mark.parametrize(("name", "where", "way"), list(cases(SHAPES, 9)))
 def test_training_goes_on(two_ranks: RankPool, name: str, where: str, way: str) -> None:
     two_ranks.run(goes_on, name, where, way)
 
 
-@pytest.mark.parametrize(("name", "where", "way"), list(cases(ON_FOUR, 14)))
+@pytest.mark.parametrize(("name", "where", "way"), list(cases(ON_FOUR, 15)))
 def test_training_goes_on_over_four_ranks(four_ranks: RankPool, name: str, where: str, way: str) -> None:
     four_ranks.run(goes_on, name, where, way)
 
