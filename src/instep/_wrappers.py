@@ -58,10 +58,10 @@ def _own_parameters(module: nn.Module, without: Sequence[nn.Module]) -> Iterator
 
 def fsdp2_in(model: nn.Module) -> list[nn.Module]:
     """The modules in ``model`` that ``fully_shard`` was applied to."""
-    return [module for module in model.modules() if _is_fsdp2(module)]
+    return [module for module in model.modules() if is_fsdp2(module)]
 
 
-def _is_fsdp2(module: nn.Module) -> bool:
+def is_fsdp2(module: nn.Module) -> bool:
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
@@ -97,7 +97,8 @@ class FSDP2Sync(_Sync):
     @property
     def require_backward_grad_sync(self) -> bool:
         # FSDP2 has a public way to set it, and none to ask for it.
-        return any(group.reduce_grads for module in self._modules() for group in _param_groups(module))
+        states = [module._get_fsdp_state() for module in self._modules()]
+        return any(group.reduce_grads for state in states for group in fsdp2_groups(state))
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
@@ -109,9 +110,8 @@ class FSDP2Sync(_Sync):
         return [] if model is None else fsdp2_in(model)
 
 
-def _param_groups(module: Any) -> Sequence[Any]:
-    """FSDP2's own groups: one of a module before torch 2.9 or so, several since."""
-    state = module._get_fsdp_state()
+def fsdp2_groups(state: Any) -> Sequence[Any]:
+    """FSDP2's own groups of a module, given its state: one before torch 2.9 or so, several since."""
     groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

@@ -38,6 +38,7 @@ from instep._core.scaling import LossScale
 from instep._core.stepper import Stepper
 from instep._core.transaction import Recorder, Transaction
 from instep._core.undo import Undo
+from instep._fsdp_state import AfterErrors
 from instep._shards import is_sharded, local_numel, mesh_of, part_of
 from instep._validation import (
     Names,
@@ -261,6 +262,7 @@ class Attachment:
         fsdp1 = fsdp1_in(model)
         self._in_fsdp1 = bool(fsdp1)
         self._uses = Uses()
+        self._after_errors = AfterErrors(model)
         syncs: list[Syncing] = [] if not self._groups else [FSDP1Sync(model) if fsdp1 else FSDP2Sync(model)]
         self._accumulation = Accumulation(options.accumulation_steps, _living(self._ddps, syncs))
         self._clipping = Clipping(options.clip)
@@ -496,6 +498,8 @@ class Attachment:
             self._handles.append(model.register_forward_hook(BoundHook(self._after_forward)))
             self._watch_readers(model, self._owners(self._step.parameters))
             self._watch_groups()
+            if self._groups:
+                self._handles += self._after_errors.connect()
             for ref, stepper in zip(self._optimizers, self._steppers, strict=True):
                 optimizer = ref()
                 assert optimizer is not None
@@ -590,6 +594,13 @@ class Attachment:
 
     def _end_backward(self) -> None:
         self._in_backward = False
+        self._uses.clear()
+
+    def _backward_failed(self) -> None:
+        self._end_backward()
+        if self._groups:
+            self._after_errors.backward_failed()
+            self._accumulation.stepped()  # what the micro-batches before had added up is gone, too
 
     def _before_backward(self, thread: int, gradients: object) -> None:
         with self._thread_lock:
@@ -597,12 +608,11 @@ class Attachment:
             self._thread = thread
             if not self._in_backward:
                 self._in_backward = True
-                after_all_of_backward(self._end_backward, self._end_backward)
+                after_all_of_backward(self._end_backward, self._backward_failed)
         if self._step.begin_backward():
             if self._groups:
                 self._accumulation.decide()
                 self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
-                after_all_of_backward(self._uses.clear, self._uses.clear)
             for source in self._sources:
                 source.before_backward()
         # Asked for here it is the outermost backward's end; in a hook on a parameter, maybe that of one nested in it.

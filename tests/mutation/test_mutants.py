@@ -39,6 +39,7 @@ SCHEDULES = "tests/distributed/test_schedules.py"
 REPLICATED = "tests/distributed/test_replicated.py"
 REPLICATED_LIFE = "tests/distributed/test_replicated_life.py"
 FSDP2 = "tests/distributed/test_fsdp2.py"
+FSDP_ERRORS = "tests/distributed/test_fsdp_errors.py"
 ZERO = "tests/distributed/test_zero.py"
 IN_BACKWARD = "tests/functional/test_in_backward.py"
 
@@ -721,6 +722,69 @@ MUTANTS = [
         "        self.require_backward_grad_sync = False\n",
         "",
         REPLICATED,
+    ),
+    Mutant(
+        "leave FSDP's state as a failed backward left it",
+        "attachment.py",
+        "        self._after_errors.backward_failed()\n",
+        "",
+        FSDP_ERRORS,
+    ),
+    Mutant(
+        "go on counting micro-batches that are gone",
+        "attachment.py",
+        "        self._accumulation.stepped()  # what the micro-batches before had added up is gone, too\n",
+        "",
+        FSDP_ERRORS,
+    ),
+    Mutant(
+        "leave FSDP's state as a failed forward left it",
+        "_fsdp_state.py",
+        "always_call=True",
+        "always_call=False",
+        FSDP_ERRORS,
+    ),
+    Mutant(
+        "miss an interrupted forward",
+        "_fsdp_state.py",
+        "        elif running is not None:\n",
+        "        elif False:\n",
+        FSDP_ERRORS,
+    ),
+    Mutant(
+        "miss a failed backward of a part",
+        "_fsdp_state.py",
+        "        if any(map(_is_in_backward,",
+        "        if False and any(map(_is_in_backward,",
+        FSDP_ERRORS,
+    ),
+    Mutant(
+        "keep FSDP2's gradients that are not reduced",
+        "_fsdp_state.py",
+        "                parameter._unsharded_param.grad = None\n",
+        "                pass\n",
+        FSDP_ERRORS,
+    ),
+    Mutant(
+        "drop FSDP2's gradients after a failed forward",
+        "_fsdp_state.py",
+        '            if hasattr(parameter, "_unsharded_param"):',
+        '        if True:\n            if hasattr(parameter, "_unsharded_param"):',
+        FSDP_ERRORS,
+    ),
+    Mutant(
+        "keep FSDP1's hooks of a failed forward",
+        "_fsdp_state.py",
+        "    if hooks is not None and id(flat) not in awaited:",
+        "    if hooks is not None and False:",
+        FSDP_ERRORS,
+    ),
+    Mutant(
+        "drop FSDP1's hooks of the forward before",
+        "_fsdp_state.py",
+        "    if hooks is not None and id(flat) not in awaited:",
+        "    if hooks is not None:",
+        FSDP_ERRORS,
     ),
 ]
 
