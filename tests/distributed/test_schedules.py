@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 import instep
+import instep.attachment
 from instep import ClipNorm, ClipValue
 from instep.errors import AccumulationError, AttachError, SpentGradientError
 from instep.sources.reductions import Reduction
@@ -204,7 +205,27 @@ def test_one_bucket(three_ranks: RankPool, way: str) -> None:
     assert_equal(three_ranks, Case(way, True, ClipNorm(4.0), ddp={"bucket_cap_mb": 25}))
 
 
+def in_small_buckets(case: Case) -> tuple[str | None, int, int]:
+    """Of instep's own, across DDP's: a large model's, behind the next forward."""
+    real = instep.attachment.DEFAULT_BUCKET_BYTES
+    instep.attachment.DEFAULT_BUCKET_BYTES = 3_000
+    try:
+        return compare(case)
+    finally:
+        instep.attachment.DEFAULT_BUCKET_BYTES = real
+
+
 # Clipping.
+
+
+@in_both_views
+@pytest.mark.parametrize("clip", [None, ClipNorm(0.1), ClipValue(0.01)], ids=str)
+def test_buckets_that_lie_across_those_of_ddp(three_ranks: RankPool, clip: Any, view: bool) -> None:
+    for difference, steps, _ in three_ranks.run(
+        in_small_buckets, Case("forward", view, clip, optimizer="AdamW-0-fused")
+    ):
+        assert difference is None
+        assert steps == 4
 
 
 @in_both_views

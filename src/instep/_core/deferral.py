@@ -70,6 +70,7 @@ class _Frozen:
         self.at_any_time = type(optimizer).__module__.startswith("torch.optim.") and all(
             group.get("fused") for group in optimizer.param_groups
         )
+        self.dues: list[_Due] = []  # that are still to be applied
         self.pending = [attached.spec.name for attached in parameters]
         self.applied: list[str] = []
         self.failure: BaseException | None = None
@@ -113,11 +114,16 @@ class _Due:
         torch.autograd.graph.increment_version(self.tensors)
         # Kept, not looked up again: whoever reads the local tensor of a watched DTensor waits for this very update.
         self._memory = [memory_of(tensor) for tensor in (*self.tensors, *self.gradients)]
-        self._versions = [tensor._version for tensor in self._memory]
+        self._versions = self._found()
+        step.dues.append(self)
+
+    def _found(self) -> list[int]:
+        return [tensor._version for tensor in self._memory]
 
     def apply(self) -> None:
         """Update the parameters, unless an earlier bucket of the step failed. An error is kept."""
         self.step.hear()
+        self.step.dues.remove(self)
         if self.step.failure is not None:
             return
         started = perf_counter()
@@ -156,8 +162,8 @@ class _Due:
 
     def _apply(self) -> None:
         names = (*self.names, *(f"{name}.grad" for name in self.names))
-        for name, tensor, version in zip(names, self._memory, self._versions, strict=True):
-            if tensor._version != version:
+        for name, found, version in zip(names, self._found(), self._versions, strict=True):
+            if found != version:
                 raise UncommittedStepError(
                     f"{name!r} was written after optimizer.step(), through another tensor of the same memory, before "
                     "the update was applied: in the plain loop it had been applied by then. Call "
@@ -165,8 +171,18 @@ class _Due:
                 )
         for call in self._calls:
             if self._clip is not None:
-                self._clip(call.tensors)
+                with self._noticed_by_none():
+                    self._clip(call.tensors)
             call.step(self.step.stepper)
+
+    @contextmanager
+    def _noticed_by_none(self) -> Iterator[None]:
+        """Around a write of this bucket's gradients. Those that are views of one of DDP's buckets count their writes
+        together, wherever they are stepped."""
+        right = [due for due in self.step.dues if due._found() == due._versions]
+        yield
+        for due in right:
+            due._versions = due._found()
 
 
 class Deferral:
