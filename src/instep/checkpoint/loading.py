@@ -119,7 +119,8 @@ def _staged(ranks: Ranks, directory: Path, subject: Subject, allow_nonfinite: bo
 
     def work() -> bytes:
         reader = Reader(directory, ranks.rank, ranks.size)
-        with torch.no_grad():
+        # The weights of an open step tell of everybody who uses them, and what comes in their place is not a use.
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             staged.append(stage(reader, subject, ranks.rank, allow_nonfinite=allow_nonfinite))
         return b""
 
