@@ -239,19 +239,19 @@ def finish(unfinished: Path, step: int) -> Path:
 def remove_older(directory: Path, step: int, keep: int) -> None:
     """Leave of the checkpoints up to ``step`` the newest ``keep``, and one of each step."""
     kept: set[int] = set()
-    for place in places(directory):
-        if place.step > step:
-            continue
-        if place.step not in kept and len(kept) < keep:
-            kept.add(place.step)
-            continue
-        # Half a checkpoint must not go by the name of one.
-        removed = directory / f"{_REMOVED}{place.path.name}"
-        try:
+    try:
+        for place in places(directory):
+            if place.step > step:
+                continue
+            if place.step not in kept and len(kept) < keep:
+                kept.add(place.step)
+                continue
+            # Half a checkpoint must not go by the name of one.
+            removed = directory / f"{_REMOVED}{place.path.name}"
             os.rename(place.path, removed)
             shutil.rmtree(removed)
-        except OSError as error:
-            _logger.warning("the older checkpoint %s could not be removed: %s", place.path, error)
+    except OSError as error:
+        _logger.warning("older checkpoints in %s could not be removed: %s", directory, error)
 
 
 def require_directory(path: Path) -> None:
