@@ -1,8 +1,11 @@
-"""Training that is killed and goes on: ``torchrun --max-restarts 3 --nproc-per-node 2 examples/resume.py --kill-at 7``.
+"""Training that is killed and goes on, on two ranks:
 
-A small byte model learns English (Python's own help texts) and saves a checkpoint every few steps into ``--path``. At its
-start it takes up the newest. With ``--kill-at N`` one rank kills itself in step N, once; torchrun starts all of them
-again. The last line is a checksum of all weights: the same as without the kill. ``python examples/resume.py`` is one
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    torchrun --standalone --max-restarts 3 --nproc-per-node 2 examples/resume.py --kill-at 7 12
+
+A small byte model learns English (Python's own help texts), and saves a checkpoint into ``--path`` every few steps. At
+its start it takes up the newest. In each step named by ``--kill-at`` a rank kills itself, and torchrun starts all of
+them again. The last line is a checksum of all weights: the same as without any kill. ``python examples/resume.py`` is one
 process; end it at any moment, and start it again.
 """
 
@@ -41,14 +44,16 @@ def main() -> None:
     parser.add_argument("--path", default=os.path.join(tempfile.gettempdir(), "instep-resume"))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save-every", type=int, default=3)
-    parser.add_argument("--kill-at", type=int)
+    parser.add_argument("--kill-at", type=int, nargs="*", default=[])
     parser.add_argument("--schedule", default="backward", choices=["backward", "forward"])
     arguments = parser.parse_args()
     distributed = "RANK" in os.environ
     if distributed:
         dist.init_process_group("gloo")
     rank = dist.get_rank() if distributed else 0
-    started_before = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    kill_at = (arguments.kill_at[restarts:] or [0])[0]  # one kill at each start
+    kills = distributed and rank == restarts % dist.get_world_size()
 
     torch.manual_seed(0)
     model: nn.Module = ByteModel()
@@ -71,13 +76,15 @@ def main() -> None:
         rows = text[torch.randint(len(text) - LENGTH, (ROWS, 1), generator=seed) + torch.arange(LENGTH + 1)].long()
         loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()
-        if step + 1 == arguments.kill_at and rank == int(distributed) and not started_before:
+        if kills and step + 1 == kill_at:
             print(f"rank {rank} kills itself in step {step + 1}", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         step += 1
+        if rank == 0 and step % 5 == 0:
+            print(f"step {step}: loss {loss.item():.3f}", flush=True)
         if step % arguments.save_every == 0:
             extra = {"scheduler": scheduler.state_dict(), "random": torch.get_rng_state()}
             instep.save(arguments.path, model, optimizer, step=step, extra=extra)
@@ -86,8 +93,7 @@ def main() -> None:
     for parameter in model.parameters():
         checksum.update(parameter.detach().numpy().tobytes())
     if rank == 0:
-        print(f"step {step}: loss {loss.item():.3f}" if checkpoint is None or checkpoint.step < step else "done before")
-        print(f"weights {checksum.hexdigest()}", flush=True)
+        print(f"weights after step {step}: {checksum.hexdigest()}", flush=True)
     if distributed:
         dist.destroy_process_group()
 
