@@ -5,8 +5,8 @@
 
 A small byte model learns English (Python's own help texts), and saves a checkpoint into ``--path`` every few steps. At
 its start it takes up the newest. In each step named by ``--kill-at`` a rank kills itself, and torchrun starts all of
-them again. The last line is a checksum of all weights: the same as without any kill. ``python examples/resume.py`` is one
-process; end it at any moment, and start it again.
+them again. The last line is a checksum of all weights: the same as without any kill. ``python examples/resume.py`` is
+one process; end it at any moment, and start it again.
 """
 
 import argparse

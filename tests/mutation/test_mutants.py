@@ -40,6 +40,7 @@ REPLICATED = "tests/distributed/test_replicated.py"
 REPLICATED_LIFE = "tests/distributed/test_replicated_life.py"
 FSDP2 = "tests/distributed/test_fsdp2.py"
 ZERO = "tests/distributed/test_zero.py"
+CHECKPOINT = "tests/checkpoint/"
 IN_BACKWARD = "tests/functional/test_in_backward.py"
 
 MUTANTS = [
@@ -721,6 +722,153 @@ MUTANTS = [
         "        self.require_backward_grad_sync = False\n",
         "",
         REPLICATED,
+    ),
+    Mutant(
+        "save while a step is open",
+        "attachment.py",
+        'if self._step.state == "open" or (self._accumulation.holding and gradients):',
+        "if self._accumulation.holding and gradients:",
+        CHECKPOINT + "test_refusals.py",
+    ),
+    Mutant(
+        "save a torn step",
+        "attachment.py",
+        "        self._step.synchronize()\n        self._step.require_whole()\n        gradients =",
+        "        self._step.synchronize()\n        gradients =",
+        CHECKPOINT + "test_refusals.py",
+    ),
+    Mutant(
+        "save between micro-batches",
+        "attachment.py",
+        'if self._step.state == "open" or (self._accumulation.holding and gradients):',
+        'if self._step.state == "open":',
+        CHECKPOINT + "test_refusals.py",
+    ),
+    Mutant(
+        "save what is due without waiting",
+        "attachment.py",
+        "        self._step.synchronize()\n        self._step.require_whole()\n        gradients =",
+        "        self._step.require_whole()\n        gradients =",
+        CHECKPOINT + "test_round_trips.py",
+    ),
+    Mutant(
+        "compare no digest",
+        "checkpoint/files.py",
+        "if digest and _digest_of(file) != record.sha256:",
+        "if False:",
+        CHECKPOINT + "test_damage.py",
+    ),
+    Mutant(
+        "compare no digest of the manifest",
+        "checkpoint/manifest.py",
+        "if read_small(directory / DIGEST, 1024) != digest_line(digest_of(text)):",
+        "if False:",
+        CHECKPOINT + "test_damage.py",
+    ),
+    Mutant(
+        "follow links out of the directory",
+        "checkpoint/files.py",
+        '    """Raise ``DamagedCheckpointError`` unless the file is the one that was written.\n',
+        '    path = path.resolve()\n    """Raise\n',
+        CHECKPOINT + "test_damage.py",
+    ),
+    Mutant(
+        "take a file's name as a path",
+        "checkpoint/manifest.py",
+        "if not _FILE.fullmatch(name):",
+        "if False:",
+        CHECKPOINT + "test_damage.py",
+    ),
+    Mutant(
+        "flush no file",
+        "checkpoint/files.py",
+        "        os.fsync(file)\n",
+        "",
+        CHECKPOINT + "test_kills.py",
+    ),
+    Mutant(
+        "rename before the flush",
+        "checkpoint/files.py",
+        "    flush_directory(unfinished)\n",
+        "",
+        CHECKPOINT + "test_kills.py",
+    ),
+    Mutant(
+        "forget the rest of a short write",
+        "checkpoint/files.py",
+        "rest = rest[written:]",
+        "rest = rest[:0]",
+        CHECKPOINT + "test_kills.py",
+    ),
+    Mutant(
+        "write under the final name",
+        "checkpoint/files.py",
+        'unfinished = directory / f"{_UNFINISHED}{step}-{secrets.token_hex(4)}"',
+        'unfinished = directory / f"step-{step:012d}"',
+        CHECKPOINT + "test_kills.py",
+    ),
+    Mutant(
+        "remove the last one first",
+        "checkpoint/saving.py",
+        "        _refuse_later(directory, number)\n",
+        "        remove_older(directory, number, 0)\n",
+        CHECKPOINT + "test_kills.py",
+    ),
+    Mutant(
+        "write weights before the optimizer is compared",
+        "checkpoint/staging.py",
+        "        staged.copies.append((local_of(one.tensor), values))\n",
+        "        local_of(one.tensor).copy_(values)\n",
+        CHECKPOINT + "test_refusals.py",
+    ),
+    Mutant(
+        "groups by position",
+        "checkpoint/staging.py",
+        "same = [record for record in left if set(record.parameters) == mine]",
+        "same = left[:1]",
+        CHECKPOINT + "test_round_trips.py",
+    ),
+    Mutant(
+        "take any class",
+        "checkpoint/staging.py",
+        "of_class = [r for r in same if r.cls == class_of(optimizer)]",
+        "of_class = same",
+        CHECKPOINT + "test_refusals.py",
+    ),
+    Mutant(
+        "take what is not finite",
+        "checkpoint/staging.py",
+        "if (values.is_floating_point() or values.is_complex()) and not bool(torch.isfinite(values).all()):",
+        "if False:",
+        CHECKPOINT + "test_damage.py",
+    ),
+    Mutant(
+        "leave the step torn",
+        "attachment.py",
+        "        self._step.forget(gradients=True)\n        self._step.step_count = step_count\n",
+        "        self._step.step_count = step_count\n",
+        CHECKPOINT + "test_round_trips.py",
+    ),
+    Mutant(
+        "the failure of another rank is no failure",
+        "checkpoint/ranks.py",
+        "failed = [(rank, told) for rank, told in enumerate(everyone) if told[:1] == kind]",
+        "failed = [(rank, told) for rank, told in enumerate(everyone) if told[:1] == kind and error]",
+        CHECKPOINT + "test_ranks.py",
+    ),
+    Mutant(
+        "read every rank's rows from the beginning",
+        "checkpoint/reading.py",
+        "into[common.within(box)] = part[common.within(chunk)]",
+        "into[common.within(box)] = part[common.within(common)]",
+        CHECKPOINT + "test_ranks.py",
+    ),
+    Mutant(
+        "rank 0's extra for all",
+        "checkpoint/staging.py",
+        "extra = manifest.extra[rank if rank < manifest.world_size else 0]",
+        "extra = manifest.extra[0]",
+        CHECKPOINT + "test_ranks.py",
     ),
 ]
 
