@@ -389,7 +389,8 @@ class Attachment:
         self._step.forget(gradients=True)
         self._step.step_count = step_count
         if self._clipping.mode == "previous_norm":
-            self._clipping.grad_norm = previous_norm
+            device = next(self._parameters()).device
+            self._clipping.grad_norm = None if previous_norm is None else previous_norm.to(device)
             self._clipping.begin()
 
     def state_parts(self) -> dict[int, Any]:

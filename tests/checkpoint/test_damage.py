@@ -213,6 +213,8 @@ CRAFTED: dict[str, Callable[[Any], Any]] = {
     "a class": lambda m: m["optimizers"][0].update({"class": "os.system"}),
     "an unknown kind of value": lambda m: m["extra"].__setitem__(0, {"pickle": "gASVBQAAAAAAAABLAS4="}),
     "a tensor that is not there": lambda m: m["extra"].__setitem__(0, {"tensor": "x"}),
+    "the same tensor twice": lambda m: m["extra"].__setitem__(0, 2 * [{"tensor": "extra/0['rng']"}]),
+    "a weight as a value": lambda m: m["extra"].__setitem__(0, {"tensor": "model/inner.weight"}),
     "no base64": lambda m: m["extra"].__setitem__(0, {"bytes": "*"}),
     "a list as a key": lambda m: m["extra"].__setitem__(0, {"dict": [[[], 1]]}),
     "a deep value": lambda m: m["extra"].__setitem__(0, deep(40)),

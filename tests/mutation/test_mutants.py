@@ -745,13 +745,6 @@ MUTANTS = [
         CHECKPOINT + "test_refusals.py",
     ),
     Mutant(
-        "save what is due without waiting",
-        "attachment.py",
-        "        self._step.synchronize()\n        self._step.require_whole()\n        gradients =",
-        "        self._step.require_whole()\n        gradients =",
-        CHECKPOINT + "test_round_trips.py",
-    ),
-    Mutant(
         "compare no digest",
         "checkpoint/files.py",
         "if digest and _digest_of(file) != record.sha256:",

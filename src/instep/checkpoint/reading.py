@@ -32,13 +32,18 @@ class Reader:
             raise DamagedCheckpointError(f"{directory} holds step {self.manifest.step}: it has been renamed")
         for number, (name, record) in enumerate(sorted(self.manifest.files.items())):
             require_as_recorded(directory / name, record, digest=number % size == rank)
+        self._taken: set[str] = set()
         self._open: dict[str, Any] = {}
 
     def record(self, leaf: Mapping[str, Any]) -> tuple[str, TensorRecord]:
         """What a manifest's value says in a tensor's place: its key, and what is known of it."""
         key = leaf["tensor"]
-        if not isinstance(key, str) or key not in self.manifest.tensors:
+        if not isinstance(key, str) or key not in self.manifest.tensors or key.startswith("model/"):
             raise DamagedCheckpointError(f"a value is the tensor {str(key)[:200]!r}, which is not there")
+        # Or else a small file could be made to fill the memory.
+        if key in self._taken:
+            raise DamagedCheckpointError(f"two values are the same tensor {key[:200]!r}")
+        self._taken.add(key)
         return key, self.manifest.tensors[key]
 
     def read(self, key: str, box: Box | None = None) -> torch.Tensor:
