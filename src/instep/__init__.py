@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from instep.attachment import Attachment as Attachment
     from instep.attachment import attach as attach
     from instep.attachment import attached as attached
+    from instep.checkpoint import Checkpoint as Checkpoint
+    from instep.checkpoint import load as load
+    from instep.checkpoint import save as save
     from instep.functional import AllreduceUpcastHookState as AllreduceUpcastHookState
     from instep.functional import OptimInBackwardHookState as OptimInBackwardHookState
     from instep.functional import OptimizerHookState as OptimizerHookState
@@ -33,6 +36,9 @@ _ROOMS = {
     "Attachment": "attachment",
     "attach": "attachment",
     "attached": "attachment",
+    "Checkpoint": "checkpoint",
+    "load": "checkpoint",
+    "save": "checkpoint",
     "Replicated": "sources.replicated",
     "replicate": "replication",
     "Verification": "verification",
@@ -55,6 +61,7 @@ _ROOMS = {
 __all__ = [
     "AllreduceUpcastHookState",
     "Attachment",
+    "Checkpoint",
     "ClipNorm",
     "ClipValue",
     "OptimInBackwardHookState",
@@ -69,9 +76,11 @@ __all__ = [
     "attached",
     "get_in_backward_optimizers",
     "hook_then_optimizer",
+    "load",
     "reducer_allreduce_and_upcast_hook",
     "register_overlapped",
     "replicate",
+    "save",
     "verify",
 ]
 

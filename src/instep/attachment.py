@@ -57,7 +57,13 @@ from instep._validation import (
 )
 from instep._votes import GroupVotes, groups_of, in_join
 from instep._wrappers import BeforeFSDP1Gathers, FSDP1Sync, FSDP2Sync, fsdp1_in, put_shards_in_place, sharded_groups
-from instep.errors import AttachError, ConcurrentBackwardError, InstepError, StaleAttachmentError
+from instep.errors import (
+    AttachError,
+    ConcurrentBackwardError,
+    InstepError,
+    StaleAttachmentError,
+    UncommittedStepError,
+)
 from instep.sources import Sink, Source
 from instep.sources.ddp import DDPSource, managed_by
 from instep.sources.fsdp import FSDP1Source
@@ -434,6 +440,41 @@ class Attachment:
         self._step.forget(gradients=True)
         resync(model, optimizers, group, ranks.index(rank))
         self._step.step_count = step
+
+    def require_committed(self) -> None:
+        """Wait for what is due, and raise unless parameters and state are those of the last committed step.
+
+        Raises:
+            TornStepError: a step was applied to some of the parameters only.
+            UncommittedStepError: a backward has been that ``optimizer.step()`` has not committed.
+        """
+        self._step.synchronize()
+        self._step.require_whole()
+        gradients = any(p.grad is not None for p in self._parameters())
+        if self._step.state == "open" or (self._accumulation.holding and gradients):
+            raise UncommittedStepError(
+                f"step {self.step_count + 1} is under way: a checkpoint is of committed steps. Save after "
+                "optimizer.step(), or before the backward"
+            )
+
+    @property
+    def previous_norm(self) -> torch.Tensor | None:
+        """With ``ClipNorm(mode="previous_norm")``: the norm that the next step clips by; else ``None``."""
+        return self.grad_norm if self._clipping.mode == "previous_norm" else None
+
+    def restore(self, step_count: int, previous_norm: torch.Tensor | None = None) -> None:
+        """Begin again where a checkpoint was taken. A step that is open or torn is given up, and gradients are cleared.
+        Parameters and state are the caller's to write, right after."""
+        self._step.forget(gradients=True)
+        self._step.step_count = step_count
+        if self._clipping.mode == "previous_norm":
+            device = next(self._parameters()).device
+            self._clipping.grad_norm = None if previous_norm is None else previous_norm.to(device)
+            self._clipping.begin()
+
+    def state_parts(self) -> dict[int, Any]:
+        """With ``shard_state``: by ``id`` of each parameter in DDP's buckets, this rank's part of it."""
+        return {id(a.get()): a.part for a in self._step.parameters if a.part is not None and a.part.alone}
 
     def detach(self) -> None:
         """Give the model and the optimizer back as they came. Safe to call twice, and with a step open or torn. What

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 __all__ = [
     "AccumulationError",
     "AttachError",
+    "CheckpointError",
     "ConcurrentBackwardError",
+    "DamagedCheckpointError",
     "HyperparameterChangedError",
     "InstepError",
     "NonFiniteGradientError",
@@ -46,6 +48,14 @@ class UncommittedStepError(AccumulationError):
 
     The plain loop would still see the old weights here.
     """
+
+
+class CheckpointError(InstepError):
+    """A checkpoint could not be written, or does not fit the model and the optimizer. Nothing was changed."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not, bit for bit, what was saved, or not a checkpoint at all. Nothing was changed."""
 
 
 class SpentGradientError(InstepError):

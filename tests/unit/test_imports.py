@@ -24,6 +24,7 @@ ALLOWED = {
     "attachment": {"_validation", "_fsdp_state", "_shards", "_votes", "_wrappers", "sources", "_core", "errors"},
     "functional": {"attachment", "_shards", "_wrappers", "sources", "comm_hooks", "_core", "errors"},
     "verification": {"attachment", "_wrappers", "errors"},
+    "checkpoint": {"attachment", "_shards", "_wrappers", "sources", "_core", "errors", "_version"},
     "replication": {"attachment", "sources", "errors"},
     "demo": {"attachment", "verification", "report", "_version"},
     "cli": {"demo", "_version"},
@@ -75,6 +76,7 @@ def test_the_public_names() -> None:
     assert instep.__all__ == [
         "AllreduceUpcastHookState",
         "Attachment",
+        "Checkpoint",
         "ClipNorm",
         "ClipValue",
         "OptimInBackwardHookState",
@@ -89,9 +91,11 @@ def test_the_public_names() -> None:
         "attached",
         "get_in_backward_optimizers",
         "hook_then_optimizer",
+        "load",
         "reducer_allreduce_and_upcast_hook",
         "register_overlapped",
         "replicate",
+        "save",
         "verify",
     ]
     for name in instep.__all__:

@@ -1,0 +1,260 @@
+"""Files and directories that are either there, whole and on the disk, or not at all.
+
+A checkpoint is one directory. It is written under a name that nobody reads, each file and the directory are flushed
+to the disk, and one rename makes it a checkpoint.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from instep.errors import CheckpointError, DamagedCheckpointError
+
+MANIFEST, DIGEST = "manifest.json", "manifest.json.sha256"
+_UNFINISHED, _REMOVED = ".saving-", ".removing-"
+_CHECKPOINT = re.compile(r"step-(\d{12,18})(?:\.(\d{1,6}))?")
+_BLOCK = 1 << 22
+
+# By the names of safetensors. A complex number is written as its two parts.
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "F32",
+    torch.complex128: "F64",
+}
+
+_logger = logging.getLogger("instep")
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file as it was written: its size in bytes, and their SHA-256 in hexadecimal digits."""
+
+    size: int
+    sha256: str
+
+
+def stored_shape(shape: Sequence[int], dtype: torch.dtype) -> list[int]:
+    """The shape of a tensor as safetensors has it."""
+    return [*shape, 2] if dtype.is_complex else list(shape)
+
+
+def write_tensors(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> FileRecord:
+    """Write a safetensors file, one tensor at a time: host memory is needed for the largest alone.
+
+    The digest is that of the bytes that were meant, not of what the disk says it has.
+    """
+    # Those of the widest elements first: all of them are aligned then.
+    ordered = sorted(tensors, key=lambda item: -item[1].element_size())
+    header: dict[str, object] = {}
+    offset = 0
+    for name, tensor in ordered:
+        end = offset + tensor.numel() * tensor.element_size()
+        shape = stored_shape(tensor.shape, tensor.dtype)
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield len(text).to_bytes(8, "little") + text
+        for _, tensor in ordered:
+            yield _bytes_of(tensor)
+
+    return write(path, pieces())
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+def write(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
+    """Write a new file, and return when it is on the disk."""
+    digest, size = hashlib.sha256(), 0
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for piece in pieces:
+            digest.update(piece)
+            size += len(piece)
+            rest = memoryview(piece)
+            while rest:
+                written = os.write(file, rest[:_BLOCK])
+                if written <= 0:
+                    raise OSError(f"nothing could be written to {path}")
+                rest = rest[written:]
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return FileRecord(size, digest.hexdigest())
+
+
+def digest_line(manifest: str) -> bytes:
+    """What stands in the file beside the manifest: ``sha256sum -c`` reads it."""
+    return f"{manifest}  {MANIFEST}\n".encode()
+
+
+def flush_directory(path: Path) -> None:
+    """Return when the directory's own entries are on the disk."""
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def require_as_recorded(path: Path, record: FileRecord, *, digest: bool) -> None:
+    """Raise ``DamagedCheckpointError`` unless the file is the one that was written.
+
+    Args:
+        digest: compare the content, too, not the size alone.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise DamagedCheckpointError(f"{path} is not a file")
+        if found.st_size != record.size:
+            raise DamagedCheckpointError(f"{path} has {found.st_size} bytes in place of {record.size}")
+        if digest and _digest_of(file) != record.sha256:
+            raise DamagedCheckpointError(f"{path} is not what was saved: its SHA-256 is another")
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    finally:
+        os.close(file)
+
+
+def _digest_of(file: int) -> str:
+    digest = hashlib.sha256()
+    while block := os.read(file, _BLOCK):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """All of a file of at most ``limit`` bytes; ``DamagedCheckpointError`` if it is none, or longer."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
+            raise DamagedCheckpointError(f"{path} is not a file of at most {limit} bytes")
+        blocks, left = [], limit + 1
+        while left > 0 and (block := os.read(file, min(left, _BLOCK))):
+            blocks.append(block)
+            left -= len(block)
+        return b"".join(blocks)
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    finally:
+        os.close(file)
+
+
+# Directories.
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """A directory that is named as a checkpoint of ``step``. One that was saved once more has a later ``attempt``."""
+
+    step: int
+    attempt: int
+    path: Path
+
+
+def places(directory: Path) -> list[Place]:
+    """What is named as a checkpoint in ``directory``, the newest first."""
+    found = []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            match = _CHECKPOINT.fullmatch(entry.name)
+            if match and entry.is_dir(follow_symlinks=False):
+                found.append(Place(int(match[1]), int(match[2] or 0), directory / entry.name))
+    return sorted(found, reverse=True)
+
+
+def step_in_name(directory: Path) -> int | None:
+    """The step in the name of a checkpoint; ``None`` for one that was given another name."""
+    match = _CHECKPOINT.fullmatch(directory.name)
+    return int(match[1]) if match else None
+
+
+def begin(directory: Path, step: int) -> Path:
+    """Make an empty directory to write in, and remove what saves that were killed have left."""
+    if not directory.exists():
+        directory.mkdir(parents=True)
+        flush_directory(directory.parent)
+    for name in os.listdir(directory):
+        if name.startswith((_UNFINISHED, _REMOVED)):
+            shutil.rmtree(directory / name, ignore_errors=True)
+    unfinished = directory / f"{_UNFINISHED}{step}-{secrets.token_hex(4)}"
+    unfinished.mkdir()
+    return unfinished
+
+
+def finish(unfinished: Path, step: int) -> Path:
+    """Make it a checkpoint."""
+    flush_directory(unfinished)
+    directory = unfinished.parent
+    taken = [place.attempt for place in places(directory) if place.step == step]
+    suffix = f".{max(taken) + 1}" if taken else ""
+    final = directory / f"step-{step:012d}{suffix}"
+    os.rename(unfinished, final)
+    try:
+        flush_directory(directory)
+    except OSError:
+        os.rename(final, unfinished)  # or else it might be gone after all once the machine is switched off
+        raise
+    return final
+
+
+def remove_older(directory: Path, step: int, keep: int) -> None:
+    """Leave of the checkpoints up to ``step`` the newest ``keep``, and one of each step."""
+    kept: set[int] = set()
+    try:
+        for place in places(directory):
+            if place.step > step:
+                continue
+            if place.step not in kept and len(kept) < keep:
+                kept.add(place.step)
+                continue
+            # Half a checkpoint must not go by the name of one.
+            removed = directory / f"{_REMOVED}{place.path.name}"
+            os.rename(place.path, removed)
+            shutil.rmtree(removed)
+    except OSError as error:
+        _logger.warning("older checkpoints in %s could not be removed: %s", directory, error)
+
+
+def require_directory(path: Path) -> None:
+    """Raise ``CheckpointError`` if there is something else in its place."""
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"path={str(path)!r} is a file: give the directory that checkpoints are kept in")

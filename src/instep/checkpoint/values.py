@@ -1,0 +1,123 @@
+"""Nested Python values as JSON, and back. Tensors are put elsewhere; what is not listed here is refused by name."""
+
+import base64
+import binascii
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from instep.errors import CheckpointError, DamagedCheckpointError
+
+DEEPEST = 32
+
+Json = Any
+Put = Callable[[str, torch.Tensor], Mapping[str, Json]]
+"""Given where a tensor stands in the value, and the tensor: what to write in its place, with a key ``"tensor"``."""
+Get = Callable[[Mapping[str, Json]], torch.Tensor]
+"""Given what :data:`Put` returned: the tensor."""
+
+_MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def encode(value: Any, where: str, put: Put, path: str = "", depth: int = 0) -> Json:
+    """``value`` as JSON.
+
+    Args:
+        where: what the value is, for messages.
+        path: where it stands in that, in Python's notation.
+
+    Raises:
+        CheckpointError: it holds something that cannot be saved, named with its path.
+    """
+    if depth > DEEPEST:
+        raise CheckpointError(
+            f"{where}{path} is nested more than {DEEPEST} deep, or holds itself: give a flatter value"
+        )
+    if value is None or type(value) in (bool, str, int):
+        return value
+    if isinstance(value, float):  # NumPy's are, too
+        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+    if type(value) is bytes:
+        return {"bytes": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, torch.Tensor):
+        return dict(put(path, value))
+    if type(value) is list:
+        return [encode(item, where, put, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
+    if type(value) is tuple:
+        return {"tuple": [encode(item, where, put, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]}
+    for kind, cls in _MAPPINGS.items():
+        if type(value) is cls:
+            pairs = [
+                [
+                    _encoded_key(key, where, put, f"{path}[{key!r}]"),
+                    encode(item, where, put, f"{path}[{key!r}]", depth + 1),
+                ]
+                for key, item in value.items()
+            ]
+            return {kind: pairs}
+    raise CheckpointError(
+        f"{where}{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved. A checkpoint "
+        "holds None, bool, int, float, str, bytes, list, tuple, dict and tensors: convert it (state_dict(), tolist(), "
+        "torch.from_numpy)"
+    )
+
+
+def _encoded_key(key: Any, where: str, put: Put, path: str) -> Json:
+    plain = (type(None), bool, int, float, str, bytes)
+    if not isinstance(key, plain) and not (type(key) is tuple and all(isinstance(part, plain) for part in key)):
+        raise CheckpointError(f"the key of {where}{path} is a {type(key).__name__}: use a str, a number or a tuple")
+    return encode(key, where, put, path)
+
+
+def decode(value: Json, get: Get, depth: int = 0) -> Any:
+    """What :func:`encode` was given.
+
+    Raises:
+        DamagedCheckpointError: it has not written this.
+    """
+    if depth > DEEPEST:
+        raise DamagedCheckpointError(f"a value is nested more than {DEEPEST} deep")
+    if value is None or isinstance(value, (bool, str, int, float)):
+        return value
+    if isinstance(value, list):
+        return [decode(item, get, depth + 1) for item in value]
+    if not isinstance(value, dict):
+        raise DamagedCheckpointError(f"a value is a {type(value).__name__}")
+    if "tensor" in value:
+        return get(value)
+    if len(value) != 1:
+        raise DamagedCheckpointError(f"a value has the keys {sorted(value)[:8]}")
+    ((kind, content),) = value.items()
+    if kind == "float" and isinstance(content, str) and content in _NOT_FINITE:
+        return _NOT_FINITE[content]
+    if kind == "bytes" and isinstance(content, str):
+        try:
+            return base64.b64decode(content, validate=True)
+        except (binascii.Error, ValueError):
+            raise DamagedCheckpointError("bytes that are not base64") from None
+    if kind == "tuple" and isinstance(content, list):
+        return tuple(decode(item, get, depth + 1) for item in content)
+    if kind in _MAPPINGS and isinstance(content, list):
+        return _mapping(kind, content, get, depth)
+    raise DamagedCheckpointError(f"a value of unknown kind {kind[:40]!r}")
+
+
+def _mapping(kind: str, pairs: list[Json], get: Get, depth: int) -> dict[Any, Any]:
+    found = _MAPPINGS[kind]()
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise DamagedCheckpointError("an item of a dict that is not a key with a value")
+        key = decode(pair[0], _no_tensor, depth + 1)
+        parts = key if isinstance(key, tuple) else (key,)
+        if not all(isinstance(part, (type(None), bool, int, float, str, bytes)) for part in parts):
+            raise DamagedCheckpointError(f"a key of a dict that is a {type(key).__name__}")
+        found[key] = decode(pair[1], get, depth + 1)
+    return found
+
+
+def _no_tensor(leaf: Mapping[str, Json]) -> torch.Tensor:
+    raise DamagedCheckpointError("a tensor as the key of a dict")
