@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -23,7 +24,7 @@ from instep._core.accumulation import Accumulation, Syncing
 from instep._core.arrival import Arrival
 from instep._core.clipping import Clipping
 from instep._core.deferral import Deferral, Reader
-from instep._core.engine import after_all_of_backward, graph_task
+from instep._core.engine import after_all_of_backward, graph_task, runs
 from instep._core.finite import Policy
 from instep._core.hooks import BoundHook, first_of_post_hooks, last_of_pre_hooks
 from instep._core.outputs import nodes_of
@@ -565,6 +566,8 @@ class Attachment:
             if self._options.mixed_precision is not None:
                 self._precision = LowPrecision(model, self._options.mixed_precision)
             self._ranks.voting = self._voting(model)
+            communicates = weakref.WeakMethod(self._communicates)
+            self._ranks.communicates = lambda: (ask := communicates()) is not None and ask()
         except BaseException:
             self.detach()
             raise
@@ -582,6 +585,12 @@ class Attachment:
         shapes = [() if self._in_fsdp1 else tuple(a.spec.shape) for a in self._step.parameters]
         specs = [(a.spec.name, shape, a.spec.dtype) for a, shape in zip(self._step.parameters, shapes, strict=True)]
         return GroupVotes(groups, (settings, specs), lambda: in_join(ref() for ref in ddps))
+
+    def _communicates(self) -> bool:
+        if self._groups:
+            return True  # FSDP gathers the weights for autograd.grad, too
+        with torch._C.DisableTorchFunctionSubclass():  # no value is used, and nobody who watches need be told
+            return any(runs(get_gradient_edge(p).node) for p in self._parameters() if p.requires_grad)
 
     def _begin_step(self) -> None:
         self._ask_for_step()

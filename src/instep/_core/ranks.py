@@ -76,17 +76,19 @@ class Ranks:
 
     Attributes:
         voting: how they vote; ``None``: there is only one.
+        communicates: whether the running backward is one that all ranks run, and not ``autograd.grad`` of one of them.
     """
 
     def __init__(self, rank: Callable[[], int]) -> None:
         self.rank = rank
         self.voting: Voting | None = None
+        self.communicates: Callable[[], bool] = lambda: True
         self._vote: Vote | None = None
         self._owes = False
 
     def begin_backward(self, step: int) -> None:
-        """A backward that communicates begins, ``step`` steps having been taken here."""
-        if self.voting is not None:
+        """A backward begins, ``step`` steps having been taken here."""
+        if self.voting is not None and self.communicates():
             self.voting.open()
             if self._owes:
                 self.committed(step)
