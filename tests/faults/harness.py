@@ -30,10 +30,11 @@ NOT_REFUSED = "NOT REFUSED"
 STUCK = "CANNOT GO ON"
 NOT_REACHED = "not reached"
 NOT_BUILT = "not built"
+CRASH = "CRASH"
 BROKEN = "BROKEN CASE"
-DDP_GIVES_UP = "Expected to have finished reduction in the prior iteration"
-"""What plain DDP raises for ever once its backward was interrupted. It says so; nothing is written."""
-BY_SEVERITY = (SILENT, LATE_WRITE, HANG, NOT_REFUSED, WRONG_ERROR, STUCK, BROKEN)
+DDP_GIVES_UP = ("Expected to have finished reduction in the prior iteration", "!unmarked_param_indices.empty()")
+"""What DDP raises for ever once its backward or its hook was interrupted, attached or not. Nothing is written."""
+BY_SEVERITY = (SILENT, LATE_WRITE, HANG, CRASH, NOT_REFUSED, WRONG_ERROR, STUCK, BROKEN)
 
 Report = list[dict[str, Any]]
 Hash = tuple[str, str]
@@ -50,6 +51,7 @@ class Verdict:
         outcome: the worst of them, or ``ok``, ``not reached``, ``not built``.
         seconds: from the fault to the last surviving rank's error; ``None`` if none had reason to raise.
         said: what each rank saw, in words.
+        traces: where the errors came from.
     """
 
     case: Case
@@ -57,6 +59,7 @@ class Verdict:
     outcome: str = OK
     seconds: float | None = None
     said: list[str] = field(default_factory=list)
+    traces: list[str] = field(default_factory=list)
 
     def settle(self) -> "Verdict":
         outcomes = {outcome for outcome, _ in self.found}
@@ -64,8 +67,11 @@ class Verdict:
         return self
 
     def __str__(self) -> str:
-        found = "; ".join(f"{outcome}: {detail}" for outcome, detail in self.found)
-        return f"{self.outcome:12} {self.case}\n    {found}\n    {' | '.join(self.said)}"
+        first: dict[tuple[str, str], str] = {}  # of each rank the first of its kind: the others follow from it
+        for outcome, detail in self.found:
+            first.setdefault((outcome, detail[:7]), f"{outcome}: {detail}")
+        where = "".join(self.traces[:1]) if self.outcome in (SILENT, LATE_WRITE) else ""
+        return "\n    ".join([f"{self.outcome:12} {self.case}", *first.values(), " | ".join(self.said), where]).rstrip()
 
 
 class _Running:
@@ -220,12 +226,12 @@ def judge(
     for rank, report in enumerate(reports):
         judge_rank(verdict, rank, report, plain[rank], fault, rank in killed)
         if (
-            report
-            and report[-1]["what"] not in ("end", "fault")
-            and rank not in killed
+            rank not in killed
+            and not (report and report[-1]["what"] == "end")
             and not (case.kind == "kill" and rank in case.ranks)
         ):
-            verdict.found.append((BROKEN, f"rank {rank} ended by itself: {said(rank)[-600:]}"))
+            outcome = CRASH if "terminate called" in said(rank) else BROKEN
+            verdict.found.append((outcome, f"rank {rank} ended by itself: {said(rank)[-600:]}"))
     judge_survivors(verdict, reports, plain)
     return verdict.settle()
 
@@ -248,7 +254,9 @@ def judge_rank(verdict: Verdict, rank: int, report: Report, plain: Sequence[Hash
             if raised is None:
                 judge_error(verdict, rank, one, fault, broke)
             words.append(f"{one['type']} in {one['phase']} of step {one['step']} after {one['raised'] - fault:.2f} s")
-            if raised is not None and len(case.ranks) == case.world and DDP_GIVES_UP not in one["text"]:
+            verdict.traces.append(one["trace"])
+            own = any(text in one["text"] for text in DDP_GIVES_UP)
+            if raised is not None and len(case.ranks) == case.world and not own:
                 broke(STUCK, f"then {one['type']}: {one['text'][:160]}")
             raised = one
         elif what == "quiet" and not one["same"]:
@@ -414,7 +422,7 @@ class Summary:
 
     def line(self) -> str:
         longest = max((v.seconds for v in self.injected if v.seconds is not None), default=0.0)
-        others = "".join(f", {o.lower()} {n}" for o in (NOT_REFUSED, WRONG_ERROR, STUCK, BROKEN) if (n := self.count(o)))
+        others = "".join(f", {o.lower()} {n}" for o in (CRASH, NOT_REFUSED, WRONG_ERROR, STUCK, BROKEN) if (n := self.count(o)))
         return (
             f"faults injected {len(self.injected)}, silent corruptions {self.count(SILENT)}, hangs {self.count(HANG)}, "
             f"late writes {self.count(LATE_WRITE)}, longest time to raise {longest:.1f} s (limit {LIMIT:.1f} s){others}"

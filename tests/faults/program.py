@@ -7,9 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -109,6 +107,10 @@ def options(case: Case) -> dict[str, Any]:
 
 def with_torchs_own_overlap(model: nn.Module) -> object:
     """torch's own step in backward, of plain SGD as above. Returns what must be kept."""
+    # Imported here: they warn of scripted functions.
+    from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
     if isinstance(model, DistributedDataParallel):
         overlapped = _as_overlapped_optim(torch.optim.SGD, None, lr=0.05)
         overlapped.register_ddp(model)
@@ -137,7 +139,8 @@ def fingerprint(optimizer: torch.optim.Optimizer) -> tuple[str, str]:
 def digest(tensors: Iterable[torch.Tensor]) -> str:
     found = hashlib.sha256()
     for tensor in tensors:
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        # Read through DTensor's own slot: a parameter that is watched tells of other ways.
+        local = DTensor._local_tensor.__get__(tensor) if isinstance(tensor, DTensor) else tensor  # type: ignore[attr-defined]
         flat = local.detach().contiguous().reshape(-1)
         found.update(str((tuple(local.shape), local.dtype)).encode())
         found.update((torch.view_as_real(flat) if flat.is_complex() else flat).numpy().tobytes())

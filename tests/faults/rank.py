@@ -45,6 +45,7 @@ class Run:
         self._phase = "start"
         self._attempts = 0
         self._accepted = False
+        self._count = 0
         self.model, self.optimizer = program.build(case)
         self.parameters = list(self.model.parameters())
         self.overlap: instep.Attachment | None = None
@@ -65,7 +66,8 @@ class Run:
             try:
                 self._iterate(step, trigger)
             except BaseException as error:
-                if not self._after(error, step):
+                goes_on, step = self._after(error, step)
+                if not goes_on:
                     return
             else:
                 step += 1
@@ -75,6 +77,7 @@ class Run:
 
     def _iterate(self, step: int, trigger: Trigger) -> None:
         try:
+            self._count = 0 if self.overlap is None else self.overlap.step_count
             self._reach("begin")
             self._phase = "forward"
             loss = program.loss_of(self.model, self.case, self.rank, step)
@@ -83,6 +86,7 @@ class Run:
             self.before_backward(loss)
             self._phase = "backward"
             loss.backward()
+            self._phase = "before step"
             self._reach("before step")
             self._phase = "step"
             if self.case.way != "torch" and not self._skips(step):
@@ -103,8 +107,8 @@ class Run:
     def _whole(self, step: int) -> None:
         self.note("whole", step=step, hash=program.fingerprint(self.optimizer), torn=self._accepted)
 
-    def _after(self, error: BaseException, step: int) -> bool:
-        """What became of an error. Returns whether to go on."""
+    def _after(self, error: BaseException, step: int) -> tuple[bool, int]:
+        """What became of an error. Returns whether to go on, and with which step."""
         raised = time.monotonic()
         found = program.fingerprint(self.optimizer)
         self.note(
@@ -132,14 +136,18 @@ class Run:
         self._attempts += 1
         self.note("settled", state=self._state(), whole=program.fingerprint(self.optimizer), torn=torn, step=step)
         if self.case.then == "leave" or self._attempts == ATTEMPTS or not (torn or self.rank in self.case.ranks):
-            return False
+            return False, step
         if torn and self.overlap is not None:
             self._probe("optimizer.step", self.optimizer.step)
             self.overlap.accept_torn()
             self._accepted = True
             self.note("accepted", left=self._left())
+        elif self.case.way == "backward" and self._state() == "open":
+            # All of it was applied in backward, and the loop was stopped before step() could say so.
+            self._probe("optimizer.step", self.optimizer.step)
+        done = self._phase == "after step" if self.overlap is None else self.overlap.step_count > self._count
         self.optimizer.zero_grad()
-        return True
+        return True, step + done
 
     def _is_torn(self) -> bool:
         # What an except clause would do, before it comes to a forward.
@@ -169,7 +177,8 @@ class Run:
     def try_to_save(self) -> None:
         """What a checkpoint taken here would hold."""
         try:
-            weights = program.digest(self.model.state_dict().values())
+            saved = self.model.state_dict()
+            weights = program.digest(saved[name] for name, _ in self.model.named_parameters())
             states = self.optimizer.state_dict()["state"]
             state = program.digest_of_states(states.get(i, {}) for i in range(len(self.parameters)))
         except RuntimeError as error:
@@ -183,7 +192,7 @@ class Run:
     def _left(self) -> int:
         """How many parameters have a gradient that the next one would be added to."""
         with torch._C.DisableTorchFunctionSubclass():
-            gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
+            gradients = [torch.Tensor.grad.__get__(p) for p in self.parameters]  # type: ignore[attr-defined]
         return sum(gradient is not None and not isinstance(gradient, Placeholder) for gradient in gradients)
 
 

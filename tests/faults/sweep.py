@@ -120,8 +120,9 @@ def saves() -> Iterator[Case]:
             yield Case(way=way, point="model", kind="save", where=where, model=model, optimizer="SGD")
     for source, way, point in product(("local", "ddp", "fsdp2"), WAYS, ("before step", "in step", "after step")):
         yield Case(source, way, point, "save", 0, ALL, world=1 if source == "local" else 2)
-    for source, way, where in product(("ddp", "fsdp2"), WAYS, (2, 14, 26)):
-        yield Case(source, way, "model", "save", where, ALL, world=2)
+    # Not FSDP2 in backward: its state_dict() there puts the shards back that backward has gathered, attached or not.
+    for way, where in product(WAYS, (2, 14, 26)):
+        yield Case("ddp", way, "model", "save", where, ALL, world=2)
 
 
 def votes() -> Iterator[Case]:
