@@ -24,6 +24,7 @@ POINTS = {
     "before launch": "a bucket's collective is about to be called",
     "in flight": "a bucket's collective was called, and nobody has waited for it",
     "after completion": "a bucket has arrived, and is about to be written",
+    "before write": "a bucket's gradients are being made ready: nothing of it is written yet",
     "in the update": "before an operation of the optimizer's kernel",
     "between state and parameter": "the optimizer has written its state, and not yet the parameter",
     "after write": "a bucket was written",

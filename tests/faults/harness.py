@@ -36,6 +36,9 @@ DDP_GIVES_UP = ("Expected to have finished reduction in the prior iteration", "!
 """What DDP raises for ever once its backward or its hook was interrupted, attached or not. Nothing is written."""
 BY_SEVERITY = (SILENT, LATE_WRITE, HANG, CRASH, NOT_REFUSED, WRONG_ERROR, STUCK, BROKEN)
 
+ALL_TRAIN = ("Blocks", "Chain")
+"""Models of which every step moves every parameter."""
+
 Report = list[dict[str, Any]]
 Hash = tuple[str, str]
 Oracle = Sequence[Sequence[Hash]]
@@ -70,7 +73,7 @@ class Verdict:
         first: dict[tuple[str, str], str] = {}  # of each rank the first of its kind: the others follow from it
         for outcome, detail in self.found:
             first.setdefault((outcome, detail[:7]), f"{outcome}: {detail}")
-        where = "".join(self.traces[:1]) if self.outcome in (SILENT, LATE_WRITE) else ""
+        where = "".join(self.traces[:1]) if self.outcome in (SILENT, LATE_WRITE, HANG) else ""
         return "\n    ".join([f"{self.outcome:12} {self.case}", *first.values(), " | ".join(self.said), where]).rstrip()
 
 
@@ -112,6 +115,9 @@ class _Running:
                 os.kill(self._processes[rank].pid or 0, signal.SIGCONT)
         if time.monotonic() > self._deadline:
             self.killed = set(alive)
+            for rank in alive:
+                os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)  # it writes where it stands
+            time.sleep(0.3)
             return True
         return False
 
@@ -223,6 +229,8 @@ def judge(
         if not all(report and report[-1]["what"] == "end" for report in reports):
             verdict.found.append((BROKEN, "; ".join(said(rank)[-600:] for rank in range(case.world))))
         return verdict.settle()
+    for rank in killed:
+        verdict.traces.append(said(rank))
     for rank, report in enumerate(reports):
         judge_rank(verdict, rank, report, plain[rank], fault, rank in killed)
         if (
@@ -250,6 +258,8 @@ def judge_rank(verdict: Verdict, rank: int, report: Report, plain: Sequence[Hash
         if what == "whole" and not one["torn"] and tuple(one["hash"]) != plain[one["step"]]:
             parts = [name for name, a, b in zip(("parameters", "state"), one["hash"], plain[one["step"]], strict=True) if a != b]
             broke(SILENT, f"before step {one['step']} its {' and '.join(parts)} are not those of the plain loop")
+        elif what == "whole" and one["torn"] and one["still"] and case.model in ALL_TRAIN:
+            broke(SILENT, f"{one['still']} parameters did not move in step {one['step'] - 1}, after accept_torn()")
         elif what == "raised":
             if raised is None:
                 judge_error(verdict, rank, one, fault, broke)

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 from unittest.mock import patch
@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from instep._core.clipping import Clipping
 from instep._core.stepper import Stepper
 from instep.sources.reductions import Reduction
 from tests.faults.cases import ALL, NONFINITE, RAISES, TIMEOUT, Case
@@ -164,7 +165,12 @@ class _AtAnOperation(TorchDispatchMode):
 @contextmanager
 def _update(trigger: Trigger, run: "Run") -> Iterator[None]:
     """A bucket's update. Buckets are taken one by one, as they would be on a slow network."""
-    point, real = trigger.case.point, Stepper.step
+    point, real, clips = trigger.case.point, Stepper.step, Clipping.clip
+
+    def clip(self: Clipping, parameters: Sequence[torch.Tensor]) -> None:
+        if point == "before write":
+            trigger.hit()
+        clips(self, parameters)
 
     def step(self: Stepper, *args: Any, **kwargs: Any) -> None:
         if point == "after completion":
@@ -178,6 +184,7 @@ def _update(trigger: Trigger, run: "Run") -> Iterator[None]:
             trigger.hit()
 
     with (
+        patch.object(Clipping, "clip", clip),
         patch.object(Stepper, "step", step),
         patch.object(Reduction, "arrived", property(lambda self: False)),
         patch.object(Staged, "between", trigger.hit if point == "between state and parameter" else lambda: None),
@@ -291,6 +298,7 @@ SEAMS: dict[str, Seam] = {
     "before launch": _collectives,
     "in flight": _collectives,
     "after completion": _update,
+    "before write": _update,
     "in the update": _update,
     "between state and parameter": _update,
     "after write": _update,

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -131,12 +130,18 @@ def loss_of(model: nn.Module, case: Case, rank: int, step: int) -> torch.Tensor:
 
 def fingerprint(optimizer: torch.optim.Optimizer) -> tuple[str, str]:
     """SHA-256 of the parameters and of the optimizer's state as they are in memory. instep is not told of this."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     with torch._C.DisableTorchFunctionSubclass():
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return digest(parameters), digest_of_states(optimizer.state.get(p, {}) for p in parameters)
+        states = [optimizer.state.get(p, {}) for p in parameters]
+    return digest(parameters), digest_of_states(states)
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
+    with torch._C.DisableTorchFunctionSubclass():
+        return _digest(tensors)
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> str:
     found = hashlib.sha256()
     for tensor in tensors:
         # Read through DTensor's own slot: a parameter that is watched tells of other ways.
@@ -155,7 +160,3 @@ def digest_of_states(states: Iterable[dict[str, Any]]) -> str:
             found.update(key.encode())
             found.update((digest([value]) if isinstance(value, torch.Tensor) else repr(value)).encode())
     return found.hexdigest()[:16]
-
-
-def rank_or_0() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

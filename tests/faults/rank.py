@@ -1,5 +1,6 @@
 """One process of a run. It trains, has its fault, and tells a file what became of it: the group may be gone by then."""
 
+import faulthandler
 import json
 import os
 import signal
@@ -46,8 +47,10 @@ class Run:
         self._attempts = 0
         self._accepted = False
         self._count = 0
+        self._found: list[str] = []
+        self._found_at = -1
         self.model, self.optimizer = program.build(case)
-        self.parameters = list(self.model.parameters())
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.overlap: instep.Attachment | None = None
         if case.way == "torch":
             self.kept = program.with_torchs_own_overlap(self.model)
@@ -105,7 +108,10 @@ class Run:
         self.at.get(place, _nothing)()
 
     def _whole(self, step: int) -> None:
-        self.note("whole", step=step, hash=program.fingerprint(self.optimizer), torn=self._accepted)
+        found = [program.digest([p]) for p in self.parameters]
+        still = sum(map(str.__eq__, found, self._found)) if self._found and step == self._found_at + 1 else 0
+        self._found, self._found_at = found, step
+        self.note("whole", step=step, hash=program.fingerprint(self.optimizer), torn=self._accepted, still=still)
 
     def _after(self, error: BaseException, step: int) -> tuple[bool, int]:
         """What became of an error. Returns whether to go on, and with which step."""
@@ -141,6 +147,7 @@ class Run:
             self._probe("optimizer.step", self.optimizer.step)
             self.overlap.accept_torn()
             self._accepted = True
+            self._found = []
             self.note("accepted", left=self._left())
         elif self.case.way == "backward" and self._state() == "open":
             # All of it was applied in backward, and the loop was stopped before step() could say so.
@@ -215,6 +222,7 @@ def serve(case: Case, rank: int, folder: str, namespace: str | None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stderr = open(Path(folder) / f"stderr{rank}", "w", encoding="utf-8")  # noqa: SIM115
     os.dup2(sys.stderr.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     interface = "lo"
     if namespace is not None:

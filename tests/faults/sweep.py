@@ -35,6 +35,10 @@ def updates_that_raise() -> Iterator[Case]:
         yield Case(way=way, point=point, kind="raise", where=where)
     for way, where in product(WAYS, range(0, 22, 3)):
         yield Case(way=way, point="between state and parameter", kind="raise", where=where, optimizer="Staged")
+    # With schedule="forward" this is done by step().
+    for way, where in product(("backward", "undo"), range(BUCKETS["local"])):
+        yield Case(way=way, point="before write", kind="raise", where=where)
+        yield Case(way=way, point="before write", kind="interrupt", where=where)
     for way, point in product(WAYS, ("in step", "end of backward")):
         yield Case(way=way, point=point, kind="raise")
 
@@ -55,7 +59,7 @@ def models_that_raise() -> Iterator[Case]:
 
 def ranks_that_raise() -> Iterator[Case]:
     """Rows 1 to 3, with two ranks: on one of them, which leaves or tries again, and on both."""
-    points = ("before launch", "in flight", "after completion", "in the update", "after write")
+    points = ("before launch", "in flight", "after completion", "before write", "in the update", "after write")
     for source, point, where, rank, then in product(("ddp", "fsdp2"), points, (0, 2, 3), (0, ALL), ("again", "leave")):
         yield Case(source, "backward", point, "raise", where, rank, then=then, world=2)
     for source, way, point, rank in product(("ddp", "fsdp2"), ("undo", "forward"), points, (1, ALL)):
