@@ -50,7 +50,7 @@ def kill_in_flight() -> None:
 
 
 def main(way: str, folder: Path, fault: bool) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=10))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rank = dist.get_rank()
