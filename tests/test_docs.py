@@ -10,12 +10,13 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 TESTS = list((ROOT / "tests").rglob("test_*.py"))
 
 
-def test_every_test_in_the_table_of_features_exists() -> None:
+@pytest.mark.parametrize(("page", "at_least"), [("features.md", 50), ("reliability.md", 7)])
+def test_every_test_that_a_table_names_exists(page: str, at_least: int) -> None:
     files: dict[str, list[Path]] = {}
     for path in TESTS:
         files.setdefault(path.stem.removeprefix("test_"), []).append(path)
-    cited = re.findall(r"`(\w+)::(test_\w+)`", (ROOT / "docs" / "features.md").read_text(encoding="utf-8"))
-    assert len(cited) > 50
+    cited = re.findall(r"`(\w+)::(test_\w+)`", (ROOT / "docs" / page).read_text(encoding="utf-8"))
+    assert len(cited) > at_least
     for name, test in cited:
         text = "".join(path.read_text(encoding="utf-8") for path in files[name])
         assert re.findall(r"^def (test_\w+)", text, re.MULTILINE).count(test) == 1, test

@@ -68,7 +68,8 @@ class Case:
     nonfinite: str | None = None
 
     def __post_init__(self) -> None:
-        assert self.point in (*POINTS, "") and self.kind in (*KINDS, ""), self
+        assert self.point in (*POINTS, ""), self
+        assert self.kind in (*KINDS, ""), self
 
     @property
     def row(self) -> int:
@@ -91,7 +92,9 @@ class Case:
         return tuple(range(self.world)) if self.rank == ALL else (self.rank,)
 
     def __str__(self) -> str:
-        who = "" if self.world == 1 else f" on {'all ranks' if self.rank == ALL else f'rank {self.rank}'} of {self.world}"
+        who = (
+            "" if self.world == 1 else f" on {'all ranks' if self.rank == ALL else f'rank {self.rank}'} of {self.world}"
+        )
         more = "" if self.nonfinite is None else f", nonfinite={self.nonfinite}"
         what = f"{self.source}/{self.way}/{self.model}/{self.optimizer}{more}"
         return f"{what}: {self.kind}, {self.point} {self.where}, step {self.step}{who}, then {self.then}"

@@ -55,6 +55,7 @@ class Verdict:
         seconds: from the fault to the last surviving rank's error; ``None`` if none had reason to raise.
         said: what each rank saw, in words.
         traces: where the errors came from.
+        torn: whether a rank said that the step is torn, and was asked for what that refuses.
     """
 
     case: Case
@@ -63,6 +64,7 @@ class Verdict:
     seconds: float | None = None
     said: list[str] = field(default_factory=list)
     traces: list[str] = field(default_factory=list)
+    torn: bool = False
 
     def settle(self) -> "Verdict":
         outcomes = {outcome for outcome, _ in self.found}
@@ -256,7 +258,11 @@ def judge_rank(verdict: Verdict, rank: int, report: Report, plain: Sequence[Hash
     for one in report:
         what = one["what"]
         if what == "whole" and not one["torn"] and tuple(one["hash"]) != plain[one["step"]]:
-            parts = [name for name, a, b in zip(("parameters", "state"), one["hash"], plain[one["step"]], strict=True) if a != b]
+            parts = [
+                name
+                for name, a, b in zip(("parameters", "state"), one["hash"], plain[one["step"]], strict=True)
+                if a != b
+            ]
             broke(SILENT, f"before step {one['step']} its {' and '.join(parts)} are not those of the plain loop")
         elif what == "whole" and one["torn"] and one["still"] and case.model in ALL_TRAIN:
             broke(SILENT, f"{one['still']} parameters did not move in step {one['step'] - 1}, after accept_torn()")
@@ -298,16 +304,18 @@ def judge_error(
 ) -> None:
     case = verdict.case
     seconds = one["raised"] - fault
-    if rank in case.ranks and case.kind in RAISES:
-        if RAISES[case.kind] not in one["chain"] and one["type"] != RAISES[case.kind]:
-            broke(WRONG_ERROR, f"{one['type']}: {one['text'][:160]}")
-    elif case.kind == "error" and rank in case.ranks and "InjectedError" not in one["chain"]:
+    mine = rank in case.ranks
+    if case.kind in RAISES:
+        wrong = mine and RAISES[case.kind] not in one["chain"]
+    elif case.kind == "error":
+        wrong = mine and "InjectedError" not in one["chain"]
+    elif case.kind in NONFINITE:
+        wrong = case.nonfinite != "raise" or one["type"] != "NonFiniteGradientError"
+    else:
+        wrong = case.kind == "save"
+    if wrong:
         broke(WRONG_ERROR, f"{one['type']}: {one['text'][:160]}")
-    elif case.kind in NONFINITE and (case.nonfinite != "raise" or one["type"] != "NonFiniteGradientError"):
-        broke(WRONG_ERROR, f"{one['type']}: {one['text'][:160]}")
-    elif case.kind == "save":
-        broke(WRONG_ERROR, f"after a save {one['type']}: {one['text'][:160]}")
-    if rank in case.ranks and case.kind in ("stop", "hang"):
+    if mine and case.kind in ("stop", "hang"):
         return  # its own time begins when it comes back
     verdict.seconds = max(verdict.seconds or 0.0, seconds)
     if seconds > LIMIT:
@@ -333,10 +341,11 @@ def judge_settled(
             if tuple(found) not in plain[step : step + 2]:
                 broke(SILENT, f"{when} its weights are no step's, and nothing says that step {step} is torn")
                 return
-        if verdict.case.way == "undo" and raised["phase"] in ("forward", "backward"):
-            if tuple(one["whole"]) != plain[step]:
-                broke(SILENT, f"step {step} was not put back")
+        undone = verdict.case.way == "undo" and raised["phase"] in ("forward", "backward")
+        if undone and tuple(one["whole"]) != plain[step]:
+            broke(SILENT, f"step {step} was not put back")
         return
+    verdict.torn = True
     if verdict.case.way == "undo":
         broke(STUCK, "torn in spite of undo=True")
     index = report.index(dict(one))
@@ -350,7 +359,10 @@ def judge_survivors(verdict: Verdict, reports: Sequence[Report], plain: Oracle) 
     """Whoever has lost a rank must know it, unless all of them ended with the weights of the plain loop."""
     case = verdict.case
     ended = [
-        any(o["what"] == "whole" and o["step"] == STEPS and not o["torn"] and tuple(o["hash"]) == plain[rank][STEPS] for o in report)
+        any(
+            o["what"] == "whole" and o["step"] == STEPS and not o["torn"] and tuple(o["hash"]) == plain[rank][STEPS]
+            for o in report
+        )
         for rank, report in enumerate(reports)
     ]
     raised = [any(o["what"] == "raised" for o in report) for report in reports]
@@ -421,18 +433,23 @@ class Summary:
 
     @property
     def rows(self) -> Mapping[int, tuple[int, int]]:
-        """By row of the contract: how many faults were injected, and how many of them broke it."""
-        return {
-            row: (
-                sum(v.case.row == row for v in self.injected),
-                sum(v.case.row == row and v.outcome != OK for v in self.injected),
-            )
-            for row in ROWS
-        }
+        """By row of the contract: how many faults were injected, and how many of them broke it. What is saved of a torn
+        step, whatever tore it, is of row 14."""
+        counts = {}
+        for row in ROWS:
+            mine = [v for v in self.injected if v.case.row == row]
+            bad = sum(any(outcome != NOT_REFUSED for outcome, _ in v.found) for v in mine)
+            if row == 14:
+                torn = [v for v in self.injected if v.torn]
+                mine, bad = mine + torn, bad + sum(any(o == NOT_REFUSED for o, _ in v.found) for v in torn)
+            counts[row] = len(mine), bad
+        return counts
 
     def line(self) -> str:
         longest = max((v.seconds for v in self.injected if v.seconds is not None), default=0.0)
-        others = "".join(f", {o.lower()} {n}" for o in (CRASH, NOT_REFUSED, WRONG_ERROR, STUCK, BROKEN) if (n := self.count(o)))
+        others = "".join(
+            f", {o.lower()} {n}" for o in (CRASH, NOT_REFUSED, WRONG_ERROR, STUCK, BROKEN) if (n := self.count(o))
+        )
         return (
             f"faults injected {len(self.injected)}, silent corruptions {self.count(SILENT)}, hangs {self.count(HANG)}, "
             f"late writes {self.count(LATE_WRITE)}, longest time to raise {longest:.1f} s (limit {LIMIT:.1f} s){others}"
@@ -440,7 +457,9 @@ class Summary:
 
     def table(self) -> str:
         """Of every row its cases, and of what was not injected how many."""
-        lines = [f"  {row:2} {ROWS[row]:50} {n:4} cases, {bad} against the contract" for row, (n, bad) in self.rows.items()]
+        lines = [
+            f"  {row:2} {ROWS[row]:50} {n:4} cases, {bad} against the contract" for row, (n, bad) in self.rows.items()
+        ]
         for outcome in (NOT_REACHED, NOT_BUILT):
             if number := self.count(outcome):
                 lines.append(f"     {outcome:50} {number:4} cases")

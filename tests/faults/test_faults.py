@@ -1,7 +1,10 @@
 """Faults at named points. A short set here; ``pytest -m nightly tests/faults`` runs all, and so does
 ``python -m tests.faults.sweep``."""
 
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +25,6 @@ from tests.faults.harness import (
     Report,
     Summary,
     Verdict,
-    can_partition,
     judge,
     run_cases,
 )
@@ -50,8 +52,7 @@ SHORT = [
 
 @pytest.fixture(scope="module")
 def verdicts() -> Mapping[Case, Verdict]:
-    cases = [case for case in SHORT if case.kind != "partition" or can_partition()]
-    return {verdict.case: verdict for verdict in run_cases(cases, jobs=6)}
+    return {verdict.case: verdict for verdict in run_cases(sweep.permitted(SHORT), jobs=6)}
 
 
 @pytest.mark.parametrize("case", SHORT, ids=str)
@@ -64,7 +65,7 @@ def test_a_fault(verdicts: Mapping[Case, Verdict], case: Case) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_every_fault(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
-    cases = sweep.everything()
+    cases = sweep.permitted(sweep.everything())
     with capsys.disabled():
         summary = sweep.run(cases, 8, sweep.Show(len(cases)))
         told = f"{summary.table()}\n{summary.line()}"
@@ -95,10 +96,16 @@ def test_the_tables_agree() -> None:
     assert SEAMS.keys() == POINTS.keys()
     cases = sweep.everything()
     assert {case.point for case in cases} == POINTS.keys()
-    assert {case.kind for case in cases} >= set(KINDS) - {"partition"}
+    assert {case.kind for case in cases} == set(KINDS)
     assert {case.row for case in cases} == {1, 2, 3, 4, 5, 14}
     assert len(set(cases)) == len(cases) > 1000
     assert len(sweep.spread(cases, 7)) == 7
+
+
+def test_the_documentation_counts_the_cases() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text(encoding="utf-8")
+    told = {int(row): int(number) for row, number in re.findall(r"^\| (\d+) \|.*\| (\d+) \|$", page, re.MULTILINE)}
+    assert told == Counter(case.row for case in sweep.everything())
 
 
 PLAIN = [[(f"parameters {step}", f"state {step}") for step in range(STEPS + 1)]] * 2
@@ -111,15 +118,15 @@ def whole(*steps: int) -> Report:
     return [{"what": "whole", "time": 0.0, "step": step, "hash": PLAIN[0][step], "torn": False} for step in steps]
 
 
-def error(at: float = 1.0, kind: str = "InjectedError", found: Any = MIXED, later: Any = None, torn: bool = True) -> Report:
+def error(
+    at: float = 1.0, kind: str = "InjectedError", found: Any = MIXED, later: Any = None, torn: bool = True
+) -> Report:
     """What a rank tells of an error in its third step."""
     refused = "TornStepError" if torn else None
     names = ("model.state_dict", "optimizer.state_dict", "forward")
+    raised = {"what": "raised", "time": at, "raised": at, "step": 2, "phase": "backward", "type": kind, "text": ""}
     return [
-        {
-            **{"what": "raised", "time": at, "raised": at, "step": 2, "phase": "backward", "type": kind, "text": ""},
-            **{"chain": [kind], "trace": "", "hash": found, "state": "open", "torn": False, "left": 0},
-        },
+        {**raised, "chain": [kind], "trace": "", "hash": found, "state": "open", "torn": False, "left": 0},
         {"what": "quiet", "time": at + 1, "same": later is None, "hash": later or found, "before": found, "step": 2},
         *({"what": "probe", "time": at + 1, "name": name, "error": refused} for name in names),
         {"what": "settled", "time": at + 1, "state": "", "whole": later or found, "torn": torn, "step": 2},
@@ -150,7 +157,12 @@ def unrefused() -> Report:
         (HANG, KILL, BEFORE, BEFORE + FAULT),
         (NOT_REFUSED, DDP, BEFORE + error() + END, BEFORE + FAULT + unrefused() + END),
         (WRONG_ERROR, DDP, BEFORE + error() + END, BEFORE + FAULT + error(kind="RuntimeError") + END),
-        (STUCK, Case(point="model", kind="raise"), None, BEFORE + FAULT + 2 * error(found=PLAIN[0][2], torn=False) + END),
+        (
+            STUCK,
+            Case(point="model", kind="raise"),
+            None,
+            BEFORE + FAULT + 2 * error(found=PLAIN[0][2], torn=False) + END,
+        ),
         (NOT_REACHED, DDP, BEFORE + END, BEFORE + END),
     ],
 )

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests.faults.forked import forked
 from tests.faults.harness import HANG, LATE_WRITE, SILENT, STUCK, Verdict, run_cases
 
 HERE = Path(__file__).parent
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def side_by_side(torchs: Case, *insteps: Case) -> tuple[Verdict, list[Verdict]]:
@@ -101,15 +101,19 @@ def test_d2_writes_after_backward_raised() -> None:
         assert "ZeroDivisionError: the update" in error
         assert later
     how = {"optimizer": "AdamW for-loop", "world": 2}
-    require_sound(list(run_cases([Case("ddp", "backward", "in the update", "raise", n, ALL, **how) for n in (0, 3, 40)])))
+    require_sound(
+        list(run_cases([Case("ddp", "backward", "in the update", "raise", n, ALL, **how) for n in (0, 3, 40)]))
+    )
 
 
 def restarted(way: str, folder: Path, fault: bool) -> str:
     """The weights' hash at the end of a job that torchrun starts, and starts again."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "4", str(HERE / "restarted.py"), way, str(folder), str(int(fault))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
+    environment = {**os.environ, **ENVIRONMENT}
+    # Stores, like ranks, are on this machine: gloo asks for the address of the host's name unless told.
+    environment["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return next(line for line in done.stdout.splitlines() if line.startswith("weights "))
 
@@ -170,11 +174,11 @@ def gradients(model: nn.Module, seed: int) -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def in_backward() -> Iterator[Any]:
+def in_backward() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import _apply_optimizer_in_backward
-    yield _apply_optimizer_in_backward
+    return _apply_optimizer_in_backward
 
 
 def test_d5_the_gradient_of_a_step_that_failed(in_backward: Any) -> None:
@@ -239,7 +243,7 @@ def test_d6_a_model_that_is_converted(in_backward: Any, convert: str) -> None:
 
 def two_threads(how: str) -> tuple[int, str]:
     """The exit status and last line of a process in which two threads train one model."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, **ENVIRONMENT}
     command = [sys.executable, str(HERE / "threads.py"), how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     return done.returncode, (done.stdout.splitlines() or [""])[-1]
