@@ -30,6 +30,7 @@ POINTS = {
     "after write": "a bucket was written",
     "end of backward": "in the engine's callbacks, before backward() returns",
     "before step": "between backward() and optimizer.step()",
+    "handing over": "in optimizer.step(), which hands a bucket over to a later forward",
     "in step": "in a step pre-hook of the user's",
     "after step": "between optimizer.step() and the next forward",
     "vote": "in the collective by which ranks agree on a step",

@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from instep._core import deferral
 from instep._core.clipping import Clipping
 from instep._core.stepper import Stepper
 from instep.sources.reductions import Reduction
@@ -271,6 +272,19 @@ def _in_step(trigger: Trigger, run: "Run") -> Iterator[None]:
 
 
 @contextmanager
+def _handing_over(trigger: Trigger, run: "Run") -> Iterator[None]:
+    real = deferral.together
+
+    def together(*args: Any, **kwargs: Any) -> Any:
+        if run.phase == "step":
+            trigger.hit()
+        return real(*args, **kwargs)
+
+    with patch.object(deferral, "together", together):
+        yield
+
+
+@contextmanager
 def _in_the_loop(trigger: Trigger, run: "Run") -> Iterator[None]:
     run.at[trigger.case.point] = trigger.hit
     yield
@@ -304,6 +318,7 @@ SEAMS: dict[str, Seam] = {
     "after write": _update,
     "end of backward": _end_of_backward,
     "before step": _in_the_loop,
+    "handing over": _handing_over,
     "in step": _in_step,
     "after step": _in_the_loop,
     "vote": _collectives,

@@ -34,6 +34,7 @@ class Run:
     Attributes:
         at: what seams want to be called in the loop itself, by the name of the place.
         before_backward: what a seam does with the loss.
+        phase: where in the loop this rank is.
     """
 
     def __init__(self, case: Case, rank: int, file: Path, interface: str) -> None:
@@ -43,7 +44,7 @@ class Run:
         self.at: dict[str, Callable[[], Any]] = {}
         self.before_backward: Callable[[torch.Tensor], None] = lambda loss: None
         self._file = file.open("w", encoding="utf-8")
-        self._phase = "start"
+        self.phase = "start"
         self._attempts = 0
         self._accepted = False
         self._count = 0
@@ -82,19 +83,19 @@ class Run:
         try:
             self._count = 0 if self.overlap is None else self.overlap.step_count
             self._reach("begin")
-            self._phase = "forward"
+            self.phase = "forward"
             loss = program.loss_of(self.model, self.case, self.rank, step)
             # Whatever is to be written between two backwards has been written now, with either schedule.
             self._whole(step)
             self.before_backward(loss)
-            self._phase = "backward"
+            self.phase = "backward"
             loss.backward()
-            self._phase = "before step"
+            self.phase = "before step"
             self._reach("before step")
-            self._phase = "step"
+            self.phase = "step"
             if self.case.way != "torch" and not self._skips(step):
                 self.optimizer.step()
-            self._phase = "after step"
+            self.phase = "after step"
             self._reach("after step")
             self.optimizer.zero_grad()
         finally:
@@ -121,7 +122,7 @@ class Run:
             "raised",
             raised=raised,
             step=step,
-            phase=self._phase,
+            phase=self.phase,
             type=type(error).__name__,
             text=str(error)[:300],
             chain=_chain(error),
@@ -152,7 +153,7 @@ class Run:
         elif self.case.way == "backward" and self._state() == "open":
             # All of it was applied in backward, and the loop was stopped before step() could say so.
             self._probe("optimizer.step", self.optimizer.step)
-        done = self._phase == "after step" if self.overlap is None else self.overlap.step_count > self._count
+        done = self.phase == "after step" if self.overlap is None else self.overlap.step_count > self._count
         self.optimizer.zero_grad()
         return True, step + done
 

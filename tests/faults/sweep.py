@@ -40,6 +40,8 @@ def updates_that_raise() -> Iterator[Case]:
     for way, where in product(("backward", "undo"), range(BUCKETS["local"])):
         yield Case(way=way, point="before write", kind="raise", where=where)
         yield Case(way=way, point="before write", kind="interrupt", where=where)
+    for kind, where in product(("raise", "interrupt"), range(BUCKETS["local"])):
+        yield Case(way="forward", point="handing over", kind=kind, where=where)
     for way, point in product(WAYS, ("in step", "end of backward")):
         yield Case(way=way, point=point, kind="raise")
 
