@@ -43,7 +43,7 @@ class Run:
         self.interface = interface
         self.at: dict[str, Callable[[], Any]] = {}
         self.before_backward: Callable[[torch.Tensor], None] = lambda loss: None
-        self._file = file.open("w", encoding="utf-8")
+        self._file = os.open(file, os.O_WRONLY | os.O_CREAT)
         self.phase = "start"
         self._attempts = 0
         self._accepted = False
@@ -59,8 +59,9 @@ class Run:
             self.overlap = instep.attach(self.model, self.optimizer, **program.options(case))
 
     def note(self, what: str, **values: Any) -> None:
-        """Written at once: this process may be killed at any moment."""
-        print(json.dumps({"what": what, "time": time.monotonic(), **values}), file=self._file, flush=True)
+        """Written at once, and in one piece: this process may be killed or interrupted at any moment."""
+        line = json.dumps({"what": what, "time": time.monotonic(), **values})
+        os.write(self._file, f"{line}\n".encode())
 
     def train(self, trigger: Trigger) -> None:
         trigger.run = self
@@ -150,7 +151,7 @@ class Run:
             self._accepted = True
             self._found = []
             self.note("accepted", left=self._left())
-        elif self.case.way == "backward" and self._state() == "open":
+        elif self.case.way == "backward" and self.phase in ("before step", "step") and self._state() == "open":
             # All of it was applied in backward, and the loop was stopped before step() could say so.
             self._probe("optimizer.step", self.optimizer.step)
         done = self.phase == "after step" if self.overlap is None else self.overlap.step_count > self._count
