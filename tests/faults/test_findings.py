@@ -113,9 +113,14 @@ def restarted(way: str, folder: Path, fault: bool) -> str:
     environment = {**os.environ, **ENVIRONMENT}
     # Stores, like ranks, are on this machine: gloo asks for the address of the host's name unless told.
     environment["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return next(line for line in done.stdout.splitlines() if line.startswith("weights "))
+    agent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        out, said = agent.communicate(timeout=200)
+    finally:
+        agent.terminate()  # one that is only killed leaves its ranks behind
+        agent.wait(60)
+    assert agent.returncode == 0, said[-3000:]
+    return next(line for line in out.splitlines() if line.startswith("weights "))
 
 
 @pytest.mark.nightly
