@@ -20,6 +20,9 @@ def live_tensors() -> int:
 @pytest.fixture
 def no_gc() -> Any:
     gc.collect()
+    # The first optimizer of a process has torch import its compiler, and the frames of that are kept with it.
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    gc.collect()
     gc.disable()
     yield
     gc.enable()

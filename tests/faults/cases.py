@@ -1,0 +1,111 @@
+"""What is injected: one fault, in one process, at one named point of one step."""
+
+from dataclasses import dataclass
+
+ALL = -1
+"""In place of a rank: every rank has the fault, at the same point."""
+
+STEPS = 5
+TIMEOUT = 4.0
+"""Seconds after which a collective of these process groups gives up."""
+LIMIT = TIMEOUT + 5.0
+"""Seconds from a fault within which every surviving rank must have raised."""
+
+RAISES = {"raise": "InjectedError", "interrupt": "KeyboardInterrupt", "exit": "SystemExit", "late interrupt": "Alarm"}
+"""Kinds that are an exception on the rank itself, and its class."""
+LOSES_A_RANK = ("kill", "stop", "hang", "partition")
+NONFINITE = ("nan", "inf", "-inf")
+KINDS = (*RAISES, *LOSES_A_RANK, *NONFINITE, "error", "save")
+
+POINTS = {
+    "forward": "before a block runs",
+    "model": "at a node of the autograd graph",
+    "gradient": "a parameter's own gradient on this rank, before it is reduced",
+    "before launch": "a bucket's collective is about to be called",
+    "in flight": "a bucket's collective was called, and nobody has waited for it",
+    "after completion": "a bucket has arrived, and is about to be written",
+    "before write": "a bucket's gradients are being made ready: nothing of it is written yet",
+    "in the update": "before an operation of the optimizer's kernel",
+    "between state and parameter": "the optimizer has written its state, and not yet the parameter",
+    "after write": "a bucket was written",
+    "end of backward": "in the engine's callbacks, before backward() returns",
+    "before step": "between backward() and optimizer.step()",
+    "handing over": "in optimizer.step(), which hands a bucket over to a later forward",
+    "in step": "in a step pre-hook of the user's",
+    "after step": "between optimizer.step() and the next forward",
+    "vote": "in the collective by which ranks agree on a step",
+    "any time": "so many 1/100000 s after the step began",
+}
+"""Every point by name. ``inject.SEAMS`` has how each is reached."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run with one fault.
+
+    Attributes:
+        source: ``"local"``, ``"ddp"`` or ``"fsdp2"``.
+        way: ``"backward"``, ``"forward"``, ``"undo"``; ``"plain"`` is the loop without instep, ``"torch"`` the one with
+            torch's own step in backward.
+        point: a name in ``POINTS``; ``""`` for a run without a fault.
+        kind: a name in ``KINDS``.
+        where: which bucket, node, operation or parameter: how often the point is passed in that step before.
+        then: what a rank does after an error: ``"again"`` (catches it, clears gradients, and does the same step once
+            more) or ``"leave"`` (lets it end the process).
+        nonfinite: the option of ``attach``; ``None``: not given.
+    """
+
+    source: str = "local"
+    way: str = "backward"
+    point: str = ""
+    kind: str = ""
+    where: int = 0
+    rank: int = 0
+    step: int = 2
+    then: str = "again"
+    optimizer: str = "AdamW"
+    model: str = "Blocks"
+    world: int = 1
+    nonfinite: str | None = None
+
+    def __post_init__(self) -> None:
+        assert self.point in (*POINTS, ""), self
+        assert self.kind in (*KINDS, ""), self
+
+    @property
+    def row(self) -> int:
+        """The row of the contract that it is a case of; ``docs/reliability.md`` has them."""
+        if self.kind == "save":
+            return 14
+        if self.kind in NONFINITE:
+            return 5
+        if self.kind in LOSES_A_RANK:
+            return 4
+        if self.kind == "error":
+            return 3
+        if self.point in ("model", "forward", "before step", "any time") or self.kind != "raise":
+            return 2
+        return 1
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those with the fault."""
+        return tuple(range(self.world)) if self.rank == ALL else (self.rank,)
+
+    def __str__(self) -> str:
+        who = (
+            "" if self.world == 1 else f" on {'all ranks' if self.rank == ALL else f'rank {self.rank}'} of {self.world}"
+        )
+        more = "" if self.nonfinite is None else f", nonfinite={self.nonfinite}"
+        what = f"{self.source}/{self.way}/{self.model}/{self.optimizer}{more}"
+        return f"{what}: {self.kind}, {self.point} {self.where}, step {self.step}{who}, then {self.then}"
+
+
+ROWS = {
+    1: "the update or a callback raises",
+    2: "the model raises, Ctrl-C, SystemExit",
+    3: "a future has an error",
+    4: "a peer is killed, stopped, hangs or is cut off",
+    5: "NaN and infinity",
+    14: "state_dict of a step that is open or torn",
+}

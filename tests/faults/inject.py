@@ -1,0 +1,328 @@
+"""How each point is reached and each fault is made, from outside of instep."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from instep._core import deferral
+from instep._core.clipping import Clipping
+from instep._core.stepper import Stepper
+from instep.sources.reductions import Reduction
+from tests.faults.cases import ALL, NONFINITE, RAISES, TIMEOUT, Case
+from tests.faults.program import Staged
+
+if TYPE_CHECKING:
+    from tests.faults.rank import Run
+
+HANG = TIMEOUT + 2.0
+REDUCE_SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single")
+
+
+class InjectedError(Exception):
+    """The fault itself."""
+
+
+class Alarm(KeyboardInterrupt):
+    """An interrupt from a timer, that no source of instep can have foreseen."""
+
+
+class Trigger:
+    """Fires once: in its step, on its rank, when its point is passed for the ``where``-th time."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.case = case
+        self.mine = bool(case.point) and case.rank in (rank, ALL)
+        self.run: Run | None = None
+        self._step = -1
+        self._passed = 0
+        self._fired = False
+
+    def begin(self, step: int) -> None:
+        self._step = step
+        self._passed = 0
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the running step is the one, and its fault is still to come."""
+        return self.mine and not self._fired and self._step == self.case.step
+
+    def due(self) -> bool:
+        """The point is passed. Whether this is where the fault belongs; it is, once."""
+        if not self.awaited:
+            return False
+        self._passed += 1
+        if self._passed - 1 != self.case.where:
+            return False
+        self._fired = True
+        assert self.run is not None
+        self.run.note("fault")
+        return True
+
+    def hit(self, *_: object) -> None:
+        if self.due():
+            self._fire()
+
+    def _fire(self) -> None:
+        kind = self.case.kind
+        if kind == "raise":
+            raise InjectedError("the fault")
+        if kind == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(100):  # the handler runs between two instructions
+                pass
+        elif kind == "exit":
+            sys.exit(3)
+        elif kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif kind == "hang":
+            time.sleep(HANG)
+        elif kind == "partition":
+            assert self.run is not None
+            subprocess.run(["ip", "link", "set", self.run.interface, "down"], check=True, capture_output=True)
+        elif kind == "save":
+            assert self.run is not None
+            self.run.try_to_save()
+        else:
+            raise AssertionError(kind)
+
+
+def _fail(future: torch.futures.Future[Any]) -> NoReturn:
+    future.wait()
+    raise InjectedError("the fault")
+
+
+class _FailingWork:
+    """A collective that ends with an error."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._work.get_future().then(_fail)
+
+    def wait(self, *args: Any) -> None:
+        self._work.wait(*args)
+        raise InjectedError("the fault")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+@contextmanager
+def _collectives(trigger: Trigger, run: "Run") -> Iterator[None]:
+    """Those that reduce a bucket: DDP's communication hook, FSDP2's reduce-scatter; or those of the vote."""
+    point = trigger.case.point
+    names = ("all_reduce",) if trigger.case.source == "ddp" or point == "vote" else REDUCE_SCATTERS
+
+    def wrapped(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group", args[2] if len(args) > 2 and point == "vote" else None)
+            is_vote = group is not None and group is not dist.group.WORLD and names == ("all_reduce",)
+            if is_vote != (point == "vote"):
+                return real(*args, **kwargs)
+            if point in ("before launch", "vote"):
+                trigger.hit()
+            work = real(*args, **kwargs)
+            if trigger.case.kind == "error":
+                return _FailingWork(work) if trigger.due() else work
+            if point in ("in flight", "vote"):
+                trigger.hit()
+            return work
+
+        return call
+
+    patches = [patch.object(dist, name, wrapped(getattr(dist, name))) for name in names if hasattr(dist, name)]
+    for one in patches:
+        one.start()
+    yield
+    for one in patches:
+        one.stop()
+
+
+class _AtAnOperation(TorchDispatchMode):
+    def __init__(self, hit: Callable[[], None]) -> None:
+        super().__init__()
+        self._hit = hit
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._hit()
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _update(trigger: Trigger, run: "Run") -> Iterator[None]:
+    """A bucket's update. Buckets are taken one by one, as they would be on a slow network."""
+    point, real, clips = trigger.case.point, Stepper.step, Clipping.clip
+
+    def clip(self: Clipping, parameters: Sequence[torch.Tensor]) -> None:
+        if point == "before write":
+            trigger.hit()
+        clips(self, parameters)
+
+    def step(self: Stepper, *args: Any, **kwargs: Any) -> None:
+        if point == "after completion":
+            trigger.hit()
+        if point == "in the update" and trigger.awaited:
+            with _AtAnOperation(trigger.hit):
+                real(self, *args, **kwargs)
+        else:
+            real(self, *args, **kwargs)
+        if point == "after write":
+            trigger.hit()
+
+    with (
+        patch.object(Clipping, "clip", clip),
+        patch.object(Stepper, "step", step),
+        patch.object(Reduction, "arrived", property(lambda self: False)),
+        patch.object(Staged, "between", trigger.hit if point == "between state and parameter" else lambda: None),
+    ):
+        yield
+
+
+@contextmanager
+def _blocks(trigger: Trigger, run: "Run") -> Iterator[None]:
+    leaves = [module for module in run.model.modules() if isinstance(module, nn.Linear)]
+    handles = [module.register_forward_pre_hook(trigger.hit) for module in leaves]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def nodes_of(loss: torch.Tensor) -> list[Node]:
+    """The nodes of the graph that an operation made, those near the loss first."""
+    assert loss.grad_fn is not None
+    found = [loss.grad_fn]
+    for node in found:
+        found += [n for n, _ in node.next_functions if n is not None and n not in found]
+    return [node for node in found if node.name() != "torch::autograd::AccumulateGrad"]
+
+
+@contextmanager
+def _graph(trigger: Trigger, run: "Run") -> Iterator[None]:
+    def armed(loss: torch.Tensor) -> None:
+        if trigger.awaited:
+            nodes = nodes_of(loss)
+            if trigger.case.where < len(nodes):
+                hit = trigger.hit
+                # One node alone, so that "where" is a place and not a time.
+                nodes[trigger.case.where].register_prehook(lambda _: hit() if trigger.awaited else None)
+                trigger._passed = trigger.case.where
+
+    run.before_backward = armed
+    yield
+
+
+@contextmanager
+def _end_of_backward(trigger: Trigger, run: "Run") -> Iterator[None]:
+    """``where``: 0 is the first of the engine's callbacks; each more is asked for by the one before it."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+
+    def asked(turns: int) -> Callable[[], None]:
+        return trigger.hit if turns == 0 else lambda: queue(asked(turns - 1))
+
+    def armed(loss: torch.Tensor) -> None:
+        if trigger.awaited:
+            trigger._passed = trigger.case.where
+            loss.register_hook(lambda _: queue(asked(trigger.case.where)))
+
+    run.before_backward = armed
+    yield
+
+
+VALUES = dict(zip(NONFINITE, (float("nan"), float("inf"), float("-inf")), strict=True))
+
+
+@contextmanager
+def _gradient(trigger: Trigger, run: "Run") -> Iterator[None]:
+    parameter = run.parameters[trigger.case.where]
+
+    def poison(gradient: torch.Tensor) -> torch.Tensor | None:
+        if not trigger.awaited:
+            return None
+        trigger._passed = trigger.case.where
+        trigger.due()
+        gradient = gradient.clone()
+        gradient.view(-1)[0] = VALUES[trigger.case.kind]
+        return gradient
+
+    handle = parameter.register_hook(poison)
+    yield
+    handle.remove()
+
+
+@contextmanager
+def _in_step(trigger: Trigger, run: "Run") -> Iterator[None]:
+    handle = run.optimizer.register_step_pre_hook(trigger.hit)
+    yield
+    handle.remove()
+
+
+@contextmanager
+def _handing_over(trigger: Trigger, run: "Run") -> Iterator[None]:
+    real = deferral.together
+
+    def together(*args: Any, **kwargs: Any) -> Any:
+        if run.phase == "step":
+            trigger.hit()
+        return real(*args, **kwargs)
+
+    with patch.object(deferral, "together", together):
+        yield
+
+
+@contextmanager
+def _in_the_loop(trigger: Trigger, run: "Run") -> Iterator[None]:
+    run.at[trigger.case.point] = trigger.hit
+    yield
+
+
+@contextmanager
+def _timer(trigger: Trigger, run: "Run") -> Iterator[None]:
+    def ring(*_: object) -> NoReturn:
+        trigger._passed = trigger.case.where
+        trigger.due()
+        raise Alarm("the fault")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    run.at["begin"] = lambda: trigger.awaited and signal.setitimer(signal.ITIMER_REAL, (trigger.case.where + 1) / 1e5)
+    run.at["end"] = lambda: signal.setitimer(signal.ITIMER_REAL, 0)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+Seam = Callable[[Trigger, "Run"], AbstractContextManager[None]]
+SEAMS: dict[str, Seam] = {
+    "forward": _blocks,
+    "model": _graph,
+    "gradient": _gradient,
+    "before launch": _collectives,
+    "in flight": _collectives,
+    "after completion": _update,
+    "before write": _update,
+    "in the update": _update,
+    "between state and parameter": _update,
+    "after write": _update,
+    "end of backward": _end_of_backward,
+    "before step": _in_the_loop,
+    "handing over": _handing_over,
+    "in step": _in_step,
+    "after step": _in_the_loop,
+    "vote": _collectives,
+    "any time": _timer,
+}
+
+__all__ = ["RAISES", "SEAMS", "Alarm", "InjectedError", "Trigger"]

@@ -1,0 +1,162 @@
+"""The training program: models, optimizers and data, the same in every process that takes part."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.cases import Blocks, Sometimes, Tied, batch
+from tests.faults.cases import Case
+
+
+class Staged(torch.optim.Optimizer):
+    """Momentum that writes the state of a parameter, calls ``between``, and then writes the parameter."""
+
+    between: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                state["momentum"].mul_(0.9).add_(p.grad)
+                Staged.between()
+                p.add_(state["momentum"], alpha=-group["lr"])
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "AdamW for-loop": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, foreach=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, foreach=False),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, foreach=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2, foreach=False),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2, foreach=False),
+    "Staged": Staged,
+    "plain SGD": lambda p: torch.optim.SGD(p, lr=0.05, foreach=False),
+}
+
+
+class Chain(nn.Sequential):
+    """Layers one after the other, without biases: a bucket each."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(16, 16, bias=False) for _ in range(6)), nn.Linear(16, 10))
+
+
+class Recurrent(nn.Module):
+    """One layer used in every turn: its gradient is final only at the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Linear(16, 16)
+        self.out = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = torch.tanh(self.turn(x))
+        return self.out(x)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "Blocks": Blocks,
+    "Chain": Chain,
+    "Recurrent": Recurrent,
+    "Sometimes": Sometimes,
+    "Tied": Tied,
+}
+BUCKET_MB = 0.004
+"""Small enough for several buckets."""
+
+
+def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = MODELS[case.model]()
+    if case.source == "ddp":
+        model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
+    elif case.source == "fsdp2":
+        for block in model.blocks if isinstance(model, Blocks) else model.children():
+            fully_shard(block)
+        fully_shard(model)
+    return model, OPTIMIZERS[case.optimizer](model.parameters())
+
+
+def options(case: Case) -> dict[str, Any]:
+    """What ``instep.attach`` is given."""
+    chosen: dict[str, Any] = {"schedule": "forward"} if case.way == "forward" else {"undo": case.way == "undo"}
+    if case.source == "local":
+        chosen["bucket_bytes"] = int(BUCKET_MB * 2**20)
+    if case.nonfinite is not None:
+        chosen["nonfinite"] = case.nonfinite
+    return chosen
+
+
+def with_torchs_own_overlap(model: nn.Module) -> object:
+    """torch's own step in backward, of plain SGD as above. Returns what must be kept."""
+    # Imported here: they warn of scripted functions.
+    from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    if isinstance(model, DistributedDataParallel):
+        overlapped = _as_overlapped_optim(torch.optim.SGD, None, lr=0.05)
+        overlapped.register_ddp(model)
+        return overlapped
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05, "foreach": False})
+    return None
+
+
+def loss_of(model: nn.Module, case: Case, rank: int, step: int) -> torch.Tensor:
+    seed = 1000 * rank + step
+    if case.model == "Tied":
+        tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(seed))
+        return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    x, y = batch(seed)
+    out = model(x, (None, 0, 1)[seed % 3]) if case.model == "Sometimes" else model(x)
+    return nn.functional.cross_entropy(out, y)
+
+
+def fingerprint(optimizer: torch.optim.Optimizer) -> tuple[str, str]:
+    """SHA-256 of the parameters and of the optimizer's state as they are in memory. instep is not told of this."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    with torch._C.DisableTorchFunctionSubclass():
+        states = [optimizer.state.get(p, {}) for p in parameters]
+    return digest(parameters), digest_of_states(states)
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    with torch._C.DisableTorchFunctionSubclass():
+        return _digest(tensors)
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        # Read through DTensor's own slot: a parameter that is watched tells of other ways.
+        local = DTensor._local_tensor.__get__(tensor) if isinstance(tensor, DTensor) else tensor  # type: ignore[attr-defined]
+        flat = local.detach().contiguous().reshape(-1)
+        found.update(str((tuple(local.shape), local.dtype)).encode())
+        found.update((torch.view_as_real(flat) if flat.is_complex() else flat).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def digest_of_states(states: Iterable[dict[str, Any]]) -> str:
+    found = hashlib.sha256()
+    for state in states:
+        for key in sorted(state):
+            value = state[key]
+            found.update(key.encode())
+            found.update((digest([value]) if isinstance(value, torch.Tensor) else repr(value)).encode())
+    return found.hexdigest()[:16]

@@ -1,0 +1,90 @@
+"""A job for torchrun that is killed once and started again: ``restarted.py plain|torch|instep FOLDER FAULT``."""
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import instep
+from tests.cases import Blocks, batch
+from tests.faults import program
+
+STEPS = 12
+KILLED_AT = 5
+
+
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, file: Path) -> None:
+    """What a loop does by itself. ``instep.save`` belongs here once it is there."""
+    new = file.with_suffix(".new")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, new)
+    new.rename(file)
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, file: Path) -> int:
+    """The step to go on with."""
+    if not file.exists():
+        return 0
+    saved = torch.load(file, weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    return int(saved["step"])
+
+
+def kill_in_flight() -> None:
+    """The next collective of a bucket is this process's last."""
+    real = dist.all_reduce
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        real(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    dist.all_reduce = call
+
+
+def main(way: str, folder: Path, fault: bool) -> None:
+    # A store of its own for each attempt: that of torchrun still has the addresses of the last one.
+    store = f"file://{folder}/store{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    dist.init_process_group("gloo", init_method=store, timeout=timedelta(seconds=10), **place)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    model = DistributedDataParallel(Blocks(), bucket_cap_mb=program.BUCKET_MB)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
+    file, once = folder / "checkpoint", folder / "killed"
+    first = load(model, optimizer, file)
+    if way == "instep":
+        instep.attach(model, optimizer)
+    elif way == "torch":
+        overlapped = program.with_torchs_own_overlap(model)  # noqa: F841  # kept for as long as it is used
+    for step in range(first, STEPS):
+        if fault and rank == 1 and step == KILLED_AT and not once.exists():
+            once.touch()
+            if way == "plain":
+                os.kill(os.getpid(), signal.SIGKILL)
+            kill_in_flight()
+        x, y = batch(1000 * rank + step)
+        nn.functional.cross_entropy(model(x), y).backward()
+        if way != "torch":
+            optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            save(model, optimizer, step + 1, file)
+        if way == "torch":
+            time.sleep(0.005)
+    if rank == 0:
+        print("weights", program.digest(model.parameters()), flush=True)
+    dist.barrier()
+    os._exit(0)  # destroying the group of a job that was started again hangs now and then
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "1")
