@@ -1,13 +1,12 @@
 """Updates that come as late as they can: whoever reads a weight without waiting for it sees the old one, always."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic, sleep
 from unittest.mock import patch
 
-from instep._core import deferral
-from instep._core.worker import Worker
+from instep._core.worker import Task, Worker
 
 PATIENCE = 10.0
 """Seconds after which an update runs although nobody has waited for it, and a wait for it ends. Both are errors."""
@@ -19,31 +18,38 @@ def late_updates() -> Iterator[Callable[[], None]]:
 
     Yields a function that has all updates run that were given so far.
     """
-    run, wait = Worker.run, deferral.wait
-    asked: dict[Future[None], threading.Event] = {}
+    run = Worker.run
+    asked: dict[Task, threading.Event] = {}
     never_asked: list[object] = []
 
-    def run_late(worker: Worker, task: Callable[[], None]) -> "Future[None]":
+    def run_late(worker: Worker, do: Callable[[], None]) -> Task:
         event = threading.Event()
 
         def once_asked() -> None:
             if not event.wait(PATIENCE):
-                never_asked.append(task)
-            task()
+                never_asked.append(do)
+            do()
 
-        future = run(worker, once_asked)
-        asked[future] = event
-        return future
+        task = run(worker, once_asked)
+        asked[task] = event
+        return task
 
-    def ask_and_wait(futures: Sequence["Future[None]"]) -> None:
-        while asked.keys() & futures:
+    def ask_and_wait(task: Task) -> None:
+        while task in asked:
             first = next(iter(asked))
             asked.pop(first).set()
-        assert not wait(futures, PATIENCE).not_done, "an update waits for itself"
+        patience = monotonic() + PATIENCE
+        while not task.done:
+            assert monotonic() < patience, "an update waits for itself"
+            sleep(0.0001)
+
+    def run_all() -> None:
+        for task in list(asked):
+            ask_and_wait(task)
 
     try:
-        with patch.object(Worker, "run", run_late), patch.object(deferral, "wait", ask_and_wait):
-            yield lambda: ask_and_wait(list(asked))
+        with patch.object(Worker, "run", run_late), patch.object(Task, "wait", ask_and_wait):
+            yield run_all
     finally:
         for event in asked.values():
             event.set()

@@ -10,9 +10,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 TESTS = list((ROOT / "tests").rglob("test_*.py"))
 
 
-@pytest.mark.parametrize(
-    ("page", "at_least"), [("features.md", 50), ("checkpoints.md", 20), ("reliability.md", 7)]
-)
+@pytest.mark.parametrize(("page", "at_least"), [("features.md", 50), ("checkpoints.md", 20), ("reliability.md", 7)])
 def test_every_test_in_the_tables_exists(page: str, at_least: int) -> None:
     files: dict[str, list[Path]] = {}
     for path in TESTS:

@@ -9,7 +9,6 @@ accelerators. Before a module runs, and whenever anybody uses a parameter in Pyt
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from time import perf_counter
@@ -31,7 +30,7 @@ from instep._core.stepper import Stepper, begin_state, end_state, frozen, rememb
 from instep._core.streams import StepStreams
 from instep._core.transaction import Gather, Recorder
 from instep._core.watch import Watch, plain_type
-from instep._core.worker import Worker
+from instep._core.worker import Task, Worker
 from instep.errors import StepMismatchError, TornStepError, UncommittedStepError
 
 
@@ -101,7 +100,7 @@ class _Due:
         self.gradients = [_gradient(attached) for attached in parameters]
         self.device = self.tensors[0].device
         self.step = step
-        self.done: Future[None] | None = None
+        self.done: Task | None = None
         self._receive: Callable[[], None] | None = None
         self.mark: torch.Event | None = None
         self._clip = clip
@@ -304,10 +303,11 @@ class Deferral:
             due.finish()
         else:
             with _not_compiling():
-                wait([due.done or self._worker.run(due.finish)])
+                due.done = due.done or self._worker.run(due.finish)
+                due.done.wait()
         self._watch.stop(due.tensors)
         for tensor in due.tensors:
-            del self._due[id(tensor)]
+            self._due.pop(id(tensor), None)
             if isinstance(tensor.grad, HeldGradient):
                 tensor.grad = tensor.grad.held  # nobody has cleared it: the plain loop's is still there
             elif tensor.grad is not None:
@@ -481,6 +481,23 @@ class Deferral:
         return self._clipping.frozen()
 
     def _put_off(self, stepper: Stepper, parameters: Sequence[AttachedParameter], clip: Clip | None) -> None:
+        gradients = [(attached.get(), _gradient(attached)) for attached in parameters]
+        try:
+            dues = self._take_over(stepper, parameters, clip)
+        except BaseException:  # such as Ctrl-C: nothing has been handed over
+            for tensor, gradient in gradients:
+                self._due.pop(id(tensor), None)
+                tensor.grad = gradient
+            self._placeholders.clear()
+            self._owing.clear()
+            self._flushing = None
+            raise
+        self._begin(dues, parameters)
+        for due in dues:
+            self._watch.start(due.tensors)
+
+    def _take_over(self, stepper: Stepper, parameters: Sequence[AttachedParameter], clip: Clip | None) -> list[_Due]:
+        """Take the gradients off."""
         step = _Frozen(stepper.optimizer(), parameters, self.step_count + 1, self._vote)
         by_index = {attached.spec.index: attached for attached in parameters}
         begin_state(stepper.optimizer(), [attached.get() for attached in parameters])
@@ -489,21 +506,24 @@ class Deferral:
         for due in dues:
             self._due.update((id(tensor), due) for tensor in due.tensors)
             self._placeholders += list(zip(due.tensors, due.gradients, strict=True))
-        for due, bucket in zip(dues, buckets, strict=True):
+        return dues
+
+    def _begin(self, dues: Sequence[_Due], parameters: Sequence[AttachedParameter]) -> None:
+        """Start what need not be asked for."""
+        by_id = {id(attached.get()): attached for attached in parameters}
+        for due in dues:
             if self.gather is not None:
-                due.send(bucket, self.gather)
+                due.send([by_id[id(tensor)] for tensor in due.tensors], self.gather)
                 due.done = self._worker.run(due.finish) if due.device.type == "cpu" else None
             elif due.device.type == "cpu":
                 # Others are stepped when they are waited for, by the same thread: who waits may be in the middle of
                 # tracing, or in inference mode.
-                due.done = self._worker.run(due.finish) if step.at_any_time else None
+                due.done = self._worker.run(due.finish) if due.step.at_any_time else None
             else:
                 self.streams.keep(due.gradients)
                 with self.streams.on(due.device):
                     due.apply()
                 due.mark = self.streams.mark(due.device)
-        for due in dues:
-            self._watch.start(due.tensors)
 
     def commit(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to return."""
