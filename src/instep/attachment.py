@@ -551,12 +551,16 @@ class Attachment:
                 if self._zero is not None:
                     self._handles += self._zero.connect(optimizer, lambda: self._step.parameters)
                 if not self._options.steps_itself:
-                    state = BoundHook(functools.partial(self._before_state, stepper))
-                    self._handles.append(optimizer.register_state_dict_pre_hook(state))
-                    self._handles.append(optimizer.register_load_state_dict_pre_hook(state))
+                    saving = BoundHook(functools.partial(self._before_state, stepper, True))
+                    loading = BoundHook(functools.partial(self._before_state, stepper, False))
+                    self._handles.append(optimizer.register_state_dict_pre_hook(saving))
+                    self._handles.append(optimizer.register_load_state_dict_pre_hook(loading))
                 handle = optimizer.register_step_pre_hook(BoundHook(functools.partial(self._before_step, stepper)))
                 last_of_pre_hooks(optimizer, handle)
                 self._handles.append(handle)
+            for saved in {model, *(ddp.module for ref in self._ddps if (ddp := ref()) is not None)}:
+                before_state = BoundHook(self._before_model_state)
+                self._handles.append(saved.register_state_dict_pre_hook(before_state))
             if self._options.accumulation_steps > 1 and self._ddps:
                 # DDP's own hook is not called in no_sync.
                 for parameter in self._parameters():
@@ -728,8 +732,13 @@ class Attachment:
             self._arrival.close()
         self._step.begin_flush(stepper)
 
-    def _before_state(self, stepper: Stepper, *_: object) -> None:
-        self._step.before_state(stepper)
+    def _before_state(self, stepper: Stepper, saving: bool, *_: object) -> None:
+        self._step.before_state(stepper, saving=saving)
+
+    def _before_model_state(self, *_: object) -> None:
+        """What is torn must not be saved."""
+        if self._step.state == "torn":
+            self._step.require_whole()
 
     def _watch_groups(self) -> None:
         """Hooks before FSDP gathers a group's weights."""

@@ -529,10 +529,9 @@ class Deferral:
         """``optimizer.step()`` is about to return."""
         if self._flushing is not stepper:
             return
-        self._flushing = None
-        placeholders, self._placeholders = self._placeholders, []
+        # Who is interrupted here begins again with the next forward.
         with torch._C.DisableTorchFunctionSubclass():
-            for tensor, gradient in placeholders:
+            for tensor, gradient in self._placeholders:
                 if tensor.grad is None:  # the plain loop's is still there, until the user clears it
                     tensor.grad = self._held(gradient) if id(tensor) in self._due else gradient
         self._accumulation.stepped()
@@ -540,7 +539,7 @@ class Deferral:
         self._clipping.stepped(stepper)
         if self._settings is not None:
             self._settings()
-            self._settings = None
+        self._placeholders, self._settings, self._flushing = [], None, None
         if stepper in self._owing:
             self._owing.discard(stepper)
             if not self._owing:
@@ -565,9 +564,10 @@ class Deferral:
         """``"idle"``, ``"pending"`` or ``"torn"``."""
         return "torn" if self._torn is not None else "pending" if self._due else "idle"
 
-    def before_state(self, stepper: Stepper) -> None:
-        """The optimizer's state is about to be saved or loaded."""
-        self.synchronize()
+    def before_state(self, stepper: Stepper, *, saving: bool) -> None:
+        """The optimizer's state is about to be saved or loaded. What is torn may be loaded anew, and not be saved."""
+        if saving or self._torn is None:
+            self.synchronize()
 
     def rollback(self) -> None:
         """Throw away the gradients since the last ``optimizer.step()``: nothing of them has been written."""

@@ -716,8 +716,11 @@ class Transaction:
             return  # may be GradScaler: the gradient that is held says what is done with it
         self.put_back()
 
-    def before_state(self, stepper: Stepper) -> None:
-        """The optimizer's state is about to be saved or loaded: the plain loop's is that of before this step."""
+    def before_state(self, stepper: Stepper, *, saving: bool) -> None:
+        """The optimizer's state is about to be saved or loaded: the plain loop's is that of before this step. What is
+        torn may be loaded anew, and not be saved."""
+        if saving and self._torn is not None:
+            raise self._torn()
         applied = self._applied_by(stepper)
         if applied and self._undo is not None:
             self.put_back()
