@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from instep import _votes
 from instep._core import deferral
 from instep._core.clipping import Clipping
 from instep._core.stepper import Stepper
@@ -124,22 +125,18 @@ class _FailingWork:
 
 @contextmanager
 def _collectives(trigger: Trigger, run: "Run") -> Iterator[None]:
-    """Those that reduce a bucket: DDP's communication hook, FSDP2's reduce-scatter; or those of the vote."""
+    """Those that reduce a bucket: DDP's communication hook, FSDP2's reduce-scatter."""
     point = trigger.case.point
-    names = ("all_reduce",) if trigger.case.source == "ddp" or point == "vote" else REDUCE_SCATTERS
+    names = ("all_reduce",) if trigger.case.source == "ddp" else REDUCE_SCATTERS
 
     def wrapped(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            group = kwargs.get("group", args[2] if len(args) > 2 and point == "vote" else None)
-            is_vote = group is not None and group is not dist.group.WORLD and names == ("all_reduce",)
-            if is_vote != (point == "vote"):
-                return real(*args, **kwargs)
-            if point in ("before launch", "vote"):
+            if point == "before launch":
                 trigger.hit()
             work = real(*args, **kwargs)
             if trigger.case.kind == "error":
                 return _FailingWork(work) if trigger.due() else work
-            if point in ("in flight", "vote"):
+            if point == "in flight":
                 trigger.hit()
             return work
 
@@ -151,6 +148,21 @@ def _collectives(trigger: Trigger, run: "Run") -> Iterator[None]:
     yield
     for one in patches:
         one.stop()
+
+
+@contextmanager
+def _vote(trigger: Trigger, run: "Run") -> Iterator[None]:
+    """Before the ranks' vote is sent, and while it is on its way."""
+    real = _votes._Group.minimum
+
+    def minimum(group: Any, box: torch.Tensor) -> Any:
+        trigger.hit()
+        work = real(group, box)
+        trigger.hit()
+        return work
+
+    with patch.object(_votes._Group, "minimum", minimum):
+        yield
 
 
 class _AtAnOperation(TorchDispatchMode):
@@ -321,7 +333,7 @@ SEAMS: dict[str, Seam] = {
     "handing over": _handing_over,
     "in step": _in_step,
     "after step": _in_the_loop,
-    "vote": _collectives,
+    "vote": _vote,
     "any time": _timer,
 }
 
