@@ -26,8 +26,9 @@ class BodyFailedError(AssertionError):
 class RankPool:
     """``world_size`` processes in one process group. Started when first used, and again after a failure."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, body_seconds: float = BODY_SECONDS) -> None:
         self.world_size = world_size
+        self._body_seconds = body_seconds
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -82,7 +83,8 @@ class RankPool:
             ok, value = self._answer(rank, START_SECONDS)
             assert ok, value
 
-    def _answer(self, rank: int, seconds: float = BODY_SECONDS) -> tuple[bool, Any]:
+    def _answer(self, rank: int, seconds: float | None = None) -> tuple[bool, Any]:
+        seconds = self._body_seconds if seconds is None else seconds
         pipe = self._pipes[rank]
         if not pipe.poll(seconds):
             self.stop()

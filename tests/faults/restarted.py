@@ -22,14 +22,17 @@ KILLED_AT = 5
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, file: Path) -> None:
-    """What a loop does by itself. ``instep.save`` belongs here once it is there."""
+    """What a loop does by itself."""
     new = file.with_suffix(".new")
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, new)
     new.rename(file)
 
 
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, file: Path) -> int:
+def load(way: str, model: nn.Module, optimizer: torch.optim.Optimizer, file: Path) -> int:
     """The step to go on with."""
+    if way == "instep":
+        checkpoint = instep.load(file, model, optimizer)
+        return 0 if checkpoint is None else checkpoint.step
     if not file.exists():
         return 0
     saved = torch.load(file, weights_only=True)
@@ -60,10 +63,10 @@ def main(way: str, folder: Path, fault: bool) -> None:
     model = DistributedDataParallel(Blocks(), bucket_cap_mb=program.BUCKET_MB)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
     file, once = folder / "checkpoint", folder / "killed"
-    first = load(model, optimizer, file)
     if way == "instep":
         instep.attach(model, optimizer)
-    elif way == "torch":
+    first = load(way, model, optimizer, file)
+    if way == "torch":
         overlapped = program.with_torchs_own_overlap(model)  # noqa: F841  # kept for as long as it is used
     for step in range(first, STEPS):
         if fault and rank == 1 and step == KILLED_AT and not once.exists():
@@ -76,7 +79,9 @@ def main(way: str, folder: Path, fault: bool) -> None:
         if way != "torch":
             optimizer.step()
         optimizer.zero_grad()
-        if rank == 0:
+        if way == "instep":
+            instep.save(file, model, optimizer)
+        elif rank == 0:
             save(model, optimizer, step + 1, file)
         if way == "torch":
             time.sleep(0.005)
