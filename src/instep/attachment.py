@@ -736,9 +736,7 @@ class Attachment:
         self._step.before_state(stepper, saving=saving)
 
     def _before_model_state(self, *_: object) -> None:
-        """What is torn must not be saved."""
-        if self._step.state == "torn":
-            self._step.require_whole()
+        self._step.before_save()
 
     def _watch_groups(self) -> None:
         """Hooks before FSDP gathers a group's weights."""

@@ -636,13 +636,6 @@ MUTANTS = [
         REPLICATED,
     ),
     Mutant(
-        "step a group whose gradients come in parts at the first of them",
-        "sources/local.py",
-        "return self._counts[group] > 1",
-        "return False",
-        FSDP2,
-    ),
-    Mutant(
         "keep the state of local shards as it was made",
         "_shards.py",
         "if not isinstance(value, torch.Tensor) or value.shape != self._local_shape:",
@@ -662,13 +655,6 @@ MUTANTS = [
         "total.full_tensor() if hasattr",
         "total.to_local() * 0.5 if hasattr",
         FSDP2,
-    ),
-    Mutant(
-        "gather FSDP1's weights before they are stepped",
-        "_wrappers.py",
-        "        call()\n        return getattr",
-        "        return getattr",
-        "tests/distributed/test_fsdp1.py",
     ),
     Mutant(
         "step what FSDP1 has reduced once for each parameter",

@@ -402,9 +402,10 @@ class Deferral:
             self._require_agreement()
         if clip is not None and len(later) < len(with_gradient):
             clip([a.get() for a in set(waiting).difference(later)])
-        self._flushing = stepper
         self._now = False
-        if later:
+        if not later:
+            self._flushing = stepper
+        else:
             self._put_off(stepper, later, clip)
             if not stepper.optimizer().state:  # its first step: one bucket of it makes state, see begin_state
                 self._finish([self._due.get(id(later[0].get()))])
@@ -506,6 +507,7 @@ class Deferral:
         for due in dues:
             self._due.update((id(tensor), due) for tensor in due.tensors)
             self._placeholders += list(zip(due.tensors, due.gradients, strict=True))
+        self._flushing = stepper
         return dues
 
     def _begin(self, dues: Sequence[_Due], parameters: Sequence[AttachedParameter]) -> None:
@@ -563,6 +565,11 @@ class Deferral:
     def state(self) -> str:
         """``"idle"``, ``"pending"`` or ``"torn"``."""
         return "torn" if self._torn is not None else "pending" if self._due else "idle"
+
+    def before_save(self) -> None:
+        """The model is about to be saved: not a step that is torn."""
+        if self._torn is not None:
+            raise self._torn()
 
     def before_state(self, stepper: Stepper, *, saving: bool) -> None:
         """The optimizer's state is about to be saved or loaded. What is torn may be loaded anew, and not be saved."""

@@ -105,6 +105,8 @@ class Transaction:
         # Of each optimizer one parameter that was left with a spent gradient when the last step was committed.
         self._left: dict[Stepper, AttachedParameter] = {}
         self._flushing: Stepper | None = None
+        # Whose step() has returned, with the numbers of steps that are to be when this has been taken note of.
+        self._committing: tuple[Stepper, int, int] | None = None
         # What the running optimizer.step() does not find, having been applied before it; it is put back after.
         self._stepped_here: list[tuple[AttachedParameter, torch.Tensor]] = []
         self._failure: BaseException | None = None
@@ -417,6 +419,7 @@ class Transaction:
 
     def before_forward(self) -> None:
         """Before a forward: raise if the weights are not those the plain loop would read."""
+        self._end_commit()
         self._hear(wait=False)
         self.require_whole()
         if self._applied and self._undo is not None:
@@ -435,6 +438,7 @@ class Transaction:
 
     def require_whole(self) -> None:
         """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
+        self._end_commit()
         if self._flushing is not None and self._torn is None and self._undo is not None:
             for attached in self._applied_by(self._flushing):
                 attached.get().grad = self._kept[attached.spec.index][0]
@@ -572,41 +576,51 @@ class Transaction:
     def commit(self, stepper: Stepper) -> None:
         """``optimizer.step()`` returned. The step is committed when every optimizer with gradients has stepped."""
         if self._flushing is stepper:
-            self._flushing = None
-            stepper.commit()
-            for attached, gradient in self._stepped_here:
-                attached.get().grad = gradient
-            self._stepped_here.clear()
-            if self._settings is not None:
-                self._settings()
-                self._settings = None
-            # The plain loop still has its gradients here, until the user clears them.
-            applied = self._applied_by(stepper)
-            if self._undo is not None:
-                self._undo.forget(attached.get() for attached in applied)
-                for attached in applied:
-                    attached.get().grad = self._kept.pop(attached.spec.index)[0]
-                    self._applied.discard(attached.spec.index)
-            else:
-                for attached in applied:
-                    attached.get().grad = attached.spent
-                if applied:
-                    self._left[stepper] = applied[0]
-            self._accumulation.stepped()
-            self._clipping.stepped(stepper)
-            self._uncommitted.discard(stepper)
-            if self._added_up and not self._uncommitted:
-                left_out = self._taken is False
-                self._reset()
-                if left_out:
-                    self.skip_count += 1
-                    return
-                self.step_count += 1
-                try:
-                    self._ranks.committed(self.step_count)
-                except Exception as error:
-                    self._tear_here(error)
-                    raise
+            self._committing = stepper, self.step_count + 1, self.skip_count + 1
+            self._end_commit()
+
+    def _end_commit(self) -> None:
+        """Commit. Who is interrupted in it (Ctrl-C) does it again, at the next use: the step stands."""
+        if self._committing is None:
+            return
+        stepper, step_count, skip_count = self._committing
+        self._flushing = None
+        stepper.commit()
+        for attached, gradient in self._stepped_here:
+            attached.get().grad = gradient
+        self._stepped_here = []
+        if self._settings is not None:
+            self._settings()
+            self._settings = None
+        # The plain loop still has its gradients here, until the user clears them.
+        applied = self._applied_by(stepper)
+        if self._undo is not None:
+            for attached in applied:
+                self._undo.forget([attached.get()])
+                attached.get().grad = self._kept[attached.spec.index][0]
+                self._applied.discard(attached.spec.index)
+                self._kept.pop(attached.spec.index)
+        else:
+            for attached in applied:
+                attached.get().grad = attached.spent
+            if applied:
+                self._left[stepper] = applied[0]
+        self._accumulation.stepped()
+        self._clipping.stepped(stepper)
+        self._uncommitted.discard(stepper)
+        if not self._added_up or self._uncommitted:
+            self._committing = None
+        elif self._taken is False:
+            self.skip_count = skip_count
+            self._reset()
+        else:
+            self.step_count = step_count
+            self._reset()
+            try:
+                self._ranks.committed(self.step_count)
+            except Exception as error:
+                self._tear_here(error)
+                raise
 
     def forget(self, *, gradients: bool) -> None:
         """Go back to IDLE from any state, and take spent gradients, or all of them, off the parameters."""
@@ -705,6 +719,9 @@ class Transaction:
 
     def _used(self, parameter: torch.Tensor, func: Any) -> None:
         """Somebody is about to read or write an applied parameter, or its gradient."""
+        if self._committing is not None:
+            self._end_commit()
+            return
         if self._undo is None:
             where = "between backward() and optimizer.step()" if graph_task() is None else "in backward"
             raise UncommittedStepError(
@@ -719,8 +736,8 @@ class Transaction:
     def before_state(self, stepper: Stepper, *, saving: bool) -> None:
         """The optimizer's state is about to be saved or loaded: the plain loop's is that of before this step. What is
         torn may be loaded anew, and not be saved."""
-        if saving and self._torn is not None:
-            raise self._torn()
+        if saving:
+            self.before_save()
         applied = self._applied_by(stepper)
         if applied and self._undo is not None:
             self.put_back()
@@ -730,6 +747,13 @@ class Transaction:
                 "optimizer.step(), but backward has already updated its state: the plain loop would find the old one. "
                 "Call it after optimizer.step() or before backward(), or use undo=True or schedule='forward'"
             )
+
+    def before_save(self) -> None:
+        """The model or its optimizer's state is about to be saved: not a step that is torn, here or on another rank."""
+        self._end_commit()
+        self._hear(wait=True)
+        if self._torn is not None:
+            raise self._torn()
 
     def _used_gradient(self, operation: str, args: Sequence[Any]) -> None:
         assert self._scale is not None
@@ -869,7 +893,7 @@ class Transaction:
         self._arrived.clear()
         self._applied.clear()
         self._uncommitted.clear()
-        self._flushing = None
+        self._flushing = self._committing = None
         self._plain = self._added_up = False
         self._taken = self._settings = None
         self._kept.clear()
