@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import instep
@@ -313,6 +316,27 @@ def test_the_shortest_text_makes_a_batch() -> None:
     inputs, targets = Batches(TEXT[: CONTEXT + 1], 0).next()
     assert inputs[0].tolist() == list(TEXT[:CONTEXT])
     assert targets[0, -1] == TEXT[CONTEXT]
+
+
+@given(st.binary(max_size=4 * CONTEXT))
+@settings(max_examples=100, deadline=None)
+def test_any_file_is_a_text_or_refused(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "[red]any\x1b[31m"
+        path.write_bytes(content)
+        try:
+            text = load_text(path)
+        except DemoError as error:
+            assert len(content) <= CONTEXT
+            assert "--text" in str(error)
+            return
+    assert text == content
+    inputs, targets = Batches(text, 0).next()
+    assert inputs.shape == targets.shape == (ROWS, CONTEXT)
+
+
+def test_of_a_file_without_end_only_the_beginning_is_read() -> None:
+    assert load_text(Path("/dev/zero")) == bytes(16 * 2**20)
 
 
 def test_the_probe_counts_shared_storage_once() -> None:
