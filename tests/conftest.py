@@ -1,8 +1,11 @@
 """Fixtures for all tests: the device, the pools of ranks, and the guard against leaks."""
 
 import gc
+import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from zlib import crc32
 
 import pytest
 import torch
@@ -10,6 +13,22 @@ import torch.distributed as dist
 
 from instep import attachment
 from tests.distributed.pool import RankPool
+
+# Of a test with more cases than this, about as many run by default, and the others nightly.
+CASES = 36
+LIGHT = ("tests/unit/", "tests/mutation/", "tests/checkpoint/", "tests/faults/", "tests/test_")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("INSTEP_TEST_ALL_CASES"):
+        return
+    of_one_test = Counter(item.nodeid.partition("[")[0] for item in items)
+    for item in items:
+        count = of_one_test[item.nodeid.partition("[")[0]]
+        # By the name, so that the same ones run everywhere; none of the parameters is left out as a whole.
+        if not item.nodeid.startswith(LIGHT) and crc32(item.nodeid.encode()) % count >= CASES:
+            item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(scope="session", autouse=True)

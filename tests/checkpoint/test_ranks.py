@@ -172,7 +172,7 @@ def test_resumed_training(two_ranks: RankPool, tmp_path: Path, kind: str, optimi
     two_ranks.run(resumed, kind, optimizer, options, str(tmp_path))
 
 
-@pytest.mark.parametrize("options", [None, {}], ids=str)
+@pytest.mark.parametrize("options", [pytest.param(None, marks=pytest.mark.nightly), {}], ids=str)
 def test_resumed_training_on_a_mesh_of_two_dimensions(four_ranks: RankPool, tmp_path: Path, options: Way) -> None:
     four_ranks.run(resumed, "hsdp", "adamw", options, str(tmp_path))
     assert sorted(p.name for p in next(tmp_path.iterdir()).iterdir()) == [
@@ -221,7 +221,7 @@ def alone(optimizer: str, directory: str, expected: str, world_size: int) -> Non
     learn(loop, range(2, 4), "bare")
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "row-scaled"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("row-scaled", marks=pytest.mark.nightly)])
 def test_saved_by_two_and_loaded_by_other_numbers(
     two_ranks: RankPool, three_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, optimizer: str
 ) -> None:

@@ -34,6 +34,7 @@ def trained(path: Path, *arguments: str, restarts: int = 0) -> str:
     return str(checksum)
 
 
+@pytest.mark.nightly
 def test_killed_ranks_start_again_and_end_the_same(tmp_path: Path) -> None:
     expected = trained(tmp_path / "whole", "--steps", "12")
     kills = ["--kill-at", "5", "11"]

@@ -31,6 +31,20 @@ from instep.demo.text import ROWS, Batches, load_text
 DEMO = [sys.executable, "-m", "instep", "demo"]
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 TEXT = b"In the beginning was the word, and it was a byte. " * 20
+before: set[int | None] = set()
+
+
+@pytest.fixture(autouse=True)
+def _those_before() -> None:
+    """Other tests' ranks may be waiting for theirs."""
+    before.clear()
+    before.update(process.pid for process in multiprocessing.active_children())
+
+
+def own_children() -> "list[multiprocessing.process.BaseProcess]":
+    return [process for process in multiprocessing.active_children() if process.pid not in before]
+
+
 Training = tuple["subprocess.Popen[str]", set[int]]
 LOOP_KEYS = {
     "first_loss",
@@ -174,7 +188,7 @@ def test_sigterm_stops_the_ranks(monkeypatch: pytest.MonkeyPatch, text: Path) ->
 
     def terminate(job: Job, text: bytes, tell: Callable[[Progress], None]) -> list[Finished]:
         def at_first_step(progress: Progress) -> None:
-            running.update(process.pid for process in multiprocessing.active_children())
+            running.update(process.pid for process in own_children())
             os.kill(os.getpid(), signal.SIGTERM)
 
         return launch(job, text, at_first_step)
@@ -183,7 +197,7 @@ def test_sigterm_stops_the_ranks(monkeypatch: pytest.MonkeyPatch, text: Path) ->
     code, _, errors = invoke("--ranks", 1, "--text", text)
     assert (code, errors) == (143, "instep demo: terminated\n")
     assert len(running) == 1
-    assert not multiprocessing.active_children()
+    assert not own_children()
 
 
 # Ranks that do not come to an end.
@@ -193,13 +207,13 @@ def test_a_rank_that_dies_is_named() -> None:
     job = Job(Size.SMALL, 500, Placement("cpu", 2))
 
     def kill_a_rank(progress: Progress) -> None:
-        victim = multiprocessing.active_children()[0].pid
+        victim = own_children()[0].pid
         assert victim is not None
         os.kill(victim, signal.SIGKILL)
 
     with pytest.raises(DemoError, match=r"rank [01] was killed by SIGKILL"):
         launch(job, TEXT, kill_a_rank)
-    assert not multiprocessing.active_children()
+    assert not own_children()
 
 
 def test_ranks_that_cannot_meet_say_why(monkeypatch: pytest.MonkeyPatch, text: Path) -> None:
@@ -209,7 +223,7 @@ def test_ranks_that_cannot_meet_say_why(monkeypatch: pytest.MonkeyPatch, text: P
     assert code == 2
     assert "could not meet the other ranks over gloo on interface 'nosuch0'" in errors
     assert errors.count("\n") == 1
-    assert not multiprocessing.active_children()
+    assert not own_children()
 
 
 # One rank in this process.

@@ -158,7 +158,7 @@ def clipped(way: str, name: str) -> None:
     both(way, SHARDS[name], adamw, clips, clip=instep.ClipNorm(0.3))
 
 
-@pytest.mark.parametrize("name", ["hsdp", "2d, one mesh"])
+@pytest.mark.parametrize("name", ["hsdp", pytest.param("2d, one mesh", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("way", ["forward", "undo"])
 def test_the_norm_over_two_dimensions(four_ranks: RankPool, way: str, name: str) -> None:
     four_ranks.run(clipped, way, name)

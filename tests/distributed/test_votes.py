@@ -128,6 +128,7 @@ def late_update_fails_on_rank_1() -> tuple[str, bool]:
     return "none", False
 
 
+@pytest.mark.nightly
 def test_a_failed_late_update_reaches_the_other_ranks() -> None:
     pool = RankPool(2)
     error, untouched = pool.run_until_a_rank_dies(0, late_update_fails_on_rank_1)

@@ -39,7 +39,7 @@ def require_sound(verdicts: list[Verdict]) -> None:
         assert verdict.seconds is not None, "the fault was noticed"
 
 
-@pytest.mark.parametrize("kind", ["kill", "hang"])
+@pytest.mark.parametrize("kind", ["kill", pytest.param("hang", marks=pytest.mark.nightly)])
 def test_d1_a_lost_peer(kind: str) -> None:
     """torch: backward returns normally, steps with half of the local gradient, and trains on alone."""
 

@@ -127,7 +127,9 @@ def test_on_one_device(steps: int, tmp_path: Path) -> None:
     assert_nothing_grew(before, after, steps)
 
 
-@pytest.mark.parametrize("steps", [1_000, pytest.param(20_000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("steps", [1_000, 20_000])
 def test_on_two_ranks(steps: int, tmp_path: Path) -> None:
     pool = RankPool(2, body_seconds=3_000)
     try:

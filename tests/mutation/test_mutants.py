@@ -113,8 +113,8 @@ MUTANTS = [
     Mutant(
         "clear spent gradients for good in step()",
         "_core/transaction.py",
-        "                for attached in applied:\n                    attached.get().grad = attached.spent\n",
-        "",
+        "            for attached in applied:\n                attached.get().grad = attached.spent\n            if",
+        "            if",
         REFUSALS,
     ),
     Mutant(
@@ -999,7 +999,7 @@ def test_the_defect_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", mutant.tests],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "INSTEP_TEST_ALL_CASES": "1"},
         capture_output=True,
         text=True,
         timeout=500,

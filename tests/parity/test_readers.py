@@ -1164,6 +1164,7 @@ def test_the_interpreter_ends_while_an_update_is_due() -> None:
     assert run_script("step(); step(); print('end')") == "end\n"
 
 
+@pytest.mark.nightly
 def test_data_loader_workers_are_forked_while_an_update_is_due() -> None:
     body = """
         from torch.utils.data import DataLoader
@@ -1188,7 +1189,9 @@ FORK = """
 """
 
 
-@pytest.mark.parametrize("in_the_child", ["model(torch.ones(2, 8))", "overlap.detach()"])
+@pytest.mark.parametrize(
+    "in_the_child", ["model(torch.ones(2, 8))", pytest.param("overlap.detach()", marks=pytest.mark.nightly)]
+)
 def test_a_child_forked_while_an_update_is_due_does_not_hang(in_the_child: str) -> None:
     assert run_script(FORK.format(in_the_child=in_the_child)) == "0\n"
 
