@@ -1,5 +1,6 @@
 """A few ranks, spawned once, that run test bodies together over gloo on loopback."""
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -107,6 +108,10 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
     )
+    # What torch has loaded is there for good. attach() asks the garbage collector for DDP's instances, and to look
+    # through all of it takes longer than most bodies.
+    gc.collect()
+    gc.freeze()
     pipe.send((True, None))
     while True:
         try:
