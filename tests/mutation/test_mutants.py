@@ -708,8 +708,8 @@ MUTANTS = [
     Mutant(
         "do not hear the other ranks",
         "_core/ranks.py",
-        "            return vote.verdict().error()\n",
-        "            return None\n",
+        "        return vote.verdict().error()\n",
+        "        return None\n",
         VOTES,
     ),
     Mutant(

@@ -24,7 +24,7 @@ from instep._core.parameters import AttachedParameter, part_of_gradient, togethe
 from instep._core.parts import memory_of
 from instep._core.placeholders import HeldGradient
 from instep._core.plan import Bucket, fill_buckets
-from instep._core.ranks import Ranks, Vote
+from instep._core.ranks import Ranks, Vote, error_of
 from instep._core.scaling import found_inf, take_off_here
 from instep._core.stepper import Stepper, begin_state, end_state, frozen, remember_settings
 from instep._core.streams import StepStreams
@@ -80,7 +80,7 @@ class _Frozen:
     def hear(self) -> None:
         """Wait until all ranks stand behind this step, before anything of it is written."""
         vote, self._vote = self._vote, None
-        if vote is not None and (error := _error_of(vote)) is not None:
+        if vote is not None and (error := error_of(vote)) is not None:
             self.failure, self.refused = error, True
 
     def stepped_here(self) -> list[torch.Tensor]:
@@ -440,7 +440,7 @@ class Deferral:
     def _require_agreement(self) -> None:
         """Something of this step is about to be written by torch itself."""
         vote, self._vote = self._vote, None
-        if vote is not None and (error := _error_of(vote)) is not None:
+        if vote is not None and (error := error_of(vote)) is not None:
             self._owing.clear()
             raise error
 
@@ -615,14 +615,6 @@ class Deferral:
             self._finish(self._dues())
         finally:
             self._worker.stop()
-
-
-def _error_of(vote: Vote) -> Exception | None:
-    """What the ranks found wrong, or what kept one from hearing it."""
-    try:
-        return vote.verdict().error()
-    except Exception as lost:
-        return lost
 
 
 def _gradient(attached: AttachedParameter) -> torch.Tensor:

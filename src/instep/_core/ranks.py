@@ -121,7 +121,12 @@ class Ranks:
         if vote is None or not (wait or vote.done()):
             return None
         self._vote = None
-        try:
-            return vote.verdict().error()
-        except Exception as lost:
-            return lost
+        return error_of(vote)
+
+
+def error_of(vote: Vote) -> Exception | None:
+    """What the ranks found wrong, or what kept this one from hearing it. Waits for all ranks."""
+    try:
+        return vote.verdict().error()
+    except Exception as lost:
+        return lost
