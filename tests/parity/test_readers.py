@@ -914,6 +914,30 @@ def test_a_write_through_an_alias_is_an_error_without_synchronize(tmp_path: Path
         overlap.accept_torn()
 
 
+def test_an_update_that_raised_half_way_left_no_whole_step(tmp_path: Path) -> None:
+    class HalfWay(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            if HalfWay.fails:
+                raise RuntimeError("half way")
+
+    loop = Loop(tmp_path)
+    optimizer = HalfWay(loop.parameters, lr=0.1, momentum=0.9)
+    with instep.attach(loop.model, optimizer, schedule="forward") as overlap:
+        for fails in (False, True):
+            HalfWay.fails = fails
+            loop.backward(0)
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="half way"):
+            overlap.synchronize()
+        assert overlap._step.whole_step() is None
+        overlap.accept_torn()
+        assert overlap.step_count == 2
+
+
 @pytest.mark.parametrize("write", [torch.Tensor.zero_, lambda g: g.mul_(2.0)], ids=["zero_", "mul_"])
 def test_a_gradient_held_since_before_the_step_and_written_after(write: Callable[[Any], Any], tmp_path: Path) -> None:
     """The plain loop has applied it already. Exact, or an error."""

@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from time import perf_counter
 
 import torch
@@ -28,10 +27,11 @@ from instep._core.ranks import Ranks, Vote, error_of
 from instep._core.scaling import found_inf, take_off_here
 from instep._core.stepper import Stepper, begin_state, end_state, frozen, remember_settings
 from instep._core.streams import StepStreams
+from instep._core.torn import Torn
 from instep._core.transaction import Gather, Recorder
 from instep._core.watch import Watch, plain_type
 from instep._core.worker import Task, Worker
-from instep.errors import StepMismatchError, TornStepError, UncommittedStepError
+from instep.errors import StepMismatchError, UncommittedStepError
 
 
 class Reader:
@@ -73,6 +73,7 @@ class _Frozen:
         self.pending = [attached.spec.name for attached in parameters]
         self.applied: list[str] = []
         self.failure: BaseException | None = None
+        self.written = False  # anything of it
         self.refused = False  # by the other ranks
         self._vote = vote
         self._parameters = tuple(parameters)
@@ -172,6 +173,7 @@ class _Due:
             if self._clip is not None:
                 with self._noticed_by_none():
                     self._clip(call.tensors)
+            self.step.written = True
             call.step(self.step.stepper)
 
     @contextmanager
@@ -240,9 +242,7 @@ class Deferral:
         self._flushing: Stepper | None = None
         self._now = False
         self._placeholders: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._torn: Callable[[], TornStepError] | None = None
-        self._torn_step = 0
-        self._torn_in_part = False
+        self._torn: Torn | None = None
 
     def __del__(self) -> None:
         with suppress(Exception):
@@ -279,7 +279,7 @@ class Deferral:
     def require_whole(self) -> None:
         """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
         if self._torn is not None:
-            raise self._torn()
+            raise self._torn.error()
 
     def _dues(self) -> list[_Due]:
         return list(dict.fromkeys(self._due.values()))
@@ -326,9 +326,9 @@ class Deferral:
         for due in self._dues():
             self._wait(due)
         pending = [name for name in step.pending if name not in step.applied]
-        self._torn = partial(TornStepError, step.number, step.applied, pending, self._ranks.rank(), step.failure)
-        self._torn_step = step.number if step.applied else step.number - 1
-        self._torn_in_part = bool(step.applied and pending)
+        accepted = step.number if step.written else step.number - 1
+        in_part = bool(step.written and pending)
+        self._torn = Torn(step.number, step.applied, pending, self._ranks.rank(), step.failure, accepted, in_part)
         if not step.refused:
             self._ranks.say_failed(step.number + 1)
 
@@ -367,9 +367,8 @@ class Deferral:
             self._ranks.begin_backward(self.step_count)
             if (error := self._ranks.heard(wait=True)) is not None:
                 names = [attached.spec.name for attached in self.parameters]
-                self._torn = partial(TornStepError, self.step_count, names, [], self._ranks.rank(), error)
-                self._torn_step = self.step_count
-                raise error if isinstance(error, StepMismatchError) else self._torn()
+                self._torn = Torn(self.step_count, names, [], self._ranks.rank(), error, self.step_count)
+                raise error if isinstance(error, StepMismatchError) else self._torn.error()
         self._clipping.begin()
         self._clipped.clear()
         return True
@@ -569,7 +568,7 @@ class Deferral:
     def before_save(self) -> None:
         """The model is about to be saved: not a step that is torn."""
         if self._torn is not None:
-            raise self._torn()
+            raise self._torn.error()
 
     def before_state(self, stepper: Stepper, *, saving: bool) -> None:
         """The optimizer's state is about to be saved or loaded. What is torn may be loaded anew, and not be saved."""
@@ -586,11 +585,12 @@ class Deferral:
         if self._torn is None:
             self.synchronize()
             return self.step_count
-        return None if self._torn_in_part else self._torn_step
+        return None if self._torn.in_part else self._torn.accepted
 
     def accept(self) -> None:
         """Go on from a torn step, as if it had been committed, unless nothing of it was written."""
-        self.step_count = self._torn_step
+        if self._torn is not None:
+            self.step_count = self._torn.accepted
         self.forget(gradients=True)
 
     def forget(self, *, gradients: bool) -> None:

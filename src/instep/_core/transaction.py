@@ -9,7 +9,6 @@ plain loop would.
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -28,6 +27,7 @@ from instep._core.ranks import Ranks
 from instep._core.scaling import LossScale, found_inf, is_power_of_two, kernel_scale, take_off_here
 from instep._core.stepper import Stepper, remember_settings
 from instep._core.streams import StepStreams
+from instep._core.torn import Torn
 from instep._core.undo import Undo
 from instep._core.watch import GET_GRAD, Watch
 from instep.errors import (
@@ -37,7 +37,6 @@ from instep.errors import (
     NonFiniteGradientError,
     SpentGradientError,
     StepMismatchError,
-    TornStepError,
     UncommittedStepError,
 )
 
@@ -110,10 +109,7 @@ class Transaction:
         # What the running optimizer.step() does not find, having been applied before it; it is put back after.
         self._stepped_here: list[tuple[AttachedParameter, torch.Tensor]] = []
         self._failure: BaseException | None = None
-        self._torn: Callable[[], TornStepError] | None = None
-        self._torn_in: int | None = None
-        self._torn_step = 0
-        self._torn_in_part = False
+        self._torn: Torn | None = None
         # With undo: the gradients of applied parameters, with their version; and whether the step was put back.
         self._kept: dict[int, tuple[torch.Tensor, int]] = {}
         self._plain = False
@@ -174,9 +170,9 @@ class Transaction:
                 return False
         with self._lock:
             if self._torn is not None:
-                if self._torn_in == graph_task():
+                if self._torn.task == graph_task():
                     return False  # the backward in which it tore still has to unwind
-                raise self._torn()
+                raise self._torn.error()
             if self._failure is not None:
                 return False  # so has one that failed before anything was written
             self._require_pass()
@@ -447,7 +443,7 @@ class Transaction:
         if self._flushing is not None and self._torn is None:
             self._tear(InstepError(f"{self._flushing.name}.step() raised"))
         if self._torn is not None:
-            raise self._torn()
+            raise self._torn.error()
 
     def refuse_arguments(self, stepper: Stepper) -> None:
         """``optimizer.step()`` was given arguments of its own: backward has stepped without them."""
@@ -637,11 +633,12 @@ class Transaction:
         """The number of the last step if all of it was applied here, else ``None``."""
         if self._torn is None:
             return self.step_count if not self._applied else None
-        return None if self._torn_in_part else self._torn_step
+        return None if self._torn.in_part else self._torn.accepted
 
     def accept(self) -> None:
         """Go on from a torn step, as if it had been committed."""
-        self.step_count = self._torn_step
+        if self._torn is not None:
+            self.step_count = self._torn.accepted
         self.forget(gradients=True)
 
     def close(self) -> None:
@@ -753,7 +750,7 @@ class Transaction:
         self._end_commit()
         self._hear(wait=True)
         if self._torn is not None:
-            raise self._torn()
+            raise self._torn.error()
 
     def _used_gradient(self, operation: str, args: Sequence[Any]) -> None:
         assert self._scale is not None
@@ -883,10 +880,7 @@ class Transaction:
         self._set_torn(self.step_count, [a.spec.name for a in self.parameters], [], cause)
 
     def _set_torn(self, step: int, applied: Sequence[str], pending: Sequence[str], cause: BaseException | None) -> None:
-        self._torn = partial(TornStepError, step, applied, pending, self._ranks.rank(), cause)
-        self._torn_in = graph_task()
-        self._torn_step = step
-        self._torn_in_part = bool(pending)
+        self._torn = Torn(step, applied, pending, self._ranks.rank(), cause, step, bool(pending), graph_task())
         self._release()
 
     def _reset(self) -> None:
