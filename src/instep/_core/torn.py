@@ -1,0 +1,32 @@
+"""What is remembered of a step that does not stand on every parameter, or not on every rank, until it is accepted."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from instep.errors import TornStepError
+
+
+@dataclass(frozen=True, slots=True)
+class Torn:
+    """
+    Attributes:
+        step: its number, counted from 1.
+        applied: names of the parameters that were updated.
+        pending: names of those that were to be, and were not.
+        accepted: how many steps were taken, once it is accepted.
+        in_part: whether this rank may have neither the weights of before nor those of after the step.
+        task: the backward in which it tore, as :func:`~instep._core.engine.graph_task` names it; ``None``: outside.
+    """
+
+    step: int
+    applied: Sequence[str]
+    pending: Sequence[str]
+    rank: int
+    cause: BaseException | None
+    accepted: int
+    in_part: bool = False
+    task: int | None = None
+
+    def error(self) -> TornStepError:
+        """A new one each time: whoever catches an error adds frames to it."""
+        return TornStepError(self.step, self.applied, self.pending, self.rank, self.cause)
