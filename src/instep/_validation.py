@@ -302,6 +302,42 @@ def refuse_parameters(names: Names, optimizers: Sequence[Optimizer], taken: Mapp
         )
 
 
+def refuse_cross_iteration(ddps: Sequence[DistributedDataParallel], options: Any) -> None:
+    """What the gradients that are still on their way after backward rule out."""
+    if options.schedule != "forward":
+        raise AttachError(
+            f"cross_iteration=True does not go with schedule={options.schedule!r}, which steps what has arrived in "
+            "backward. Use schedule='forward'"
+        )
+    if not ddps:
+        raise AttachError(
+            "cross_iteration=True hides the communication of DistributedDataParallel, of which there is none in model. "
+            "Leave it out, or wrap the model"
+        )
+    if not all(ddp.gradient_as_bucket_view for ddp in ddps):
+        raise AttachError(
+            "cross_iteration=True needs DistributedDataParallel(gradient_as_bucket_view=True): else DDP copies the "
+            "gradients at the end of backward, before they are reduced"
+        )
+    needs_all = {
+        "clip": isinstance(options.clip, ClipNorm),
+        "scaler": options.scaler is not None,
+        "nonfinite": options.nonfinite != "allow",
+    }
+    for name, needs in needs_all.items():
+        if needs:
+            raise AttachError(
+                f"{name}={getattr(options, name)!r} needs all gradients before the first update, and "
+                "cross_iteration=True updates each bucket when it has arrived. Leave out one of the two"
+            )
+    for name in ("comm_hook", "shard_state"):
+        if getattr(options, name):
+            raise AttachError(
+                f"{name} does not go with cross_iteration=True, which sends DDP's buckets in its own way. Leave out "
+                "one of the two"
+            )
+
+
 def refuse_shard_state(
     wrapped: Sequence[DistributedDataParallel],
     optimizers: Sequence[Optimizer],

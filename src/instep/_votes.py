@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._core.ranks import Verdict, Vote
+from instep._groups import timeout_of
 
 _NOBODY = 2**31
 
@@ -63,7 +64,7 @@ class _Group:
         # torch has no public name for the store over which groups find their ranks.
         c10d: Any = dist.distributed_c10d
         store = c10d.PrefixStore(f"instep/{group.group_name}", c10d._get_default_store())
-        size, timeout = dist.get_world_size(group), _timeout_of(group)
+        size, timeout = dist.get_world_size(group), timeout_of(group)
         self._gloo: Any = c10d.ProcessGroupGloo(store, dist.get_rank(group), size, timeout)
         self._minimum: Any = c10d.AllreduceOptions()
         self._minimum.reduceOp = dist.ReduceOp.MIN
@@ -138,14 +139,3 @@ def _group_beside(group: dist.ProcessGroup) -> _Group:
     if found is None:
         found = _beside[group] = _Group(group)
     return found
-
-
-def _timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """For how long its collectives wait. torch has a public way to set that, and none to ask for it."""
-    for kind in ("cuda", "cpu"):
-        try:
-            timeout: timedelta = group._get_backend(torch.device(kind)).options._timeout
-        except (RuntimeError, AttributeError):
-            continue
-        return timeout
-    return dist.default_pg_timeout

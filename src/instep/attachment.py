@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from instep._core.accumulation import Accumulation, Syncing
 from instep._core.arrival import Arrival
 from instep._core.clipping import Clipping
-from instep._core.deferral import Deferral, Reader
+from instep._core.deferral import Deferral, Flight, Reader
 from instep._core.engine import after_all_of_backward, graph_task, runs
 from instep._core.finite import Policy
 from instep._core.hooks import BoundHook, first_of_post_hooks, last_of_pre_hooks
@@ -46,6 +46,7 @@ from instep._validation import (
     compiled_in,
     name_parameters,
     refuse_communication,
+    refuse_cross_iteration,
     refuse_optimizers,
     refuse_options,
     refuse_parameters,
@@ -66,6 +67,7 @@ from instep.errors import (
     UncommittedStepError,
 )
 from instep.sources import Sink, Source
+from instep.sources.crossing import CrossingSource
 from instep.sources.ddp import DDPSource, managed_by
 from instep.sources.fsdp import FSDP1Source
 from instep.sources.hook_slot import CommHook
@@ -99,6 +101,7 @@ def attach(
     nonfinite: Policy = "allow",
     comm_hook: CommHook | None = None,
     mixed_precision: "MixedPrecisionPolicy | None" = None,
+    cross_iteration: bool = False,
     shard_state: bool = False,
 ) -> "Attachment":
     """Step the parameters of ``model`` behind backward, or behind the next forward, with the user's ``optimizer``.
@@ -150,6 +153,11 @@ def attach(
             they are, usually float32. Frozen parameters are cast too; buffers and batch normalization are not.
             Floating-point inputs of ``model`` are cast to ``param_dtype`` unless ``cast_forward_inputs=False``, its
             outputs to ``output_dtype`` if given.
+        cross_iteration: with ``schedule="forward"`` under DDP, backward does not wait for communication: buckets are
+            reduced and stepped while the next forward runs, each before the module that reads it, in an order that
+            suits that. ``optimizer.step()`` takes over gradients that are still on their way; whoever uses one before
+            waits for all of them. Needs ``gradient_as_bucket_view=True``. All ranks must attach: they make a process
+            group of their own.
         shard_state: under DDP, each rank keeps the optimizer's state of its own rows of every parameter, steps those,
             and gets the others' from the other ranks: 1/N of state and step on N ranks (ZeRO-1). Where the update is
             not elementwise, or not known to be, each parameter is one rank's. ``optimizer.state_dict()`` is the plain
@@ -183,6 +191,7 @@ def attach(
         nonfinite,
         comm_hook,
         mixed_precision,
+        cross_iteration,
         shard_state,
     )
     return _attach(model, optimizers, options)
@@ -212,6 +221,7 @@ class Options:
     nonfinite: Policy = "allow"
     comm_hook: CommHook | None = None
     mixed_precision: "MixedPrecisionPolicy | None" = None
+    cross_iteration: bool = False
     shard_state: bool = False
     steps_itself: bool = False
 
@@ -222,6 +232,8 @@ def _attach(model: nn.Module, optimizers: Sequence[Optimizer], options: Options)
     refuse_sharded(model, options.bucket_bytes, options.clip, options.mixed_precision)
     refuse_communication(model, wrapped, options.bucket_bytes, options.comm_hook, options.mixed_precision)
     refuse_scripts(model)
+    if options.cross_iteration:
+        refuse_cross_iteration(_ddps_among(wrapped), options)
     if options.shard_state:
         refuse_shard_state(
             _ddps_among(wrapped), optimizers, options.schedule, options.clip, options.undo, options.comm_hook
@@ -306,6 +318,10 @@ class Attachment:
         self._precision: LowPrecision | None = None
         self._handles: list[RemovableHandle | BeforeFSDP1Gathers] = []
         self._sources = self._make_sources(wrapped, fsdp1, sink)
+        if isinstance(self._step, Deferral):
+            self._step.flights = functools.partial(
+                _flights, [s for s in self._sources if isinstance(s, CrossingSource)]
+            )
 
     # What the user sees.
 
@@ -313,7 +329,10 @@ class Attachment:
     def plan(self) -> Plan:
         """The buckets as they are now. They change after the first steps, when the order of gradients is known."""
         if isinstance(self._step, Deferral):
-            return Plan(self._step.buckets_of(a for a in self._step.parameters if a.get().requires_grad))
+            sent = [bucket for source in self._sources for bucket in source.buckets if self._options.cross_iteration]
+            inside = {spec.index for bucket in sent for spec in bucket.parameters}
+            others = (a for a in self._step.parameters if a.get().requires_grad and a.spec.index not in inside)
+            return Plan((*sent, *self._step.buckets_of(others)))
         return Plan(tuple(bucket for source in self._sources for bucket in source.buckets))
 
     @property
@@ -804,6 +823,8 @@ class Attachment:
                 reduced = [a for a in mine if a.part is not None]
                 dtype = _reduce_dtype(options)
                 sources.append(self._zero.source(self._arrival if sink is None else sink, reduced, ddp, dtype))
+            elif mine and options.cross_iteration and isinstance(ddp, DistributedDataParallel):
+                sources.append(CrossingSource(mine, ddp, _reduce_dtype(options), lambda: self._step.recorder))
             elif mine and (sink is not None or options.comm_hook is not None or _reduce_dtype(options) is not None):
                 told = self._arrival if sink is None else sink
                 if isinstance(ddp, Replicated):
@@ -904,6 +925,10 @@ def _parameters_in(optimizers: Sequence[Optimizer]) -> list[list[int]]:
 
 def _ddps_among(wrapped: Sequence[Wrapped]) -> list[DistributedDataParallel]:
     return [one for one in wrapped if isinstance(one, DistributedDataParallel)]
+
+
+def _flights(sources: Sequence[CrossingSource]) -> list[Flight]:
+    return [flight for source in sources for flight in source.flights]
 
 
 def _zero(ddp: DistributedDataParallel) -> "Zero":

@@ -15,10 +15,11 @@ ALLOWED = {
     "comm_hooks": set(),
     "report": set(),
     "_core": {"errors"},
-    "sources": {"_core", "comm_hooks", "errors"},
+    "sources": {"_core", "_groups", "comm_hooks", "errors"},
     "_shards": {"_core"},
     "_wrappers": set(),
-    "_votes": {"_core"},
+    "_groups": set(),
+    "_votes": {"_core", "_groups"},
     "_fsdp_state": {"_core", "_wrappers"},
     "_validation": {"_wrappers", "sources", "_core", "errors"},
     "attachment": {"_validation", "_fsdp_state", "_shards", "_votes", "_wrappers", "sources", "_core", "errors"},
@@ -66,8 +67,8 @@ def test_sources_do_not_know_one_another() -> None:
     for path in ROOT.joinpath("sources").glob("*.py"):
         others = {name for name in imported_by(path) if name.startswith("instep.sources.")}
         # No sources: what everything that is a DDP hook shares, what averages the gradients of a replicated model,
-        # what divides parameters among ranks, and what ranks tell each other.
-        shared = ("reductions", "hook_slot", "transient", "layout", "agreement", "state_shards", "messages")
+        # what divides parameters among ranks, what ranks tell each other, and in what order they send.
+        shared = ("lane", "reductions", "hook_slot", "transient", "layout", "agreement", "state_shards", "messages")
         others -= {f"instep.sources.{name}" for name in shared}
         assert not others, f"{path.name} imports {others}"
 

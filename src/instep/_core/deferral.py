@@ -8,9 +8,10 @@ accelerators. Before a module runs, and whenever anybody uses a parameter in Pyt
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from time import perf_counter
+from typing import Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -54,6 +55,22 @@ class Reader:
             before_read(self.parameters)
 
 
+class Flight(Protocol):
+    """A bucket whose gradients may still be on their way when ``optimizer.step()`` is called."""
+
+    @property
+    def parameters(self) -> Sequence[AttachedParameter]: ...
+
+    def gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
+        """What will hold it; ``None`` if something else is in ``.grad`` by now."""
+
+    def wait(self) -> None:
+        """Return when it has arrived, for the current stream. Raises what the communication raised."""
+
+    def land(self) -> None:
+        """Wait, and have ``.grad`` be what it is in the plain loop."""
+
+
 class _Frozen:
     """An optimizer as it was when its ``step()`` was called, with what has become of that step."""
 
@@ -94,11 +111,17 @@ class _Due:
     """One bucket of it. Nothing here refers to the attachment, which may be dropped while a thread runs this."""
 
     def __init__(
-        self, parameters: Sequence[AttachedParameter], step: _Frozen, clip: Clip | None, recorder: Recorder | None
+        self,
+        parameters: Sequence[AttachedParameter],
+        step: _Frozen,
+        clip: Clip | None,
+        recorder: Recorder | None,
+        flight: Flight | None,
     ) -> None:
         self.names = [attached.spec.name for attached in parameters]
         self.tensors = [attached.get() for attached in parameters]
-        self.gradients = [_gradient(attached) for attached in parameters]
+        self.gradients = [_gradient(attached, flight) for attached in parameters]
+        self._flight = flight
         self.device = self.tensors[0].device
         self.step = step
         self.done: Task | None = None
@@ -126,8 +149,9 @@ class _Due:
         self.step.dues.remove(self)
         if self.step.failure is not None:
             return
-        started = perf_counter()
         try:
+            self._arrive()
+            started = perf_counter()
             # Whoever watches a parameter waits for this thread.
             with torch._C.DisableTorchFunctionSubclass():
                 self._apply()
@@ -138,6 +162,12 @@ class _Due:
         self.step.applied += self.names
         if self._recorder is not None:
             self._recorder("step", self.names[0], started, perf_counter())
+
+    def _arrive(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.wait()
+            self._versions = self._found()  # it has been written since
 
     def send(self, parameters: Sequence[AttachedParameter], gather: Gather) -> None:
         """Update this rank's parts now, and send them. What is left is to wait for those of the others."""
@@ -200,6 +230,7 @@ class Deferral:
         recorder: told of each bucket's step and communication; ``None`` when nobody listens.
         readers: the hooks of the modules that read parameters.
         gather: where each rank steps its own part of parameters: gets the others' parts.
+        flights: the buckets that may still be on their way.
     """
 
     redo_count = 0
@@ -220,6 +251,7 @@ class Deferral:
         self.skip_count = 0
         self.recorder: Recorder | None = None
         self.gather: Gather | None = None
+        self.flights: Callable[[], Sequence[Flight]] = lambda: ()
         self._can_wait = frozenset(can_wait)
         self._ranks = ranks
         self._nonfinite = nonfinite
@@ -395,7 +427,12 @@ class Deferral:
             self._leave_out(stepper, with_gradient)
             return
         traced = {a.spec.index for reader in self.readers if reader.traced for a in reader.parameters}
-        waiting = {a: in_loop and self._can_be_put_off(a, traced) for a in with_gradient}
+        flying = self._flying(mine)
+        waiting = {a: in_loop and self._can_be_put_off(a, flying.get(a), traced) for a in with_gradient}
+        for attached, flight in list(flying.items()):
+            if not waiting[attached]:
+                flight.land()
+                flying = {a: f for a, f in flying.items() if f is not flight}
         later = [a for a, can_wait in waiting.items() if can_wait or (a.part is not None and a.part.alone)]
         if len(later) < len(with_gradient):
             self._require_agreement()
@@ -405,10 +442,20 @@ class Deferral:
         if not later:
             self._flushing = stepper
         else:
-            self._put_off(stepper, later, clip)
+            self._put_off(stepper, later, flying, clip)
             if not stepper.optimizer().state:  # its first step: one bucket of it makes state, see begin_state
                 self._finish([self._due.get(id(later[0].get()))])
             self._finish([self._due.get(id(a.get())) for a, can_wait in waiting.items() if not can_wait])
+
+    def _flying(self, mine: Iterable[AttachedParameter]) -> dict[AttachedParameter, Flight]:
+        """Those whose gradient may still be on its way."""
+        wanted = set(mine)
+        return {
+            a: flight
+            for flight in self.flights()
+            for a in flight.parameters
+            if a in wanted and flight.gradient(a) is not None
+        }
 
     def _is_taken(self) -> bool:
         """Whether the step that begins here is to be taken. The ranks vote on it: where nobody needs the answer now,
@@ -450,7 +497,8 @@ class Deferral:
             return False
         return self._went_back or any(float(group.get("lr", 1)) != 0 for group in optimizer.param_groups)
 
-    def _can_be_put_off(self, attached: AttachedParameter, traced: Container[int]) -> bool:
+    def _can_be_put_off(self, attached: AttachedParameter, flight: Flight | None, traced: Container[int]) -> bool:
+        gradient = _gradient(attached, flight)
         return (
             not self._now
             and attached.stepper in self._can_wait
@@ -458,10 +506,10 @@ class Deferral:
             # come when one rank waits for them and another does not.
             and (
                 plain_type(attached.get()) in (torch.nn.Parameter, torch.Tensor)
-                or part_of_gradient(attached, _gradient(attached)) is not None
+                or part_of_gradient(attached, gradient) is not None
             )
             and attached.spec.index not in traced
-            and _gradient(attached).layout is torch.strided
+            and gradient.layout is torch.strided
         )
 
     def _clip_of(self, stepper: Stepper, with_gradient: Sequence[AttachedParameter]) -> Clip | None:
@@ -480,10 +528,16 @@ class Deferral:
             self._clipped = {a.stepper for a in others}
         return self._clipping.frozen()
 
-    def _put_off(self, stepper: Stepper, parameters: Sequence[AttachedParameter], clip: Clip | None) -> None:
-        gradients = [(attached.get(), _gradient(attached)) for attached in parameters]
+    def _put_off(
+        self,
+        stepper: Stepper,
+        parameters: Sequence[AttachedParameter],
+        flying: Mapping[AttachedParameter, Flight],
+        clip: Clip | None,
+    ) -> None:
+        gradients = [(attached.get(), attached.get().grad) for attached in parameters]
         try:
-            dues = self._take_over(stepper, parameters, clip)
+            dues = self._take_over(stepper, parameters, flying, clip)
         except BaseException:  # such as Ctrl-C: nothing has been handed over
             for tensor, gradient in gradients:
                 self._due.pop(id(tensor), None)
@@ -496,13 +550,23 @@ class Deferral:
         for due in dues:
             self._watch.start(due.tensors)
 
-    def _take_over(self, stepper: Stepper, parameters: Sequence[AttachedParameter], clip: Clip | None) -> list[_Due]:
+    def _take_over(
+        self,
+        stepper: Stepper,
+        parameters: Sequence[AttachedParameter],
+        flying: Mapping[AttachedParameter, Flight],
+        clip: Clip | None,
+    ) -> list[_Due]:
         """Take the gradients off."""
         step = _Frozen(stepper.optimizer(), parameters, self.step_count + 1, self._vote)
         by_index = {attached.spec.index: attached for attached in parameters}
         begin_state(stepper.optimizer(), [attached.get() for attached in parameters])
-        buckets = [[by_index[spec.index] for spec in bucket.parameters] for bucket in self.buckets_of(parameters)]
-        dues = [_Due(bucket, step, clip, self.recorder) for bucket in buckets]
+        there = self.buckets_of(a for a in parameters if a not in flying)
+        buckets = [[by_index[spec.index] for spec in bucket.parameters] for bucket in there]
+        dues = [_Due(bucket, step, clip, self.recorder, None) for bucket in buckets]
+        for flight in dict.fromkeys(flying.values()):  # in the order in which they arrive
+            members = [attached for attached in flight.parameters if flying.get(attached) is flight]
+            dues.append(_Due(members, step, clip, self.recorder, flight))
         for due in dues:
             self._due.update((id(tensor), due) for tensor in due.tensors)
             self._placeholders += list(zip(due.tensors, due.gradients, strict=True))
@@ -617,8 +681,11 @@ class Deferral:
             self._worker.stop()
 
 
-def _gradient(attached: AttachedParameter) -> torch.Tensor:
-    """What is in ``.grad``: the real one, where somebody put back what was held of an earlier step."""
+def _gradient(attached: AttachedParameter, flight: Flight | None = None) -> torch.Tensor:
+    """What is in ``.grad``: the real one, where somebody put back what was held of an earlier step. With ``flight``,
+    what will hold it."""
+    if flight is not None and (arriving := flight.gradient(attached)) is not None:
+        return arriving
     parameter = attached.get()
     gradient = parameter.grad
     assert gradient is not None
