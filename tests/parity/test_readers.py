@@ -915,16 +915,20 @@ def test_a_write_through_an_alias_is_an_error_without_synchronize(tmp_path: Path
 
 
 def test_an_update_that_raised_half_way_left_no_whole_step(tmp_path: Path) -> None:
-    class HalfWay(torch.optim.SGD):
+    class HalfWay(torch.optim.Optimizer):
         fails = False
 
-        def step(self, closure: Any = None) -> Any:
-            super().step(closure)
-            if HalfWay.fails and self.param_groups[0]["params"][0].grad is not None:
-                raise RuntimeError("half way")
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-0.1)
+                    self.state[p]["stepped"] = True
+                    if HalfWay.fails:
+                        raise RuntimeError("half way")
 
     loop = Loop(tmp_path)
-    optimizer = HalfWay(loop.parameters, lr=0.1, momentum=0.9)
+    optimizer = HalfWay(loop.parameters, {})
     with instep.attach(loop.model, optimizer, schedule="forward") as overlap:
         for fails in (False, True):
             HalfWay.fails = fails
