@@ -997,7 +997,7 @@ def test_the_defect_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     assert text.count(mutant.old) == 1, "the code has changed: write this defect anew"
     file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", mutant.tests],
+        [sys.executable, "-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider", mutant.tests],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(tmp_path), "INSTEP_TEST_ALL_CASES": "1"},
         capture_output=True,
