@@ -117,11 +117,11 @@ def require_equal(loops: Mapping[str, Loop], oracle: str, but: Sequence[str] = (
     Args:
         but: those that cannot be: without an optimizer, say.
     """
-    expected = training_state(loops[oracle].model, loops[oracle].optimizer)
+    expected = list(training_state(loops[oracle].model, loops[oracle].optimizer))
     differences = []
     for name, loop in loops.items():
         if name != oracle and name not in but:
-            difference = first_difference(expected, training_state(loop.model, loop.optimizer))
+            difference = first_difference(iter(expected), training_state(loop.model, loop.optimizer))
             if difference is not None:
                 differences.append(f"{name} is not equal to {oracle}: {difference}")
     if dist.is_initialized():

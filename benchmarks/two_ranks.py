@@ -97,6 +97,7 @@ VARIANTS: dict[str, Callable[[Shape, float], Plain]] = {
     PLAIN: Plain,
     "backward": attached(),
     "forward": attached(schedule="forward"),
+    "cross_iteration": attached(schedule="forward", cross_iteration=True),
     "torch _register_fused_optim": Registered,
     "torch ZeroRedundancyOptimizer": Redundancy,
     BOUND: NoOptimizer,
