@@ -1,0 +1,183 @@
+"""The order in which buckets are sent, and that nothing but the order decides what is sent when."""
+
+import itertools
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from instep._core.order import Timed, best_order, deepest_then_shallowest, delay, soonest_read
+from instep.sources.lane import IN_FLIGHT, Lane, Sent
+
+seconds = st.integers(0, 20).map(float)
+
+
+def in_layers(forward: float, backward: float, send: Sequence[float]) -> list[Timed]:
+    """Layers of one size: backward makes them one by one, and the forward reads them in the opposite order."""
+    count = len(send)
+    end = count * backward
+    return [Timed((i + 1) * backward, s, end + (count - 1 - i) * forward) for i, s in enumerate(send)]
+
+
+def test_by_hand() -> None:
+    # Ready at 1 and 2, read at 3 and 2, each takes 2: sent as they come, they arrive at 3 and 5.
+    buckets = in_layers(1.0, 1.0, [2.0, 2.0])
+    assert delay(buckets, [0, 1]) == 3.0
+    assert delay(buckets, [1, 0]) == 3.0
+    # With a third one the shallowest should not be the last.
+    buckets = in_layers(1.0, 1.0, [2.0, 2.0, 2.0])
+    assert delay(buckets, [0, 1, 2]) == 4.0
+    assert delay(buckets, [0, 2, 1]) == 3.0
+    assert best_order(buckets) == [0, 2, 1]
+
+
+def test_orders() -> None:
+    assert deepest_then_shallowest(5, 2) == [0, 1, 4, 3, 2]
+    assert deepest_then_shallowest(3, 3) == [0, 1, 2]
+    assert best_order([]) == []
+
+
+def test_a_link_that_is_fast_enough_changes_nothing() -> None:
+    assert best_order(in_layers(1.0, 2.0, [0.5] * 6)) == list(range(6))
+
+
+@given(st.lists(st.builds(Timed, seconds, seconds, seconds), max_size=6))
+def test_it_is_the_best_of_the_orders_that_are_tried(buckets: list[Timed]) -> None:
+    count = len(buckets)
+    order = best_order(buckets)
+    assert sorted(order) == list(range(count))
+    tried = [deepest_then_shallowest(count, first) for first in range(count + 1)]
+    assert delay(buckets, order) == min(delay(buckets, one) for one in [*tried, soonest_read(buckets)])
+    every = (delay(buckets, one) for one in itertools.permutations(range(count)))
+    assert min(every) <= delay(buckets, order)
+
+
+@given(st.lists(seconds, min_size=1, max_size=6), seconds, seconds)
+def test_in_layers_it_is_near_the_best_of_all(send: list[float], forward: float, backward: float) -> None:
+    buckets = in_layers(forward, backward, send)
+    best = min(delay(buckets, one) for one in itertools.permutations(range(len(buckets))))
+    assert delay(buckets, best_order(buckets)) <= best + max(send)
+
+
+# The lane.
+
+
+class Link:
+    """Collectives that complete when they are told to."""
+
+    def __init__(self) -> None:
+        self.launched: list[int] = []
+        self.futures: dict[int, torch.futures.Future[torch.Tensor]] = {}
+
+    def sent(self, number: int) -> Sent:
+        def launch() -> torch.futures.Future[torch.Tensor]:
+            self.launched.append(number)
+            self.futures[number] = torch.futures.Future()
+            return self.futures[number]
+
+        return Sent(launch, torch.device("cpu"), 8)
+
+    def complete(self, number: int) -> None:
+        self.futures[number].set_result(torch.tensor(number))
+
+
+@given(st.permutations(range(5)), st.permutations(range(5)), st.data())
+def test_buckets_are_sent_in_their_order_whatever_comes_first(
+    order: list[int], ready: list[int], data: st.DataObject
+) -> None:
+    link, lane = Link(), Lane(order)
+    sent = {number: link.sent(number) for number in range(5)}
+    coming = list(ready)
+    done: set[int] = set()
+    while len(done) < 5:
+        waiting = [number for number in link.launched if number not in done]
+        assert len(waiting) <= IN_FLIGHT
+        assert link.launched == order[: len(link.launched)]
+        if coming and (not waiting or data.draw(st.booleans())):
+            number = coming.pop(0)
+            lane.add(number, sent[number])
+        else:
+            number = data.draw(st.sampled_from(waiting))
+            link.complete(number)
+            done.add(number)
+    assert [int(sent[number].future.wait()) for number in range(5)] == list(range(5))
+    assert lane.busy()[0] == 40
+
+
+@given(st.permutations(range(6)), st.integers(0, 5), st.data())
+def test_another_layout_is_sent_in_one_order_on_all_ranks(order: list[int], changed: int, data: st.DataObject) -> None:
+    """Ranks have sent more or less by the time they see that the buckets are others."""
+    launched = []
+    for _ in range(2):
+        link, lane = Link(), Lane(order)
+        for number in range(8):
+            if number == changed:
+                lane.keep_order(number)
+            lane.add(number, link.sent(number))
+            while data.draw(st.booleans()) and any(not f.done() for f in link.futures.values()):
+                link.complete(next(n for n, f in link.futures.items() if not f.done()))
+        while any(not f.done() for f in link.futures.values()):
+            link.complete(next(n for n, f in link.futures.items() if not f.done()))
+        launched.append(link.launched)
+    assert launched[0] == launched[1]
+    assert sorted(launched[0]) == list(range(8))
+
+
+def test_nothing_is_sent_after_a_failure() -> None:
+    link, lane = Link(), Lane(range(4))
+    sent = [link.sent(number) for number in range(4)]
+    for number in range(3):
+        lane.add(number, sent[number])
+    link.futures[0].set_exception(RuntimeError("the link is down"))  # type: ignore[arg-type]
+    lane.add(3, sent[3])
+    assert link.launched == [0, 1]
+    for number in (0, 2, 3):
+        with pytest.raises(RuntimeError, match="the link is down"):
+            sent[number].future.wait()
+    link.complete(1)
+    assert int(sent[1].future.wait()) == 1
+    assert link.launched == [0, 1]
+    assert "the link is down" in str(lane.failure)
+
+
+def test_a_collective_that_cannot_be_started() -> None:
+    def launch() -> torch.futures.Future[torch.Tensor]:
+        raise ValueError("no such group")
+
+    lane = Lane([0])
+    sent = Sent(launch, torch.device("cpu"), 8)
+    lane.add(0, sent)
+    with pytest.raises(ValueError, match="no such group"):
+        sent.future.wait()
+
+
+def test_what_will_never_be_ready_is_given_up() -> None:
+    link, lane = Link(), Lane([1, 0])
+    first = link.sent(0)
+    lane.add(0, first)
+    lane.abandon(ZeroDivisionError("backward"))
+    with pytest.raises(ZeroDivisionError, match="backward"):
+        first.future.wait()
+    assert link.launched == []
+
+
+def test_completed_from_other_threads() -> None:
+    link, lane = Link(), Lane(range(50))
+    sent = [link.sent(number) for number in range(50)]
+
+    def complete() -> None:
+        for number in range(50):
+            while number not in link.futures:
+                pass
+            link.complete(number)
+
+    thread = threading.Thread(target=complete)
+    thread.start()
+    for number in reversed(range(50)):
+        lane.add(number, sent[number])
+    thread.join(30)
+    assert link.launched == list(range(50))
+    assert [int(one.future.wait()) for one in sent] == list(range(50))
