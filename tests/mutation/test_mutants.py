@@ -42,6 +42,8 @@ FSDP2 = "tests/distributed/test_fsdp2.py"
 FSDP_ERRORS = "tests/distributed/test_fsdp_errors.py"
 ZERO = "tests/distributed/test_zero.py"
 CHECKPOINT = "tests/checkpoint/"
+CROSSING = "tests/distributed/test_crossing.py"
+ORDER = "tests/unit/test_order.py"
 VOTES = "tests/distributed/test_votes.py"
 NONFINITE = "tests/parity/test_nonfinite.py"
 IN_BACKWARD = "tests/functional/test_in_backward.py"
@@ -977,6 +979,55 @@ MUTANTS = [
         "extra = manifest.extra[rank if rank < manifest.world_size else 0]",
         "extra = manifest.extra[0]",
         CHECKPOINT + "test_ranks.py",
+    ),
+    Mutant(
+        "step a bucket that has not arrived",
+        "_core/deferral.py",
+        "            flight.wait()\n",
+        "",
+        CROSSING,
+    ),
+    Mutant(
+        "say that a bucket is reduced where DDP needs the mean",
+        "sources/crossing.py",
+        "if not self._same or buffer.is_sparse or any(p.grad is None for p in members):",
+        "if not self._same or buffer.is_sparse:",
+        CROSSING,
+    ),
+    Mutant(
+        "read a gradient that has not arrived",
+        "sources/crossing.py",
+        "        self.land()\n\n    def _drain",
+        "        pass\n\n    def _drain",
+        CROSSING,
+    ),
+    Mutant(
+        "go on after buckets were not all reduced",
+        "sources/crossing.py",
+        "if self._lane is not None and self._lane.failure is not None:",
+        "if self._lane is None and False:",
+        CROSSING,
+    ),
+    Mutant(
+        "leave the half of a gradient",
+        "sources/crossing.py",
+        "                parameter.grad = None  # nobody must find half of it",
+        "                pass",
+        CROSSING,
+    ),
+    Mutant(
+        "keep an order that was made for other buckets",
+        "sources/lane.py",
+        "self._order = [*self._order[:turn], *before]",
+        "pass",
+        ORDER,
+    ),
+    Mutant(
+        "send as they come",
+        "sources/lane.py",
+        "sent = self._ready.pop(self._order[self._next], None)",
+        "sent = self._ready.pop(min(self._ready, default=-1), None)",
+        ORDER,
     ),
 ]
 
