@@ -1,25 +1,50 @@
-"""Process groups beside those that a model was built with."""
+"""Process groups of instep's own beside those that a model was built with, between the same ranks.
+
+torch does not know of them: ``new_group`` names a group by how many a rank has made before, which would have to be the
+same on all ranks. All ranks of the group beside which one stands must ask for it.
+"""
 
 import weakref
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from instep.errors import AttachError
+
 _beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
 
 
-def group_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group of the same ranks, whose collectives never meet those of ``group``. All of its ranks must call
-    this. It is kept as long as ``group`` is."""
+def group_beside(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """One whose collectives never meet those of ``group``, for tensors on ``device``. Kept as long as ``group`` is.
+
+    Raises:
+        AttachError: the backend of ``group`` is neither gloo nor NCCL.
+    """
     found = _beside.get(group)
     if found is None:
-        ranks = dist.get_process_group_ranks(group)
-        backend, timeout = dist.get_backend(group), timeout_of(group)
-        found = dist.new_group(ranks, timeout, backend, use_local_synchronization=True, group_desc="instep")
-        assert found is not None, "this rank is one of them"
+        backend: Any = type(group._get_backend(device))  # the class alone says how it is made
+        store, rank, size = store_beside(group, "buckets"), dist.get_rank(group), dist.get_world_size(group)
+        if backend.__name__ == "ProcessGroupGloo":
+            made = backend(store, rank, size, timeout_of(group))
+        elif backend.__name__ == "ProcessGroupNCCL":
+            options = backend.Options()
+            options._timeout = timeout_of(group)
+            made = backend(store, rank, size, options)
+        else:
+            raise AttachError(f"this needs a process group of gloo or NCCL, and that of the model is {group.name()}")
+        found = dist.ProcessGroup(store, rank, size)
+        kind = getattr(dist.ProcessGroup.BackendType, backend.__name__.removeprefix("ProcessGroup").upper())
+        found._register_backend(torch.device(device.type), kind, made)
         _beside[group] = found
     return found
+
+
+def store_beside(group: dist.ProcessGroup, purpose: str) -> Any:
+    """Where the ranks of ``group`` find each other once more."""
+    c10d: Any = dist.distributed_c10d  # torch has no public name for the store over which groups find their ranks
+    return c10d.PrefixStore(f"instep/{purpose}/{group.group_name}", c10d._get_default_store())
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

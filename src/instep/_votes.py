@@ -2,8 +2,7 @@
 
 Of their own: a rank whose backward failed has sent fewer collectives than the others, and a vote must never meet one
 of theirs. The groups are gloo's, in host memory, so that no accelerator is waited for. Each is kept as long as the
-group it stands beside. torch does not know of them: ``new_group`` counts the groups of a rank, which would have to be
-the same on all ranks.
+group it stands beside.
 """
 
 import atexit
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._core.ranks import Verdict, Vote
-from instep._groups import timeout_of
+from instep._groups import store_beside, timeout_of
 
 _NOBODY = 2**31
 
@@ -61,11 +60,9 @@ class _Group:
     """gloo between the ranks of another group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        # torch has no public name for the store over which groups find their ranks.
         c10d: Any = dist.distributed_c10d
-        store = c10d.PrefixStore(f"instep/{group.group_name}", c10d._get_default_store())
         size, timeout = dist.get_world_size(group), timeout_of(group)
-        self._gloo: Any = c10d.ProcessGroupGloo(store, dist.get_rank(group), size, timeout)
+        self._gloo: Any = c10d.ProcessGroupGloo(store_beside(group, "votes"), dist.get_rank(group), size, timeout)
         self._minimum: Any = c10d.AllreduceOptions()
         self._minimum.reduceOp = dist.ReduceOp.MIN
         self._last: Any = None

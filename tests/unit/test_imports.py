@@ -18,7 +18,7 @@ ALLOWED = {
     "sources": {"_core", "_groups", "comm_hooks", "errors"},
     "_shards": {"_core"},
     "_wrappers": set(),
-    "_groups": set(),
+    "_groups": {"errors"},
     "_votes": {"_core", "_groups"},
     "_fsdp_state": {"_core", "_wrappers"},
     "_validation": {"_wrappers", "sources", "_core", "errors"},

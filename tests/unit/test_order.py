@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import instep.sources.lane as lanes
 from instep._core.order import Timed, best_order, deepest_then_shallowest, delay, soonest_read
 from instep.sources.lane import IN_FLIGHT, Lane, Sent
 
@@ -126,7 +127,8 @@ def test_another_layout_is_sent_in_one_order_on_all_ranks(order: list[int], chan
     assert sorted(launched[0]) == list(range(8))
 
 
-def test_nothing_is_sent_after_a_failure() -> None:
+def test_nothing_is_sent_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "IN_FLIGHT", 2)
     link, lane = Link(), Lane(range(4))
     sent = [link.sent(number) for number in range(4)]
     for number in range(3):

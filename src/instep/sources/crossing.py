@@ -132,7 +132,7 @@ class CrossingSource:
         assert ddp is not None
         take(ddp, self, None, self._reduce_dtype)
         try:
-            self._group = group_beside(ddp.process_group)
+            self._group = group_beside(ddp.process_group, next(ddp.module.parameters()).device)
         except BaseException:
             release(ddp, self)
             raise
@@ -289,7 +289,7 @@ class CrossingSource:
         times = torch.tensor([self._each, self._forward_took, *self._ready], dtype=torch.float64, device=device)
 
         # Their mean: an all-reduce has the same result on all ranks, bit for bit.
-        exchange = partial(mean_allreduce, times, self._group, dist.get_world_size(self._group))
+        exchange = partial(mean_allreduce, times, self._group, self._group.size())
         self._agreeing = Sent(exchange, device, 0)
         self._under_way.append(self._agreeing)
         self._lane.add(len(self._found), self._agreeing)

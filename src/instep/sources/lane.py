@@ -11,8 +11,8 @@ import torch
 Launch = Callable[[], torch.futures.Future[torch.Tensor]]
 """Starts a collective."""
 
-IN_FLIGHT = 2
-"""How many are under way at once: while one is on the link, the next one is prepared."""
+IN_FLIGHT = 4
+"""How many are given to the backend at once. gloo runs two; the others are there when one of them ends."""
 
 
 class Sent:
