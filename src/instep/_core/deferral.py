@@ -265,6 +265,7 @@ class Deferral:
         self._lock = threading.RLock()
         self._watch = Watch(values=self._used)
         self._gradient_watch = Watch(values=self._used_spread_gradient)
+        self._when_used = weakref.WeakMethod(self._used_gradient)
         self._due: dict[int, _Due] = {}  # by the parameter's id
         self._read: dict[int, None] = {}  # in the order in which forwards read them
         self._trained = self._went_back = False
@@ -373,7 +374,7 @@ class Deferral:
     def _held(self, gradient: torch.Tensor) -> torch.Tensor:
         """What stands in ``.grad`` until ``gradient`` has been applied."""
         if type(gradient) is torch.Tensor:
-            return HeldGradient(gradient, self._used_gradient)
+            return HeldGradient(gradient, self._when_used)
         self._gradient_watch.start([gradient])  # a DTensor: its users ask for its class, and its own attributes
         return gradient
 

@@ -131,6 +131,12 @@ def together(bucket: Iterable[tuple[AttachedParameter, torch.Tensor]], *, alias:
     found: dict[Hashable, Together] = {}
     for attached, gradient in bucket:
         parameter, part = attached.get(), attached.part
+        if part is None and attached.mesh is None:
+            call = found.get(None) or found.setdefault(None, Together())
+            call.tensors.append(alias_of(parameter, gradient) if alias else parameter)
+            call.parameters.append(parameter)
+            call.parts.append(None)
+            continue
         local = part_of_gradient(attached, gradient)
         if part is not None and not part.here:
             found.setdefault(None, Together()).elsewhere.append(parameter)

@@ -5,6 +5,8 @@ from typing import Any, Protocol
 
 import torch
 
+_WITHOUT_LOCAL = (torch.Tensor, torch.nn.Parameter)
+
 
 class Part(Protocol):
     """This rank's part of one parameter, of its gradient and of its state, as plain tensors.
@@ -36,5 +38,7 @@ class Part(Protocol):
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor whose version counter tells of every write: a ``DTensor`` does not count what is written through its
     local tensor, or an alias of that."""
+    if type(tensor) in _WITHOUT_LOCAL:
+        return tensor
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local

@@ -1,6 +1,5 @@
 """What stands in ``.grad`` for a gradient that is not there, or not there yet."""
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,19 +97,20 @@ class HeldGradient(Placeholder):
 
     Args:
         real: the gradient it stands for, a dense one.
-        before_use: a method, called with the name of the operation that is about to use it, and its arguments.
+        before_use: a weak reference to a method, which is called with the name of the operation that is about to use
+            it, and its arguments. Weak: its owner outlives no model, and must not through ``.grad``.
     """
 
     _real: torch.Tensor
-    _before_use: "weakref.WeakMethod[BeforeUse]"
+    _before_use: Callable[[], BeforeUse | None]
 
     @staticmethod
-    def __new__(cls, real: torch.Tensor, before_use: BeforeUse) -> "HeldGradient":
+    def __new__(cls, real: torch.Tensor, before_use: Callable[[], BeforeUse | None]) -> "HeldGradient":
         held: HeldGradient = torch.Tensor._make_wrapper_subclass(
             cls, real.shape, strides=real.stride(), dtype=real.dtype, device=real.device
         )
         held._real = real
-        held._before_use = weakref.WeakMethod(before_use)  # its owner outlives no model: no cycle through .grad
+        held._before_use = before_use
         return held
 
     @property

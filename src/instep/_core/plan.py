@@ -1,5 +1,6 @@
 """Which parameters step together, and in what order: values to print, compare and test."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -85,6 +86,7 @@ def fill_buckets(source: str, parameters: Iterable[ParameterSpec], bucket_bytes:
     """
     done: list[list[ParameterSpec]] = []
     filling: dict[tuple[torch.device, int | None], list[ParameterSpec]] = {}
+    held: Counter[tuple[torch.device, int | None]] = Counter()
     for parameter in parameters:
         kind = parameter.device, parameter.group
         bucket = filling.get(kind)
@@ -92,6 +94,7 @@ def fill_buckets(source: str, parameters: Iterable[ParameterSpec], bucket_bytes:
             bucket = filling[kind] = []
             done.append(bucket)
         bucket.append(parameter)
-        if parameter.group is None and sum(p.nbytes for p in bucket) >= bucket_bytes:
-            del filling[kind]
+        held[kind] += parameter.nbytes
+        if parameter.group is None and held[kind] >= bucket_bytes:
+            del filling[kind], held[kind]
     return tuple(Bucket(source, tuple(bucket)) for bucket in done)

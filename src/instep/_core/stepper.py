@@ -68,7 +68,9 @@ class Stepper:
         self._state_size = 0
         self._shared_state: dict[Any, Any] = {}
         self._used: dict[int, _Snapshot] = {}
-        self._left: list[tuple[torch.Tensor, Any, list[tuple[torch.Tensor, int]]]] = []
+        self._left: list[tuple[torch.Tensor, Any]] = []
+        self._left_tensors: list[torch.Tensor] = []
+        self._left_versions: list[int] = []
         self._written: dict[str, dict[Any, Any]] = {}
 
     def step(
@@ -114,8 +116,11 @@ class Stepper:
                 torch.autograd.graph.increment_version(owned)
         for own in owned:
             entry = optimizer.state.get(own)
-            tensors = [memory_of(value) for value in (entry or {}).values() if isinstance(value, torch.Tensor)]
-            self._left.append((own, entry, [(tensor, tensor._version) for tensor in tensors]))
+            self._left.append((own, entry))
+            if entry:
+                tensors = [memory_of(value) for value in entry.values() if isinstance(value, torch.Tensor)]
+                self._left_tensors += tensors
+                self._left_versions += [tensor._version for tensor in tensors]
         for index, before in given.items():
             self._collect(f"param_groups[{index}]", before.changes(shadow.param_groups[index]))
         for name, content in contents.items():
@@ -143,7 +148,7 @@ class Stepper:
                     f"the attribute {name!r} of {self.name} changed to {value!r} after backward had already stepped "
                     "parameters with the old value. Change it after optimizer.step() or before backward()"
                 )
-        if self.state_was_written or any(optimizer.state.get(own) is not entry for own, entry, _ in self._left):
+        if self.state_was_written or any(optimizer.state.get(own) is not entry for own, entry in self._left):
             raise HyperparameterChangedError(
                 f"the state of {self.name} was written between backward() and optimizer.step(), but backward had "
                 "already updated it: the plain loop would have written the old one. Write it after optimizer.step() "
@@ -163,7 +168,7 @@ class Stepper:
     @property
     def state_was_written(self) -> bool:
         """Whether somebody has written a state tensor since the update."""
-        return any(tensor._version != version for _, _, tensors in self._left for tensor, version in tensors)
+        return [tensor._version for tensor in self._left_tensors] != self._left_versions
 
     @property
     def wrote_elsewhere(self) -> bool:

@@ -38,6 +38,8 @@ class StepStreams:
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Tell the caching allocator that the side stream still reads ``tensors``, so they may be dropped now."""
+        if not self._streams:
+            return
         for tensor in tensors:
             side = self._streams.get(tensor.device)
             if side is not None:

@@ -7,6 +7,7 @@ plain loop would.
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
@@ -93,6 +94,7 @@ class Transaction:
         self._taken: bool | None = None
         self._settings: Callable[[], None] | None = None
         self._watch = Watch(values=self._used, gradient=None if undo is None else self._used)
+        self._when_used = weakref.WeakMethod(self._used_gradient)
         # On accelerators the engine runs one thread per device, each of which may complete a bucket.
         self._lock = threading.RLock()
         self._arrived: set[int] = set()
@@ -230,8 +232,9 @@ class Transaction:
                     if fetch is not None:
                         fetch()
                     # A parameter that was frozen after the forward is announced, and has none.
-                    bucket = [a for a, p in zip(bucket, parameters, strict=True) if p.grad is not None]
-                    parameters = [attached.get() for attached in bucket]
+                    if any(p.grad is None for p in parameters):
+                        bucket = [a for a, p in zip(bucket, parameters, strict=True) if p.grad is not None]
+                        parameters = [attached.get() for attached in bucket]
                     if self._scale is not None and not all(map(_can_be_unscaled, parameters)):
                         self.put_back()
                         return False
@@ -250,7 +253,7 @@ class Transaction:
             except BaseException as error:
                 self.fail(error, writing=writing)
                 return False
-            self._applied.update(attached.spec.index for attached in bucket)
+            self._applied.update([attached.spec.index for attached in bucket])
             for parameter, attached in zip(parameters, bucket, strict=True):
                 attached.version = memory_of(parameter)._version
             self.streams.keep(p.grad for p in parameters if p.grad is not None)
@@ -279,18 +282,23 @@ class Transaction:
         try:
             yield made
         finally:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
+            if self._undo is not None:
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
 
     def spend(self, bucket: Iterable[AttachedParameter]) -> None:
         """The gradients of applied parameters have served: free them, leaving spent ones. With ``undo`` they stay.
         Until ``optimizer.step()`` the plain loop would find the old weights: who uses one is told so, or with ``undo``
         has the step put back first."""
         if self._undo is None:
-            for attached in filter(self.is_applied, bucket):
-                attached.get().grad = attached.spent
-                if attached.spent is not None:
-                    self._watch.start([attached.get()])
+            watched = []
+            for attached in bucket:
+                if attached.spec.index in self._applied:
+                    parameter = attached.get()
+                    parameter.grad = attached.spent
+                    if attached.spent is not None:
+                        watched.append(parameter)
+            self._watch.start(watched)
             return
         for attached in filter(self.is_applied, bucket):
             parameter = attached.get()
@@ -298,7 +306,7 @@ class Transaction:
             assert gradient is not None
             self._kept[attached.spec.index] = gradient, gradient._version
             if self._scale is not None:
-                parameter.grad = HeldGradient(gradient, self._used_gradient)
+                parameter.grad = HeldGradient(gradient, self._when_used)
             self._watch.start([parameter])
 
     def is_applied(self, attached: AttachedParameter) -> bool:
@@ -465,8 +473,8 @@ class Transaction:
             return  # a step() that calls its parent class's step(), where torch runs the hooks again
         self._accumulation.require_reduced()
         self.require_whole()
-        for attached in self._of(stepper):
-            if attached.spent is not None and not self.is_applied(attached) and attached.get().grad is attached.spent:
+        for attached in self._left_by(stepper):
+            if attached.spent is not None and attached.get().grad is attached.spent:
                 raise _never_cleared(attached.spec.name, f"{stepper.name}.step()")
         if self._undo is not None:
             if not self._is_taken(stepper):
@@ -499,7 +507,7 @@ class Transaction:
             raise
         if self._undo is None:
             try:
-                self._require_finite([a for a in self._of(stepper) if not self.is_applied(a)])
+                self._require_finite(self._left_by(stepper))
             except NonFiniteGradientError as error:
                 self._tear(error)
                 raise
@@ -512,7 +520,9 @@ class Transaction:
     def _apply_rest(self, stepper: Stepper) -> None:
         """What backward did not apply is applied by torch, in one call. Its foreach kernels refuse plain tensors beside
         DTensors, and DTensors of several meshes, and it knows nothing of parts: such a rest is another bucket."""
-        rest = [a for a in self._of(stepper) if not self.is_applied(a) and _gradient(a) is not None]
+        rest = [a for a in self._left_by(stepper) if _gradient(a) is not None]
+        if not rest:
+            return
         parts = [a for a in rest if a.part is not None and a.part.alone]
         mixed = self._undo is None and len({a.mesh for a in rest}) > 1 and kernel_scale(stepper.optimizer()) is None
         if parts or mixed:
@@ -566,7 +576,7 @@ class Transaction:
         """What backward did not apply is applied by torch: a bucket of its own."""
         if self._clipping.policy is not None:
             self.know_total()
-            rest = [a.get() for a in self._of(stepper) if not self.is_applied(a) and _gradient(a) is not None]
+            rest = [a.get() for a in self._left_by(stepper) if _gradient(a) is not None]
             self._clipping.clip(rest)
 
     def commit(self, stepper: Stepper) -> None:
@@ -858,7 +868,13 @@ class Transaction:
         return [a for a in self.parameters if a.stepper is stepper]
 
     def _applied_by(self, stepper: Stepper) -> list[AttachedParameter]:
-        return [a for a in self.parameters if a.stepper is stepper and self.is_applied(a)]
+        applied = self._applied
+        return [a for a in self.parameters if a.stepper is stepper and a.spec.index in applied] if applied else []
+
+    def _left_by(self, stepper: Stepper) -> list[AttachedParameter]:
+        """Those that backward has not applied."""
+        applied = self._applied
+        return [a for a in self.parameters if a.stepper is stepper and a.spec.index not in applied]
 
     def _tear(self, cause: BaseException | None) -> None:
         names = [a.spec.name for a in self.parameters if self.is_applied(a)]

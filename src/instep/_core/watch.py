@@ -96,6 +96,11 @@ class Watch:
         self._gradient = None if gradient is None else weakref.WeakMethod(gradient)
         self._classes: dict[type, type] = {}
 
+    @property
+    def sees_gradients(self) -> bool:
+        """Whether anybody wants to know who uses ``.grad``."""
+        return self._gradient is not None
+
     def start(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
             cls = type(parameter)
@@ -156,10 +161,11 @@ class _Watched(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _WITHOUT_VALUES:
+        about_grad = func in _ABOUT_GRAD
+        # Most loops read and clear .grad between steps, of every parameter.
+        if func in _WITHOUT_VALUES or (about_grad and cls._of_no_interest(args)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        about_grad = func in _ABOUT_GRAD
         watched = list(_watched_in((args, kwargs)))
         for parameter in watched:
             # The same one may stand there twice.
@@ -175,6 +181,16 @@ class _Watched(torch.Tensor):
         finally:
             for parameter, as_watched in still:
                 parameter.__class__ = as_watched
+
+    @classmethod
+    def _of_no_interest(cls, args: tuple[Any, ...]) -> bool:
+        """Whether nobody wants to know of the ``.grad`` that is read, or replaced by a plain tensor or nothing."""
+        watch = cls._watch()
+        return (
+            (watch is None or not watch.sees_gradients)
+            and type(args[0]) is cls
+            and (len(args) == 1 or args[1] is None or type(args[1]) is torch.Tensor)
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self.detach()  # the values are about to be read

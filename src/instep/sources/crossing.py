@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from instep._core.engine import at_end_of_backward
 from instep._core.order import Timed, best_order, deepest_then_shallowest
 from instep._core.parameters import AttachedParameter
-from instep._core.placeholders import HeldGradient
+from instep._core.placeholders import BeforeUse, HeldGradient
 from instep._core.plan import Bucket
 from instep._core.transaction import Recorder
 from instep._groups import group_beside
@@ -46,7 +46,7 @@ class Flight:
         self._placeholders: tuple[HeldGradient, ...] = ()
         self._sent = sent
 
-    def take_off(self, used: Callable[..., None]) -> None:
+    def take_off(self, used: Callable[[], BeforeUse | None]) -> None:
         """DDP has ended its backward, and set ``.grad``: who uses one before it has arrived is to be heard of."""
         self._placeholders = tuple(HeldGradient(_grad(p), used) for p in self._members)
         for parameter, placeholder in zip(self._members, self._placeholders, strict=True):
@@ -117,6 +117,7 @@ class CrossingSource:
         self._each = 0.0  # seconds for a byte
         self._send: list[float] = []
         self._agreeing: Sent | None = None
+        self._when_used = weakref.WeakMethod(self._used)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -251,7 +252,7 @@ class CrossingSource:
 
     def _after_ddp_ended(self) -> None:
         for flight in self._new.values():
-            flight.take_off(self._used)
+            flight.take_off(self._when_used)
         self._flights = {index: self._new[index] for index in self._order if index in self._new}
         self._new = {}
 

@@ -7,6 +7,7 @@ group, once it has reduced and sharded the gradients (``torch/distributed/fsdp/_
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from instep._core.engine import at_end_of_backward, graph_task
 from instep._core.hooks import BoundHook
 from instep._core.parameters import AttachedParameter
 from instep._core.plan import Bucket, fill_buckets
+from instep.errors import InstepError
 from instep.sources import Sink
 
 
@@ -58,6 +60,10 @@ class LocalSource:
         self._running: set[int] = set()
         self._late: set[int] = set()
         self._ended = False
+        # In the backward ``_open_in``, which writes this step, gradients are noted, and announced bucket by bucket.
+        self._open_in: int | None = None
+        self._noted: set[int] = set()
+        self._unannounced: list[AttachedParameter] = []
         self._fill([])
 
     @property
@@ -101,6 +107,9 @@ class LocalSource:
         self._running.clear()
         self._late.clear()
         self._ended = False
+        self._open_in = None
+        self._noted.clear()
+        self._unannounced = []
 
     def _fill(self, order: Iterable[AttachedParameter]) -> None:
         attached = {a.spec.index: a for a in order}
@@ -115,17 +124,27 @@ class LocalSource:
                 at_end_of_backward(self._apply_whole, self._drop_parts)
             self._in_parts[attached.spec.index] = attached
             return
-        if not self._sink.arrive((attached,)):
+        index = attached.spec.index
+        noted = self._open_in is not None and self._open_in == graph_task() and index not in self._noted
+        if noted:
+            self._unannounced.append(attached)
+        elif not (self._announce() and self._sink.arrive((attached,))):
             return
-        number = self._bucket_of.get(attached.spec.index)
+        self._noted.add(index)
+        number = self._bucket_of.get(index)
         if number is None:
             return  # thawed since the buckets were made, within this very forward: left to optimizer.step()
         self._observed.append(attached)
         self._missing[number] -= 1
-        if self._may_write() and self._missing[number] == 0:
+        if (noted or self._may_write()) and self._missing[number] == 0 and self._announce():
             members = self._members[number]
             if self._sink.apply(members):
                 self._sink.spend(members)
+
+    def _announce(self) -> bool:
+        """Announce what was noted. ``False``: nothing of it must be written now."""
+        noted, self._unannounced = self._unannounced, []
+        return not noted or self._sink.arrive(noted)
 
     def _may_write(self) -> bool:
         """Whether the running backward is the first of this step, or nested in it (reentrant checkpointing).
@@ -142,10 +161,13 @@ class LocalSource:
                 return False
             self._running.add(task)
             at_end_of_backward(partial(self._end, task), partial(self._raised, task))
+        self._open_in = task
         return True
 
     def _end(self, task: int) -> None:
         self._running.discard(task)
+        self._open_in = None
+        self._announce()
         self._close()
 
     def _close(self) -> None:
@@ -172,4 +194,7 @@ class LocalSource:
 
     def _raised(self, task: int) -> None:
         self._running.discard(task)
+        self._open_in = None
+        with suppress(InstepError):
+            self._announce()
         self._sink.backward_raised()
