@@ -1,10 +1,13 @@
 """One thread that steps while the user's thread goes on. It lives from its first task until it is stopped."""
 
+import _thread
+import atexit
 import os
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 NAME = "instep-step"
 
@@ -40,36 +43,65 @@ class Task:
 
 
 class Worker:
-    """Runs tasks one after the other, in the order in which they were given."""
+    """Runs tasks one after the other, in the order in which they were given.
+
+    Not an executor: Ctrl-C in the middle of its ``submit``, or of a thread's ``start``, leaves a lock of theirs taken for
+    ever. Python interrupts the main thread alone, and no code of a ``SimpleQueue`` is Python's.
+    """
 
     def __init__(self) -> None:
-        self._executor: ThreadPoolExecutor | None = None
+        self._tasks: SimpleQueue[Task | None] | None = None
         _workers.add(self)
 
     def run(self, do: Callable[[], None]) -> Task:
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=NAME)
+        if self._tasks is None:
+            tasks: SimpleQueue[Task | None] = SimpleQueue()
+            _thread.start_new_thread(_start, (tasks,))
+            self._tasks = tasks
         task = Task(do)
-        self._executor.submit(task)
+        self._tasks.put(task)
         return task
 
     def stop(self) -> None:
         """Finish what was given, and end the thread."""
-        if self._executor is not None:
-            # The last reference to its owner may have been dropped in a task: a thread cannot wait for itself.
-            mine = threading.current_thread().name.startswith(NAME)
-            self._executor.shutdown(wait=not mine)
-            self._executor = None
+        tasks, self._tasks = self._tasks, None
+        if tasks is None:
+            return
+        ends: list[threading.Thread] = []
+        last = Task(lambda: ends.append(threading.current_thread()))
+        tasks.put(last)
+        tasks.put(None)
+        # The last reference to its owner may have been dropped in a task: a thread cannot wait for itself.
+        if threading.current_thread().name != NAME:
+            last.wait()
+            ends[0].join()
+
+
+def _start(tasks: "SimpleQueue[Task | None]") -> None:
+    # It ends with the process, which finishes its tasks before: see _stop_all.
+    threading.Thread(target=_serve, args=(tasks,), name=NAME, daemon=True).start()
+
+
+def _serve(tasks: "SimpleQueue[Task | None]") -> None:
+    while (task := tasks.get()) is not None:
+        try:
+            task()
+        except BaseException:  # tasks keep their errors for who waits: this one is a defect, and must not stop the rest
+            traceback.print_exc()
+        del task  # it may be the last to refer to much
 
 
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 
-def _before_fork() -> None:
+def _stop_all() -> None:
     for worker in list(_workers):
         worker.stop()
 
 
+atexit.register(_stop_all)
+
+
 if hasattr(os, "register_at_fork"):
     # A forked child has none of its parent's threads, and would wait for ever for one that was in the middle of a task.
-    os.register_at_fork(before=_before_fork)
+    os.register_at_fork(before=_stop_all)
