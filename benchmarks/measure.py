@@ -82,14 +82,14 @@ def interleave(
             others = max(others, (_busy() - busy - (process_time() - mine)) / seconds)
             found[name] = seconds / steps
         if number >= warmup:
-            *slowest, most = _most([*found.values(), others])
+            *slowest, most = highest([*found.values(), others])
             for name, seconds in zip(found, slowest, strict=True):
                 times.seconds[name].append(seconds)
             times.others.append(most)
     return times
 
 
-def _most(values: Sequence[float]) -> list[float]:
+def highest(values: Sequence[float]) -> list[float]:
     """Each of them, of the rank where it is highest."""
     found = torch.tensor(values, dtype=torch.float64)
     if dist.is_initialized():

@@ -15,20 +15,22 @@ core or more are left out.
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from link import two_namespaces
-from measure import Spread, batches, interleave, loss_of, picture, ratio, require_equal, spread
+from measure import Spread, batches, highest, interleave, loss_of, picture, ratio, require_equal, spread
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
+from instep._core.plan import MIB
 from instep.demo.model import ByteGPT, Shape
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
@@ -124,6 +126,10 @@ def rank(options: argparse.Namespace) -> None:
         "seconds": {name: asdict(spread(times)) for name, times in quiet.items()},
         "ratio": {name: asdict(ratio(quiet[PLAIN], times)) for name, times in quiet.items()},
     }
+    overlap = loops["backward"].overlap if "backward" in loops else None
+    if overlap is not None:
+        sizes = [sum(spec.nbytes for spec in bucket.parameters) for bucket in overlap.plan.buckets]
+        found["parts"] = {**parts(loops[PLAIN], tokens, options.bucket_mib), "bucket_bytes": sizes}
     if BOUND in quiet:
         rounds = list(zip(quiet[PLAIN], quiet[BOUND], strict=True))
         step = spread([plain - bound for plain, bound in rounds]).median
@@ -136,6 +142,32 @@ def rank(options: argparse.Namespace) -> None:
         print(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def parts(loop: Plain, tokens: Iterator[torch.Tensor], bucket_mib: float) -> dict[str, float]:
+    """Seconds of processor time that forward, backward and step take by themselves, and gloo for each byte, of the rank
+    where each takes longest. For ``simulate.py``."""
+    assert isinstance(loop.model, DistributedDataParallel)
+    times: dict[str, list[float]] = {"forward": [], "backward": [], "step": [], "communication_cpu_per_byte": []}
+    bucket = torch.zeros(int(bucket_mib * MIB / 4))
+    for _ in range(8):
+        with loop.model.no_sync():
+            marks = [process_time()]
+            loss = loss_of(loop.model, next(tokens))
+            marks.append(process_time())
+            loss.backward()
+            marks.append(process_time())
+        loop.optimizer.step()
+        marks.append(process_time())
+        for name, start, end in zip(times, marks[:-1], marks[1:], strict=False):
+            times[name].append(end - start)
+        loop.optimizer.zero_grad()
+        dist.barrier()
+        started = process_time()
+        dist.all_reduce(bucket)
+        times["communication_cpu_per_byte"].append((process_time() - started) / bucket.nbytes)
+    slowest = highest([spread(seconds).median for seconds in times.values()])
+    return dict(zip(times, slowest, strict=True))
 
 
 def say(gbits: float, found: dict[str, Any]) -> None:

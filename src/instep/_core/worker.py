@@ -45,8 +45,8 @@ class Task:
 class Worker:
     """Runs tasks one after the other, in the order in which they were given.
 
-    Not an executor: Ctrl-C in the middle of its ``submit``, or of a thread's ``start``, leaves a lock of theirs taken for
-    ever. Python interrupts the main thread alone, and no code of a ``SimpleQueue`` is Python's.
+    Not an executor: Ctrl-C in the middle of its ``submit``, or of a thread's ``start``, leaves a lock taken for ever.
+    Python interrupts the main thread alone, and no code of a ``SimpleQueue`` is Python's.
     """
 
     def __init__(self) -> None:
