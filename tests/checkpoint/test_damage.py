@@ -280,7 +280,7 @@ def test_a_later_version_is_not_taken_for_damage(copied: Path, target: Target) -
 
 def test_a_manifest_that_is_too_long(copied: Path, target: Target) -> None:
     os.truncate(copied / MANIFEST, 65 * 1024 * 1024)
-    target.refuses(copied, "at most", DamagedCheckpointError)
+    target.refuses(copied, "more than", DamagedCheckpointError)
 
 
 def test_values_that_are_not_finite(tmp_path: Path, target: Target) -> None:

@@ -101,15 +101,15 @@ MUTANTS = [
     Mutant(
         "keep the gradient after it was applied",
         "_core/transaction.py",
-        "                attached.get().grad = attached.spent\n                if attached.spent is not None",
-        "                if attached.spent is not None",
+        "                    parameter.grad = attached.spent\n                    if attached.spent is not None",
+        "                    if attached.spent is not None",
         PARITY,
     ),
     Mutant(
         "free the gradient without leaving a spent one",
         "_core/transaction.py",
-        "                attached.get().grad = attached.spent\n                if attached.spent is not None",
-        "                attached.get().grad = None\n                if attached.spent is not None",
+        "                    parameter.grad = attached.spent\n                    if attached.spent is not None",
+        "                    parameter.grad = None\n                    if attached.spent is not None",
         REFUSALS,
     ),
     Mutant(
@@ -493,8 +493,8 @@ MUTANTS = [
     Mutant(
         "let nobody know that weights are new between backward and step()",
         "_core/transaction.py",
-        "                    self._watch.start([attached.get()])\n",
-        "                    pass\n",
+        "            self._watch.start(watched)\n",
+        "",
         REFUSALS,
     ),
     Mutant(
@@ -979,6 +979,13 @@ MUTANTS = [
         "extra = manifest.extra[rank if rank < manifest.world_size else 0]",
         "extra = manifest.extra[0]",
         CHECKPOINT + "test_ranks.py",
+    ),
+    Mutant(
+        "forget gradients that were noted and not announced",
+        "sources/local.py",
+        "        self._open_in = None\n        self._announce()\n        self._close()",
+        "        self._open_in = None\n        self._close()",
+        REFUSALS,
     ),
     Mutant(
         "step a bucket that has not arrived",

@@ -13,6 +13,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,28 +127,34 @@ def flush_directory(path: Path) -> None:
         os.close(directory)
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[int, int]]:
+    """A plain file's descriptor and size; ``DamagedCheckpointError`` for what is none, or cannot be read."""
+    try:
+        # Not through a link, and without waiting for who writes into a pipe.
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode):
+                raise DamagedCheckpointError(f"{path} is not a file")
+            yield file, found.st_size
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
 def require_as_recorded(path: Path, record: FileRecord, *, digest: bool) -> None:
     """Raise ``DamagedCheckpointError`` unless the file is the one that was written.
 
     Args:
         digest: compare the content, too, not the size alone.
     """
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
-            raise DamagedCheckpointError(f"{path} is not a file")
-        if found.st_size != record.size:
-            raise DamagedCheckpointError(f"{path} has {found.st_size} bytes in place of {record.size}")
+    with _opened(path) as (file, size):
+        if size != record.size:
+            raise DamagedCheckpointError(f"{path} has {size} bytes in place of {record.size}")
         if digest and _digest_of(file) != record.sha256:
             raise DamagedCheckpointError(f"{path} is not what was saved: its SHA-256 is another")
-    except OSError as error:
-        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    finally:
-        os.close(file)
 
 
 def _digest_of(file: int) -> str:
@@ -159,23 +166,14 @@ def _digest_of(file: int) -> str:
 
 def read_small(path: Path, limit: int) -> bytes:
     """All of a file of at most ``limit`` bytes; ``DamagedCheckpointError`` if it is none, or longer."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
-            raise DamagedCheckpointError(f"{path} is not a file of at most {limit} bytes")
+    with _opened(path) as (file, size):
+        if size > limit:
+            raise DamagedCheckpointError(f"{path} has {size} bytes, more than {limit}")
         blocks, left = [], limit + 1
         while left > 0 and (block := os.read(file, min(left, _BLOCK))):
             blocks.append(block)
             left -= len(block)
         return b"".join(blocks)
-    except OSError as error:
-        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    finally:
-        os.close(file)
 
 
 # Directories.
