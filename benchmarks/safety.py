@@ -12,21 +12,16 @@ spread of the rounds. ``without votes`` takes the votes away from inside: no use
 import argparse
 import os
 import statistics
-import sys
-from time import perf_counter
 from typing import Any
 
-KEEP_MEMORY = {name: str(1 << 30) for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")}
-if any(name not in os.environ for name in KEEP_MEMORY):
-    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP_MEMORY})
+import torch
+import torch.distributed as dist
+from measure import batches, interleave, loss_of, ratio, require_equal
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-
-import instep  # noqa: E402
-from instep.demo.model import CONTEXT, ByteGPT, Shape  # noqa: E402
+import instep
+from instep.demo.model import CONTEXT, ByteGPT, Shape
 
 ROWS = 2
 FORWARD = {"schedule": "forward"}
@@ -56,22 +51,18 @@ class Loop:
         if dist.is_initialized():
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True, bucket_cap_mb=4)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        if options is not None:
-            overlap = instep.attach(self.model, self.optimizer, **options)
-            if not votes:
-                overlap._ranks.voting = None
+        self.overlap = None if options is None else instep.attach(self.model, self.optimizer, **options)
+        if self.overlap is not None and not votes:
+            self.overlap._ranks.voting = None
 
     def step(self, tokens: torch.Tensor) -> None:
-        logits = self.model(tokens[:, :-1])
-        nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        loss_of(self.model, tokens).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-
-def spread(plain: list[float], seconds: list[float]) -> str:
-    ratios = sorted(a / b for a, b in zip(plain, seconds, strict=True))
-    low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
-    return f"{statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]"
+    def drain(self) -> None:
+        if self.overlap is not None:
+            self.overlap.synchronize()
 
 
 def main() -> None:
@@ -87,28 +78,17 @@ def main() -> None:
     names = [n for n, (_, attach, votes) in VARIANTS.items() if distributed or votes or attach is None]
     shape = Shape(width=options.width, depth=options.depth, heads=6)
     loops = {name: Loop(shape, VARIANTS[name][1], VARIANTS[name][2]) for name in names}
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    generator = torch.Generator().manual_seed(dist.get_rank() if distributed else 0)
-    for number in range(options.rounds + 2):
-        tokens = torch.randint(0, 256, (ROWS, CONTEXT + 1), generator=generator)
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            if distributed:
-                dist.barrier()
-            started = perf_counter()
-            loops[name].step(tokens)
-            if number >= 2:
-                seconds[name].append(perf_counter() - started)
-    weights = list(loops["plain"].model.parameters())
-    for name, loop in loops.items():
-        if not all(map(torch.equal, weights, loop.model.parameters())):
-            raise SystemExit(f"{name} is not equal to the plain loop")
+    rank = dist.get_rank() if distributed else 0
+    times = interleave(loops, batches(ROWS, CONTEXT, rank), options.rounds)
+    require_equal(loops, "plain")
+    seconds = times.quiet()
     if not distributed or dist.get_rank() == 0:
-        print(f"{sum(p.numel() for p in weights) / 1e6:.1f} M parameters, all weights equal to the plain loop's\n")
+        count = sum(p.numel() for p in loops["plain"].model.parameters())
+        print(f"{count / 1e6:.1f} M parameters, {len(seconds['plain'])} rounds, all equal to the plain loop\n")
         for name in names:
             base = VARIANTS[name][0] if VARIANTS[name][0] in names else name.split(",")[0]
             time = 1e3 * statistics.median(seconds[name])
-            print(f"  {name:26} {time:9.1f} ms   {spread(seconds[base], seconds[name])} of {base}")
+            print(f"  {name:26} {time:9.1f} ms   {ratio(seconds[base], seconds[name])} of {base}")
     if distributed:
         dist.destroy_process_group()
 

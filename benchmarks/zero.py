@@ -10,25 +10,19 @@ reduce-scatter of its own, and what instep sends in its place is measured beside
 """
 
 import argparse
-import os
 import statistics
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-KEEP_MEMORY = {name: str(1 << 30) for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")}
-if any(name not in os.environ for name in KEEP_MEMORY):
-    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP_MEMORY})
+import torch
+import torch.distributed as dist
+from measure import batches, interleave, loss_of, ratio
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-
-import instep  # noqa: E402
-from instep.demo.model import CONTEXT, ByteGPT, Shape  # noqa: E402
+import instep
+from instep.demo.model import CONTEXT, ByteGPT, Shape
 
 MIB = 1 << 20
 ROWS = 2
@@ -40,14 +34,16 @@ class Loop:
         torch.manual_seed(0)
         self.model = DistributedDataParallel(ByteGPT(shape), gradient_as_bucket_view=True, bucket_cap_mb=4)
         self.optimizer = make_optimizer(self.model.parameters())
-        if attach:
-            instep.attach(self.model, self.optimizer, **attach)
+        self.overlap = instep.attach(self.model, self.optimizer, **attach) if attach else None
 
     def step(self, tokens: torch.Tensor) -> None:
-        logits = self.model(tokens[:, :-1])
-        nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        loss_of(self.model, tokens).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def drain(self) -> None:
+        if self.overlap is not None:
+            self.overlap.synchronize()
 
     def state_bytes(self) -> int:
         optimizer = getattr(self.optimizer, "optim", self.optimizer)
@@ -61,18 +57,6 @@ def plain(parameters: Any) -> torch.optim.Optimizer:
 
 def redundancy(parameters: Any) -> Any:
     return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, **OPTIONS)
-
-
-def batches(rank: int) -> Iterator[torch.Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    while True:
-        yield torch.randint(0, 256, (ROWS, CONTEXT + 1), generator=generator)
-
-
-def spread(plain: list[float], seconds: list[float]) -> str:
-    ratios = sorted(a / b for a, b in zip(plain, seconds, strict=True))
-    low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
-    return f"{statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]"
 
 
 def collectives(numel: int, rounds: int) -> dict[str, list[float]]:
@@ -118,15 +102,7 @@ def main() -> None:
         "shard_state, forward": Loop(shape, plain, shard_state=True, schedule="forward"),
         "ZeroRedundancyOptimizer": Loop(shape, redundancy),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
-    for number, tokens in zip(range(options.rounds + 2), batches(dist.get_rank()), strict=False):
-        names = list(loops)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            dist.barrier()
-            started = perf_counter()
-            loops[name].step(tokens)
-            if number >= 2:
-                seconds[name].append(perf_counter() - started)
+    seconds = interleave(loops, batches(ROWS, CONTEXT, dist.get_rank()), options.rounds).quiet()
     weights = list(loops["plain DDP"].model.parameters())
     for name, loop in loops.items():
         if not all(map(torch.equal, weights, loop.model.parameters())):
@@ -142,11 +118,11 @@ def main() -> None:
             state = " + ".join(f"{share[name] / MIB:.1f}" for share in shares)
             print(
                 f"  {name:24} {state + ' MiB':>22} {1e3 * statistics.median(times):9.1f} ms   "
-                f"{spread(seconds['plain DDP'], times)}"
+                f"{ratio(seconds['plain DDP'], times)}"
             )
         print("\n  4 MiB alone                 time      ratio to an all-reduce")
         for name, times in alone.items():
-            print(f"  {name:24} {1e3 * statistics.median(times):7.2f} ms   {spread(alone['all-reduce'], times)}")
+            print(f"  {name:24} {1e3 * statistics.median(times):7.2f} ms   {ratio(alone['all-reduce'], times)}")
     dist.destroy_process_group()
 
 
