@@ -260,4 +260,7 @@ def test_d7_two_threads_in_backward_of_one_model() -> None:
     assert any(two_threads("hook")[0] < 0 for _ in range(4))
     assert two_threads("plain")[0] == 0
     for _ in range(4):
-        assert two_threads("instep") == (0, "ConcurrentBackwardError")
+        status, error = two_threads("instep")
+        assert status == 0
+        # A forward that was under way when the other thread's backward updated a weight is told so where it reads it.
+        assert error in ("ConcurrentBackwardError", "UncommittedStepError")
