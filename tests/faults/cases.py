@@ -45,8 +45,8 @@ class Case:
 
     Attributes:
         source: ``"local"``, ``"ddp"`` or ``"fsdp2"``.
-        way: ``"backward"``, ``"forward"``, ``"undo"``; ``"plain"`` is the loop without instep, ``"torch"`` the one with
-            torch's own step in backward.
+        way: ``"backward"``, ``"forward"``, ``"undo"``, ``"crossing"`` (``cross_iteration=True``); ``"plain"`` is the
+            loop without instep, ``"torch"`` the one with torch's own step in backward.
         point: a name in ``POINTS``; ``""`` for a run without a fault.
         kind: a name in ``KINDS``.
         where: which bucket, node, operation or parameter: how often the point is passed in that step before.

@@ -86,7 +86,7 @@ def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = MODELS[case.model]()
     if case.source == "ddp":
-        model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
+        model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=case.way == "crossing")
     elif case.source == "fsdp2":
         for block in model.blocks if isinstance(model, Blocks) else model.children():
             fully_shard(block)
@@ -96,7 +96,9 @@ def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def options(case: Case) -> dict[str, Any]:
     """What ``instep.attach`` is given."""
-    chosen: dict[str, Any] = {"schedule": "forward"} if case.way == "forward" else {"undo": case.way == "undo"}
+    chosen: dict[str, Any] = {"undo": case.way == "undo"}
+    if case.way in ("forward", "crossing"):
+        chosen = {"schedule": "forward", "cross_iteration": case.way == "crossing"}
     if case.source == "local":
         chosen["bucket_bytes"] = int(BUCKET_MB * 2**20)
     if case.nonfinite is not None:

@@ -143,6 +143,28 @@ def votes() -> Iterator[Case]:
         yield Case(source, way, "vote", kind, where, 1, then="leave", world=2)
 
 
+def ranks_that_cross() -> Iterator[Case]:
+    """Rows 1 to 4, with gradients on their way when backward has returned. Buckets cross from the third step on: the one that has the fault. After
+    an error in their communication DDP has to be built anew: nobody tries again."""
+    of_buckets = ("before launch", "in flight", "after completion", "in the update", "after write")
+    others = ("forward", "model", "end of backward", "before step", "in step", "after step", "vote")
+    for kind, point, where, rank in product(("raise", "kill", "stop", "hang"), of_buckets, (0, 2), (0, 1)):
+        if kind in ("raise", "kill") or rank == 1:
+            yield Case("ddp", "crossing", point, kind, where, rank, then="leave", world=2)
+    for kind, point in product(("raise", "interrupt", "kill", "stop", "hang"), others):
+        yield Case("ddp", "crossing", point, kind, 14 if point == "model" else 0, 1, then="leave", world=2)
+    for where, rank in product(range(5), (0, 1)):
+        yield Case("ddp", "crossing", "in flight", "error", where, rank, then="leave", world=2)
+    for point, where in product(("in flight", "after completion", "before step", "after step"), (0, 2)):
+        if where == 0 or point in of_buckets:
+            yield Case("ddp", "crossing", point, "partition", where, 1, then="leave", world=2)
+    for point, where in product(("in flight", "before step"), (0, 2)):
+        if where == 0 or point in of_buckets:
+            yield Case("ddp", "crossing", point, "kill", where, 2, then="leave", world=3)
+    for point in ("before step", "in step", "after step"):
+        yield Case("ddp", "crossing", point, "save", 0, ALL, world=2)
+
+
 def everything() -> list[Case]:
     cases = [
         *updates_that_raise(),
@@ -153,6 +175,7 @@ def everything() -> list[Case]:
         *saves(),
         *votes(),
         *cut_networks(),
+        *ranks_that_cross(),
     ]
     return list(dict.fromkeys(cases))
 
