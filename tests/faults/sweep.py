@@ -144,8 +144,8 @@ def votes() -> Iterator[Case]:
 
 
 def ranks_that_cross() -> Iterator[Case]:
-    """Rows 1 to 4, with gradients on their way when backward has returned. Buckets cross from the third step on: the one that has the fault. After
-    an error in their communication DDP has to be built anew: nobody tries again."""
+    """Rows 1 to 4, with gradients on their way when backward has returned: they are from the third step on,
+    the one that has the fault. After an error in their communication DDP has to be built anew: nobody tries again."""
     of_buckets = ("before launch", "in flight", "after completion", "in the update", "after write")
     others = ("forward", "model", "end of backward", "before step", "in step", "after step", "vote")
     for kind, point, where, rank in product(("raise", "kill", "stop", "hang"), of_buckets, (0, 2), (0, 1)):
