@@ -604,6 +604,7 @@ class Attachment:
             return None
         options, ddps = self._options, [weakref.ref(one) for one in wrapped if isinstance(one, DistributedDataParallel)]
         settings = [options.schedule, options.clip, options.accumulation_steps, options.undo, options.nonfinite]
+        settings.append(options.cross_iteration)
         # FSDP1's parameters are what a rank has of them.
         shapes = [() if self._in_fsdp1 else tuple(a.spec.shape) for a in self._step.parameters]
         specs = [(a.spec.name, shape, a.spec.dtype) for a, shape in zip(self._step.parameters, shapes, strict=True)]
