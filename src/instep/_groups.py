@@ -13,10 +13,6 @@ import torch.distributed as dist
 
 from instep.errors import AttachError
 
-GLOO_THREADS = 4
-"""Collectives that gloo runs at once. Each is a few small waits, and on a core that computes meanwhile each of these
-takes as long as the scheduler lets it: with torch's two, the link often has nothing to carry."""
-
 _beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
 
 
@@ -31,10 +27,7 @@ def group_beside(group: dist.ProcessGroup, device: torch.device) -> dist.Process
         backend: Any = type(group._get_backend(device))  # the class alone says how it is made
         store, rank, size = store_beside(group, "buckets"), dist.get_rank(group), dist.get_world_size(group)
         if backend.__name__ == "ProcessGroupGloo":
-            options = backend._Options()
-            options._timeout, options._threads = timeout_of(group), GLOO_THREADS
-            options._devices = [backend.create_default_device()]
-            made = backend(store, rank, size, options)
+            made = backend(store, rank, size, timeout_of(group))
         elif backend.__name__ == "ProcessGroupNCCL":
             options = backend.Options()
             options._timeout = timeout_of(group)
