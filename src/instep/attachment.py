@@ -825,7 +825,8 @@ class Attachment:
                 dtype = _reduce_dtype(options)
                 sources.append(self._zero.source(self._arrival if sink is None else sink, reduced, ddp, dtype))
             elif mine and options.cross_iteration and isinstance(ddp, DistributedDataParallel):
-                sources.append(CrossingSource(mine, ddp, _reduce_dtype(options), lambda: self._step.recorder))
+                recorder = functools.partial(_recorder_of, weakref.ref(self._step))
+                sources.append(CrossingSource(mine, ddp, _reduce_dtype(options), recorder))
             elif mine and (sink is not None or options.comm_hook is not None or _reduce_dtype(options) is not None):
                 told = self._arrival if sink is None else sink
                 if isinstance(ddp, Replicated):
@@ -926,6 +927,10 @@ def _parameters_in(optimizers: Sequence[Optimizer]) -> list[list[int]]:
 
 def _ddps_among(wrapped: Sequence[Wrapped]) -> list[DistributedDataParallel]:
     return [one for one in wrapped if isinstance(one, DistributedDataParallel)]
+
+
+def _recorder_of(step: "weakref.ref[Transaction | Deferral]") -> Recorder | None:
+    return None if (found := step()) is None else found.recorder
 
 
 def _flights(sources: Sequence[CrossingSource]) -> list[Flight]:
