@@ -487,6 +487,30 @@ def test_a_collective_that_fails_on_all_ranks(two_ranks: RankPool) -> None:
     assert two_ranks.run(fails_on, -1) == ["the link is down"] * 2
 
 
+def fails_where_it_is_read() -> None:
+    loop = Loop(True)
+    for i in range(4):
+        loop.step(i)
+    loop.overlap.synchronize()
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("the link is down")
+
+    with patch.object(dist, "all_reduce", failing):
+        loop.backward(4)
+        for p in loop.model.parameters():
+            with pytest.raises(RuntimeError, match="the link is down"):
+                p.grad.sum()
+            if p.grad is None:
+                break
+    assert any(p.grad is None for p in loop.model.parameters()), "half of a gradient was left"
+    loop.overlap.detach()
+
+
+def test_a_gradient_that_did_not_arrive_is_none(brief: RankPool) -> None:
+    brief.run(fails_where_it_is_read)
+
+
 @pytest.fixture
 def brief() -> Iterator[RankPool]:
     pool = RankPool(2)
