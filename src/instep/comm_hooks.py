@@ -13,7 +13,9 @@ def mean_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup, divisor: int)
     multiplied by ``1 / divisor`` and a sparse one divided, before the reduction. torch's ``allreduce_hook`` divides
     dense buckets too, which differs in the last bit when ``divisor`` is not a power of two.
     """
-    if tensor.is_sparse:
+    if divisor == 1:
+        pass
+    elif tensor.is_sparse:
         tensor.div_(divisor)
     else:
         tensor.mul_(1.0 / divisor)

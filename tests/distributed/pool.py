@@ -1,5 +1,6 @@
 """A few ranks, spawned once, that run test bodies together over gloo on loopback."""
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -93,14 +94,17 @@ class RankPool:
         try:
             answer: tuple[bool, Any] = pipe.recv()
         except EOFError:
+            self._processes[rank].join(5)
+            code = self._processes[rank].exitcode
             self.stop()
-            raise BodyFailedError(f"rank {rank} of {self.world_size} died") from None
+            raise BodyFailedError(f"rank {rank} of {self.world_size} died with exit code {code}") from None
         return answer
 
 
 def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
+    faulthandler.enable()  # a rank that crashes says where
     device = None
     if torch.cuda.is_available():
         device = torch.device("cuda", rank % torch.cuda.device_count())

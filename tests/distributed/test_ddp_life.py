@@ -5,17 +5,19 @@ import os
 import signal
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.distributed_c10d import Work
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-import instep.comm_hooks
 from instep.errors import AccumulationError, AttachError, StaleAttachmentError, TornStepError
+from instep.sources.reducer_group import ReducerGroup
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, weights
 from tests.distributed.pool import RankPool
@@ -133,26 +135,32 @@ def body_failed_future(failing_bucket: int) -> tuple[str, bool, bool]:
     overlap = instep.attach(model, optimizer)
     train(model, optimizer, range(2))
     before = weights(model)
-    real, calls = instep.comm_hooks.mean_allreduce, []
+    real, calls = ReducerGroup._reduce, []
 
     def fail(future: torch.futures.Future[Any]) -> torch.Tensor:
         future.value()
         raise ConnectionError("the peer is gone")
 
-    def failing(*args: Any) -> torch.futures.Future[torch.Tensor]:
-        calls.append(args)
-        future = real(*args)
-        return future.then(fail) if len(calls) - 1 == failing_bucket else future
+    class Fails(Work):
+        def __init__(self, work: Work) -> None:
+            super().__init__()
+            self.future = work.get_future().then(fail)
 
-    instep.comm_hooks.mean_allreduce = failing
-    try:
-        loss_of(model, 2).backward()
-    except RuntimeError as error:
-        message = str(error)
-    else:
-        message = "no error"
-    finally:
-        instep.comm_hooks.mean_allreduce = real
+        def get_future(self) -> torch.futures.Future[Any]:
+            return self.future
+
+    def failing(*args: Any) -> Work:
+        calls.append(args)
+        work = real(*args)
+        return Fails(work) if len(calls) - 1 == failing_bucket else work
+
+    with mock.patch.object(ReducerGroup, "_reduce", failing):
+        try:
+            loss_of(model, 2).backward()
+        except RuntimeError as error:
+            message = str(error)
+        else:
+            message = "no error"
     assert len(calls) > 2
     untouched = equal(weights(model), before)
     try:

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node
+from torch.distributed.distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep import _votes
 from instep._core import deferral
 from instep._core.clipping import Clipping
 from instep._core.stepper import Stepper
+from instep.sources.reducer_group import ReducerGroup
 from instep.sources.reductions import Reduction
 from tests.faults.cases import ALL, NONFINITE, RAISES, TIMEOUT, Case
 from tests.faults.program import Staged
@@ -106,28 +108,28 @@ def _fail(future: torch.futures.Future[Any]) -> NoReturn:
     raise InjectedError("the fault")
 
 
-class _FailingWork:
+class _FailingWork(Work):
     """A collective that ends with an error."""
 
     def __init__(self, work: Any) -> None:
+        super().__init__()
         self._work = work
 
     def get_future(self) -> torch.futures.Future[Any]:
         return self._work.get_future().then(_fail)
 
-    def wait(self, *args: Any) -> None:
+    def wait(self, *args: Any) -> bool:
         self._work.wait(*args)
         raise InjectedError("the fault")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
 
 
 @contextmanager
 def _collectives(trigger: Trigger, run: "Run") -> Iterator[None]:
-    """Those that reduce a bucket: DDP's communication hook, FSDP2's reduce-scatter."""
+    """Those that reduce a bucket: of DDP's reducer, of its communication hook, FSDP2's reduce-scatter."""
     point = trigger.case.point
     names = ("all_reduce",) if trigger.case.source == "ddp" else REDUCE_SCATTERS
+    where: list[tuple[Any, str]] = [(dist, name) for name in names if hasattr(dist, name)]
+    where.append((ReducerGroup, "_reduce"))
 
     def wrapped(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -142,7 +144,7 @@ def _collectives(trigger: Trigger, run: "Run") -> Iterator[None]:
 
         return call
 
-    patches = [patch.object(dist, name, wrapped(getattr(dist, name))) for name in names if hasattr(dist, name)]
+    patches = [patch.object(owner, name, wrapped(getattr(owner, name))) for owner, name in where]
     for one in patches:
         one.start()
     yield

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
+from instep.sources.reducer_group import ReducerGroup
 from tests.cases import Blocks, batch
 from tests.faults import program
 
@@ -43,13 +44,14 @@ def load(way: str, model: nn.Module, optimizer: torch.optim.Optimizer, file: Pat
 
 def kill_in_flight() -> None:
     """The next collective of a bucket is this process's last."""
-    real = dist.all_reduce
+    for owner, name in ((dist, "all_reduce"), (ReducerGroup, "_reduce")):
+        real = getattr(owner, name)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        real(*args, **kwargs)
-        os.kill(os.getpid(), signal.SIGKILL)
+        def call(*args: Any, real: Any = real, **kwargs: Any) -> Any:
+            real(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    dist.all_reduce = call
+        setattr(owner, name, call)
 
 
 def main(way: str, folder: Path, fault: bool) -> None:

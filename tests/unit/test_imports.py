@@ -68,7 +68,17 @@ def test_sources_do_not_know_one_another() -> None:
         others = {name for name in imported_by(path) if name.startswith("instep.sources.")}
         # No sources: what everything that is a DDP hook shares, what averages the gradients of a replicated model,
         # what divides parameters among ranks, what ranks tell each other, and in what order they send.
-        shared = ("lane", "reductions", "hook_slot", "transient", "layout", "agreement", "state_shards", "messages")
+        shared = (
+            "lane",
+            "reductions",
+            "hook_slot",
+            "reducer_group",
+            "transient",
+            "layout",
+            "agreement",
+            "state_shards",
+            "messages",
+        )
         others -= {f"instep.sources.{name}" for name in shared}
         assert not others, f"{path.name} imports {others}"
 

@@ -12,7 +12,6 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported if available
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._core.engine import at_end_of_backward
@@ -26,6 +25,7 @@ from instep.comm_hooks import cast_mean_allreduce, mean_allreduce
 from instep.errors import InstepError
 from instep.sources.hook_slot import before_backward, release, take
 from instep.sources.lane import Lane, Sent, future_on
+from instep.sources.reductions import SomeBucket
 
 # Times are exchanged, and the order is made anew, at these backwards, and every so many after them.
 _FIRST_PLANS, _PLAN_EVERY = (1, 3, 7, 15, 31), 64
@@ -184,7 +184,7 @@ class CrossingSource:
     # What DDP calls.
 
     def communicate(
-        self, bucket: GradBucket, group: dist.ProcessGroup, divisor: int
+        self, bucket: SomeBucket, group: dist.ProcessGroup, divisor: int
     ) -> torch.futures.Future[torch.Tensor] | None:
         ddp = self._ddp()
         if ddp is None or ddp._join_config.enable:
@@ -221,7 +221,7 @@ class CrossingSource:
         done.set_result(buffer)
         return done
 
-    def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+    def launched(self, bucket: SomeBucket, future: torch.futures.Future[torch.Tensor]) -> None:
         """Nothing is waited for in backward."""
 
     def _begin(self) -> None:

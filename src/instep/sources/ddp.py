@@ -8,10 +8,10 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported if available
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._core.parameters import AttachedParameter
@@ -19,7 +19,7 @@ from instep._core.plan import Bucket
 from instep._core.transaction import Recorder
 from instep.sources import Sink
 from instep.sources.hook_slot import CommHook, before_backward, release, take
-from instep.sources.reductions import Reduction, Reductions, as_they_arrive
+from instep.sources.reductions import Reduction, Reductions, SomeBucket, as_they_arrive
 
 
 class DDPSource:
@@ -83,10 +83,10 @@ class DDPSource:
         sent, self._sent = self._sent, False
         return sent
 
-    def communicate(self, bucket: GradBucket, group: dist.ProcessGroup, divisor: int) -> None:
+    def communicate(self, bucket: SomeBucket, group: dist.ProcessGroup, divisor: int) -> None:
         """The plain mean will do."""
 
-    def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+    def launched(self, bucket: SomeBucket, future: torch.futures.Future[Any]) -> None:
         """A bucket's communication is under way."""
         reduction = self._reductions.launched(bucket, future)
         if reduction is None:
@@ -151,6 +151,6 @@ def managed_by(ddp: DistributedDataParallel) -> set[int]:
     return {id(p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
 
 
-def _record(recorder: Recorder, name: str, future: torch.futures.Future[torch.Tensor]) -> None:
+def _record(recorder: Recorder, name: str, future: torch.futures.Future[Any]) -> None:
     started = perf_counter()
     future.add_done_callback(lambda _: recorder("communication", name, started, perf_counter()))

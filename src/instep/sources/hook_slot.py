@@ -1,33 +1,21 @@
-"""What DDP's one communication hook is registered with, for as long as the instance lives."""
+"""Who hears of the buckets of a DDP instance: through its process group, or its one communication hook."""
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported if available
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._core.placeholders import Placeholder
 from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AttachError
-from instep.sources.reductions import Divisor, slices_of
+from instep.sources.reducer_group import ReducerGroup
+from instep.sources.reductions import Divisor, User, slices_of
 
 CommHook = tuple[Any, Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]]
 """A DDP communication hook with its state, in the order in which ``register_comm_hook`` takes them."""
-
-
-class User(Protocol):
-    """The source that an attachment has for a DDP instance."""
-
-    def communicate(
-        self, bucket: GradBucket, group: dist.ProcessGroup, divisor: int
-    ) -> torch.futures.Future[torch.Tensor] | None:
-        """Reduce ``bucket`` in place of the plain mean; ``None`` leaves it to that."""
-
-    def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
-        """A bucket's communication is under way."""
 
 
 class _HookSlot:
@@ -99,7 +87,7 @@ class _HookSlot:
         return True
 
 
-_slots: "weakref.WeakKeyDictionary[DistributedDataParallel, _HookSlot]" = weakref.WeakKeyDictionary()
+_slots: "weakref.WeakKeyDictionary[DistributedDataParallel, _HookSlot | ReducerGroup]" = weakref.WeakKeyDictionary()
 
 
 def _communicate(slot: _HookSlot, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -107,11 +95,22 @@ def _communicate(slot: _HookSlot, bucket: GradBucket) -> torch.futures.Future[to
 
 
 def take(
-    ddp: DistributedDataParallel, source: User, comm_hook: CommHook | None, reduce_dtype: torch.dtype | None
+    ddp: DistributedDataParallel,
+    source: User,
+    comm_hook: CommHook | None,
+    reduce_dtype: torch.dtype | None,
+    *,
+    divides: bool = False,
 ) -> None:
-    """Have ``source`` told of the buckets of ``ddp``. Its hook is registered with the first one."""
+    """Have ``source`` told of the buckets of ``ddp``. Where anything but DDP's own mean is wanted (``divides``: by the
+    source) it takes DDP's communication hook, which is registered with the first one."""
     slot = _slots.get(ddp)
     if slot is None:
+        if comm_hook is None and reduce_dtype is None and not divides and ReducerGroup.fits(ddp):
+            group = ReducerGroup(ddp, source)
+            group.connect()
+            _slots[ddp] = group
+            return
         slot = _HookSlot(ddp)
         try:
             ddp.register_comm_hook(slot, _communicate)
@@ -127,6 +126,7 @@ def take(
             "this DistributedDataParallel is already attached. Give all its optimizers to one call: "
             "attach(model, [first, second])"
         )
+    assert isinstance(slot, _HookSlot), "the other kind goes with its source"
     if slot.comm_hook is not None and comm_hook is None and reduce_dtype is not None:
         raise AttachError(
             "this DistributedDataParallel keeps the comm_hook of an earlier attach, which decides how gradients "
@@ -140,8 +140,13 @@ def take(
 def release(ddp: DistributedDataParallel | None, source: User) -> None:
     """``source`` is not told any more."""
     slot = None if ddp is None else _slots.get(ddp)
-    if slot is not None and slot.source is source:
+    if ddp is None or slot is None or slot.source is not source:
+        return
+    if isinstance(slot, _HookSlot):
         slot.source = slot.reduce_dtype = None
+    else:
+        del _slots[ddp]
+        slot.disconnect()
 
 
 def before_backward(ddp: DistributedDataParallel | None) -> None:

@@ -1,4 +1,4 @@
-"""The buckets that a DDP communication hook has under way in one backward."""
+"""The buckets that DDP has under way in one backward."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -6,15 +6,23 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported if available
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._core.engine import at_end_of_backward, graph_task
 from instep.errors import InstepError
 
 
+class SomeBucket(Protocol):
+    """What is asked of a ``torch.distributed.GradBucket``."""
+
+    def index(self) -> int: ...
+    def buffer(self) -> torch.Tensor: ...
+    def parameters(self) -> list[torch.Tensor]: ...
+    def is_last(self) -> bool: ...
+
+
 class Arriving(Protocol):
-    """A bucket under way: the future of a communication hook, or something like it."""
+    """A bucket under way: the future of a communication hook or of a backend, or something like it."""
 
     def done(self) -> bool: ...
     def wait(self) -> Any: ...
@@ -23,6 +31,19 @@ class Arriving(Protocol):
 
 Slices = Callable[[Any, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 """Finds the gradients of a bucket's parameters in what has arrived of it."""
+
+
+class User(Protocol):
+    """The source that an attachment has for a DDP instance."""
+
+    def communicate(
+        self, bucket: SomeBucket, group: dist.ProcessGroup, divisor: int
+    ) -> torch.futures.Future[torch.Tensor] | None:
+        """Reduce ``bucket``, which is to be divided by ``divisor`` yet, in place of the plain mean; ``None`` leaves it
+        to that."""
+
+    def launched(self, bucket: SomeBucket, future: torch.futures.Future[Any]) -> None:
+        """A bucket's communication is under way."""
 
 
 class Reduction:
@@ -37,7 +58,7 @@ class Reduction:
 
     __slots__ = ("_future", "_gradients", "_members", "_positions", "_sparse", "index", "parameters", "unused")
 
-    def __init__(self, bucket: GradBucket, future: "Arriving", gradients: Slices) -> None:
+    def __init__(self, bucket: SomeBucket, future: "Arriving", gradients: Slices) -> None:
         self._future = future
         self._gradients = gradients
         self._members = bucket.parameters()
@@ -55,7 +76,7 @@ class Reduction:
     def gradients(self) -> list[torch.Tensor]:
         """Wait, and return the reduced gradients of ``parameters``. Raises what the communication raised."""
         self._future.wait()
-        result = self._future.value()
+        result = _arrived(self._future)
         slices = [result] if self._sparse else self._gradients(result, self._members)
         # A compressing hook may answer in another dtype: DDP too casts what it copies into .grad.
         return [slices[i].to(self._members[i].dtype) for i in self._positions]
@@ -68,7 +89,7 @@ class Reduction:
     def all_gradients(self) -> list[torch.Tensor]:
         """As :meth:`gradients`, of all ``members``."""
         self._future.wait()
-        found = self._gradients(self._future.value(), self._members)
+        found = self._gradients(_arrived(self._future), self._members)
         return [gradient.to(member.dtype) for gradient, member in zip(found, self._members, strict=True)]
 
     def drain(self) -> None:
@@ -98,7 +119,7 @@ class Reductions:
         self._under_way: list[Reduction] = []
         self._task: int | None = None
 
-    def launched(self, bucket: GradBucket, future: "Arriving", gradients: "Slices | None" = None) -> Reduction | None:
+    def launched(self, bucket: SomeBucket, future: "Arriving", gradients: "Slices | None" = None) -> Reduction | None:
         """The communication of ``bucket`` is under way. ``None`` on a rank that has joined and only helps the others:
         ``join()`` copies their weights to it at the end."""
         if graph_task() is None:
@@ -130,6 +151,12 @@ class Reductions:
     def _failed(self) -> None:
         reductions, self._under_way = self._under_way, []
         self._raised(reductions)
+
+
+def _arrived(future: Arriving) -> Any:
+    """A backend's own future has a list of all tensors that were reduced."""
+    value = future.value()
+    return value[0] if isinstance(value, list) else value
 
 
 def as_they_arrive(reductions: Sequence[Reduction]) -> Iterator[list[Reduction]]:
@@ -172,7 +199,7 @@ class Divisor:
     def __init__(self) -> None:
         self._active = 0
 
-    def __call__(self, ddp: DistributedDataParallel, bucket: GradBucket) -> int:
+    def __call__(self, ddp: DistributedDataParallel, bucket: SomeBucket) -> int:
         if not ddp._join_config.enable or ddp._divide_by_initial_world_size:
             return dist.get_world_size(ddp.process_group)
         if bucket.index() == 0:

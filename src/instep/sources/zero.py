@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported if available
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -24,7 +23,7 @@ from instep._core.plan import Bucket
 from instep.errors import AccumulationError, InstepError
 from instep.sources import Sink
 from instep.sources.hook_slot import before_backward, release, take
-from instep.sources.reductions import Reduction, Reductions, as_they_arrive, bucket_parameters, slices_of
+from instep.sources.reductions import Reduction, Reductions, SomeBucket, as_they_arrive, bucket_parameters, slices_of
 from instep.sources.state_shards import Finish, Part, Scattered, StateShards
 
 
@@ -61,7 +60,7 @@ class ZeroSource:
     def connect(self) -> None:
         ddp = self._ddp()
         assert ddp is not None
-        take(ddp, self, None, None)
+        take(ddp, self, None, None, divides=True)
 
     def disconnect(self) -> None:
         release(self._ddp(), self)
@@ -89,7 +88,7 @@ class ZeroSource:
         before_backward(self._ddp())
 
     def communicate(
-        self, bucket: GradBucket, group: dist.ProcessGroup, divisor: int
+        self, bucket: SomeBucket, group: dist.ProcessGroup, divisor: int
     ) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         if buffer.is_sparse:
@@ -108,7 +107,7 @@ class ZeroSource:
         future.set_result(buffer)
         return future
 
-    def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+    def launched(self, bucket: SomeBucket, future: torch.futures.Future[torch.Tensor]) -> None:
         """:meth:`communicate` has seen to it."""
 
     def _part(self, parameter: torch.Tensor) -> Part:

@@ -1,0 +1,175 @@
+"""The process group of DDP's reducer, with somebody who hears of each bucket that is reduced in it.
+
+A communication hook hears of them too, and costs a pass over all gradients: the reducer of a DDP instance with one
+leaves it to the hook to divide, after it has copied; without one it divides as it copies. And a hook stays for good.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Work
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from instep._core.hooks import BoundHook
+from instep.errors import AttachError
+from instep.sources.reductions import User
+
+Future = torch.futures.Future[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SentBucket:
+    """What a communication hook is told as ``torch.distributed.GradBucket``, of which Python makes none."""
+
+    _index: int
+    _parameters: Sequence[torch.Tensor]
+    _last: bool
+    _buffer: torch.Tensor
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[torch.Tensor]:
+        return list(self._parameters)
+
+    def is_last(self) -> bool:
+        return self._last
+
+
+class ReducerGroup(dist.ProcessGroup):
+    """Stands in the place of DDP's process group in its reducer, and hands on all that the reducer asks of it.
+
+    What it is used for is private: ``Reducer._update_process_group``, which ``DistributedDataParallel`` has to change
+    the number of ranks, and ``Reducer._get_zeros_like_grad_buckets``, which it has for ``join()``.
+    ``tests/unit/test_engine.py`` fails clearly when torch changes them.
+
+    Args:
+        source: hears of each bucket; those it is to reduce itself are divided already.
+    """
+
+    comm_hook = None
+
+    def __init__(self, ddp: DistributedDataParallel, source: User) -> None:
+        _init: Any = super().__init__  # torch's annotation lacks this one
+        _init(ddp.process_group.rank(), ddp.process_group.size())
+        self.source = source
+        self._group = ddp.process_group
+        self._ddp = weakref.ref(ddp)
+        self._buckets: dict[tuple[torch.device, int], tuple[int, Sequence[torch.Tensor], bool]] = {}
+        self._rebuilt: bool | None = None
+        self._handle: RemovableHandle | None = None
+
+    @staticmethod
+    def fits(ddp: DistributedDataParallel) -> bool:
+        """Whether the reducer divides by itself, and its buckets can be known: not those of sparse gradients."""
+        if ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook") or not hasattr(ddp, "reducer"):
+            return False
+        try:
+            _buckets_of(ddp)
+        except RuntimeError:
+            return False
+        return True
+
+    def connect(self) -> None:
+        ddp = self._ddp()
+        assert ddp is not None
+        self._look(ddp)
+        self._handle = ddp.register_forward_hook(BoundHook(self._after_forward))
+        ddp.reducer._update_process_group(self)
+
+    def disconnect(self) -> None:
+        ddp = self._ddp()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+            if ddp is not None:
+                ddp.reducer._update_process_group(ddp.process_group)
+
+    def before_backward(self) -> None:
+        """The reducer divides, and knows how for each gradient."""
+
+    # What the reducer calls.
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+        return self._group._get_backend_name()
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]  # the one of its forms
+        known = self._buckets.get((tensors[0].device, tensors[0].data_ptr()))
+        if known is None:
+            # Which parameters were used; and the zeros that a rank which has joined adds to the others' gradients.
+            return self._group.allreduce(tensors, opts)
+        bucket = SentBucket(*known, tensors[0])
+        own = self.source.communicate(bucket, self._group, 1)
+        if own is not None:
+            return _Own(own)
+        work = self._reduce(tensors, opts)
+        self.source.launched(bucket, work.get_future())
+        return work
+
+    def _reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
+        return self._group.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]  # the one of its forms
+        return self._group.broadcast(tensors, opts)
+
+    def _after_forward(self, ddp: DistributedDataParallel, args: object, output: object) -> None:
+        if ddp._comm_hooks:
+            raise AttachError(
+                "register_comm_hook was called on an attached DistributedDataParallel: give the hook to "
+                "attach(…, comm_hook=(state, hook)), which runs it before the step"
+            )
+        if ddp._has_rebuilt_buckets != self._rebuilt:
+            self._look(ddp)
+
+    def _look(self, ddp: DistributedDataParallel) -> None:
+        """Buckets are found again by where they lie: they must not be kept, DDP frees them as it makes new ones."""
+        self._rebuilt = ddp._has_rebuilt_buckets
+        self._buckets = {
+            (bucket.buffer().device, bucket.buffer().data_ptr()): (
+                bucket.index(),
+                bucket.parameters(),
+                bucket.is_last(),
+            )
+            for bucket in _buckets_of(ddp)
+        }
+
+
+class _Own(Work):
+    """What DDP waits for."""
+
+    def __init__(self, future: Future) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: object = None) -> bool:
+        self._future.wait()
+        return True
+
+    def get_future(self) -> Future:
+        return self._future
+
+
+class _AsTheyAre(TorchDispatchMode):
+    """Answers ``zeros_like(tensor)`` with ``tensor``."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.zeros_like.default:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _buckets_of(ddp: DistributedDataParallel) -> Sequence[dist.GradBucket]:  # type: ignore[name-defined]
+    """The reducer's own, not zeros like them, which would take as much memory again."""
+    with _AsTheyAre():
+        return ddp.reducer._get_zeros_like_grad_buckets()

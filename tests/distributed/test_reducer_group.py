@@ -1,0 +1,184 @@
+"""How DDP's buckets are seen: in the group of its reducer, and where that cannot be, by a communication hook."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import instep
+from instep.errors import AttachError
+from instep.sources.reducer_group import ReducerGroup, _buckets_of
+from instep.verification import first_difference, training_state
+from tests.cases import Blocks, batch
+from tests.distributed.pool import RankPool
+
+
+def make(model: nn.Module | None = None, **options: Any) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Blocks() if model is None else model, **{"bucket_cap_mb": 0.002, **options})
+    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, foreach=False)
+
+
+def loss_of(model: nn.Module, i: int) -> torch.Tensor:
+    x, y = batch(10 * i + dist.get_rank())
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for i in steps:
+        loss_of(model, i).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def body_what_it_asks_of_the_reducer() -> None:
+    model, optimizer = make(gradient_as_bucket_view=True)
+    assert ReducerGroup.fits(model)
+    train(model, optimizer, range(2))
+    assert model._has_rebuilt_buckets
+    loss_of(model, 2).backward()
+    buckets = _buckets_of(model)
+    assert len(buckets) > 1
+    assert [bucket.index() for bucket in buckets] == list(range(len(buckets)))
+    assert [bucket.is_last() for bucket in buckets] == [False] * (len(buckets) - 1) + [True]
+    for bucket in buckets:
+        storage = bucket.buffer().untyped_storage().data_ptr()
+        assert all(p.grad.untyped_storage().data_ptr() == storage for p in bucket.parameters())
+    assert {p for bucket in buckets for p in bucket.parameters()} == set(model.parameters())
+
+
+def test_what_it_asks_of_the_reducer(two_ranks: RankPool) -> None:
+    """It fails here when torch has changed what instep reads."""
+    two_ranks.run(body_what_it_asks_of_the_reducer)
+
+
+def body_nothing_is_left() -> None:
+    plain, plain_optimizer = make()
+    model, optimizer = make()
+    overlap = instep.attach(model, optimizer)
+    buckets = set()
+    for i in range(4):
+        loss_of(model, i).backward()
+        buckets.add(len(overlap.plan.buckets))
+        assert all(type(p.grad) is not torch.Tensor for p in model.parameters()), "stepped in backward"
+        optimizer.step()
+        optimizer.zero_grad()
+    assert max(buckets) > 1
+    assert model._comm_hooks == []
+    overlap.detach()
+    assert not model._forward_hooks
+    model.register_comm_hook(None, allreduce_hook)
+    train(plain, plain_optimizer, range(4))
+    plain.register_comm_hook(None, allreduce_hook)
+    for one, its_optimizer in ((plain, plain_optimizer), (model, optimizer)):
+        train(one, its_optimizer, range(4, 6))
+    assert first_difference(training_state(plain, plain_optimizer), training_state(model, optimizer)) is None
+
+
+def test_nothing_is_left_after_detach(two_ranks: RankPool) -> None:
+    two_ranks.run(body_nothing_is_left)
+
+
+def body_a_hook_that_came_later() -> None:
+    model, optimizer = make()
+    with instep.attach(model, optimizer):
+        train(model, optimizer, range(1))
+        model.register_comm_hook(None, allreduce_hook)
+        with pytest.raises(AttachError, match=r"register_comm_hook was called on an attached .* comm_hook=\(state"):
+            loss_of(model, 1)
+    builtin, optimizer = make()
+    builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    with pytest.raises(AttachError, match="already has a communication hook"):
+        instep.attach(builtin, optimizer)
+
+
+def test_a_hook_that_came_later_or_was_there(two_ranks: RankPool) -> None:
+    two_ranks.run(body_a_hook_that_came_later)
+
+
+class Words(nn.Module):
+    """Sparse gradients, whose buckets the reducer does not show, and dense ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, 16, sparse=True)
+        self.blocks = Blocks()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x + self.words(x.abs().argmax(1)))
+
+
+def body_kept_gradients(build: type[nn.Module]) -> str | None:
+    """What is added to a gradient that was kept in its bucket is divided there, and in other ways than one that is
+    copied into it."""
+    states = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model, optimizer = make(build(), gradient_as_bucket_view=True)
+        options = {"schedule": "forward", "cross_iteration": True}
+        overlap = instep.attach(model, optimizer, **options) if attached else None
+        for i in range(4):
+            loss_of(model, 2 * i).backward()
+            loss_of(model, 2 * i + 1).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if overlap is not None:
+            overlap.detach()
+        states.append(training_state(model, optimizer))
+    return first_difference(*states)
+
+
+@pytest.mark.parametrize("build", [Blocks, Words])
+def test_gradients_that_were_kept(three_ranks: RankPool, build: type[nn.Module]) -> None:
+    assert three_ranks.run(body_kept_gradients, build) == [None] * 3
+
+
+class Opaque:
+    """What a model may return. Its slots show nobody what is in it."""
+
+    __slots__ = ("loss",)
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+
+class InAnObject(Blocks):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Opaque(super().forward(x).square().mean())
+
+
+def body_an_output_that_nobody_can_look_into() -> None:
+    model, optimizer = make(InAnObject())
+    with instep.attach(model, optimizer) as overlap:
+        for i in range(4):
+            model(batch(i)[0]).loss.backward()
+            assert all(type(p.grad) is not torch.Tensor for p in model.parameters()), "stepped in backward"
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(overlap.plan.buckets) > 1
+
+
+def test_an_output_that_nobody_can_look_into(two_ranks: RankPool) -> None:
+    two_ranks.run(body_an_output_that_nobody_can_look_into)
+
+
+def body_a_copy() -> None:
+    plain, plain_optimizer = make()
+    model, optimizer = make()
+    with instep.attach(model, optimizer):
+        train(model, optimizer, range(2))
+        other = copy.deepcopy(model)
+        before = [p.detach().clone() for p in model.parameters()]
+        train(other, torch.optim.SGD(other.parameters(), lr=0.1, foreach=False), range(2, 4))
+        assert all(map(torch.equal, before, model.parameters()))
+        train(plain, plain_optimizer, range(4))
+        assert all(map(torch.equal, plain.parameters(), other.parameters()))
+
+
+def test_a_copy_of_the_model_is_a_plain_one(two_ranks: RankPool) -> None:
+    two_ranks.run(body_a_copy)
