@@ -72,6 +72,9 @@ def body_nothing_is_left() -> None:
     assert model._comm_hooks == []
     overlap.detach()
     assert not model._forward_hooks
+    loss_of(model, 4).backward()
+    assert all(type(p.grad) is torch.Tensor for p in model.parameters())
+    optimizer.zero_grad()
     model.register_comm_hook(None, allreduce_hook)
     train(plain, plain_optimizer, range(4))
     plain.register_comm_hook(None, allreduce_hook)

@@ -773,8 +773,8 @@ MUTANTS = [
     Mutant(
         "write the other buckets after one that is not finite",
         "_core/transaction.py",
-        "            if self._failure is not None:\n                return False  # so has",
-        "            if False:\n                return False  # so has",
+        "if self._torn is not None or self._plain or self._failure is not None:",
+        "if self._torn is not None or self._plain:",
         NONFINITE,
     ),
     Mutant(

@@ -175,8 +175,6 @@ class Transaction:
                 if self._torn.task == graph_task():
                     return False  # the backward in which it tore still has to unwind
                 raise self._torn.error()
-            if self._failure is not None:
-                return False  # so has one that failed before anything was written
             self._require_pass()
             if self._pass == "measuring":
                 self._measure_only(parameters)
