@@ -13,6 +13,10 @@ import torch.distributed as dist
 
 from instep.errors import AttachError
 
+_GLOO_THREADS = 4
+"""How many collectives gloo runs at once. Each waits for the other ranks between its two halves: with 2, torch's own
+number, a fast link is idle for a part of the time."""
+
 _beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
 
 
@@ -27,7 +31,10 @@ def group_beside(group: dist.ProcessGroup, device: torch.device) -> dist.Process
         backend: Any = type(group._get_backend(device))  # the class alone says how it is made
         store, rank, size = store_beside(group, "buckets"), dist.get_rank(group), dist.get_world_size(group)
         if backend.__name__ == "ProcessGroupGloo":
-            made = backend(store, rank, size, timeout_of(group))
+            theirs: Any = group._get_backend(device).options
+            options: Any = type(theirs)()
+            options._timeout, options._devices, options._threads = theirs._timeout, theirs._devices, _GLOO_THREADS
+            made = backend(store, rank, size, options)
         elif backend.__name__ == "ProcessGroupNCCL":
             options = backend.Options()
             options._timeout = timeout_of(group)

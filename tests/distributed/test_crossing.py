@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 import instep
 from instep._core.placeholders import HeldGradient
 from instep.errors import AttachError, InstepError, TornStepError
-from instep.sources.lane import Lane, Sent
+from instep.sources import crossing
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, Sometimes, Tied, batch, optimizer_cases, two_groups, weights
 from tests.distributed.pool import RankPool
@@ -392,23 +392,29 @@ def test_several_models_and_optimizers(two_ranks: RankPool) -> None:
 
 
 def on_their_way() -> None:
-    """Backward returns before a bucket is sent, a use of any gradient waits for all, and the forward for each."""
+    """Backward returns before a bucket has arrived, a use of any gradient waits for all, and the forward for each."""
     loop = Loop(True)
     overlap = loop.overlap
     for i in range(4):
         loop.step(i)
-    held: list[Sent] = []
-    with patch.object(Lane, "add", lambda lane, number, sent: held.append(sent)):
+    held: list[tuple[torch.futures.Future[Any], Any]] = []
+
+    def start(*args: Any) -> torch.futures.Future[Any]:
+        held.append((torch.futures.Future(), args))
+        return held[-1][0]
+
+    real = crossing._start
+    with patch.object(crossing, "_start", start):
         loop.backward(4)
     gradients = [p.grad for p in loop.model.parameters()]
     assert all(isinstance(g, HeldGradient) for g in gradients)
-    assert not any(sent.future.done() for sent in held)
     loop.finish()
     assert overlap.step_count == 5
     assert overlap._step.state == "pending"
-    lane = Lane(range(len(held)))
-    for number, sent in enumerate(held):
-        lane.add(number, sent)
+    assert not any(future.done() for future, _ in held)
+    for future, args in held:
+        real(*args).wait()
+        future.set_result(None)
     loop.step(5)
     overlap.detach()
 

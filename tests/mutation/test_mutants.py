@@ -227,7 +227,7 @@ MUTANTS = [
     Mutant(
         "ignore the future's error",
         "sources/reductions.py",
-        "        result = self._future.value()\n",
+        "        result = _arrived(self._future)\n",
         "        result = torch.ones(sum(p.numel() for p in self._members))\n",
         DDP_LIFE,
     ),
@@ -1053,8 +1053,8 @@ MUTANTS = [
     Mutant(
         "send as they come",
         "sources/lane.py",
-        "sent = self._ready.pop(self._order[self._next], None)",
-        "sent = self._ready.pop(min(self._ready, default=-1), None)",
+        "sent := self._ready.pop(self._order[self._next], None)",
+        "sent := self._ready.pop(min(self._ready, default=-1), None)",
         ORDER,
     ),
 ]

@@ -1,7 +1,6 @@
 """The order in which buckets are sent, and that nothing but the order decides what is sent when."""
 
 import itertools
-import threading
 from collections.abc import Sequence
 
 import pytest
@@ -9,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import instep.sources.lane as lanes
 from instep._core.order import Timed, best_order, deepest_then_shallowest, delay, soonest_read
-from instep.sources.lane import IN_FLIGHT, Lane, Sent
+from instep.sources.lane import Lane, Sent
 
 seconds = st.integers(0, 20).map(float)
 
@@ -79,33 +77,38 @@ class Link:
             self.futures[number] = torch.futures.Future()
             return self.futures[number]
 
-        return Sent(launch, torch.device("cpu"), 8)
+        return Sent(launch, 8)
 
     def complete(self, number: int) -> None:
         self.futures[number].set_result(torch.tensor(number))
+
+
+CPU = torch.device("cpu")
 
 
 @given(st.permutations(range(5)), st.permutations(range(5)), st.data())
 def test_buckets_are_sent_in_their_order_whatever_comes_first(
     order: list[int], ready: list[int], data: st.DataObject
 ) -> None:
-    link, lane = Link(), Lane(order)
+    link, lane = Link(), Lane(order, timed=True)
     sent = {number: link.sent(number) for number in range(5)}
-    coming = list(ready)
-    done: set[int] = set()
-    while len(done) < 5:
-        waiting = [number for number in link.launched if number not in done]
-        assert len(waiting) <= IN_FLIGHT
+    for number in ready:
+        if data.draw(st.booleans()):
+            sent[number].future(CPU)
+        lane.add(number, sent[number])
         assert link.launched == order[: len(link.launched)]
-        if coming and (not waiting or data.draw(st.booleans())):
-            number = coming.pop(0)
-            lane.add(number, sent[number])
-        else:
-            number = data.draw(st.sampled_from(waiting))
+        for early in link.launched:
+            if not link.futures[early].done() and data.draw(st.booleans()):
+                link.complete(early)
+    assert link.launched == order
+    for number in order:
+        if not link.futures[number].done():
             link.complete(number)
-            done.add(number)
-    assert [int(sent[number].future.wait()) for number in range(5)] == list(range(5))
+    for number, one in sent.items():
+        one.wait()
+        assert int(one.future(CPU).wait()) == number
     assert lane.busy()[0] == 40
+    assert sorted(map(id, lane.drain())) == sorted(map(id, sent.values()))
 
 
 @given(st.permutations(range(6)), st.integers(0, 5), st.data())
@@ -114,7 +117,7 @@ def test_another_layout_is_sent_in_one_order_on_all_ranks(order: list[int], chan
     launched = []
     count = data.draw(st.integers(changed + 1, 8))
     for _ in range(2):
-        link, lane = Link(), Lane(order)
+        link, lane = Link(), Lane(order, timed=False)
         for number in range(count):
             if number == changed:
                 lane.keep_order(number)
@@ -128,59 +131,49 @@ def test_another_layout_is_sent_in_one_order_on_all_ranks(order: list[int], chan
     assert sorted(launched[0]) == list(range(count))
 
 
-def test_nothing_is_sent_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "IN_FLIGHT", 2)
-    link, lane = Link(), Lane(range(4))
-    sent = [link.sent(number) for number in range(4)]
+def test_a_collective_that_fails() -> None:
+    link, lane = Link(), Lane(range(3), timed=False)
+    sent = [link.sent(number) for number in range(3)]
+    promises = [one.future(CPU) for one in sent]
     for number in range(3):
         lane.add(number, sent[number])
-    link.futures[0].set_exception(RuntimeError("the link is down"))  # type: ignore[arg-type]
-    lane.add(3, sent[3])
-    assert link.launched == [0, 1]
-    for number in (0, 2, 3):
-        with pytest.raises(RuntimeError, match="the link is down"):
-            sent[number].future.wait()
-    link.complete(1)
-    assert int(sent[1].future.wait()) == 1
-    assert link.launched == [0, 1]
+    link.futures[1].set_exception(RuntimeError("the link is down"))  # type: ignore[arg-type]
+    link.complete(0)
+    link.complete(2)
+    assert lane.failure is None
+    lane.drain()
     assert "the link is down" in str(lane.failure)
+    for wait in (sent[1].wait, promises[1].wait):
+        with pytest.raises(RuntimeError, match="the link is down"):
+            wait()
+    for number in (0, 2):
+        sent[number].wait()
+        assert int(promises[number].wait()) == number
 
 
 def test_a_collective_that_cannot_be_started() -> None:
     def launch() -> torch.futures.Future[torch.Tensor]:
         raise ValueError("no such group")
 
-    lane = Lane([0])
-    sent = Sent(launch, torch.device("cpu"), 8)
-    lane.add(0, sent)
-    with pytest.raises(ValueError, match="no such group"):
-        sent.future.wait()
+    link, lane = Link(), Lane([0, 1, 2], timed=False)
+    sent = [Sent(launch, 8), link.sent(1), link.sent(2)]
+    promises = [sent[0].future(CPU), sent[1].future(CPU)]
+    lane.add(1, sent[1])
+    lane.add(0, sent[0])
+    lane.add(2, sent[2])
+    assert link.launched == []
+    assert isinstance(lane.failure, ValueError)
+    assert lane.drain() == sent[:1]
+    for wait in (*(one.wait for one in sent), *(one.wait for one in promises), sent[2].future(CPU).wait):
+        with pytest.raises((ValueError, RuntimeError), match="no such group"):
+            wait()
 
 
 def test_what_will_never_be_ready_is_given_up() -> None:
-    link, lane = Link(), Lane([1, 0])
+    link, lane = Link(), Lane([1, 0], timed=False)
     first = link.sent(0)
     lane.add(0, first)
     lane.abandon(ZeroDivisionError("backward"))
     with pytest.raises(ZeroDivisionError, match="backward"):
-        first.future.wait()
+        first.wait()
     assert link.launched == []
-
-
-def test_completed_from_other_threads() -> None:
-    link, lane = Link(), Lane(range(50))
-    sent = [link.sent(number) for number in range(50)]
-
-    def complete() -> None:
-        for number in range(50):
-            while number not in link.futures:
-                pass
-            link.complete(number)
-
-    thread = threading.Thread(target=complete)
-    thread.start()
-    for number in reversed(range(50)):
-        lane.add(number, sent[number])
-    thread.join(30)
-    assert link.launched == list(range(50))
-    assert [int(one.future.wait()) for one in sent] == list(range(50))

@@ -8,7 +8,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import add
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,7 +61,7 @@ class Flight:
 
     def wait(self) -> None:
         """Return when it has arrived. Raises what the communication raised."""
-        self._sent.future.wait()
+        self._sent.wait()
 
     def land(self) -> None:
         """Have ``.grad`` be what it is in the plain loop, where nobody has put something else there."""
@@ -101,7 +103,6 @@ class CrossingSource:
         self._recorder = recorder
         self._group: dist.ProcessGroup | None = None
         self._lane: Lane | None = None
-        self._under_way: list[Sent] = []
         self._flights: dict[int, Flight] = {}
         self._new: dict[int, Flight] = {}
         self._order: list[int] = []
@@ -114,9 +115,11 @@ class CrossingSource:
         self._forward_began = self._backward_began = 0.0
         self._forward_took = float("inf")
         self._ready: list[float] = []
+        self._ready_in_all: list[float] = []  # the sums since the last plan, over so many backwards:
+        self._measured = 0
         self._each = 0.0  # seconds for a byte
         self._send: list[float] = []
-        self._agreeing: Sent | None = None
+        self._agreed: tuple[Sent, torch.Tensor] | None = None
         self._when_used = weakref.WeakMethod(self._used)
 
     @property
@@ -201,12 +204,7 @@ class CrossingSource:
         self._found.append(found)
         self._ready.append(perf_counter() - self._backward_began)
         self._send.append(float(buffer.numel() * buffer.element_size()) if not buffer.is_sparse else 0.0)
-        sent = Sent(
-            partial(cast_mean_allreduce, buffer, self._group, divisor, self._reduce_dtype),
-            members[0].device,
-            int(self._send[-1]),
-        )
-        self._under_way.append(sent)
+        sent = Sent(partial(_start, buffer, self._group, divisor, self._reduce_dtype), int(self._send[-1]))
         if bucket.is_last():
             self._end()
         self._lane.add(index, sent)
@@ -214,7 +212,7 @@ class CrossingSource:
             self._agree(members[0].device)
         # DDP ends its backward with what only other ranks used: it needs the mean then.
         if not self._same or buffer.is_sparse or any(p.grad is None for p in members):
-            return sent.future
+            return sent.future(members[0].device)
         mine = [self._by_id[key] for key in found if key in self._by_id]
         self._new[index] = Flight(mine, members, sent)
         done = future_on(members[0].device)
@@ -233,19 +231,24 @@ class CrossingSource:
             ) from self._lane.failure
         if self._lane is not None:
             nbytes, seconds = self._lane.busy()
-            self._each = seconds / nbytes if nbytes else 0.0
+            self._each = seconds / nbytes if nbytes else self._each
         self._adopt_plan()
         self._same = len(self._layout) > 0
         self._found, self._new, self._complete = [], {}, False
         self._ready, self._send = [], []
-        self._lane = Lane(self._order if self._same else [])
+        timed = self._recorder() is not None or _planned(self._crossed + 2)
+        self._lane = Lane(self._order if self._same else [], timed=timed)
         at_end_of_backward(partial(at_end_of_backward, self._after_ddp_ended, self._failed), self._failed)
 
     def _end(self) -> None:
         self._complete = True
         self._same = self._same and len(self._found) == len(self._layout)
         self._crossed = self._crossed + 1 if self._same else 0
-        if not self._same:
+        if self._same:
+            self._ready_in_all = list(map(add, self._ready_in_all, self._ready))
+            self._measured += 1
+        else:
+            self._ready_in_all, self._measured = [0.0] * len(self._found), 0
             # Until times are known: half of them while backward makes them, the rest as the next forward reads them.
             self._order = deepest_then_shallowest(len(self._found), -(-len(self._found) // 2))
         self._layout = self._found
@@ -269,42 +272,58 @@ class CrossingSource:
 
     def _drain(self) -> None:
         """Return when nothing writes DDP's buffers any more."""
-        for sent in self._under_way:
-            with suppress(Exception):
-                sent.future.wait()
+        arrived = [] if self._lane is None else self._lane.drain()
         recorder = self._recorder()
         if recorder is not None:
-            for number, sent in enumerate(self._under_way):
+            for number, sent in enumerate(arrived):
                 if sent.end:
                     recorder("communication", f"bucket {number}", sent.start, sent.end)
-        self._under_way = []
 
     # The order.
 
     def _agree(self, device: torch.device) -> None:
         """Exchange times now and then, as one more bucket: the order must be the same on all ranks."""
-        if not self._crossed or (self._crossed not in _FIRST_PLANS and self._crossed % _PLAN_EVERY):
+        if not _planned(self._crossed):
             return
         assert self._lane is not None
         assert self._group is not None
-        times = torch.tensor([self._each, self._forward_took, *self._ready], dtype=torch.float64, device=device)
+        # As backward makes them beside communication, which takes a part of the core on CPU: over several backwards.
+        ready = [total / self._measured for total in self._ready_in_all]
+        self._ready_in_all, self._measured = [0.0] * len(ready), 0
+        times = torch.tensor([self._each, self._forward_took, *ready], dtype=torch.float64, device=device)
 
         # Their mean: an all-reduce has the same result on all ranks, bit for bit.
-        exchange = partial(mean_allreduce, times, self._group, self._group.size())
-        self._agreeing = Sent(exchange, device, 0)
-        self._under_way.append(self._agreeing)
-        self._lane.add(len(self._found), self._agreeing)
+        sent = Sent(partial(mean_allreduce, times, self._group, self._group.size()), 0)
+        self._agreed = sent, times
+        self._lane.add(len(self._found), sent)
 
     def _adopt_plan(self) -> None:
-        agreeing, self._agreeing = self._agreeing, None
-        if agreeing is None:
+        agreed, self._agreed = self._agreed, None
+        if agreed is None:
             return
-        each, forward, *ready = agreeing.future.wait().tolist()
+        sent, times = agreed
+        sent.wait()
+        each, forward, *ready = times.tolist()
         backward = max(ready[-1], 1e-9)
         # The forward reads in the opposite order, at about the same pace.
         reads = [backward + (backward - at) * forward / backward for at in ready]
         timed = [Timed(at, each * nbytes, read) for at, nbytes, read in zip(ready, self._send, reads, strict=True)]
         self._order = best_order(timed)
+
+
+def _planned(crossed: int) -> bool:
+    """Whether times are exchanged in this one of the backwards with the same buckets as the one before."""
+    return crossed in _FIRST_PLANS or (crossed > 0 and crossed % _PLAN_EVERY == 0)
+
+
+def _start(
+    buffer: torch.Tensor, group: dist.ProcessGroup, divisor: int, reduce_dtype: torch.dtype | None
+) -> torch.futures.Future[Any]:
+    if divisor != 1 or reduce_dtype is not None or buffer.is_sparse:
+        return cast_mean_allreduce(buffer, group, divisor, reduce_dtype)
+    # Its result lies in the buffer: nothing is left to do where it arrives, on a thread of the backend's.
+    future: torch.futures.Future[Any] = dist.all_reduce(buffer, group=group, async_op=True).get_future()
+    return future
 
 
 def _grad(parameter: torch.Tensor) -> torch.Tensor:
