@@ -116,7 +116,8 @@ def rank(options: argparse.Namespace) -> None:
     chosen = {name: make for name, make in VARIANTS.items() if not options.variants or name in options.variants}
     loops = {name: make(shape, options.bucket_mib) for name, make in {PLAIN: Plain, **chosen}.items()}
     tokens = batches(options.rows, options.tokens, dist.get_rank())
-    times = interleave(loops, tokens, options.rounds, steps=options.steps, warmup=2)
+    # cross_iteration tries out, in its first 32 iterations, whether it pays.
+    times = interleave(loops, tokens, options.rounds, steps=options.steps, warmup=-(-36 // options.steps))
     require_equal(loops, PLAIN, [name for name in UNEQUAL if name in loops])
     quiet = times.quiet()
     found: dict[str, Any] = {
@@ -184,8 +185,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gbits", type=float, nargs="+", default=[1.0, 2.0, 3.0, 5.0, 10.0])
     parser.add_argument("--runs", type=int, default=1, help="of each rate, each with new processes")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=3, help="of each variant in a round")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=6, help="of each variant in a round")
     parser.add_argument("--bucket-mib", type=float, default=4.0)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=6)

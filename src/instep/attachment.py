@@ -318,10 +318,10 @@ class Attachment:
         self._precision: LowPrecision | None = None
         self._handles: list[RemovableHandle | BeforeFSDP1Gathers] = []
         self._sources = self._make_sources(wrapped, fsdp1, sink)
-        if isinstance(self._step, Deferral):
-            self._step.flights = functools.partial(
-                _flights, [s for s in self._sources if isinstance(s, CrossingSource)]
-            )
+        crossing = [s for s in self._sources if isinstance(s, CrossingSource)]
+        if crossing and isinstance(self._step, Deferral):
+            self._step.flights = functools.partial(_flights, crossing)
+            self._step.at_once = functools.partial(_waited, crossing)
 
     # What the user sees.
 
@@ -935,6 +935,10 @@ def _recorder_of(step: "weakref.ref[Transaction | Deferral]") -> Recorder | None
 
 def _flights(sources: Sequence[CrossingSource]) -> list[Flight]:
     return [flight for source in sources for flight in source.flights]
+
+
+def _waited(sources: Sequence[CrossingSource]) -> bool:
+    return all(source.waited for source in sources)
 
 
 def _zero(ddp: DistributedDataParallel) -> "Zero":

@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import instep
 from instep._core.placeholders import HeldGradient
+from instep._core.trial import Trial
 from instep.errors import AttachError, InstepError, TornStepError
 from instep.sources import crossing
 from instep.verification import first_difference, training_state
@@ -421,6 +422,38 @@ def on_their_way() -> None:
 
 def test_backward_does_not_wait(two_ranks: RankPool) -> None:
     two_ranks.run(on_their_way)
+
+
+def chosen(crosses: float, waits: float) -> str | None:
+    """As if an iteration took so long, on the first rank; the others find the opposite, by less."""
+    real, here = Trial.took, dist.get_rank() == 0
+    seconds = {True: crosses, False: waits} if here else {True: waits / 4, False: crosses / 4}
+    plain, attached = Loop(False), Loop(True)
+    overlap = attached.overlap
+    crossed = []
+    with patch.object(Trial, "took", lambda trial, i, first, _: real(trial, i, first, seconds[first])):
+        for i in range(44):
+            plain.step(i)
+            attached.backward(i)
+            crossed.append(bool(overlap._sources[0].flights))
+            attached.finish()
+            # What was waited for is stepped by optimizer.step() itself.
+            assert (overlap._step.state == "pending") == (crossed[-1] or i < 2)
+            if i % 10 == 9:
+                found = first_difference(plain.state(), attached.state())
+                if found is not None:
+                    return found
+    # Two steps until the buckets are known; then both ways are tried; then one is kept.
+    assert crossed[:17] == [False] * 2 + [True] * 7 + [False] * 8
+    assert set(crossed[33:]) == {crosses < waits}
+    assert overlap.step_count == 44
+    overlap.detach()
+    return first_difference(plain.state(), training_state(attached.model, attached.optimizer))
+
+
+@pytest.mark.parametrize(("crosses", "waits"), [(1.0, 2.0), (2.0, 1.0)])
+def test_the_faster_way_is_kept(three_ranks: RankPool, crosses: float, waits: float) -> None:
+    assert three_ranks.run(chosen, crosses, waits) == [None] * 3
 
 
 def planned() -> list[Any]:

@@ -231,6 +231,7 @@ class Deferral:
         readers: the hooks of the modules that read parameters.
         gather: where each rank steps its own part of parameters: gets the others' parts.
         flights: the buckets that may still be on their way.
+        at_once: whether nothing is to be put off at present: it would take more time than it saves.
     """
 
     redo_count = 0
@@ -252,6 +253,7 @@ class Deferral:
         self.recorder: Recorder | None = None
         self.gather: Gather | None = None
         self.flights: Callable[[], Sequence[Flight]] = lambda: ()
+        self.at_once: Callable[[], bool] = lambda: False
         self._can_wait = frozenset(can_wait)
         self._ranks = ranks
         self._nonfinite = nonfinite
@@ -429,7 +431,8 @@ class Deferral:
             return
         traced = {a.spec.index for reader in self.readers if reader.traced for a in reader.parameters}
         flying = self._flying(mine)
-        waiting = {a: in_loop and self._can_be_put_off(a, flying.get(a), traced) for a in with_gradient}
+        put_off = in_loop and not self.at_once()
+        waiting = {a: put_off and self._can_be_put_off(a, flying.get(a), traced) for a in with_gradient}
         for attached, flight in list(flying.items()):
             if not waiting[attached]:
                 flight.land()

@@ -22,6 +22,7 @@ from instep._core.parameters import AttachedParameter
 from instep._core.placeholders import BeforeUse, HeldGradient
 from instep._core.plan import Bucket
 from instep._core.transaction import Recorder
+from instep._core.trial import Trial
 from instep._groups import group_beside
 from instep.comm_hooks import cast_mean_allreduce, mean_allreduce
 from instep.errors import InstepError
@@ -106,6 +107,9 @@ class CrossingSource:
         self._flights: dict[int, Flight] = {}
         self._new: dict[int, Flight] = {}
         self._order: list[int] = []
+        self._trial = Trial()
+        self._crosses = False  # this backward returns before its buckets have arrived
+        self._began = 0.0  # to send them
         # The buckets of the last backward, and those of the running one so far.
         self._layout: list[list[int]] = []
         self._found: list[list[int]] = []
@@ -175,6 +179,11 @@ class CrossingSource:
             self._forward_began = 0.0
 
     @property
+    def waited(self) -> bool:
+        """Whether the last backward has waited for all of its buckets, since that takes less time."""
+        return self._same and not self._crosses
+
+    @property
     def flights(self) -> list[Flight]:
         """Those of the last backward, in the order in which they are sent."""
         return list(self._flights.values())
@@ -211,7 +220,7 @@ class CrossingSource:
         if bucket.is_last():
             self._agree(members[0].device)
         # DDP ends its backward with what only other ranks used: it needs the mean then.
-        if not self._same or buffer.is_sparse or any(p.grad is None for p in members):
+        if not (self._same and self._crosses) or buffer.is_sparse or any(p.grad is None for p in members):
             return sent.future(members[0].device)
         mine = [self._by_id[key] for key in found if key in self._by_id]
         self._new[index] = Flight(mine, members, sent)
@@ -233,11 +242,16 @@ class CrossingSource:
             nbytes, seconds = self._lane.busy()
             self._each = seconds / nbytes if nbytes else self._each
         self._adopt_plan()
+        now = perf_counter()
+        if self._same:
+            self._trial.took(self._crossed, self._crosses, now - self._began)
+        self._began = now
+        self._crosses = self._trial.first(self._crossed + 1)
         self._same = len(self._layout) > 0
         self._found, self._new, self._complete = [], {}, False
         self._ready, self._send = [], []
         timed = self._recorder() is not None or _planned(self._crossed + 2)
-        self._lane = Lane(self._order if self._same else [], timed=timed)
+        self._lane = Lane(self._order if self._same and self._crosses else [], timed=timed)
         at_end_of_backward(partial(at_end_of_backward, self._after_ddp_ended, self._failed), self._failed)
 
     def _end(self) -> None:
@@ -290,20 +304,22 @@ class CrossingSource:
         # As backward makes them beside communication, which takes a part of the core on CPU: over several backwards.
         ready = [total / self._measured for total in self._ready_in_all]
         self._ready_in_all, self._measured = [0.0] * len(ready), 0
-        times = torch.tensor([self._each, self._forward_took, *ready], dtype=torch.float64, device=device)
+        times = [self._each, self._forward_took, *self._trial.times(), *ready]
+        exchanged = torch.tensor(times, dtype=torch.float64, device=device)
 
         # Their mean: an all-reduce has the same result on all ranks, bit for bit.
-        sent = Sent(partial(mean_allreduce, times, self._group, self._group.size()), 0)
-        self._agreed = sent, times
+        sent = Sent(partial(mean_allreduce, exchanged, self._group, self._group.size()), 0)
+        self._agreed = sent, exchanged
         self._lane.add(len(self._found), sent)
 
     def _adopt_plan(self) -> None:
         agreed, self._agreed = self._agreed, None
         if agreed is None:
             return
-        sent, times = agreed
+        sent, exchanged = agreed
         sent.wait()
-        each, forward, *ready = times.tolist()
+        each, forward, crossing, waiting, *ready = exchanged.tolist()
+        self._trial.keep(self._crossed, crossing, waiting)
         backward = max(ready[-1], 1e-9)
         # The forward reads in the opposite order, at about the same pace.
         reads = [backward + (backward - at) * forward / backward for at in ready]
