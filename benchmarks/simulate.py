@@ -4,8 +4,8 @@
     python benchmarks/simulate.py --picture simulate.svg             # 8 to 4096 GPUs, 1 to 400 Gbit/s, 0.1 to 70 B
     python benchmarks/simulate.py --ranks 64 --gbits 100 --tokens 512
 
-Against times: the model is told how long forward, backward, step and the CPU work of gloo take by themselves, and says
-how long each variant takes on that link. The error is its time to the measured one.
+Against times: the model is told how long forward, backward, step, the CPU work of gloo and the link take by themselves,
+and says how long each variant takes together. The error is its time to the measured one.
 
 At scale: data-parallel training in bf16, every GPU with all parameters and a link of its own, equal layers, one bucket
 each, and the quicker of ring and tree. Forward and backward compute at a given rate, the step moves 28 bytes for each
@@ -25,9 +25,6 @@ from measure import Spread, picture
 
 from instep.report.iteration import SCHEDULES, Host, Link, Schedule, Work, bound, iteration_seconds
 
-PAYLOAD = 1448 / 1514
-"""Of what passes a shaped link, the part that is not TCP's and Ethernet's."""
-
 NAMES: dict[Schedule, str] = {schedule: schedule for schedule in SCHEDULES} | {"plain": "plain DDP"}
 """What ``two_ranks.py`` calls them."""
 
@@ -44,7 +41,7 @@ def compare(measured: dict[str, list[dict[str, Any]]], latency: float) -> None:
             if "parts" not in run:
                 raise SystemExit(f"{where}: no parts, without which there is nothing to go by")
             work, host = parts(run["parts"])
-            link = Link(float(gbits) * 1e9 / 8 * PAYLOAD, latency, ranks=2)
+            link = Link(1 / run["parts"]["link_per_byte"], latency, ranks=2)
             limit = 1e3 * bound(work, link, host)
             print(f"\n{where}: the limit is {limit:.1f} ms\n{'':19}simulated   measured   error")
             for schedule, name in NAMES.items():

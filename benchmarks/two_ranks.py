@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from time import process_time
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -147,10 +147,12 @@ def rank(options: argparse.Namespace) -> None:
 
 def parts(loop: Plain, tokens: Iterator[torch.Tensor], bucket_mib: float) -> dict[str, float]:
     """Seconds of processor time that forward, backward and step take by themselves, and gloo for each byte, of the rank
-    where each takes longest. For ``simulate.py``."""
+    where each takes longest; and seconds for each byte of the link, when nothing else is done. For ``simulate.py``."""
     assert isinstance(loop.model, DistributedDataParallel)
     times: dict[str, list[float]] = {"forward": [], "backward": [], "step": [], "communication_cpu_per_byte": []}
-    bucket = torch.zeros(int(bucket_mib * MIB / 4))
+    times["link_per_byte"] = []
+    buckets = [torch.zeros(int(bucket_mib * MIB / 4)) for _ in range(8)]
+    nbytes = sum(bucket.nbytes for bucket in buckets)
     for _ in range(8):
         with loop.model.no_sync():
             marks = [process_time()]
@@ -164,9 +166,11 @@ def parts(loop: Plain, tokens: Iterator[torch.Tensor], bucket_mib: float) -> dic
             times[name].append(end - start)
         loop.optimizer.zero_grad()
         dist.barrier()
-        started = process_time()
-        dist.all_reduce(bucket)
-        times["communication_cpu_per_byte"].append((process_time() - started) / bucket.nbytes)
+        started = process_time(), perf_counter()
+        for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+            work.wait()
+        times["communication_cpu_per_byte"].append((process_time() - started[0]) / nbytes)
+        times["link_per_byte"].append((perf_counter() - started[1]) / nbytes)
     slowest = highest([spread(seconds).median for seconds in times.values()])
     return dict(zip(times, slowest, strict=True))
 

@@ -1,0 +1,60 @@
+"""Every benchmark runs, and finds its variants equal, on a model so small that its times say nothing."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+SMALL = ["--rounds", "1", "--width", "32", "--depth", "1"]
+needs_namespaces = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root, and iproute2"
+)
+
+
+def run(name: str, *options: str, ranks: int = 1) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*(command if ranks > 1 else [sys.executable]), str(BENCHMARKS / name), *options],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_model_at_scale(tmp_path: Path) -> None:
+    said = run("simulate.py", "--ranks", "8", "--gbits", "10", "--parameters", "1", "--picture", str(tmp_path / "a.svg"))
+    assert "cross_iteration" in said
+    assert (tmp_path / "a.svg").stat().st_size > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "options", "ranks"),
+    [
+        ("one_device.py", SMALL, 1),
+        ("step_placement.py", [*SMALL, "--bucket-mib", "1"], 1),
+        ("step_placement.py", [*SMALL, "--bucket-mib", "1"], 2),
+        ("safety.py", SMALL, 2),
+        ("zero.py", SMALL, 2),
+        ("gradient_memory.py", [], 2),
+    ],
+)
+def test_runs(name: str, options: list[str], ranks: int) -> None:
+    assert run(name, *options, ranks=ranks)
+
+
+@pytest.mark.nightly
+@needs_namespaces
+def test_two_ranks_over_a_link_and_the_model_of_them(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    said = run("two_ranks.py", *SMALL, "--gbits", "5", "--steps", "1", "--json", str(found))
+    assert "bit for bit" in said
+    assert "5" in run("simulate.py", "--measured", str(found))
