@@ -71,7 +71,7 @@ class ReducerGroup(dist.ProcessGroup):
     @staticmethod
     def fits(ddp: DistributedDataParallel) -> bool:
         """Whether the reducer divides by itself, and its buckets can be known: not those of sparse gradients."""
-        if ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook") or not hasattr(ddp, "reducer"):
+        if not hasattr(ddp, "reducer") or ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"):
             return False
         try:
             _buckets_of(ddp)
@@ -83,8 +83,8 @@ class ReducerGroup(dist.ProcessGroup):
         ddp = self._ddp()
         assert ddp is not None
         self._look(ddp)
-        self._handle = ddp.register_forward_hook(BoundHook(self._after_forward))
         ddp.reducer._update_process_group(self)
+        self._handle = ddp.register_forward_hook(BoundHook(self._after_forward))
 
     def disconnect(self) -> None:
         ddp = self._ddp()
