@@ -29,11 +29,8 @@ def run(name: str, *options: str, ranks: int = 1) -> str:
     return done.stdout
 
 
-def test_the_model_at_scale(tmp_path: Path) -> None:
-    where = ["--ranks", "8", "--gbits", "10", "--parameters", "1"]
-    said = run("simulate.py", *where, "--picture", str(tmp_path / "a.svg"))
-    assert "cross_iteration" in said
-    assert (tmp_path / "a.svg").stat().st_size > 0
+def test_the_model_at_scale() -> None:
+    assert "cross_iteration" in run("simulate.py", "--ranks", "8", "--gbits", "10", "--parameters", "1")
 
 
 @pytest.mark.nightly
