@@ -227,7 +227,7 @@ MUTANTS = [
     Mutant(
         "ignore the future's error",
         "sources/reductions.py",
-        "        result = _arrived(self._future)\n",
+        "        result = value_of(self._future)\n",
         "        result = torch.ones(sum(p.numel() for p in self._members))\n",
         DDP_LIFE,
     ),
@@ -1018,8 +1018,8 @@ MUTANTS = [
     Mutant(
         "say that a bucket is reduced where DDP needs the mean",
         "sources/crossing.py",
-        "if not self._same or buffer.is_sparse or any(p.grad is None for p in members):",
-        "if not self._same or buffer.is_sparse:",
+        "if not (self._same and self._crosses) or buffer.is_sparse or any(p.grad is None for p in members):",
+        "if not (self._same and self._crosses) or buffer.is_sparse:",
         CROSSING,
     ),
     Mutant(

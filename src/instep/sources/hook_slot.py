@@ -12,7 +12,7 @@ from instep._core.placeholders import Placeholder
 from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AttachError
 from instep.sources.reducer_group import ReducerGroup
-from instep.sources.reductions import Divisor, User, slices_of
+from instep.sources.reductions import Divisor, User, slices_of, value_of
 
 CommHook = tuple[Any, Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]]
 """A DDP communication hook with its state, in the order in which ``register_comm_hook`` takes them."""
@@ -48,7 +48,10 @@ class _HookSlot:
             if self.reduce_dtype is None and self._divide_views(bucket, divisor):
                 divisor = 1
             own = None if self.source is None else self.source.communicate(bucket, ddp.process_group, divisor)
-            future = own or cast_mean_allreduce(buffer, ddp.process_group, divisor, self.reduce_dtype)
+            if own is None:
+                future = cast_mean_allreduce(buffer, ddp.process_group, divisor, self.reduce_dtype)
+            else:
+                future = own.then(value_of)  # a hook's must hold an object of Python's, which a backend's own does not
         else:
             state, hook = self.comm_hook
             future = hook(state, bucket)

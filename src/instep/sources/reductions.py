@@ -76,7 +76,7 @@ class Reduction:
     def gradients(self) -> list[torch.Tensor]:
         """Wait, and return the reduced gradients of ``parameters``. Raises what the communication raised."""
         self._future.wait()
-        result = _arrived(self._future)
+        result = value_of(self._future)
         slices = [result] if self._sparse else self._gradients(result, self._members)
         # A compressing hook may answer in another dtype: DDP too casts what it copies into .grad.
         return [slices[i].to(self._members[i].dtype) for i in self._positions]
@@ -89,7 +89,7 @@ class Reduction:
     def all_gradients(self) -> list[torch.Tensor]:
         """As :meth:`gradients`, of all ``members``."""
         self._future.wait()
-        found = self._gradients(_arrived(self._future), self._members)
+        found = self._gradients(value_of(self._future), self._members)
         return [gradient.to(member.dtype) for gradient, member in zip(found, self._members, strict=True)]
 
     def drain(self) -> None:
@@ -153,8 +153,8 @@ class Reductions:
         self._raised(reductions)
 
 
-def _arrived(future: Arriving) -> Any:
-    """A backend's own future has a list of all tensors that were reduced."""
+def value_of(future: Arriving) -> Any:
+    """What is in ``future``: a backend's own has a list of all tensors that were reduced."""
     value = future.value()
     return value[0] if isinstance(value, list) else value
 
