@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import AttachError
-from instep.sources.reducer_group import ReducerGroup, _buckets_of
+from instep.sources.reducer_group import ReducerGroup
+from instep.sources.reductions import buckets_of
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.distributed.pool import RankPool
@@ -42,7 +43,7 @@ def body_what_it_asks_of_the_reducer() -> None:
     train(model, optimizer, range(2))
     assert model._has_rebuilt_buckets
     loss_of(model, 2).backward()
-    buckets = _buckets_of(model)
+    buckets = buckets_of(model)
     assert len(buckets) > 1
     assert [bucket.index() for bucket in buckets] == list(range(len(buckets)))
     assert [bucket.is_last() for bucket in buckets] == [False] * (len(buckets) - 1) + [True]

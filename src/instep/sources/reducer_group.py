@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from instep._core.hooks import BoundHook
 from instep.errors import AttachError
-from instep.sources.reductions import User
+from instep.sources.reductions import User, buckets_of
 
 Future = torch.futures.Future[Any]
 
@@ -50,7 +49,7 @@ class ReducerGroup(dist.ProcessGroup):
 
     What it is used for is private: ``Reducer._update_process_group``, which ``DistributedDataParallel`` has to change
     the number of ranks, and ``Reducer._get_zeros_like_grad_buckets``, which it has for ``join()``.
-    ``tests/unit/test_engine.py`` fails clearly when torch changes them.
+    ``tests/distributed/test_reducer_group.py`` fails clearly when torch changes them.
 
     Args:
         source: hears of each bucket; those it is to reduce itself are divided already.
@@ -74,7 +73,7 @@ class ReducerGroup(dist.ProcessGroup):
         if not hasattr(ddp, "reducer") or ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"):
             return False
         try:
-            _buckets_of(ddp)
+            buckets_of(ddp)
         except RuntimeError:
             return False
         return True
@@ -139,7 +138,7 @@ class ReducerGroup(dist.ProcessGroup):
                 bucket.parameters(),
                 bucket.is_last(),
             )
-            for bucket in _buckets_of(ddp)
+            for bucket in buckets_of(ddp)
         }
 
 
@@ -156,20 +155,3 @@ class _Own(Work):
 
     def get_future(self) -> Future:
         return self._future
-
-
-class _AsTheyAre(TorchDispatchMode):
-    """Answers ``zeros_like(tensor)`` with ``tensor``."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten.zeros_like.default:
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
-def _buckets_of(ddp: DistributedDataParallel) -> Sequence[dist.GradBucket]:  # type: ignore[name-defined]
-    """The reducer's own, not zeros like them, which would take as much memory again."""
-    with _AsTheyAre():
-        return ddp.reducer._get_zeros_like_grad_buckets()

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep._core.engine import at_end_of_backward, graph_task
 from instep.errors import InstepError
@@ -210,14 +211,31 @@ class Divisor:
         return self._active
 
 
+class _AsTheyAre(TorchDispatchMode):
+    """Answers ``zeros_like(tensor)`` with ``tensor``."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.zeros_like.default:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def buckets_of(ddp: DistributedDataParallel) -> Sequence[dist.GradBucket]:  # type: ignore[name-defined]
+    """The reducer's own, not zeros like them, which would take as much memory again."""
+    with _AsTheyAre():
+        return ddp.reducer._get_zeros_like_grad_buckets()
+
+
 def bucket_parameters(ddp: DistributedDataParallel) -> set[int]:
     """By ``id``: the parameters that are in a bucket of ``ddp``: those that were trainable when it was constructed.
 
-    DDP has no public record of them. This makes buckets of zeros for the moment, which it cannot for sparse gradients:
-    then they are taken to be the parameters that are trainable now.
+    DDP has no public record of them, and shows none of sparse gradients: then they are taken to be the parameters that
+    are trainable now.
     """
     try:
-        buckets = ddp.reducer._get_zeros_like_grad_buckets()
+        buckets = buckets_of(ddp)
     except RuntimeError:
         return {id(p) for p in ddp._module_parameters if p.requires_grad}
     return {id(p) for bucket in buckets for p in bucket.parameters()}
