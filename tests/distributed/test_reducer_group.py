@@ -17,24 +17,13 @@ from instep.sources.reductions import buckets_of
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.distributed.pool import RankPool
+from tests.distributed.test_ddp_life import loss_of, train
 
 
 def make(model: nn.Module | None = None, **options: Any) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Blocks() if model is None else model, **{"bucket_cap_mb": 0.002, **options})
     return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, foreach=False)
-
-
-def loss_of(model: nn.Module, i: int) -> torch.Tensor:
-    x, y = batch(10 * i + dist.get_rank())
-    return nn.functional.cross_entropy(model(x), y)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for i in steps:
-        loss_of(model, i).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def body_what_it_asks_of_the_reducer() -> None:
