@@ -6,16 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.report.overlap import busy, exposed, union
-from instep.report.record import Span, SpanRecorder
-
-
-def spans(*intervals: tuple[float, float]) -> list[Span]:
-    return [Span("step", "b", start, end) for start, end in intervals]
+from instep.report.overlap import busy, exposed, outside, union, within
+from instep.report.spans import Span, SpanRecorder, title
 
 
 @pytest.mark.parametrize(
-    ("given_spans", "merged"),
+    ("given_parts", "merged"),
     [
         pytest.param([], [], id="none"),
         pytest.param([(1, 1)], [], id="empty"),
@@ -29,8 +25,8 @@ def spans(*intervals: tuple[float, float]) -> list[Span]:
         pytest.param([(0, 1), (1, 1), (5, 5)], [(0, 1)], id="with empty ones"),
     ],
 )
-def test_union(given_spans: list[tuple[float, float]], merged: list[tuple[float, float]]) -> None:
-    assert union(spans(*given_spans)) == merged
+def test_union(given_parts: list[tuple[float, float]], merged: list[tuple[float, float]]) -> None:
+    assert union(given_parts) == merged
 
 
 @pytest.mark.parametrize(
@@ -52,13 +48,13 @@ def test_union(given_spans: list[tuple[float, float]], merged: list[tuple[float,
     ],
 )
 def test_exposed(steps: list[tuple[float, float]], cover: list[tuple[float, float]], left: float) -> None:
-    assert exposed(spans(*steps), spans(*cover)) == left
+    assert exposed(steps, cover) == left
 
 
 def test_a_fully_covered_step_leaves_exactly_nothing() -> None:
     """Subtracting sums of floats would leave a rounding error of either sign."""
     thirds = [(i * 0.1, (i + 1) * 0.1) for i in range(10)]
-    assert exposed(spans((0.0, 1.0)), spans(*thirds, (0.9, 1.1))) == 0.0
+    assert exposed([(0.0, 1.0)], [*thirds, (0.9, 1.1)]) == 0.0
 
 
 _INTERVALS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=6)
@@ -68,15 +64,37 @@ _INTERVALS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_siz
 def test_equals_counting_unit_cells(steps: list[tuple[int, int]], cover: list[tuple[int, int]]) -> None:
     stepping = {cell for start, end in steps for cell in range(start, end)}
     covered = {cell for start, end in cover for cell in range(start, end)}
-    assert busy(spans(*steps)) == len(stepping)
-    assert exposed(spans(*steps), spans(*cover)) == len(stepping - covered)
+    assert busy(steps) == len(stepping)
+    assert exposed(steps, cover) == len(stepping - covered)
+
+
+def test_what_is_left_lies_where_it_was() -> None:
+    assert outside([(0, 4), (6, 9)], [(3, 7)]) == [(0, 3), (7, 9)]
+    assert within([(0, 4), (6, 9), (9, 10)], (3, 9)) == [(3, 4), (6, 9)]
 
 
 def test_the_recorder_hands_out_each_span_once_from_any_thread() -> None:
     recorder = SpanRecorder()
-    recorder("step", "a", 0.0, 1.0)
-    other = threading.Thread(target=recorder, args=("communication", "bucket 0", 0.5, 2.0))
+    recorder("step", ["a"], 0.0, 1.0)
+    told: list[int] = []
+
+    def tell() -> None:
+        told.append(threading.get_native_id())
+        recorder("communication", ["a", "b"], 0.5, 2.0)
+
+    other = threading.Thread(target=tell)
     other.start()
     other.join()
-    assert recorder.take() == [Span("step", "a", 0.0, 1.0), Span("communication", "bucket 0", 0.5, 2.0)]
+    here = threading.get_native_id()
+    assert told != [here]
+    assert recorder.take() == [
+        Span("step", "a", 0.0, 1.0, here, ("a",)),
+        Span("communication", "a, b", 0.5, 2.0, told[0], ("a", "b")),
+    ]
     assert recorder.take() == []
+
+
+def test_a_bucket_is_called_by_its_first_and_last() -> None:
+    assert title(["w"]) == "w"
+    assert title(["w", "b"]) == "w, b"
+    assert title(["w", "x", "b"]) == "w … b (3 parameters)"

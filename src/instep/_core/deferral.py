@@ -161,7 +161,7 @@ class _Due:
         self.gradients, self._memory, self._calls = [], [], []
         self.step.applied += self.names
         if self._recorder is not None:
-            self._recorder("step", self.names[0], started, perf_counter())
+            self._recorder("step", self.names, started, perf_counter())
 
     def _arrive(self) -> None:
         flight, self._flight = self._flight, None
@@ -339,7 +339,10 @@ class Deferral:
         else:
             with _not_compiling():
                 due.done = due.done or self._worker.run(due.finish)
+                started = perf_counter()
                 due.done.wait()
+                if self.recorder is not None:
+                    self.recorder("waiting", due.names, started, perf_counter())
         self._watch.stop(due.tensors)
         for tensor in due.tensors:
             self._due.pop(id(tensor), None)

@@ -43,9 +43,11 @@ from instep.errors import (
 
 
 class Recorder(Protocol):
-    """Told what ran when: ``kind`` is ``"step"`` or ``"communication"``, times are ``perf_counter`` seconds."""
+    """Told what ran when, on the thread that it ran on: ``kind`` is ``"step"`` for the update of these parameters,
+    ``"communication"`` for their gradients on their way between ranks, which any thread tells, or ``"waiting"`` for
+    either. Times are ``perf_counter`` seconds."""
 
-    def __call__(self, kind: str, name: str, start: float, end: float) -> None: ...
+    def __call__(self, kind: str, names: Sequence[str], start: float, end: float) -> None: ...
 
 
 Gather = Callable[[Sequence[AttachedParameter]], Callable[[], None]]
@@ -256,7 +258,7 @@ class Transaction:
                 attached.version = memory_of(parameter)._version
             self.streams.keep(p.grad for p in parameters if p.grad is not None)
             if self.recorder is not None and bucket:
-                self.recorder("step", bucket[0].spec.name, started, perf_counter())
+                self.recorder("step", [attached.spec.name for attached in bucket], started, perf_counter())
             return True
 
     @contextmanager

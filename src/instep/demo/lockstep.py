@@ -10,8 +10,8 @@ from instep.attachment import attach
 from instep.demo.job import WARM_UP_STEPS, Finished, Job, LoopRecord, LoopStep, Progress
 from instep.demo.loop import Loop
 from instep.demo.text import Batches
-from instep.report.overlap import busy, exposed
-from instep.report.record import Span, SpanRecorder
+from instep.report.overlap import busy, exposed, intervals
+from instep.report.spans import SpanRecorder
 from instep.verification import first_difference, training_state
 
 
@@ -61,12 +61,12 @@ class _Timed:
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         _line_up(self._device)
         started = perf_counter()
-        loss, *flush = self.loop.step(inputs, targets)
+        loss, began, done = self.loop.step(inputs, targets)
         _wait(self._device)
         ended = perf_counter()
-        spans = [*self.recorder.take(), Span("step", "optimizer.step()", *flush)]
-        steps = [span for span in spans if span.kind == "step"]
-        communication = [span for span in spans if span.kind == "communication"]
+        spans = self.recorder.take()
+        steps = [(began, done), *intervals(span for span in spans if span.kind == "step")]
+        communication = intervals(span for span in spans if span.kind == "communication")
         self.steps.append(LoopStep(loss.item(), ended - started, busy(steps), exposed(steps, communication)))
 
     def record(self) -> LoopRecord:

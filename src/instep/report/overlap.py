@@ -1,19 +1,23 @@
-"""How much of one kind of work ran while another was under way. Pure arithmetic on spans, in their own unit of time."""
+"""How much of one kind of work ran while another was under way. Pure arithmetic on intervals, in their own unit."""
 
 from collections.abc import Iterable, Iterator
 
-from instep.report.record import Span
+from instep.report.spans import Span
 
 Interval = tuple[float, float]
 
 
-def union(spans: Iterable[Span]) -> list[Interval]:
-    """The time in which at least one of ``spans`` ran: disjoint intervals in order, touching ones joined.
+def intervals(spans: Iterable[Span]) -> list[Interval]:
+    return [(span.start, span.end) for span in spans]
 
-    A span that ends where it starts, or before, covers nothing.
+
+def union(parts: Iterable[Interval]) -> list[Interval]:
+    """The time that at least one of ``parts`` covers: disjoint intervals in order, touching ones joined.
+
+    One that ends where it starts, or before, covers nothing.
     """
     merged: list[Interval] = []
-    for start, end in sorted((span.start, span.end) for span in spans if span.start < span.end):
+    for start, end in sorted(part for part in parts if part[0] < part[1]):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
@@ -21,18 +25,29 @@ def union(spans: Iterable[Span]) -> list[Interval]:
     return merged
 
 
-def busy(spans: Iterable[Span]) -> float:
-    """How long at least one of ``spans`` ran."""
-    return _length(union(spans))
-
-
-def exposed(steps: Iterable[Span], cover: Iterable[Span]) -> float:
-    """How long at least one of ``steps`` ran while none of ``cover`` did: the part that nothing hid."""
+def outside(parts: Iterable[Interval], cover: Iterable[Interval]) -> list[Interval]:
+    """The time that at least one of ``parts`` covers, and none of ``cover``."""
     covering = union(cover)
-    return _length(piece for step in union(steps) for piece in _outside(step, covering))
+    return [piece for part in union(parts) for piece in _pieces(part, covering)]
 
 
-def _outside(interval: Interval, covering: list[Interval]) -> Iterator[Interval]:
+def within(parts: Iterable[Interval], window: Interval) -> list[Interval]:
+    """What of ``parts`` lies in ``window``."""
+    cut = ((max(start, window[0]), min(end, window[1])) for start, end in parts)
+    return [(start, end) for start, end in cut if start < end]
+
+
+def busy(parts: Iterable[Interval]) -> float:
+    """For how long at least one of ``parts`` ran."""
+    return sum(end - start for start, end in union(parts))
+
+
+def exposed(parts: Iterable[Interval], cover: Iterable[Interval]) -> float:
+    """For how long at least one of ``parts`` ran while none of ``cover`` did: the part that nothing hid."""
+    return sum(end - start for start, end in outside(parts, cover))
+
+
+def _pieces(interval: Interval, covering: list[Interval]) -> Iterator[Interval]:
     start, end = interval
     for cover_start, cover_end in covering:
         if start < cover_end and cover_start < end:
@@ -41,7 +56,3 @@ def _outside(interval: Interval, covering: list[Interval]) -> Iterator[Interval]
             start = cover_end
     if start < end:
         yield start, end
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    return sum(end - start for start, end in intervals)

@@ -1,7 +1,10 @@
 """Sources say when the gradients of some parameters are final. One file each; they do not know one another."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
 
 from instep._core.parameters import AttachedParameter
 from instep._core.plan import Bucket
@@ -38,6 +41,14 @@ class Sink(Protocol):
     def fail(self, error: BaseException) -> None: ...
     def backward_raised(self) -> None: ...
     def raise_failure(self) -> None: ...
+
+
+def record_arrival(sink: Sink, bucket: Iterable[AttachedParameter], future: torch.futures.Future[Any]) -> None:
+    """Tell who records the step of the gradients of ``bucket``, which are on their way until ``future`` is done."""
+    recorder, started = sink.recorder, perf_counter()
+    if recorder is not None:
+        names = [attached.spec.name for attached in bucket]
+        future.add_done_callback(lambda _: recorder("communication", names, started, perf_counter()))
 
 
 class Source(Protocol):

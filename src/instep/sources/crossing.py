@@ -289,9 +289,10 @@ class CrossingSource:
         arrived = [] if self._lane is None else self._lane.drain()
         recorder = self._recorder()
         if recorder is not None:
-            for number, sent in enumerate(arrived):
+            for members, sent in zip(self._layout, arrived, strict=False):
                 if sent.end:
-                    recorder("communication", f"bucket {number}", sent.start, sent.end)
+                    names = [self._by_id[key].spec.name for key in members if key in self._by_id]
+                    recorder("communication", names, sent.start, sent.end)
 
     # The order.
 

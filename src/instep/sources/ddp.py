@@ -7,7 +7,6 @@ arrived: while some are stepped the later ones are still on their way. No weight
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instep._core.parameters import AttachedParameter
 from instep._core.plan import Bucket
-from instep._core.transaction import Recorder
-from instep.sources import Sink
+from instep.sources import Sink, record_arrival
 from instep.sources.hook_slot import CommHook, before_backward, release, take
 from instep.sources.reductions import Reduction, Reductions, SomeBucket, as_they_arrive
 
@@ -94,10 +92,9 @@ class DDPSource:
         self._sent = True
         if reduction.index == 0:
             self._buckets = {}
-        known = (self._by_id.get(id(parameter)) for parameter in bucket.parameters())
-        self._buckets[reduction.index] = Bucket("ddp", tuple(a.spec for a in known if a is not None))
-        if self._sink.recorder is not None:
-            _record(self._sink.recorder, f"bucket {reduction.index}", future)
+        known = [self._by_id[id(parameter)] for parameter in bucket.parameters() if id(parameter) in self._by_id]
+        self._buckets[reduction.index] = Bucket("ddp", tuple(attached.spec for attached in known))
+        record_arrival(self._sink, known, future)
 
     def _step(self, reductions: Sequence[Reduction]) -> None:
         if self._sink.waits_for_all:
@@ -149,8 +146,3 @@ def managed_by(ddp: DistributedDataParallel) -> set[int]:
     """The parameters that ``ddp`` may reduce. Those that were frozen when it was built never come in a bucket, and are
     left to ``optimizer.step()``."""
     return {id(p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
-
-
-def _record(recorder: Recorder, name: str, future: torch.futures.Future[Any]) -> None:
-    started = perf_counter()
-    future.add_done_callback(lambda _: recorder("communication", name, started, perf_counter()))

@@ -4,7 +4,6 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from instep._core.engine import at_end_of_backward, graph_task
 from instep._core.parameters import AttachedParameter
 from instep._core.plan import Bucket
 from instep.errors import AttachError, InstepError
-from instep.sources import Sink
+from instep.sources import Sink, record_arrival
 from instep.sources.agreement import broadcast, require_the_same
 from instep.sources.layout import BucketSizes
 from instep.sources.transient import TransientBuckets
@@ -164,11 +163,8 @@ class ReplicatedSource:
 
     # What the buckets call, in backward.
 
-    def launched(self, number: int, future: torch.futures.Future[Any]) -> None:
-        recorder, started = self._sink.recorder, perf_counter()
-        if recorder is not None:
-            name = f"bucket {number}"
-            future.add_done_callback(lambda _: recorder("communication", name, started, perf_counter()))
+    def launched(self, parameters: Sequence[torch.Tensor], future: torch.futures.Future[Any]) -> None:
+        record_arrival(self._sink, [self._by_id[id(p)] for p in parameters if id(p) in self._by_id], future)
 
     def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
         self._delivered = True

@@ -41,8 +41,8 @@ class Receiver(Protocol):
 
     reduce_dtype: torch.dtype | None
 
-    def launched(self, number: int, future: torch.futures.Future[Any]) -> None:
-        """A bucket is on its way."""
+    def launched(self, parameters: Sequence[torch.Tensor], future: torch.futures.Future[Any]) -> None:
+        """The gradients of ``parameters``, which share a bucket, are on their way."""
 
     def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
         """``.grad`` of ``parameters``, which share a bucket, is the mean of all ranks, and final."""
@@ -266,7 +266,7 @@ class TransientBuckets:
         backward.flying.append(_Flight(members, unused, future, sparse))
         backward.unused |= unused
         if self.receiver is not None:
-            self.receiver.launched(backward.sent, future)
+            self.receiver.launched([self._parameters[number] for number in members], future)
         backward.sent += 1
 
     def _reduce(self, members: Sequence[int], unused: frozenset[int]) -> torch.futures.Future[Any]:
