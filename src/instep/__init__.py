@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from instep.attachment import Attachment as Attachment
     from instep.attachment import attach as attach
     from instep.attachment import attached as attached
+    from instep.attachment import record as record
     from instep.checkpoint import Checkpoint as Checkpoint
     from instep.checkpoint import load as load
     from instep.checkpoint import save as save
@@ -36,6 +37,7 @@ _ROOMS = {
     "Attachment": "attachment",
     "attach": "attachment",
     "attached": "attachment",
+    "record": "attachment",
     "Checkpoint": "checkpoint",
     "load": "checkpoint",
     "save": "checkpoint",
@@ -77,6 +79,7 @@ __all__ = [
     "get_in_backward_optimizers",
     "hook_then_optimizer",
     "load",
+    "record",
     "reducer_allreduce_and_upcast_hook",
     "register_overlapped",
     "replicate",

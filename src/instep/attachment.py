@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -79,12 +79,14 @@ from instep.sources.resync import resync
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    from instep.recording import Recording
     from instep.sources.zero import Zero
 
 DEFAULT_BUCKET_BYTES = 16 * MIB
 
 _logger = logging.getLogger("instep")
 Wrapped = DistributedDataParallel | Replicated
+_Described = tuple[str, dict[str, str], list[list[str]], dict[str, int] | None]
 _attachments: "weakref.WeakKeyDictionary[nn.Module, Attachment]" = weakref.WeakKeyDictionary()
 
 
@@ -255,6 +257,42 @@ def attached(model: nn.Module) -> "Attachment | None":
     return _attachments.get(model)
 
 
+def record(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], steps: int = 5) -> "Recording":
+    """Record what runs when in a training loop, and what memory it holds: ``with instep.record(model, optimizer):``
+    around it. Of an attached model it is the attachment's :meth:`Attachment.record`.
+
+    Args:
+        model: whose forward begins an iteration; what the loop calls, with its wrappers.
+        optimizer: whose ``step()`` ends one.
+        steps: after so many the recording ends, and the loop goes on; or on leaving the block.
+
+    Returns:
+        A recording: ``recording.save(path)`` after the block, for ``instep report`` and for trace viewers.
+
+    Raises:
+        ValueError: ``steps``.
+        InstepError: ``torch.profiler`` cannot be started.
+    """
+    found = attached(model)
+    if found is not None:
+        return found.record(steps)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    return _recording(model, optimizers, steps, lambda: ("plain", {}, [], None), lambda recorder: None)
+
+
+def _recording(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    steps: int,
+    described: "Callable[[], _Described]",
+    listen: Callable[[Recorder | None], None],
+) -> "Recording":
+    from instep.recording import Recording  # imports torch.profiler
+    from instep.recording.setup import describe
+
+    return Recording(model, optimizers, steps, lambda: describe(model, optimizers, *described()), listen)
+
+
 def attached_parameters() -> "dict[int, Attachment]":
     """By ``id``: every parameter that is attached, with its attachment."""
     return {id(p): attachment for attachment in _attachments.values() for p in attachment._parameters()}
@@ -366,6 +404,28 @@ class Attachment:
         self._step.recorder = recorder
         if isinstance(self._step, Deferral):
             self._arrival.recorder = recorder
+
+    def record(self, steps: int = 5) -> "Recording":
+        """Record what runs when in the loop, and what memory it holds: ``with overlap.record() as recording:`` around
+        it, and ``recording.save(path)`` afterwards. See :func:`instep.record`."""
+        model = self._model()
+        optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        if model is None or not optimizers:
+            raise InstepError("there is nothing to record: the model or the optimizer is gone, or nothing was attached")
+        return _recording(model, optimizers, steps, self._described, functools.partial(setattr, self, "recorder"))
+
+    def _described(self) -> _Described:
+        default = Options()
+        options = {
+            option.name: repr(value)
+            for option in fields(Options)
+            if (value := getattr(self._options, option.name)) != getattr(default, option.name)
+        }
+        said = {"schedule": repr(self._options.schedule), **options}
+        label = ", ".join(f"{name}={value}" for name, value in said.items())
+        buckets = [[spec.name for spec in bucket.parameters] for bucket in self.plan.buckets]
+        gradients = {spec.name: spec.nbytes for bucket in self.plan.buckets for spec in bucket.parameters}
+        return f"instep, {label}", said, buckets, gradients
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Around forward and backward of every micro-batch but the last: gradients add up, nothing steps.

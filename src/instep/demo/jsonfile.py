@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from instep.demo.errors import DemoError
+from instep.report.files import beside, write_whole
 
 
 def require_writable(path: Path) -> None:
@@ -16,26 +17,19 @@ def require_writable(path: Path) -> None:
         raise DemoError(f"cannot write --json {path}: it is there, and is no regular file")
     if os.path.exists(path) and not os.access(path, os.W_OK):
         raise DemoError(f"cannot write --json {path}: it is there, and may not be written")
-    with _beside(path) as temporary:
+    with _demo_errors(path), beside(path) as temporary:
         temporary.touch()
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write ``value`` to ``path``, which holds either all of it or what it held before. Raises ``DemoError``."""
-    with _beside(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2) + "\n")
-        os.replace(temporary, path.resolve())  # resolved: a link stays one
+    with _demo_errors(path):
+        write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 @contextmanager
-def _beside(path: Path) -> Iterator[Path]:
-    """A file name next to the file that ``path`` leads to, where a rename is atomic. The file does not outlive this."""
-    target = path.resolve()
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+def _demo_errors(path: Path) -> Iterator[None]:
     try:
-        try:
-            yield temporary
-        finally:
-            temporary.unlink(missing_ok=True)
+        yield
     except OSError as error:
         raise DemoError(f"cannot write --json {path}: {error.strerror}") from error

@@ -9,7 +9,8 @@ class Span(NamedTuple):
     """Something that ran, or was waited for, from ``start`` to ``end``, in seconds.
 
     Attributes:
-        kind: ``"forward"``, ``"backward"``, ``"step"`` (an update of parameters), ``"communication"`` (between ranks) or
+        kind: ``"forward"``, ``"backward"``, ``"step"`` (an update of parameters), ``"communication"`` (between ranks),
+            ``"flight"`` (of a bucket's gradients, from when they are handed over to when they have come back) or
             ``"waiting"``.
         name: for people.
         thread: on which it was, as the operating system numbers them.

@@ -1,0 +1,81 @@
+"""When iterations, forwards and backwards of a model begin and end, by its hooks."""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from instep._core.engine import after_all_of_backward, at_end_of_backward, graph_task
+from instep._core.outputs import nodes_of
+
+
+class EndOfBackward(NamedTuple):
+    """Attributes:
+    nodes: when the last node of the graph had run.
+    returned: when backward returned: what waits for communication waits between the two.
+    """
+
+    nodes: float
+    returned: float
+    thread: int
+
+
+class Clock:
+    """Watches a model until :meth:`stop`. All times are ``perf_counter`` seconds.
+
+    Args:
+        forward_begins: called when an outermost forward is about to begin.
+
+    Attributes:
+        forwards: when each began and ended, and on which thread.
+    """
+
+    def __init__(self, model: nn.Module, forward_begins: Callable[[], None]) -> None:
+        self.forwards: list[tuple[float, float, int]] = []
+        self.backwards: list[EndOfBackward] = []
+        self._forward_begins = forward_begins
+        self._depth = 0
+        self._began = 0.0
+        self._task: int | None = None
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._before_forward),
+            model.register_forward_hook(self._after_forward, always_call=True),
+        ]
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before_forward(self, module: nn.Module, inputs: object) -> None:
+        if self._depth == 0:
+            self._forward_begins()
+            self._began = perf_counter()
+        self._depth += 1
+
+    def _after_forward(self, module: nn.Module, inputs: object, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth:
+            return
+        self.forwards.append((self._began, perf_counter(), threading.get_native_id()))
+        for node in nodes_of(output):
+            node.register_prehook(self._backward_runs)
+
+    def _backward_runs(self, gradients: object) -> None:
+        if graph_task() == self._task:
+            return
+        self._task = graph_task()
+        # DDP, and instep, end their backward in callbacks that ask for others: this comes after them.
+        nodes: list[float] = []
+        at_end_of_backward(lambda: nodes.append(perf_counter()), _ignore)
+        after_all_of_backward(partial(at_end_of_backward, partial(self._backward_ended, nodes), _ignore), _ignore)
+
+    def _backward_ended(self, nodes: list[float]) -> None:
+        self.backwards.append(EndOfBackward(nodes[0], perf_counter(), threading.get_native_id()))
+
+
+def _ignore() -> None:
+    """A backward that raised has no end."""

@@ -1,0 +1,218 @@
+"""The recording of some iterations of a loop."""
+
+import os
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
+
+from instep.errors import InstepError
+from instep.recording.clock import Clock
+from instep.recording.holdings import GradientNotes, held_before, memory_of, state_addresses
+from instep.recording.trace import Event, Trace
+from instep.report.memory import Memory
+from instep.report.overlap import outside
+from instep.report.run import Rank, Run, Setup
+from instep.report.spans import Span, SpanRecorder
+
+
+class Recording:
+    """What :func:`instep.record` and ``Attachment.record`` return: a context manager around the loop.
+
+    It begins with the first forward inside, and ends after so many steps, or on leaving. Training goes on as ever,
+    more slowly while it is recorded: ``torch.profiler`` runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        steps: int,
+        describe: Callable[[], Setup],
+        listen: Callable[[SpanRecorder | None], None],
+    ) -> None:
+        if not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps={steps!r}: how many steps to record, at least 1")
+        self._model = model
+        self._optimizers = list(optimizers)
+        self._steps = steps
+        self._describe = describe
+        self._listen = listen
+        self._running: _Running | None = None
+        self._found: tuple[Setup, Rank, list[Event]] | None = None
+
+    def __enter__(self) -> "Recording":
+        if self._running is not None or self._found is not None:
+            raise InstepError("this recording has begun before: make another with record()")
+        self._running = _Running(self._model, self._optimizers, self._steps, self._listen)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.stop()
+            if running.clock.forwards:
+                self._found = self._describe(), *running.found()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to ``path``: a Chrome trace, for ``instep report`` and for trace viewers such as Perfetto.
+
+        Where ``torch.distributed`` is initialized all ranks must call this: their recordings become one, which the
+        first rank writes. A name that ends in ``.gz`` is compressed. The file is written whole or not at all.
+
+        Raises:
+            InstepError: nothing was recorded.
+            OSError: the file cannot be written.
+        """
+        if self._found is None:
+            raise InstepError(
+                "nothing was recorded: leave the `with` block before save(), and run at least one forward of the model "
+                "that was given to record() in it"
+            )
+        everything = _gathered(self._found)
+        if everything is not None:
+            run, events = _together(everything)
+            run.save(Path(path), events)
+
+
+class _Running:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        steps: int,
+        listen: Callable[[SpanRecorder | None], None],
+    ) -> None:
+        self._model, self._optimizers, self._steps = model, optimizers, steps
+        self._main = threading.get_native_id()
+        self._recorder = SpanRecorder()
+        self._stepped = 0
+        self._iterations: list[float] = []
+        self._due = True  # an iteration begins with the next forward
+        self._ends: float | None = None
+        self._offset = time.time() - perf_counter()
+        self._undo = ExitStack()
+        try:
+            activities = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(ProfilerActivity.CUDA)
+            self._profile = profile(activities=activities, profile_memory=True, record_shapes=True)
+            try:
+                self._profile.start()
+            except RuntimeError as error:
+                raise InstepError(
+                    f"record() needs torch.profiler, which could not be started: {error}. Is it running already?"
+                ) from error
+            self._undo.callback(self._profile.stop)
+            self._began = perf_counter()
+            self._held = held_before(model, optimizers)
+            self._notes = GradientNotes(model)
+            self._undo.callback(self._notes.stop)
+            self.clock = Clock(model, self._forward_begins)
+            self._undo.callback(self.clock.stop)
+            self._undo.callback(optimizers[0].register_step_post_hook(self._step_ended).remove)
+            listen(self._recorder)
+            self._undo.callback(listen, None)
+        except BaseException:
+            self._undo.close()
+            raise
+
+    def _forward_begins(self) -> None:
+        if self._ends is not None:
+            return
+        if self._due:
+            self._due = False
+            if self._stepped == self._steps:
+                self.stop()
+                return
+            self._iterations.append(perf_counter())
+
+    def _step_ended(self, *_: Any) -> None:
+        self._stepped += 1
+        self._due = True
+
+    def stop(self) -> None:
+        """Look no more."""
+        if self._ends is None:
+            self._ends = perf_counter()
+            self._undo.close()
+            self._state = state_addresses(self._optimizers)
+
+    def found(self) -> tuple[Rank, list[Event]]:
+        """This rank's part, in seconds of the time of day, and the operations to show."""
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "trace.json"
+            self._profile.export_chrome_trace(str(path))
+            trace = Trace(path, self._offset)
+        assert self._ends is not None
+        told = self._recorder.take()
+        spans = self._spans(trace, told)
+        memory = memory_of(trace, spans, told, self._held, self._notes, self._state, (self._began, self._ends))
+        ends = [*self._iterations[1:], self._ends]
+        iterations = list(zip(self._iterations, ends, strict=True))
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        here = Rank(rank, platform.node(), self._main, iterations, sorted(spans, key=lambda s: s.start), memory)
+        return _shifted(here, self._offset), trace.shown(-self._offset)
+
+    def _spans(self, trace: Trace, told: Sequence[Span]) -> list[Span]:
+        # The profiler sees communication itself; what instep tells of it is from end to end.
+        spans = [span._replace(kind="flight") if span.kind == "communication" else span for span in told]
+        spans += trace.steps() + trace.communication()
+        spans += [Span("forward", "forward", *forward) for forward in self.clock.forwards]
+        nodes = trace.nodes()
+        before = self._began
+        for end in self.clock.backwards:
+            began = next((time for time in nodes if before < time < end.nodes), end.nodes)
+            spans.append(Span("backward", "backward", began, end.nodes, end.thread))
+            steps = [(s.start, s.end) for s in spans if s.kind == "step" and s.thread == end.thread]
+            for piece in outside([(end.nodes, end.returned)], steps):
+                spans.append(Span("waiting", "end of backward", *piece, end.thread))
+            before = end.returned
+        assert self._ends is not None
+        return [span for span in spans if span.start < self._ends]
+
+
+Part = tuple[Setup, Rank, list[Event]]
+
+
+def _gathered(part: Part) -> list[Part] | None:
+    """Those of all ranks, on the first; ``None`` on the others."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [part]
+    first = dist.get_rank() == 0
+    parts: list[Any] | None = [None] * dist.get_world_size() if first else None
+    dist.gather_object(part, parts)
+    return parts
+
+
+def _together(parts: Sequence[Part]) -> tuple[Run, list[list[Event]]]:
+    """Times count from when the first rank began."""
+    zero = min(rank.iterations[0][0] for _, rank, _ in parts)
+    run = Run(parts[0][0], [_shifted(rank, -zero) for _, rank, _ in parts])
+    return run, [[{**event, "ts": event["ts"] - 1e6 * zero} for event in events] for _, _, events in parts]
+
+
+def _shifted(rank: Rank, by: float) -> Rank:
+    memory = rank.memory
+    return Rank(
+        rank.rank,
+        rank.host,
+        rank.main,
+        [(start + by, end + by) for start, end in rank.iterations],
+        [span._replace(start=span.start + by, end=span.end + by) for span in rank.spans],
+        Memory([t + by for t in memory.times], memory.nbytes, memory.peak_at + by, memory.peak, memory.alive),
+    )

@@ -1,0 +1,69 @@
+"""What is recorded, in words and bytes."""
+
+import platform
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from instep._version import __version__
+from instep.recording.holdings import GRADIENTS, PARAMETERS, STATE, storages, tensors_in_state
+from instep.report.run import Setup
+
+
+def describe(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    label: str,
+    options: Mapping[str, str],
+    buckets: Sequence[Sequence[str]],
+    gradients: Mapping[str, int] | None = None,
+) -> Setup:
+    """Args:
+    gradients: bytes, of the names in ``buckets``; unless given, of the model's own names.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    ddps = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    state = {address: n for o in optimizers for tensor in tensors_in_state(o) for address, n in storages(tensor)}
+    return Setup(
+        label=label,
+        options=options,
+        model=type(ddps[0].module if ddps and ddps[0] is model else model).__name__,
+        optimizer=", ".join(_name(optimizer) for optimizer in optimizers),
+        fused=all(bool(optimizer.defaults.get("fused")) for optimizer in optimizers),
+        wrapper="DistributedDataParallel" if ddps else _sharding(model),
+        bucket_view=all(ddp.gradient_as_bucket_view for ddp in ddps),
+        ranks=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+        device=next((p.device.type for p in model.parameters()), "cpu"),
+        buckets=buckets,
+        gradients={name: sum(n for _, n in storages(p)) for name, p in model.named_parameters() if p.requires_grad}
+        if gradients is None
+        else gradients,
+        nbytes={
+            PARAMETERS: sum(n for p in model.parameters() for _, n in storages(p)),
+            GRADIENTS: sum(n for p in trained for _, n in storages(p)),
+            STATE: sum(state.values()),
+        },
+        versions={"instep": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    )
+
+
+def _name(optimizer: Optimizer) -> str:
+    name = type(optimizer).__name__
+    for implementation in ("fused", "foreach"):
+        if optimizer.defaults.get(implementation):
+            return f"{name}({implementation}=True)"
+    return name
+
+
+def _sharding(model: nn.Module) -> str:
+    if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
+        return "DTensor"
+    return "FullyShardedDataParallel" if any(_is_fsdp1(module) for module in model.modules()) else ""
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    return type(module).__name__ == "FullyShardedDataParallel"

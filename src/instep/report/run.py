@@ -1,0 +1,148 @@
+"""What a recording holds, as a file: a trace that Perfetto opens, with all that a report needs beside the events."""
+
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from instep.report.files import write_whole
+from instep.report.memory import Memory
+from instep.report.spans import Span
+
+FORMAT = 1
+
+FIRST_ROW = 1 << 24
+"""Of those that are no threads: Linux gives threads lower numbers."""
+
+Event = dict[str, Any]
+"""Of a Chrome trace."""
+
+
+class NotARecordingError(ValueError):
+    """The file is not what :meth:`Run.save` writes."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank did.
+
+    Attributes:
+        main: the thread of the loop.
+        iterations: when each began and ended, from forward to forward.
+        spans: in order of their start.
+    """
+
+    rank: int
+    host: str
+    main: int
+    iterations: Sequence[tuple[float, float]]
+    spans: Sequence[Span]
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What was recorded.
+
+    Attributes:
+        label: ``"plain"``, or how instep was attached.
+        options: those of ``attach`` that were given.
+        model: its class.
+        optimizer: its class, with its implementation.
+        fused: whether that is the fused one.
+        wrapper: ``"DistributedDataParallel"`` and the like, or ``""``.
+        bucket_view: of DDP: whether ``gradient_as_bucket_view`` is set.
+        buckets: by the names of their parameters; empty where nobody knows them.
+        gradients: bytes of each parameter's on this rank, by name.
+        nbytes: of all parameters, gradients and optimizer state on this rank.
+    """
+
+    label: str
+    options: Mapping[str, str]
+    model: str
+    optimizer: str
+    fused: bool
+    wrapper: str
+    bucket_view: bool
+    ranks: int
+    device: str
+    buckets: Sequence[Sequence[str]]
+    gradients: Mapping[str, int]
+    nbytes: Mapping[str, int]
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recording of all ranks. Times are seconds from when the first rank began."""
+
+    setup: Setup
+    ranks: Sequence[Rank]
+
+    def save(self, path: Path, events: Sequence[Sequence[Event]] = ()) -> None:
+        """Write it all, or nothing. A name that ends in ``.gz`` is compressed.
+
+        Args:
+            events: of each rank: operations to show in a trace viewer; a report does without.
+        """
+        document = {
+            "traceEvents": [event for number, rank in enumerate(self.ranks) for event in _events(rank, events, number)],
+            "displayTimeUnit": "ms",
+            "instep": {"format": FORMAT, **asdict(self)},
+        }
+        content = json.dumps(document, separators=(",", ":")).encode()
+        write_whole(path, gzip.compress(content, 6) if path.suffix == ".gz" else content)
+
+
+def load(path: Path) -> Run:
+    """Raises ``NotARecordingError``, or ``OSError``."""
+    content = path.read_bytes()
+    try:
+        document = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
+        found = document["instep"]
+    except (ValueError, KeyError, TypeError, EOFError, OSError) as error:
+        raise NotARecordingError(f"{path} is not a recording of instep's: recording.save(path) writes one") from error
+    if found["format"] != FORMAT:
+        raise NotARecordingError(f"{path} has format {found['format']}; this version of instep reads {FORMAT}")
+    try:
+        ranks = [
+            Rank(
+                **{
+                    **rank,
+                    "spans": [Span._make([*span[:5], tuple(span[5])]) for span in rank["spans"]],
+                    "memory": Memory(**rank["memory"]),
+                }
+            )
+            for rank in found["ranks"]
+        ]
+        return Run(Setup(**found["setup"]), ranks)
+    except (TypeError, KeyError, IndexError) as error:
+        raise NotARecordingError(f"{path} is damaged: {error}") from error
+
+
+def _events(rank: Rank, events: Sequence[Sequence[Event]], number: int) -> list[Event]:
+    """Chrome's trace format: microseconds; a process for each rank, and in it a row for each thread."""
+    pid = rank.rank
+    made: list[Event] = [
+        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {rank.rank} on {rank.host}"}},
+        {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": rank.rank}},
+        {"ph": "M", "name": "thread_name", "pid": pid, "tid": rank.main, "args": {"name": "the loop"}},
+    ]
+    rows: dict[tuple[str, ...], int] = {}
+    for span in rank.spans:
+        tid = span.thread
+        if span.kind == "flight":
+            # They overlap, and a row shows what is nested only.
+            tid = rows.setdefault(span.parameters, FIRST_ROW + len(rows))
+        common = {"pid": pid, "tid": tid, "cat": "instep", "ts": 1e6 * span.start, "name": f"{span.kind}: {span.name}"}
+        arguments = {"parameters": list(span.parameters)} if span.parameters else {}
+        made.append({**common, "ph": "X", "dur": 1e6 * (span.end - span.start), "args": arguments})
+    for row, tid in enumerate(rows.values()):
+        made.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": f"flight {row}"}})
+    for time, nbytes in zip(rank.memory.times, rank.memory.nbytes, strict=True):
+        made.append({"ph": "C", "name": "memory", "pid": pid, "ts": 1e6 * time, "args": {"bytes": nbytes}})
+    if events:
+        made += [{**event, "pid": pid} for event in events[number]]
+    return made
