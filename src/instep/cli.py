@@ -5,6 +5,7 @@ SIGTERM.
 """
 
 import io
+import json as jsonlib
 import signal
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ import typer
 from instep._version import __version__
 from instep.demo.errors import DemoError, TerminatedError
 from instep.demo.job import Size
+from instep.report.files import write_whole
+from instep.report.run import NotARecordingError, load
 
 NOT_EQUAL, CANNOT_RUN, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
@@ -68,29 +71,64 @@ def demo(
     Both see the same batches. After every step all weights and the optimizer's state are compared, bit for bit; the
     command fails (exit code 1) if they differ.
     """
-    with _exit_codes():
+    with _exit_codes("demo", (DemoError,)):
         from instep.demo.run import run
 
         equal = run(model, steps, ranks, text, json, quiet)
     raise typer.Exit(0 if equal else NOT_EQUAL)
 
 
+@app.command()
+def report(
+    recordings: Annotated[
+        list[Path], typer.Argument(help="What recording.save() wrote; several are shown side by side.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write one HTML page to this file.", show_default=False)
+    ] = None,
+    text: Annotated[
+        bool, typer.Option("--text", help="Print to the terminal: so it is without -o and --json.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: a list, with an object for each recording.")
+    ] = False,
+) -> None:
+    """Show what a recording says: what ran when, what was hidden, what memory held, and what to change."""
+    with _exit_codes("report", (NotARecordingError, OSError)):
+        runs = [load(path) for path in recordings]
+        if output is not None:
+            from instep.report.page import page
+
+            write_whole(output, page(runs).encode())
+            typer.echo(f"wrote {output}", err=True)
+        if json:
+            from instep.report.terminal import summary
+
+            typer.echo(jsonlib.dumps([summary(run) for run in runs], indent=2))
+        if text or (output is None and not json):
+            from rich.console import Console
+
+            from instep.report.terminal import show
+
+            show(Console(), runs)
+
+
 @contextmanager
-def _exit_codes() -> Iterator[None]:
+def _exit_codes(command: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
     """Turn errors and signals into one line and an exit code."""
     try:
         with _sigterm_raises():
             yield
-    except DemoError as error:
-        _leave(str(error), CANNOT_RUN)
+    except errors as error:
+        _leave(command, str(error), CANNOT_RUN)
     except KeyboardInterrupt:
-        _leave("interrupted", INTERRUPTED)
+        _leave(command, "interrupted", INTERRUPTED)
     except TerminatedError:
-        _leave("terminated", TERMINATED)
+        _leave(command, "terminated", TERMINATED)
 
 
-def _leave(message: str, code: int) -> None:
-    typer.echo(f"instep demo: {message}", err=True)
+def _leave(command: str, message: str, code: int) -> None:
+    typer.echo(f"instep {command}: {message}", err=True)
     raise typer.Exit(code)
 
 

@@ -39,7 +39,7 @@ ALLOWED = {
     "checkpoint": {"attachment", "_shards", "_wrappers", "sources", "_core", "errors", "_version"},
     "replication": {"attachment", "sources", "errors"},
     "demo": {"attachment", "verification", "report", "_version"},
-    "cli": {"demo", "_version"},
+    "cli": {"demo", "report", "_version"},
 }
 
 

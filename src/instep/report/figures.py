@@ -99,7 +99,7 @@ def _alone(rank: Rank, *kinds: str, thread_is_not: int | None = None) -> list[In
     return found
 
 
-def _covers(rank: Rank, span: Span) -> list[Interval]:
+def covers(rank: Rank, span: Span) -> list[Interval]:
     """What a step, or communication, of this thread may be hidden behind."""
     if span.kind == "step":
         return _of(rank, "communication") + _alone(rank, *COMPUTE, thread_is_not=span.thread)
@@ -111,7 +111,7 @@ def _part(rank: Rank, kind: str) -> Part:
     bare: list[Interval] = []
     for thread in {span.thread for span in spans}:
         here = [span for span in spans if span.thread == thread]
-        bare += outside(intervals(here), _covers(rank, here[0]))
+        bare += outside(intervals(here), covers(rank, here[0]))
     return Part(
         total=_median(rank, lambda window: busy(within(intervals(spans), window))),
         exposed=_median(rank, lambda window: busy(within(bare, window))),
@@ -126,7 +126,7 @@ def _buckets(run: Run) -> list[BucketFigures]:
     for span in rank.spans:
         whole = sum(sizes.get(name, 0) for name in span.parameters) or 1
         if span.kind == "step":
-            bare = exposed([(span.start, span.end)], _covers(rank, span))
+            bare = exposed([(span.start, span.end)], covers(rank, span))
             for name in span.parameters:
                 if name in number_of:
                     share = sizes.get(name, 0) / whole / iterations

@@ -1,0 +1,161 @@
+"""What to change, in at most three sentences, from the figures of a recording."""
+
+from collections.abc import Callable, Sequence
+
+from instep.report.figures import Figures
+from instep.report.memory import Memory
+from instep.report.run import Run
+
+MIB = 2**20
+BUCKET_BYTES = 16 * MIB
+"""What ``attach`` takes for one bucket unless told."""
+
+_TEMPORARIES = ("temporaries of backward", "temporaries of the step")
+
+WORTH = 0.02
+"""Of an iteration, or of a peak: less than that is not worth a change."""
+
+
+def advice(run: Run, found: Figures) -> list[str]:
+    """Between one and three sentences, the most important first."""
+    memory = run.ranks[0].memory
+    rules: Sequence[Callable[[Run, Figures, Memory], str | None]]
+    if run.setup.label == "plain":
+        rules = (_time_to_gain, _memory_to_gain, _bucket_view, _fused)
+    else:
+        rules = (_steps_hidden, _crossing, _memory_kept, _bucket_view, _large_bucket, _fused)
+    said = [sentence for rule in rules if (sentence := rule(run, found, memory)) is not None]
+    return said[:3] or ["Nothing to change."]
+
+
+def _time_to_gain(run: Run, found: Figures, memory: Memory) -> str | None:
+    if run.setup.ranks == 1 or found.communication.total == 0:
+        return None
+    step, late = found.step.exposed, found.communication.exposed
+    if late < WORTH * found.iteration:
+        return (
+            f"Communication is over when backward is ({_ms(late)} of it stay exposed), so there is next to nothing to "
+            f"hide the step of {_ms(step)} behind: expect no shorter iterations from instep here."
+        )
+    if run.setup.wrapper == "DistributedDataParallel":
+        return (
+            f"Attach: communication outlasts backward by {_ms(late)}, and instep.attach(model, optimizer) runs up to "
+            f"{_ms(min(step, late))} of the step meanwhile; with schedule='forward', cross_iteration=True the next "
+            f"forward ({_ms(found.forward)}) hides communication too."
+        )
+    return (
+        f"Attach: {_ms(late)} of communication stay exposed, and instep.attach(model, optimizer) runs up to "
+        f"{_ms(min(step, late))} of the step meanwhile."
+    )
+
+
+def _memory_to_gain(run: Run, found: Figures, memory: Memory) -> str | None:
+    if run.setup.wrapper == "DistributedDataParallel":
+        return None
+    gradients = memory.alive.get("gradients", 0)
+    saved = gradients - min(BUCKET_BYTES, run.setup.nbytes.get("gradients", 0) // 2)
+    if saved > WORTH * memory.peak:
+        return (
+            f"Attach for memory: gradients are {_mib(gradients)} of the peak of {_mib(memory.peak)}; stepped bucket by "
+            f"bucket in backward they are never all alive, which saves up to {_mib(saved)}."
+        )
+    passing = {name: memory.alive.get(name, 0) for name in ("activations", *_TEMPORARIES, "other")}
+    largest = max(passing, key=lambda name: passing[name])
+    return (
+        f"At the peak of {_mib(memory.peak)} there are {_mib(gradients)} of gradients and {_mib(passing[largest])} of "
+        f"{largest}, which set it: stepping in backward would save next to nothing."
+    )
+
+
+def _bucket_view(run: Run, found: Figures, memory: Memory) -> str | None:
+    if run.setup.wrapper != "DistributedDataParallel" or run.setup.bucket_view:
+        return None
+    return (
+        "Build DistributedDataParallel with gradient_as_bucket_view=True: gradients then lie in its buckets, and the "
+        f"second copy of {_mib(run.setup.nbytes.get('gradients', 0))} goes."
+    )
+
+
+def _fused(run: Run, found: Figures, memory: Memory) -> str | None:
+    if run.setup.fused or found.step.total < 5 * WORTH * found.iteration or not _has_fused(run.setup.optimizer):
+        return None
+    return (
+        f"The step takes {_ms(found.step.total)}: with fused=True the optimizer needs one pass over memory (its numbers "
+        "differ from the other implementations' in the last bit)."
+    )
+
+
+def _steps_hidden(run: Run, found: Figures, memory: Memory) -> str | None:
+    step = found.step
+    if run.setup.ranks == 1 and run.setup.options.get("schedule") == "'backward'":
+        return (
+            f"On one device the step of {_ms(step.total)} inside backward is not hidden, and is not meant to be: there "
+            "instep saves memory, not time."
+        )
+    if step.total == 0:
+        return None
+    share = step.hidden / step.total
+    if share >= 0.5 or step.exposed < WORTH * found.iteration:
+        return f"{share:.0%} of the step are hidden, and {_ms(step.exposed)} of an iteration are left of it."
+    if found.communication.exposed < WORTH * found.iteration:
+        return (
+            f"{_ms(step.exposed)} of the step stay exposed: communication ends with backward and leaves nothing to hide "
+            "them behind. The plain loop takes as long here."
+        )
+    return (
+        f"{_ms(step.exposed)} of the step stay exposed although {_ms(found.communication.exposed)} of communication do, "
+        "too: smaller buckets (bucket_cap_mb) arrive, and are stepped, earlier."
+    )
+
+
+def _crossing(run: Run, found: Figures, memory: Memory) -> str | None:
+    """A tenth: less is lost again in the order and the bookkeeping of it."""
+    late = found.communication.exposed
+    crosses = "cross_iteration" in run.setup.options
+    refused = {"clip", "nonfinite", "comm_hook", "shard_state"} & set(run.setup.options)
+    if crosses or refused or run.setup.wrapper != "DistributedDataParallel" or late < 0.1 * found.iteration:
+        return None
+    return (
+        f"{_ms(late)} of communication stay exposed: schedule='forward', cross_iteration=True lets the next forward "
+        f"({_ms(found.forward)}) begin meanwhile."
+    )
+
+
+def _memory_kept(run: Run, found: Figures, memory: Memory) -> str | None:
+    gradients = memory.alive.get("gradients", 0)
+    if run.setup.wrapper == "DistributedDataParallel" or gradients < 2 * WORTH * memory.peak:
+        return None
+    if run.setup.options.get("schedule") == "'forward'" or "undo" in run.setup.options:
+        option = "undo" if "undo" in run.setup.options else "schedule='forward'"
+        return (
+            f"{option} keeps all gradients until they are applied: {_mib(gradients)} of the peak. The default "
+            "schedule='backward' does not, if the loop can do without."
+        )
+    return None
+
+
+def _large_bucket(run: Run, found: Figures, memory: Memory) -> str | None:
+    """Half: with one bucket there is nothing to overlap with another, and all of its memory is alive at once."""
+    total = sum(bucket.nbytes for bucket in found.buckets)
+    if not found.buckets or len(run.setup.gradients) < 4:
+        return None
+    largest = max(found.buckets, key=lambda bucket: bucket.nbytes)
+    if largest.nbytes <= total / 2 or len(largest.parameters) < 2:
+        return None
+    option = "bucket_cap_mb of DistributedDataParallel" if run.setup.wrapper else "bucket_bytes"
+    return (
+        f"One bucket holds {largest.nbytes / total:.0%} of the gradients ({_mib(largest.nbytes)}): a smaller {option} "
+        "lets steps begin earlier."
+    )
+
+
+def _has_fused(optimizer: str) -> bool:
+    return optimizer.split("(")[0] in ("SGD", "Adam", "AdamW", "Adagrad")
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / MIB:.1f} MiB"

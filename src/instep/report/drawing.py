@@ -1,0 +1,108 @@
+"""What a page draws, as shares of its width and height: lanes of a few iterations, and the curve of memory."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from instep.report.figures import covers
+from instep.report.memory import Memory
+from instep.report.overlap import Interval, outside, within
+from instep.report.run import Rank, Run
+from instep.report.spans import Span
+
+RANKS = 8
+"""As many are drawn."""
+
+LANES = (("compute", ("forward", "backward")), ("communication", ("communication",)), ("optimizer", ("step",)))
+
+
+@dataclass(frozen=True)
+class Bar:
+    """From ``left``, ``width`` wide, both in per cent of the lane; ``look`` is its CSS class."""
+
+    left: float
+    width: float
+    look: str
+    title: str
+
+
+@dataclass(frozen=True)
+class Lane:
+    name: str
+    bars: Sequence[Bar]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Attributes:
+    window: in seconds.
+    ranks: the lanes of each that is drawn.
+    """
+
+    window: Interval
+    ranks: Sequence[tuple[str, Sequence[Lane]]]
+    left_out: int
+
+
+def timeline(run: Run) -> Timeline:
+    """Of the iteration that took about as long as most of them, and the one after it."""
+    window = _window(run.ranks[0].iterations)
+    drawn = [(f"rank {rank.rank}" if len(run.ranks) > 1 else "", _lanes(rank, window)) for rank in run.ranks[:RANKS]]
+    return Timeline(window, drawn, max(0, len(run.ranks) - RANKS))
+
+
+def _window(iterations: Sequence[Interval]) -> Interval:
+    # Not the first, in which things are made, nor the last, after which there is nothing to hide behind.
+    candidates = range(1, len(iterations) - 1) if len(iterations) > 2 else range(1)
+    middle = sorted(candidates, key=lambda i: iterations[i][1] - iterations[i][0])[len(candidates) // 2]
+    return iterations[middle][0], iterations[min(middle + 1, len(iterations) - 1)][1]
+
+
+def _lanes(rank: Rank, window: Interval) -> list[Lane]:
+    lanes = []
+    for name, kinds in LANES:
+        spans = [span for span in rank.spans if span.kind in kinds]
+        bars = [bar for span in _plain_first(spans) for bar in _bars(rank, span, window)]
+        if name != "communication" or spans:
+            lanes.append(Lane(name, bars))
+    waiting = [span for span in rank.spans if span.kind == "waiting"]
+    lanes.append(Lane("waiting", [bar for span in waiting for bar in _bars(rank, span, window)]))
+    return lanes
+
+
+def _plain_first(spans: Iterable[Span]) -> list[Span]:
+    """What encloses others is drawn before them."""
+    return sorted(spans, key=lambda span: span.start - span.end)
+
+
+def _bars(rank: Rank, span: Span, window: Interval) -> Iterator[Bar]:
+    length = window[1] - window[0]
+    whole = (span.start, span.end)
+    looks = [(span.kind, [whole])]
+    if span.kind in ("step", "communication"):
+        bare = outside([whole], covers(rank, span))
+        looks = [(f"{span.kind} hidden", [whole]), (f"{span.kind} exposed", bare)]
+    title = f"{span.name}: {1e3 * (span.end - span.start):.2f} ms"
+    for look, pieces in looks:
+        for start, end in within(pieces, window):
+            # Narrower ones cannot be seen.
+            yield Bar(100 * (start - window[0]) / length, max(0.05, 100 * (end - start) / length), look, title)
+
+
+def area(memory: Memory) -> str:
+    """The curve as the ``d`` of an SVG path in a box of 1000 by 100, filled down to nothing."""
+    start, length = memory.times[0], (memory.times[-1] - memory.times[0]) or 1.0
+    top = memory.peak or 1
+    points = []
+    height = 100.0
+    for time, nbytes in zip(memory.times, memory.nbytes, strict=True):
+        x = 1000 * (time - start) / length
+        points.append(f"L{x:.2f} {height:.2f}")
+        height = 100 - 100 * nbytes / top
+        points.append(f"L{x:.2f} {height:.2f}")
+    return f"M0 100 {' '.join(points)} L1000 100 Z"
+
+
+def peak_position(memory: Memory) -> float:
+    """Per cent from the left."""
+    length = (memory.times[-1] - memory.times[0]) or 1.0
+    return 100 * (memory.peak_at - memory.times[0]) / length
