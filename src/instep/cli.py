@@ -64,6 +64,9 @@ def demo(
         typer.Option(help="Processes that train data-parallel; 1 for one device.", show_default="2, or 1 with one GPU"),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write all numbers to this file.", show_default=False)] = None,
+    report: Annotated[Path, typer.Option(help="Write a report of both loops, an HTML page, to this file.")] = Path(
+        "instep-demo-report.html"
+    ),
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show the closing table only.")] = False,
 ) -> None:
     """Train a small language model on real text, plain and with instep side by side.
@@ -74,7 +77,7 @@ def demo(
     with _exit_codes("demo", (DemoError,)):
         from instep.demo.run import run
 
-        equal = run(model, steps, ranks, text, json, quiet)
+        equal = run(model, steps, ranks, text, json, report, quiet)
     raise typer.Exit(0 if equal else NOT_EQUAL)
 
 
@@ -94,12 +97,12 @@ def report(
     ] = False,
 ) -> None:
     """Show what a recording says: what ran when, what was hidden, what memory held, and what to change."""
-    with _exit_codes("report", (NotARecordingError, OSError)):
+    with _exit_codes("report", (NotARecordingError, NotWrittenError)):
         runs = [load(path) for path in recordings]
         if output is not None:
             from instep.report.page import page
 
-            write_whole(output, page(runs).encode())
+            _write(output, page(runs))
             typer.echo(f"wrote {output}", err=True)
         if json:
             from instep.report.terminal import summary
@@ -111,6 +114,17 @@ def report(
             from instep.report.terminal import show
 
             show(Console(), runs)
+
+
+class NotWrittenError(Exception):
+    """A file could not be written."""
+
+
+def _write(output: Path, content: str) -> None:
+    try:
+        write_whole(output, content.encode())
+    except OSError as error:
+        raise NotWrittenError(f"cannot write --output {output}: {error.strerror}") from error
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from rich import box
@@ -11,7 +12,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from instep._version import __version__
-from instep.demo.job import Job, Progress
+from instep.demo.job import RECORDED_STEPS, Job, Progress
 from instep.demo.summary import MIB, LoopSummary, Summary, notes
 
 LINES = 10
@@ -51,6 +52,11 @@ def show_summary(console: Console, summary: Summary) -> None:
         console.print(f"Not equal: {summary.difference}", style="bold red", markup=False, highlight=False)
     for note in notes(summary):
         _print(console, note)
+
+
+def show_report(console: Console, path: Path) -> None:
+    """Where it is; as a terminal can open it."""
+    _print(console, f"Report of {RECORDED_STEPS} more steps of each: {path.resolve().as_uri()}")
 
 
 def _print(console: Console, line: str) -> None:

@@ -3,8 +3,13 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from instep.report.run import Run
+
 WARM_UP_STEPS = 3
 """Steps that are not timed: the optimizer makes its state in them, and DDP its buckets."""
+
+RECORDED_STEPS = 4
+"""Steps after the others, for the report."""
 
 MIN_STEPS = WARM_UP_STEPS + 2
 
@@ -90,6 +95,7 @@ class Finished:
         tensors: how many tensors were compared after every step.
         buckets: how many buckets instep stepped.
         difference: the first difference, with the step and the tensor's name; ``None`` if there was none.
+        recorded: rank 0 alone: the plain loop, and the attached one.
     """
 
     parameters: int
@@ -99,6 +105,7 @@ class Finished:
     difference: str | None
     plain: LoopRecord
     attached: LoopRecord
+    recorded: tuple[Run, ...]
 
 
 @dataclass(frozen=True, slots=True)

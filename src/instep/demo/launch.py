@@ -40,6 +40,13 @@ def launch(job: Job, text: bytes, tell: Callable[[Progress], None]) -> list[Fini
             ranks.stop()
 
 
+_QUIET = {
+    # The profiler says on stderr that it began, that it ended, and that it will not tell of what was allocated before.
+    "KINETO_LOG_LEVEL": "6",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+
+
 class _Ranks:
     def __init__(self) -> None:
         self._processes: list[SpawnProcess] = []
@@ -48,7 +55,7 @@ class _Ranks:
     def start(self, job: Job, directory: Path) -> None:
         context = multiprocessing.get_context("spawn")
         # What is ignored stays ignored in a new process: Ctrl-C must not interrupt it while it is importing.
-        with _environment(_KEEP_MEMORY), _ignored(signal.SIGINT):
+        with _environment({**_QUIET, **_KEEP_MEMORY}), _ignored(signal.SIGINT):
             for rank in range(job.placement.ranks):
                 ours, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=serve, args=(job, rank, directory, theirs), daemon=True)

@@ -1,16 +1,17 @@
 """Two loops in one process, step by step side by side, compared after each step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
-from instep.attachment import attach
-from instep.demo.job import WARM_UP_STEPS, Finished, Job, LoopRecord, LoopStep, Progress
+from instep.attachment import attach, record
+from instep.demo.job import RECORDED_STEPS, WARM_UP_STEPS, Finished, Job, LoopRecord, LoopStep, Progress
 from instep.demo.loop import Loop
 from instep.demo.text import Batches
 from instep.report.overlap import busy, exposed, intervals
+from instep.report.run import Run
 from instep.report.spans import SpanRecorder
 from instep.verification import first_difference, training_state
 
@@ -38,6 +39,10 @@ def train(job: Job, text: bytes, rank: int, device: torch.device, tell: Callable
                 plain.loop.probe.remove()
                 attached.loop.probe.remove()
         buckets = len(attachment.plan.buckets)
+        attachment.recorder = None
+        more = [batches.next() for _ in range(RECORDED_STEPS + 1)]
+        recorded = [run for timed in (plain, attached) if (run := _record(timed.loop, more, device)) is not None]
+        difference = difference or _difference(job.steps + len(more), plain.loop, attached.loop)
     return Finished(
         parameters=sum(p.numel() for p in plain.loop.model.parameters()),
         gradient_bytes=plain.loop.gradient_bytes,
@@ -46,7 +51,16 @@ def train(job: Job, text: bytes, rank: int, device: torch.device, tell: Callable
         difference=difference,
         plain=plain.record(),
         attached=attached.record(),
+        recorded=tuple(recorded),
     )
+
+
+def _record(loop: Loop, batches: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> Run | None:
+    """One step more than is recorded: the last of them is complete with the forward that follows."""
+    with record(loop.model, loop.optimizer, RECORDED_STEPS) as recording:
+        for inputs, targets in batches:
+            loop.step(inputs.to(device), targets.to(device))
+    return recording.run()
 
 
 class _Timed:

@@ -78,15 +78,25 @@ class Recording:
             InstepError: nothing was recorded.
             OSError: the file cannot be written.
         """
+        together = self._gather()
+        if together is not None:
+            run, events = together
+            run.save(Path(path), events)
+
+    def run(self) -> Run | None:
+        """What :meth:`save` would write, without the single operations, on the first rank; ``None`` on the others. All
+        ranks must call this."""
+        together = self._gather()
+        return None if together is None else together[0]
+
+    def _gather(self) -> "tuple[Run, list[list[Event]]] | None":
         if self._found is None:
             raise InstepError(
-                "nothing was recorded: leave the `with` block before save(), and run at least one forward of the model "
-                "that was given to record() in it"
+                "nothing was recorded: leave the `with` block first, and run at least one forward of the model that "
+                "was given to record() in it"
             )
         everything = _gathered(self._found)
-        if everything is not None:
-            run, events = _together(everything)
-            run.save(Path(path), events)
+        return None if everything is None else _together(everything)
 
 
 class _Running:

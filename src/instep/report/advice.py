@@ -80,8 +80,8 @@ def _fused(run: Run, found: Figures, memory: Memory) -> str | None:
     if run.setup.fused or found.step.total < 5 * WORTH * found.iteration or not _has_fused(run.setup.optimizer):
         return None
     return (
-        f"The step takes {_ms(found.step.total)}: with fused=True the optimizer needs one pass over memory (its numbers "
-        "differ from the other implementations' in the last bit)."
+        f"The step takes {_ms(found.step.total)}: with fused=True the optimizer needs one pass over memory (and its "
+        "numbers differ from the other implementations' in the last bit)."
     )
 
 
@@ -96,15 +96,15 @@ def _steps_hidden(run: Run, found: Figures, memory: Memory) -> str | None:
         return None
     share = step.hidden / step.total
     if share >= 0.5 or step.exposed < WORTH * found.iteration:
-        return f"{share:.0%} of the step are hidden, and {_ms(step.exposed)} of an iteration are left of it."
+        return f"{share:.0%} of the step is hidden, and {_ms(step.exposed)} of an iteration are left of it."
     if found.communication.exposed < WORTH * found.iteration:
         return (
-            f"{_ms(step.exposed)} of the step stay exposed: communication ends with backward and leaves nothing to hide "
-            "them behind. The plain loop takes as long here."
+            f"{_ms(step.exposed)} of the step stay exposed: communication ends with backward, and there is nothing to "
+            "hide them behind. The plain loop takes as long here."
         )
     return (
-        f"{_ms(step.exposed)} of the step stay exposed although {_ms(found.communication.exposed)} of communication do, "
-        "too: smaller buckets (bucket_cap_mb) arrive, and are stepped, earlier."
+        f"{_ms(step.exposed)} of the step stay exposed although {_ms(found.communication.exposed)} of communication "
+        "do, too: smaller buckets (bucket_cap_mb) arrive, and are stepped, earlier."
     )
 
 

@@ -97,8 +97,11 @@ class Run:
 
 
 def load(path: Path) -> Run:
-    """Raises ``NotARecordingError``, or ``OSError``."""
-    content = path.read_bytes()
+    """Raises ``NotARecordingError``."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise NotARecordingError(f"cannot read {path}: {error.strerror}") from error
     try:
         document = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
         found = document["instep"]
