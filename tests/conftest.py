@@ -16,7 +16,7 @@ from tests.distributed.pool import RankPool
 
 # Of a test with more cases than this, about as many run by default, and the others nightly.
 CASES = 3
-LIGHT = ("tests/unit/", "tests/mutation/", "tests/checkpoint/", "tests/faults/", "tests/test_")
+LIGHT = ("tests/unit/", "tests/report/", "tests/mutation/", "tests/checkpoint/", "tests/faults/", "tests/test_")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -43,7 +43,7 @@ class Recording:
         describe: Callable[[], Setup],
         listen: Callable[[SpanRecorder | None], None],
     ) -> None:
-        if not isinstance(steps, int) or steps < 1:
+        if type(steps) is not int or steps < 1:
             raise ValueError(f"steps={steps!r}: how many steps to record, at least 1")
         self._model = model
         self._optimizers = list(optimizers)
@@ -56,6 +56,9 @@ class Recording:
     def __enter__(self) -> "Recording":
         if self._running is not None or self._found is not None:
             raise InstepError("this recording has begun before: make another with record()")
+        # A second one would start all the same, and end the first. Nothing public tells.
+        if torch._C._autograd._profiler_enabled():
+            raise InstepError("torch.profiler is running already: record() needs it for itself. Stop the other first")
         self._running = _Running(self._model, self._optimizers, self._steps, self._listen)
         return self
 
@@ -121,12 +124,7 @@ class _Running:
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
             self._profile = profile(activities=activities, profile_memory=True, record_shapes=True)
-            try:
-                self._profile.start()
-            except RuntimeError as error:
-                raise InstepError(
-                    f"record() needs torch.profiler, which could not be started: {error}. Is it running already?"
-                ) from error
+            self._profile.start()
             self._undo.callback(self._profile.stop)
             self._began = perf_counter()
             self._held = held_before(model, optimizers)

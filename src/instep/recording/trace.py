@@ -63,9 +63,8 @@ class Trace:
             if name.startswith("gloo:"):
                 nbytes = _nbytes(event.get("args", {}))
                 if nbytes is not None:
-                    found.append(
-                        self._span("communication", f"{name.removeprefix('gloo:')}, {nbytes / 2**20:.2f} MiB", event)
-                    )
+                    said = f"{name.removeprefix('gloo:')}, {nbytes / 2**10:,.1f} KiB"
+                    found.append(self._span("communication", said, event))
             elif event.get("cat") == "kernel" and "nccl" in name.lower():
                 found.append(self._span("communication", name, event))
         return found

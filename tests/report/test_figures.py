@@ -1,0 +1,148 @@
+"""What counts as hidden, and what is said about it."""
+
+from typing import Any
+
+import pytest
+
+from instep.report.advice import advice
+from instep.report.figures import figures
+from tests.report.runs import GLOO, MAIN, MIB, WORKER, memory_of, run_of, span
+
+DDP = {"wrapper": "DistributedDataParallel", "ranks": 2}
+ATTACHED = {"label": "instep, schedule='backward'", "options": {"schedule": "'backward'"}}
+FORWARD = {"label": "instep, schedule='forward'", "options": {"schedule": "'forward'"}}
+
+
+def test_a_step_inside_backward_on_its_thread_is_not_hidden() -> None:
+    found = figures(run_of([span("backward", 0.0, 0.9), span("step", 0.2, 0.5)]))
+    assert (found.step.total, found.step.exposed) == (pytest.approx(0.3), pytest.approx(0.3))
+    assert found.backward == pytest.approx(0.6), "what was stepped inside is not backward's"
+    assert found.other == pytest.approx(0.1)
+
+
+def test_a_step_is_hidden_while_gradients_are_on_their_way() -> None:
+    spans = [span("backward", 0.0, 0.5), span("communication", 0.3, 0.8, GLOO), span("step", 0.6, 0.9)]
+    found = figures(run_of(spans, ranks=2))
+    assert found.step.exposed == pytest.approx(0.1)
+    assert found.step.hidden == pytest.approx(0.2)
+    assert found.communication.total == pytest.approx(0.5)
+    assert found.communication.exposed == pytest.approx(0.1), "between backward and the step"
+
+
+def test_a_step_is_hidden_while_another_thread_computes_but_not_while_that_waits() -> None:
+    spans = [span("forward", 0.0, 0.8), span("waiting", 0.1, 0.4), span("step", 0.2, 0.6, WORKER)]
+    found = figures(run_of(spans))
+    assert found.step.exposed == pytest.approx(0.2)
+    assert found.step.hidden == pytest.approx(0.2)
+    assert found.forward == pytest.approx(0.5)
+    assert found.waiting == pytest.approx(0.3)
+
+
+def test_figures_are_medians_over_iterations_that_spans_are_cut_to() -> None:
+    spans = [span("step", 0.9, 1.2), span("step", 2.0, 2.5), span("forward", 0.0, 3.0)]
+    found = figures(run_of(spans, [(0.0, 1.0), (1.0, 2.0), (2.0, 3.0)]))
+    assert found.step.total == pytest.approx(0.2)
+    assert found.iteration == pytest.approx(1.0)
+
+
+def test_what_is_stepped_together_is_shared_by_bytes() -> None:
+    spans = [
+        span("step", 0.0, 0.4, MAIN, "a", "b"),
+        span("communication", 0.0, 0.2, GLOO),
+        span("flight", 0.0, 0.3, GLOO, "b"),
+    ]
+    first, second = figures(run_of(spans, buckets=[["a"], ["b"]])).buckets
+    assert (first.name, first.nbytes, second.nbytes) == ("a", 3 * MIB, MIB)
+    assert (first.step, second.step) == (pytest.approx(0.3), pytest.approx(0.1))
+    assert (first.hidden, second.hidden) == (pytest.approx(0.15), pytest.approx(0.05))
+    assert (first.flight, second.flight) == (None, pytest.approx(0.3))
+
+
+BACKWARD = span("backward", 0.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("spans", "memory", "setup", "said"),
+    [
+        pytest.param(
+            [BACKWARD, span("communication", 0.1, 0.5, GLOO), span("step", 0.5, 0.7)],
+            {},
+            DDP,
+            ["next to nothing to hide the step of 200.0 ms behind"],
+            id="plain, communication ends with backward",
+        ),
+        pytest.param(
+            [BACKWARD, span("communication", 0.1, 0.7, GLOO), span("step", 0.7, 0.8)],
+            {},
+            {**DDP, "bucket_view": False},
+            [
+                "communication outlasts backward by 200.0 ms, and instep.attach(model, optimizer) runs up to 100.0 ms",
+                "gradient_as_bucket_view=True",
+            ],
+            id="plain, communication outlasts backward",
+        ),
+        pytest.param(
+            [BACKWARD, span("communication", 0.1, 0.7, GLOO), span("step", 0.7, 0.8)],
+            {"parameters": 4 * MIB, "gradients": 4 * MIB},
+            {"wrapper": "DTensor", "ranks": 2},
+            ["200.0 ms of communication stay exposed", "gradients are 4.0 MiB of the peak of 8.0 MiB"],
+            id="plain, sharded",
+        ),
+        pytest.param(
+            [BACKWARD, span("step", 0.5, 0.8)],
+            {"parameters": 4 * MIB, "gradients": 4 * MIB},
+            {"fused": False, "optimizer": "AdamW(foreach=True)"},
+            ["saves up to 2.0 MiB", "with fused=True"],
+            id="plain, gradients set the peak",
+        ),
+        pytest.param(
+            [BACKWARD, span("step", 0.5, 0.6)],
+            {"parameters": 4 * MIB, "activations": 9 * MIB, "gradients": MIB},
+            {"fused": False, "optimizer": "Muon"},
+            ["1.0 MiB of gradients and 9.0 MiB of activations, which set it"],
+            id="plain, activations set the peak",
+        ),
+        pytest.param(
+            [BACKWARD, span("step", 0.1, 0.3)],
+            {},
+            ATTACHED,
+            ["inside backward is not hidden, and is not meant to be"],
+            id="attached, one device",
+        ),
+        pytest.param(
+            [BACKWARD, span("communication", 0.1, 0.75, GLOO), span("step", 0.5, 0.6)],
+            {},
+            {**ATTACHED, **DDP, "buckets": [["a"], ["b"]]},
+            ["100% of the step is hidden", "schedule='forward', cross_iteration=True lets the next forward"],
+            id="attached, hidden",
+        ),
+        pytest.param(
+            [BACKWARD, span("communication", 0.1, 0.5, GLOO), span("step", 0.5, 0.8)],
+            {},
+            {**ATTACHED, **DDP, "gradients": dict.fromkeys("abcd", MIB), "buckets": [["a", "b", "c"], ["d"]]},
+            ["nothing to hide them behind", "One bucket holds 75% of the gradients (3.0 MiB): a smaller bucket_cap_mb"],
+            id="attached, nothing to hide behind",
+        ),
+        pytest.param(
+            [BACKWARD, span("communication", 0.1, 0.7, GLOO), span("step", 0.7, 0.9)],
+            {},
+            {**ATTACHED, **DDP, "options": {"schedule": "'backward'", "comm_hook": "f"}},
+            ["smaller buckets (bucket_cap_mb) arrive"],
+            id="attached, late, and crossing is refused",
+        ),
+        pytest.param(
+            [span("forward", 0.0, 0.5), span("step", 0.1, 0.3, WORKER)],
+            {"parameters": 4 * MIB, "gradients": 4 * MIB},
+            FORWARD,
+            ["100% of the step is hidden", "schedule='forward' keeps all gradients until they are applied: 4.0 MiB"],
+            id="forward",
+        ),
+        pytest.param([span("forward", 0.0, 0.5)], {}, FORWARD, ["Nothing to change."], id="nothing"),
+    ],
+)
+def test_advice(spans: list[Any], memory: dict[str, int], setup: dict[str, Any], said: list[str]) -> None:
+    run = run_of(spans, memory=memory_of(**memory), **setup)
+    found = advice(run, figures(run))
+    assert len(found) == len(said), found
+    for sentence, part in zip(found, said, strict=True):
+        assert part in sentence

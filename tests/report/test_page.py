@@ -1,0 +1,154 @@
+"""The page, in a real browser where there is one, and what the command prints."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from instep.cli import app
+from instep.report.page import page
+from instep.report.run import NotARecordingError, Run, load
+from instep.report.spans import Span
+from tests.report.runs import GLOO, MAIN, MIB, memory_of, run_of, span
+
+HOSTILE = "</title><script>alert(1)</script>&\"'"
+LONG = "module." + 40 * "encoder_layer_with_a_name." + "weight"
+
+
+def some_run(name: str = "a", ranks: int = 2, label: str = "plain") -> Run:
+    spans = [
+        Span("forward", "forward", 0.0, 0.3, MAIN),
+        Span("backward", "backward", 0.3, 0.6, MAIN),
+        Span("communication", "all_reduce, 4.00 MiB", 0.4, 0.7, GLOO),
+        Span("step", name, 0.6, 0.8, MAIN, (name, "b", "c")),
+        Span("waiting", "end of backward", 0.6, 0.65, MAIN),
+    ]
+    spans += [one._replace(start=one.start + i, end=one.end + i) for i in (1, 2) for one in spans]
+    gradients = {name: 3 * MIB, "b": MIB, "c": MIB}
+    return run_of(
+        spans,
+        [(0.0, 1.0), (1.0, 2.0), (2.0, 3.0)],
+        memory_of(parameters=4 * MIB, gradients=4 * MIB),
+        label=label,
+        model=name,
+        ranks=ranks,
+        wrapper="DistributedDataParallel",
+        buckets=[[name, "b", "c"]],
+        gradients=gradients,
+    )
+
+
+def test_names_are_escaped_and_nothing_is_loaded_from_elsewhere() -> None:
+    text = page([some_run(HOSTILE, label=HOSTILE)])
+    assert HOSTILE not in text
+    assert "&lt;script&gt;" in text
+    assert "<script" not in text
+    assert not re.findall(r"https?:|//[a-z]|src=|@import|url\(", text)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [500, 1400])
+def test_in_a_browser_nothing_overflows(width: int, tmp_path: Path) -> None:
+    """Chromium's window is at least 500 wide: the narrow one has a page half as wide in it."""
+    text = page([some_run(LONG, ranks=9), some_run(LONG, ranks=9, label="instep, " + LONG)])
+    narrow = "document.body.style.width = '250px';" if width == 500 else ""
+    probe = f"""<script>{narrow}
+      const inside = e => e.closest('.wide, .track') && !e.matches('.wide, .track');
+      const room = document.body.getBoundingClientRect().right;
+      const out = [...document.querySelectorAll('body *')].filter(e => !inside(e) &&
+        e.getBoundingClientRect().right > room + 1).map(e => e.tagName + '.' + e.className);
+      document.body.dataset.out = JSON.stringify(out);
+      document.body.dataset.scrolls = document.documentElement.scrollWidth > innerWidth;
+      document.body.dataset.bars = document.querySelectorAll('.bar').length;
+    </script></body>"""
+    path = tmp_path / "report.html"
+    path.write_text(text.replace("</body>", probe))
+    browser = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    options = [f"--window-size={width},900", f"--user-data-dir={tmp_path}", "--dump-dom", path.as_uri()]
+    done = subprocess.run([*browser, *options], capture_output=True, text=True, timeout=90)
+    assert "CONSOLE" not in done.stderr
+    assert 'data-out="[]"' in done.stdout, re.findall(r"data-out=\S*", done.stdout)
+    assert 'data-scrolls="false"' in done.stdout
+    assert int(re.findall(r'data-bars="(\d+)"', done.stdout)[0]) > 2 * 8 * 6
+
+
+def test_a_recording_is_read_as_it_was_saved(tmp_path: Path) -> None:
+    run = some_run()
+    for name in ("run.json", "run.json.gz"):
+        run.save(tmp_path / name, [[{"ph": "X", "name": "aten::mm", "tid": 1, "ts": 5.0, "dur": 1.0}]] * 2)
+        again = load(tmp_path / name)
+        assert page([again]) == page([run])
+    assert (tmp_path / "run.json.gz").stat().st_size < (tmp_path / "run.json").stat().st_size
+    trace = json.loads((tmp_path / "run.json").read_bytes())
+    assert {event["pid"] for event in trace["traceEvents"]} == {0}, "rank 0 twice"
+    shown = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert {"aten::mm", "step: a", "communication: all_reduce, 4.00 MiB"} <= {event["name"] for event in shown}
+    assert all(event["dur"] > 0 for event in shown)
+    assert any(event["ph"] == "C" and event["args"]["bytes"] == 8 * MIB for event in trace["traceEvents"])
+
+
+def test_flights_of_buckets_have_rows_of_their_own(tmp_path: Path) -> None:
+    """They overlap without one being inside the other, which a row cannot show."""
+    run = run_of([span("flight", 0.0, 0.5, GLOO, "a"), span("flight", 0.2, 0.9, GLOO, "b")])
+    run.save(tmp_path / "run.json")
+    events = json.loads((tmp_path / "run.json").read_bytes())["traceEvents"]
+    rows = [event["tid"] for event in events if event["ph"] == "X"]
+    assert len(set(rows)) == 2
+    assert {event["tid"] for event in events if event["name"] == "thread_name"} >= set(rows)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[1]", b"\x1f\x8b123", b'{"instep": 1}', b'{"instep": {"format": 0}}']
+)
+def test_what_is_no_recording_is_said_to_be_none(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_bytes(content)
+    with pytest.raises(NotARecordingError, match=r"run\.json"):
+        load(path)
+
+
+def test_a_damaged_one_too(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    some_run().save(path)
+    path.write_text(path.read_text().replace('"iterations"', '"iteration"'))
+    with pytest.raises(NotARecordingError, match="damaged"):
+        load(path)
+
+
+def invoke(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["report", *map(str, arguments)], catch_exceptions=False)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_command(tmp_path: Path) -> None:
+    plain, attached, out = tmp_path / "plain.json", tmp_path / "attached.json", tmp_path / "report.html"
+    some_run().save(plain)
+    some_run(label="instep, schedule='backward'").save(attached)
+    code, text, errors = invoke(plain, attached)
+    assert (code, errors) == (0, "")
+    assert "step, hidden" in text
+    assert "schedule='backward'" in text
+    assert invoke(plain, attached, "-o", out) == (0, "", f"wrote {out}\n")
+    assert out.read_text() == page([load(plain), load(attached)])
+    code, text, errors = invoke(plain, "--json")
+    (found,) = json.loads(text)
+    assert found["figures"]["step"]["hidden"] == pytest.approx(0.1)
+    assert found["peak"]["alive"]["gradients"] == 4 * MIB
+    assert found["advice"]
+    assert sorted(tmp_path.iterdir()) == [attached, plain, out]
+
+
+def test_the_command_refuses_in_one_line(tmp_path: Path) -> None:
+    missing, plain = tmp_path / "missing.json", tmp_path / "plain.json"
+    some_run().save(plain)
+    assert invoke(missing) == (2, "", f"instep report: cannot read {missing}: No such file or directory\n")
+    out = tmp_path / "no" / "report.html"
+    assert invoke(plain, "-o", out) == (
+        2,
+        "",
+        f"instep report: cannot write --output {out}: No such file or directory\n",
+    )

@@ -1,0 +1,243 @@
+"""Recordings of real loops on one device: what they hold, and that training is none the wiser."""
+
+import itertools
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep.report.figures import figures
+from instep.report.memory import Memory
+from instep.report.run import Run, load
+from instep.verification import first_difference, training_state
+
+pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events")
+
+WIDTH, DEPTH, ROWS = 128, 6, 4
+LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes
+HOW: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "backward": {"bucket_bytes": LAYER},
+    "forward": {"schedule": "forward", "bucket_bytes": LAYER},
+}
+
+
+def made(how: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    if how != "plain":
+        instep.attach(model, optimizer, **HOW[how])
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, micro_batches: int = 1) -> None:
+    for number in range(steps):
+        overlap = instep.attached(model)
+        for last in [False] * (micro_batches - 1) + [True]:
+            inputs = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+            with nullcontext() if last or overlap is None else overlap.accumulate():
+                model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def recorded(how: str, path: Path, steps: int = 3) -> Run:
+    """Of a trained model, four steps, of which so many are recorded."""
+    model, optimizer = made(how)
+    train(model, optimizer, 2)
+    with instep.record(model, optimizer, steps) as recording:
+        train(model, optimizer, 4)
+    recording.save(path)
+    found = instep.attached(model)
+    if found is not None:
+        assert found.recorder is None, "nobody listens any more"
+        found.detach()
+    return load(path)
+
+
+def held(memory: Memory, at: float) -> int:
+    return [n for time, n in zip(memory.times, memory.nbytes, strict=True) if time <= at][-1]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_loop(how: str, tmp_path: Path) -> None:
+    run = recorded(how, tmp_path / "run.json")
+    rank, found = run.ranks[0], figures(run)
+    assert len(rank.iterations) == 3
+    assert run.setup.nbytes["parameters"] == run.setup.nbytes["gradients"] == DEPTH * LAYER
+    assert DEPTH * LAYER * 2 <= run.setup.nbytes["optimizer state"] < DEPTH * LAYER * 2 + 1000
+    assert run.setup.label == ("plain" if how == "plain" else f"instep, schedule={how!r}, bucket_bytes={LAYER}")
+    assert found.forward > 0
+    assert found.backward > 0
+    assert found.step.total > 0
+    assert found.communication.total == 0
+    of_kind = {kind: [s for s in rank.spans if s.kind == kind] for kind in ("forward", "backward", "step")}
+    for start, end in rank.iterations:
+        (backward,) = (s for s in of_kind["backward"] if start <= s.start < end)
+        (forward,) = (s for s in of_kind["forward"] if start <= s.start < end)
+        assert start <= forward.start < forward.end <= backward.start < backward.end <= end
+        stepped = [s for s in of_kind["step"] if backward.start < s.start < backward.end and s.parameters]
+        assert len(stepped) == (DEPTH if how == "backward" else 0)
+    if how != "plain":
+        assert [list(bucket.parameters) for bucket in found.buckets] == [list(names) for names in run.setup.buckets]
+        assert all(bucket.step > 0 and bucket.nbytes == LAYER for bucket in found.buckets)
+    if how == "forward":
+        workers = {s.thread for s in of_kind["step"] if s.parameters}
+        assert workers
+        assert rank.main not in workers
+
+
+def test_the_memory_of_a_plain_loop(tmp_path: Path) -> None:
+    """At the end of backward all gradients are there, and nothing else is but what always is."""
+    run = recorded("plain", tmp_path / "run.json")
+    rank = run.ranks[0]
+    memory = rank.memory
+    always = run.setup.nbytes["parameters"] + run.setup.nbytes["optimizer state"]
+    for start, _ in rank.iterations:
+        assert 0 <= held(memory, start) - always < LAYER // 8
+        step = next(s for s in rank.spans if s.kind == "step" and s.start > start)
+        assert 0 <= held(memory, step.start) - always - DEPTH * LAYER < LAYER // 8
+    assert memory.alive["parameters"] == DEPTH * LAYER
+    assert memory.alive["optimizer state"] == run.setup.nbytes["optimizer state"]
+    assert memory.alive["gradients"] == pytest.approx(DEPTH * LAYER, rel=0.01), "they set the peak"
+    assert memory.alive.get("activations", 0) < LAYER / 4
+    assert memory.peak == sum(memory.alive.values())
+
+
+def test_stepping_in_backward_saves_what_it_says(tmp_path: Path) -> None:
+    plain, attached = (recorded(how, tmp_path / f"{how}.json") for how in ("plain", "backward"))
+    saved = plain.ranks[0].memory.peak - attached.ranks[0].memory.peak
+    assert saved > (DEPTH - 2.5) * LAYER, "all gradients less a bucket, and one that is made beside it"
+    assert attached.ranks[0].memory.alive["gradients"] <= 2.1 * LAYER
+
+
+def test_gradients_that_a_worker_frees_are_not_counted_for_ever(tmp_path: Path) -> None:
+    memory = recorded("forward", tmp_path / "run.json").ranks[0].memory
+    assert memory.alive["gradients"] <= 1.1 * DEPTH * LAYER
+
+
+def test_state_that_a_first_step_makes_is_state(tmp_path: Path) -> None:
+    model, optimizer = made("plain")
+    with instep.record(model, optimizer, 1) as recording:
+        train(model, optimizer, 1)
+    run = recording.run()
+    assert run is not None
+    assert run.ranks[0].memory.alive["optimizer state"] >= 2 * DEPTH * LAYER
+    assert run.ranks[0].memory.alive.get("temporaries of the step", 0) < LAYER / 10
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_training_is_the_same_while_it_is_recorded(how: str) -> None:
+    states = []
+    for record in (False, True):
+        model, optimizer = made(how)
+        with instep.record(model, optimizer, 2) if record else nullcontext():
+            train(model, optimizer, 3, micro_batches=2)
+        states.append(training_state(model, optimizer))
+        found = instep.attached(model)
+        if found is not None:
+            found.detach()
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+        assert not any(p._backward_hooks for p in model.parameters())
+        assert not optimizer._optimizer_step_post_hooks
+    assert first_difference(*states) is None
+
+
+def test_all_micro_batches_are_in_one_iteration() -> None:
+    model, optimizer = made("backward")
+    overlap = instep.attached(model)
+    assert overlap is not None
+    with overlap.record(2) as recording:
+        train(model, optimizer, 3, micro_batches=3)
+    run = recording.run()
+    assert run is not None
+    kinds = [s.kind for s in run.ranks[0].spans if s.kind in ("forward", "backward")]
+    assert [kind for kind, _ in itertools.groupby(kinds)] == ["forward", "backward"] * 6
+    assert len(run.ranks[0].iterations) == 2
+    overlap.detach()
+
+
+def test_the_trace_names_buckets_and_operations(tmp_path: Path) -> None:
+    recorded("backward", tmp_path / "run.json")
+    trace = json.loads((tmp_path / "run.json").read_bytes())
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    names = {event["name"] for event in events}
+    assert names >= {"forward: forward", "backward: backward", "aten::addmm"}
+    (bucket,) = {tuple(e["args"]["parameters"]) for e in events if e["name"].startswith("step: 5.")}
+    assert sorted(bucket) == ["5.bias", "5.weight"]
+    starts = [event["ts"] for event in events]
+    assert -1e6 < min(starts) < max(starts) < 60e6, "all on one clock, from the first iteration on"
+
+
+# What goes wrong.
+
+
+def _fail(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    train(model, optimizer, 2)
+    model(torch.randn(ROWS, WIDTH + 1))
+
+
+def test_a_loop_that_fails_is_recorded_up_to_there() -> None:
+    model, optimizer = made("plain")
+    recording = instep.record(model, optimizer)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"), recording:
+        _fail(model, optimizer)
+    run = recording.run()
+    assert run is not None
+    assert len(run.ranks[0].iterations) == 3
+    assert not model._forward_hooks
+
+
+def test_of_nothing_nothing_is_saved(tmp_path: Path) -> None:
+    model, optimizer = made("plain")
+    recording = instep.record(model, optimizer)
+    with pytest.raises(instep.errors.InstepError, match="leave the `with` block first"):
+        recording.save(tmp_path / "run.json")
+    with recording:
+        pass
+    with pytest.raises(instep.errors.InstepError, match="at least one forward"):
+        recording.save(tmp_path / "run.json")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.5, True])
+def test_the_number_of_steps_is_checked(steps: Any) -> None:
+    model, optimizer = made("plain")
+    with pytest.raises(ValueError, match=f"steps={steps!r}"):
+        instep.record(model, optimizer, steps)
+
+
+def test_a_recording_is_used_once() -> None:
+    model, optimizer = made("plain")
+    with instep.record(model, optimizer) as recording:
+        train(model, optimizer, 1)
+    with pytest.raises(instep.errors.InstepError, match="has begun before"), recording:
+        pass
+
+
+def test_two_at_once_are_refused_and_the_first_goes_on() -> None:
+    model, optimizer = made("plain")
+    with instep.record(model, optimizer) as recording:
+        with pytest.raises(instep.errors.InstepError, match="running already"), instep.record(model, optimizer):
+            pass
+        train(model, optimizer, 2)
+    run = recording.run()
+    assert run is not None
+    assert len(run.ranks[0].iterations) == 2
+
+
+def test_what_is_gone_cannot_be_recorded() -> None:
+    model, optimizer = made("backward")
+    overlap = instep.attached(model)
+    assert overlap is not None
+    del model
+    with pytest.raises(instep.errors.InstepError, match="nothing to record"):
+        overlap.record()
+    del optimizer
