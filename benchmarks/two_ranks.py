@@ -127,6 +127,8 @@ def rank(options: argparse.Namespace) -> None:
         "seconds": {name: asdict(spread(times)) for name, times in quiet.items()},
         "ratio": {name: asdict(ratio(quiet[PLAIN], times)) for name, times in quiet.items()},
     }
+    if options.record:
+        record({name: loop for name, loop in loops.items() if name not in UNEQUAL}, tokens, options.record)
     overlap = loops["backward"].overlap if "backward" in loops else None
     if overlap is not None:
         sizes = [sum(spec.nbytes for spec in bucket.parameters) for bucket in overlap.plan.buckets]
@@ -143,6 +145,14 @@ def rank(options: argparse.Namespace) -> None:
         print(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def record(loops: dict[str, Plain], tokens: Iterator[torch.Tensor], directory: Path) -> None:
+    for name, loop in loops.items():
+        with instep.record(loop.model, loop.optimizer, steps=4) as recording:
+            for _ in range(5):
+                loop.step(next(tokens))
+        recording.save(directory / f"{name.replace(' ', '_')}.json.gz")
 
 
 def parts(loop: Plain, tokens: Iterator[torch.Tensor], bucket_mib: float) -> dict[str, float]:
@@ -198,6 +208,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--variants", nargs="+", default=[])
     parser.add_argument("--json", type=Path, help="write everything there")
+    parser.add_argument("--record", type=Path, help="write recordings for `instep report` to this directory")
     parser.add_argument("--picture", type=Path, help="draw the ratios there, as SVG")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

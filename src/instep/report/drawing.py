@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from instep.report.figures import covers
+from instep.report.figures import COMPUTE, covers, interruptions
 from instep.report.memory import Memory
 from instep.report.overlap import Interval, outside, within
 from instep.report.run import Rank, Run
@@ -12,7 +12,7 @@ from instep.report.spans import Span
 RANKS = 8
 """As many are drawn."""
 
-LANES = (("compute", ("forward", "backward")), ("communication", ("communication",)), ("optimizer", ("step",)))
+LANES = (("compute", COMPUTE), ("communication", ("communication",)), ("optimizer", ("step",)))
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,9 @@ def _bars(rank: Rank, span: Span, window: Interval) -> Iterator[Bar]:
     length = window[1] - window[0]
     whole = (span.start, span.end)
     looks = [(span.kind, [whole])]
-    if span.kind in ("step", "communication"):
+    if span.kind in COMPUTE:
+        looks = [(span.kind, outside([whole], interruptions(rank, span.thread)))]
+    elif span.kind in ("step", "communication"):
         bare = outside([whole], covers(rank, span))
         looks = [(f"{span.kind} hidden", [whole]), (f"{span.kind} exposed", bare)]
     title = f"{span.name}: {1e3 * (span.end - span.start):.2f} ms"

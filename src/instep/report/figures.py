@@ -93,10 +93,14 @@ def _alone(rank: Rank, *kinds: str, thread_is_not: int | None = None) -> list[In
     """The work of these kinds itself: without what else its thread did or waited for meanwhile."""
     found: list[Interval] = []
     for thread in {span.thread for span in rank.spans if span.kind in kinds} - {thread_is_not}:
-        here = [span for span in rank.spans if span.thread == thread]
-        work = intervals(span for span in here if span.kind in kinds)
-        found += outside(work, intervals(span for span in here if span.kind in ("step", "waiting")))
+        work = intervals(span for span in rank.spans if span.thread == thread and span.kind in kinds)
+        found += outside(work, interruptions(rank, thread))
     return found
+
+
+def interruptions(rank: Rank, thread: int) -> list[Interval]:
+    """When a thread waited, or stepped, in the middle of something else."""
+    return intervals(span for span in rank.spans if span.thread == thread and span.kind in ("step", "waiting"))
 
 
 def covers(rank: Rank, span: Span) -> list[Interval]:
