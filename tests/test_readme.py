@@ -1,9 +1,6 @@
-"""What the README and the examples show runs as it stands."""
+"""What the README shows runs as it stands."""
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,22 +82,6 @@ def test_the_block_for_one_device() -> None:
     exec(blocks("python")[0], {})
 
 
-@pytest.mark.parametrize("example", ["one_device.py", "verify_your_model.py", "in_backward.py", "fine_tune.py"])
-def test_examples(example: str) -> None:
-    command = [sys.executable, "-W", "error", str(ROOT / "examples" / example)]
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that wait for a busy core take ten times as long
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=alone)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("example", "said"),
-    [("ddp.py", "step 50"), ("overlapped_optimizer.py", "SignVote step 60"), ("mixed_precision.py", "step 60")],
-)
-def test_examples_on_two_ranks(example: str, said: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(ROOT / "examples" / example)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert said in done.stdout
+def test_every_example_is_run_somewhere() -> None:
+    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.rglob("test_*.py"))
+    assert not [path.name for path in (ROOT / "examples").glob("*.py") if path.name not in tests]

@@ -1,0 +1,48 @@
+"""The examples run as they stand, as a user runs them: ``pytest -m examples``, a few minutes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.examples, pytest.mark.timeout(300)]
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that wait for a busy core take ten times as long
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=280, check=False, env=ALONE
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("example", "said"),
+    [
+        ("one_device.py", "total "),
+        ("verify_your_model.py", "all equal"),
+        ("in_backward.py", "step 100: loss"),
+        ("fine_tune.py", "equal, bit for bit"),
+    ],
+)
+def test_on_one_device(example: str, said: str) -> None:
+    assert said in run("-W", "error", str(EXAMPLES / example))
+
+
+@pytest.mark.parametrize(
+    ("example", "said"),
+    [("ddp.py", "step 50"), ("overlapped_optimizer.py", "SignVote step 60"), ("mixed_precision.py", "step 60")],
+)
+def test_on_two_ranks(example: str, said: str) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert said in run(*torchrun, str(EXAMPLES / example))
+
+
+def test_a_pretrained_model_on_real_text(tmp_path: Path) -> None:
+    said = run(str(EXAMPLES / "fine_tune_pretrained.py"), "--data", str(tmp_path), "--steps", "8")
+    assert "plain and with instep: equal, bit for bit" in said
