@@ -47,6 +47,10 @@ ORDER = "tests/unit/test_order.py"
 VOTES = "tests/distributed/test_votes.py"
 NONFINITE = "tests/parity/test_nonfinite.py"
 IN_BACKWARD = "tests/functional/test_in_backward.py"
+FIGURES = "tests/report/test_figures.py"
+RECORDING = "tests/report/test_recording.py"
+RECORDING_RANKS = "tests/distributed/test_recording.py"
+PAGE = "tests/report/test_page.py"
 
 MUTANTS = [
     Mutant(
@@ -1056,6 +1060,69 @@ MUTANTS = [
         "sent := self._ready.pop(self._order[self._next], None)",
         "sent := self._ready.pop(min(self._ready, default=-1), None)",
         ORDER,
+    ),
+    Mutant(
+        "a step hides behind its own thread's backward",
+        "report/figures.py",
+        "_alone(rank, *COMPUTE, thread_is_not=span.thread)",
+        "intervals(s for s in rank.spans if s.kind in COMPUTE)",
+        FIGURES,
+    ),
+    Mutant(
+        "a step hides behind a thread that waits",
+        "report/figures.py",
+        "        found += outside(work, interruptions(rank, thread))",
+        "        found += work",
+        FIGURES,
+    ),
+    Mutant(
+        "votes are communication",
+        "recording/trace.py",
+        "                if nbytes is not None:",
+        "                nbytes = nbytes or 0\n                if True:",
+        RECORDING_RANKS,
+    ),
+    Mutant(
+        "gradients that a worker frees stay",
+        "recording/holdings.py",
+        "by_others = freed.get(gradients[number], ())",
+        "by_others: tuple[float, ...] = ()",
+        RECORDING,
+    ),
+    Mutant(
+        "gradients are temporaries",
+        "recording/holdings.py",
+        "        if number in gradients:",
+        "        if number in gradients and False:",
+        RECORDING,
+    ),
+    Mutant(
+        "the recording never ends",
+        "recording/recording.py",
+        "if self._stepped == self._steps:",
+        "if False:",
+        RECORDING,
+    ),
+    Mutant(
+        "operations are on a clock of their own",
+        "recording/recording.py",
+        "trace.shown(-self._offset)",
+        "trace.shown(0.0)",
+        RECORDING,
+    ),
+    Mutant(
+        "names are not escaped",
+        "report/page.py",
+        "autoescape=True",
+        "autoescape=False",
+        PAGE,
+    ),
+    Mutant(
+        "the recorder keeps listening",
+        "recording/recording.py",
+        "            self._undo.callback(listen, None)",
+        "            pass",
+        RECORDING,
     ),
 ]
 

@@ -172,6 +172,9 @@ def test_the_trace_names_buckets_and_operations(tmp_path: Path) -> None:
     assert names >= {"forward: forward", "backward: backward", "aten::addmm"}
     (bucket,) = {tuple(e["args"]["parameters"]) for e in events if e["name"].startswith("step: 5.")}
     assert sorted(bucket) == ["5.bias", "5.weight"]
+    forward = next(event for event in events if event["name"] == "forward: forward")
+    inside = [e for e in events if e["name"] == "aten::addmm" and 0 <= e["ts"] - forward["ts"] <= forward["dur"]]
+    assert len(inside) == DEPTH, "the profiler's clock is the hooks'"
     starts = [event["ts"] for event in events]
     assert -1e6 < min(starts) < max(starts) < 60e6, "all on one clock, from the first iteration on"
 
