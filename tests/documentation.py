@@ -81,8 +81,12 @@ def commands_of(page: Path) -> Iterator[str]:
         if block.language == "sh" and not block.not_run:
             for line in block.code.replace("\\\n", " ").splitlines():
                 yield from line.split(" && ")
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    yield from (" ".join(command.split()) for command in _COMMAND.findall(text))
+    yield from (" ".join(command.split()) for command in _COMMAND.findall(text_of(page)))
+
+
+def text_of(page: Path) -> str:
+    """The page without its blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
 # Running a block.
@@ -215,11 +219,11 @@ def run(code: str, where: str, directory: str) -> list[torch.Tensor] | None:
         exec(compile(code, where, "exec"), names)
         if ".backward(" not in code and "model" in names and "optimizer" in names:
             _train_for_two_steps(names)
+    finally:
+        os.chdir(before)
         for name in {"model", "ddp"} & names.keys():
             if (overlap := instep.attached(names[name])) is not None:
                 overlap.detach()
-    finally:
-        os.chdir(before)
     weights = [p.detach() for p in names["model"].parameters()] if "model" in names else None
     return weights and [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in weights]
 

@@ -14,8 +14,11 @@ from tests import documentation
 from tests.distributed.pool import RankPool
 from tests.documentation import PAGES, ROOT, Block, CommandError, blocks_of, check_command, commands_of
 
-# Importing torch.distributed.optim compiles torch's functional optimizers.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning")
+# Importing torch.distributed.optim compiles torch's functional optimizers; torch.compile looks at every `.grad`.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 TESTS = list((ROOT / "tests").rglob("test_*.py"))
 LANGUAGES = {"python", "diff", "sh", "text"}
@@ -31,7 +34,7 @@ def test_every_test_in_the_tables_exists(page: str, at_least: int) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_paths_and_tests_lead_somewhere(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
+    text = documentation.text_of(page)
     for link in re.findall(r"\]\(([^)#]+)\)", text):
         assert "://" in link or (page.parent / link).exists(), link
     for path in re.findall(r"`((?:src|tests|docs|examples|benchmarks)/[\w./]+)`", text):
