@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import click
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,6 +31,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NOT_RUN = "not run: "
 _FENCE = re.compile(r"```(\w+)(?: title=\"([^\"]*)\")?")
 _COMMAND = re.compile(r"`((?:python|torchrun|taskset|instep|pytest|mkdocs|accelerate) [^`…]+)`")
+_BACKWARD = re.compile(r"(?<!optimizer_in_)backward\(")
 _ON_RANKS = re.compile(r"\b(ddp|DistributedDataParallel|fully_shard|replicate|comm_hook|shard_state)\b")
 
 
@@ -217,7 +217,7 @@ def run(code: str, where: str, directory: str) -> list[torch.Tensor] | None:
     names = Names(code)
     try:
         exec(compile(code, where, "exec"), names)
-        if ".backward(" not in code and "model" in names and "optimizer" in names:
+        if _BACKWARD.search(code) is None and "model" in names and "optimizer" in names:
             _train_for_two_steps(names)
     finally:
         os.chdir(before)
@@ -324,9 +324,9 @@ def _parsed(parse: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise CommandError(f"its options do not parse ({error.code})") from None
 
 
-def _click(load: Callable[[], click.Command]) -> Callable[[list[str], str], None]:
+def _click(load: Callable[[], Any]) -> Callable[[list[str], str], None]:
     def check(arguments: list[str], markers: str) -> None:
-        command: click.Command = load()
+        command: Any = load()
         try:
             context = command.make_context(command.name, list(arguments))
             rest = [*context._protected_args, *context.args]
@@ -340,7 +340,7 @@ def _click(load: Callable[[], click.Command]) -> Callable[[list[str], str], None
     return check
 
 
-def _instep() -> click.Command:
+def _instep() -> Any:
     import typer
 
     return typer.main.get_command(import_module("instep.cli").app)
