@@ -44,8 +44,10 @@ class Loop:
     def make(self, parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, **ADAMW, foreach=False)
 
-    def oracle(self) -> "type[Loop]":
-        return type(self)
+    @classmethod
+    def oracle(cls) -> "type[Loop]":
+        """The plain loop that it is compared with."""
+        return cls
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -66,7 +68,8 @@ class Each(Loop):
         self.each = {p: self.make([p]) for p in model.parameters()}
         self.register()
 
-    def oracle(self) -> type[Loop]:
+    @classmethod
+    def oracle(cls) -> type[Loop]:
         return Loop
 
     def register(self) -> None:
@@ -126,7 +129,8 @@ class Optimi(PlainOptimi):
         self.optimizer = self.make(model.parameters(), gradient_release=True)
         optimi.prepare_for_gradient_release(model, self.optimizer)
 
-    def oracle(self) -> type[Loop]:
+    @classmethod
+    def oracle(cls) -> type[Loop]:
         return PlainOptimi
 
 
@@ -142,7 +146,8 @@ class Lomo(Loop):
         self.model = model
         self.optimizer = lomo_optim.Lomo(model, lr=LR, **options)
 
-    def oracle(self) -> type[Loop]:
+    @classmethod
+    def oracle(cls) -> type[Loop]:
         return PlainSGD
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -159,7 +164,8 @@ class Instep(Loop):
         super().__init__(model)
         self.overlap = instep.attach(model, self.optimizer, **options)
 
-    def oracle(self) -> type[Loop]:
+    @classmethod
+    def oracle(cls) -> type[Loop]:
         return Loop
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -309,8 +315,7 @@ class Sign(torch.optim.Optimizer):
 def verdict(
     peer: type[Loop], train: Callable[[Loop], None], prepare: Callable[[nn.Module], nn.Module], **options: Any
 ) -> str:
-    oracle = peer.oracle(peer.__new__(peer))
-    plain = oracle(prepare(new_model()))
+    plain = peer.oracle()(prepare(new_model()))
     train(plain)
     try:
         loop = peer(prepare(new_model()), **options)
@@ -359,7 +364,8 @@ def own_optimizer(peer: type[Loop]) -> str:
         def make(self, parameters: Any, **options: Any) -> torch.optim.Optimizer:
             return Sign(parameters)
 
-        def oracle(self) -> type[Loop]:
+        @classmethod
+        def oracle(cls) -> type[Loop]:
             return PlainOwn
 
     class PlainOwn(Loop):
@@ -384,7 +390,7 @@ def clipping_of_its_own(peer: type[Loop]) -> str:
     if peer not in (Lomo, Instep):
         return HAS_NONE
     option = {"clip_grad_norm": 0.01} if peer is Lomo else {"clip": instep.ClipNorm(0.01, mode="two_pass")}
-    plain = peer.oracle(peer.__new__(peer))(new_model())
+    plain = peer.oracle()(new_model())
     clips(plain)
     loop = peer(new_model(), **option)
     simple(loop)
