@@ -17,7 +17,7 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         now: bytes alive.
-        peak: the most there were since :meth:`reset`.
+        peak: the most there were since ``reset``.
     """
 
     def __init__(self, there: Iterable[torch.Tensor] = ()) -> None:

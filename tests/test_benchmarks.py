@@ -50,6 +50,21 @@ def test_runs(name: str, options: list[str], ranks: int) -> None:
 
 
 @pytest.mark.nightly
+def test_peers_do_what_the_page_says() -> None:
+    page = (BENCHMARKS.parent / "docs" / "peers.md").read_text(encoding="utf-8")
+    said, found = cells(page), cells(run("peers.py"))
+    assert len(found) > 50
+    assert {place: said[place] for place in found} == found
+
+
+def cells(text: str) -> dict[tuple[str, str], str]:
+    """By row and column."""
+    header, _, *rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    columns = header[-len(rows[0]) + 1 :]
+    return {(row[0], column): value for row in rows for column, value in zip(columns, row[1:], strict=True)}
+
+
+@pytest.mark.nightly
 @needs_namespaces
 def test_two_ranks_over_a_link_and_the_model_of_them(tmp_path: Path) -> None:
     found = tmp_path / "found.json"

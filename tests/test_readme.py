@@ -1,6 +1,5 @@
-"""What the README shows runs as it stands."""
+"""The README's loop with several optimizers. Its blocks: ``test_docs.py``; the examples: ``test_examples.py``."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,10 @@ from torch import nn
 
 import instep
 from tests.cases import two_groups
+from tests.documentation import blocks_of, sides
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+DIFF = next(block.code for block in blocks_of(ROOT / "README.md") if block.language == "diff")
 
 
 def muon_or_nothing(model: nn.Module) -> torch.optim.Optimizer:
@@ -41,9 +37,7 @@ def optimi_lion(model: nn.Module) -> torch.optim.Optimizer:
     ids=["AdamW(fused=True)", "SGD(momentum=0.9)", "Muon", "optimi.Lion"],
 )
 def test_the_loop_in_the_diff_is_that_of_the_plain_loop(optimizer: Callable[[nn.Module], Any]) -> None:
-    lines = [line for line in blocks("diff")[0].splitlines() if not line.startswith("-")]
-    with_instep = "\n".join(line[1:] for line in lines)
-    without = "\n".join(line[1:] for line in lines if not line.startswith("+"))
+    without, with_instep = sides(DIFF)
     assert "instep" in with_instep
     assert "instep" not in without
     found = [train(code, optimizer) for code in (without, with_instep)]
@@ -76,10 +70,6 @@ def train(code: str, make: Callable[[nn.Module], Any]) -> list[torch.Tensor]:
     overlap = instep.attached(model)
     assert overlap is None or overlap.step_count == 6
     return [p.detach() for p in model.parameters()]
-
-
-def test_the_block_for_one_device() -> None:
-    exec(blocks("python")[0], {})
 
 
 def test_every_example_is_run_somewhere() -> None:

@@ -32,7 +32,7 @@ _FSDP1_STREAMS = ("_pre_unshard_stream", "_unshard_stream", "_post_backward_stre
 class AfterErrors:
     """Rebuilds the FSDP state of ``model`` once a forward or backward of it was left by an exception.
 
-    A backward tells of it (:meth:`backward_failed`). A forward does where torch calls hooks after an exception; an
+    A backward tells of it (``backward_failed``). A forward does where torch calls hooks after an exception; an
     interrupted one, after which it calls none, is noticed before the next forward.
     """
 
@@ -79,7 +79,7 @@ class AfterErrors:
             self._running = None
 
     def _left(self, module: nn.Module, args: object, output: object) -> None:
-        """Called after :meth:`_end`, and also where that was not called."""
+        """Called after ``_end``, and also where that was not called."""
         if self._is_running(module):
             self._running = None
             self._rebuild(gradients=False)

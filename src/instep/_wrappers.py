@@ -68,7 +68,7 @@ def is_fsdp2(module: nn.Module) -> bool:
 
 def put_shards_in_place(model: nn.Module) -> None:
     """Register the sharded parameters in the modules, where the gathered ones still are: ``fully_shard`` leaves these
-    there after a forward without a backward, and after :meth:`unshard`."""
+    there after a forward without a backward, and after ``unshard``."""
     for module in fsdp2_in(model):
         cast(Any, module).reshard()
 
@@ -137,7 +137,7 @@ class FSDP1Sync(_Sync):
 
 
 class BeforeFSDP1Gathers:
-    """Calls ``call`` before the weights of one ``FullyShardedDataParallel`` are gathered, until :meth:`remove`.
+    """Calls ``call`` before the weights of one ``FullyShardedDataParallel`` are gathered, until ``remove``.
 
     It has no hook for this, and gathers for many reasons: before a forward, ahead of one, in ``state_dict()`` and in
     ``summon_full_params()``. All go through ``pre_unshard`` and then ``unshard`` of its ``FlatParamHandle``

@@ -123,7 +123,7 @@ def attach(
 
     Args:
         model: any module, already on its device and in its dtype; a ``DistributedDataParallel``; what
-            :func:`instep.replicate` returned; a model that ``fully_shard``, ``FullyShardedDataParallel`` (with
+            ``instep.replicate`` returned; a model that ``fully_shard``, ``FullyShardedDataParallel`` (with
             ``use_orig_params=True``) or tensor parallelism was applied to.
         optimizer: one ``torch.optim.Optimizer`` or several, of parameters of ``model``. Frozen ones are left alone
             until they are unfrozen.
@@ -143,7 +143,7 @@ def attach(
             ``optimizer.step()`` steps as the plain loop does.
         nonfinite: what becomes of a step with a gradient that holds NaN or infinity. ``"allow"``: what the plain loop
             does. ``"skip"``: it is left out on all ranks, and parameters, state and groups stay bit for bit as they
-            were; with ``schedule="forward"`` or ``undo``. ``"raise"``: :class:`~instep.errors.NonFiniteGradientError`
+            were; with ``schedule="forward"`` or ``undo``. ``"raise"``: ``NonFiniteGradientError``
             from ``optimizer.step()``, and nothing of the step is applied; with ``schedule="backward"`` and no
             ``undo`` from ``backward()``, and the bucket that holds it is not applied, but others are: the step is torn.
         comm_hook: under DDP, ``(state, hook)`` as for ``register_comm_hook``: ``hook(state, bucket)`` reduces each
@@ -205,14 +205,14 @@ def attach_stepping_itself(model: nn.Module, optimizer: Optimizer) -> "Attachmen
     Gradients that were applied are ``None`` afterwards, and no ``zero_grad()`` is needed. ``model`` may also be one
     that ``fully_shard`` has been applied to, or a ``FullyShardedDataParallel`` with ``use_orig_params=True``.
 
-    Raises as :func:`attach` does.
+    Raises as ``attach`` does.
     """
     return _attach(model, [optimizer], Options(steps_itself=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a model is attached: what :func:`attach` was given."""
+    """How a model is attached: what ``attach`` was given."""
 
     schedule: str = "backward"
     bucket_bytes: int | None = None
@@ -299,7 +299,7 @@ def attached_parameters() -> "dict[int, Attachment]":
 
 
 class Attachment:
-    """What :func:`attach` returns. As a context manager it detaches on leaving."""
+    """What ``attach`` returns. As a context manager it detaches on leaving."""
 
     def __init__(
         self,
@@ -490,7 +490,7 @@ class Attachment:
         """Take parameters, buffers, optimizer state, ``param_groups`` and the number of steps from another rank, and
         clear the gradients and a torn step. All ranks must call this.
 
-        For models that every rank has as a whole: ``DistributedDataParallel`` and :func:`instep.replicate`.
+        For models that every rank has as a whole: ``DistributedDataParallel`` and ``instep.replicate``.
 
         Args:
             rank: one on which the last step stands as a whole, of ``torch.distributed``'s default group.

@@ -27,7 +27,7 @@ def mean_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup, divisor: int)
 def cast_mean_allreduce(
     tensor: torch.Tensor, group: dist.ProcessGroup, divisor: int, dtype: torch.dtype | None
 ) -> torch.futures.Future[torch.Tensor]:
-    """:func:`mean_allreduce` computed and sent in ``dtype``: cast, divided, summed, cast back.
+    """``mean_allreduce`` computed and sent in ``dtype``: cast, divided, summed, cast back.
 
     The future is that of ``tensor``, which holds the result; of a new tensor when it is sparse. ``dtype=None`` is
     ``tensor``'s own.

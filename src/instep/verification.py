@@ -17,7 +17,7 @@ Build = Callable[[], tuple[nn.Module, Optimizer | Sequence[Optimizer], Callable[
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What :func:`verify` found.
+    """What ``verify`` found.
 
     Attributes:
         steps: how many steps were compared.
@@ -31,6 +31,7 @@ class Verification:
 
     @property
     def equal(self) -> bool:
+        """Whether there is no difference."""
         return self.difference is None
 
 
@@ -42,7 +43,7 @@ def verify(build: Build, steps: int = 3, **options: Any) -> Verification:
             backward, ``optimizer.step()``, and what else belongs to it. It is called twice with the same random
             seed, and so is each step, so both loops see the same weights, dropout and shuffling.
         steps: how many iterations to compare.
-        options: passed on to :func:`instep.attach`. Not ``comm_hook`` and ``mixed_precision``, which change the
+        options: passed on to ``instep.attach``. Not ``comm_hook`` and ``mixed_precision``, which change the
             numbers themselves.
     """
     for name in ("comm_hook", "mixed_precision"):
@@ -92,7 +93,7 @@ def training_state(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer])
 
 
 def first_difference(plain: Iterator[tuple[str, Any]], other: Iterator[tuple[str, Any]]) -> str | None:
-    """Compare two states of :func:`training_state` bit for bit; the first difference in words, or ``None``."""
+    """Compare two states of ``training_state`` bit for bit; the first difference in words, or ``None``."""
     left, right = dict(plain), dict(other)
     for name in left.keys() ^ right.keys():
         return f"only the {'plain' if name in left else 'attached'} loop has {name}"

@@ -53,7 +53,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[t
 
 
 def require_same(first: Any, second: Any, when: str) -> None:
-    """Of two ``(model, optimizer)``, or of what :func:`everything` gave before."""
+    """Of two ``(model, optimizer)``, or of what ``everything`` gave before."""
     a, b = (everything(*one) if isinstance(one, tuple) else iter(one) for one in (first, second))
     difference = first_difference(a, b)
     assert difference is None, f"{when}: {difference}"

@@ -57,7 +57,7 @@ def nested(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """What :func:`training_state` gives, DTensors as their local tensors and their layout."""
+    """What ``training_state`` gives, DTensors as their local tensors and their layout."""
     for name, value in training_state(model, optimizer):
         if isinstance(value, DTensor):
             yield name, value.to_local().clone()

@@ -19,7 +19,7 @@ class Syncing(Protocol):
 class Accumulation:
     """Whether the running backward only adds to the gradients.
 
-    It does inside :meth:`hold` (and DDP's ``no_sync``), and in all but each ``steps``-th backward.
+    It does inside ``hold`` (and DDP's ``no_sync``), and in all but each ``steps``-th backward.
 
     Args:
         steps: backwards in one step; 1: every one steps.
@@ -37,7 +37,7 @@ class Accumulation:
 
     @property
     def is_held(self) -> bool:
-        """Whether this is inside of :meth:`hold`, or of the loop's ``no_sync``."""
+        """Whether this is inside of ``hold``, or of the loop's ``no_sync``."""
         return self._held > 0 or any(
             not ddp.require_backward_grad_sync for ddp in self._wrapped() if ddp not in self._held_back
         )
@@ -91,7 +91,7 @@ class Accumulation:
 
     def count(self) -> None:
         """A parameter has got its gradient: its backward counts, once, with those that reentrant checkpointing nests in
-        it where :meth:`begin` told of it."""
+        it where ``begin`` told of it."""
         task = graph_task() if self._outermost is None else self._outermost
         if self.steps > 1 and task is not None and task != self._counted:
             self._counted = task

@@ -104,7 +104,7 @@ class Clipping:
         self.frozen()(parameters)
 
     def frozen(self) -> Clip:
-        """:meth:`clip` as it is now, for a later moment."""
+        """``clip`` as it is now, for a later moment."""
         return partial(_clip, self.policy, self._previous if self.mode == "previous_norm" else self.total)
 
 

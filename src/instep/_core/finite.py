@@ -55,7 +55,7 @@ def nonfinite_error(gradients: Named, rank: int, at: str) -> NonFiniteGradientEr
 def ask_if_finite(gradients: Named, ranks: Ranks, step: int) -> int | None:
     """The first rank with a gradient that is not finite; ``None`` if all are on all ranks. Waits for these.
 
-    Raises what is wrong with the step otherwise: see :meth:`~instep._core.ranks.Verdict.error`.
+    Raises what is wrong with the step otherwise: see ``error``.
     """
     finite = all_finite(g for _, g in gradients)
     vote = ranks.say(step, nonfinite=not finite)

@@ -11,7 +11,7 @@ _WITHOUT_LOCAL = (torch.Tensor, torch.nn.Parameter)
 class Part(Protocol):
     """This rank's part of one parameter, of its gradient and of its state, as plain tensors.
 
-    It is less than the whole only where the update is elementwise (:func:`~instep._core.stepper.is_elementwise`).
+    It is less than the whole only where the update is elementwise (``is_elementwise``).
 
     Attributes:
         alone: the state is that of the part, so that the parameter can be stepped in no other way.

@@ -18,7 +18,7 @@ def require_separable(optimizer: Optimizer) -> bool:
     """Raise ``UnsupportedOptimizerError`` if stepping parameters one by one differs from stepping them together.
 
     torch's own optimizers are known and not asked. An optimizer that cannot be run on made-up parameters is taken as
-    it is: :class:`~instep._core.stepper.Stepper` still notices what is left in its groups and attributes.
+    it is: ``Stepper`` still notices what is left in its groups and attributes.
 
     Returns:
         Whether it is known to write nothing but parameters and their own state.

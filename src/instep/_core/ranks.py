@@ -48,7 +48,7 @@ class Vote(Protocol):
     """One that was cast, and may still be under way."""
 
     def done(self) -> bool:
-        """Whether :meth:`verdict` would not wait."""
+        """Whether ``verdict`` would not wait."""
 
     def verdict(self) -> Verdict:
         """Wait for all ranks. Safe to call twice, and from several threads.

@@ -382,7 +382,7 @@ def begin_state(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> Non
 
 
 def end_state(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """Take off again what :func:`begin_state` left and nobody has filled."""
+    """Take off again what ``begin_state`` left and nobody has filled."""
     for parameter in parameters:
         if parameter in optimizer.state and not optimizer.state[parameter]:
             del optimizer.state[parameter]

@@ -15,7 +15,7 @@ class Torn:
         pending: names of those that were to be, and were not.
         accepted: how many steps were taken, once it is accepted.
         in_part: whether this rank may have neither the weights of before nor those of after the step.
-        task: the backward in which it tore, as :func:`~instep._core.engine.graph_task` names it; ``None``: outside.
+        task: the backward in which it tore, as ``graph_task`` names it; ``None``: outside.
     """
 
     step: int

@@ -213,7 +213,7 @@ class Transaction:
     ) -> bool:
         """Step the parameters of ``bucket`` from their ``.grad``. ``False`` if that failed, or is not to be done.
 
-        An error is kept for :meth:`raise_failure`: raised here, inside a hook, it would leave DDP unusable.
+        An error is kept for ``raise_failure``: raised here, inside a hook, it would leave DDP unusable.
 
         Args:
             fetch: called first, on the step's stream, to wait for the gradients and put them into ``.grad``.
@@ -324,7 +324,7 @@ class Transaction:
 
     @property
     def waits_for_all(self) -> bool:
-        """Whether nothing may be applied before all gradients are final, and :meth:`know_total` was called."""
+        """Whether nothing may be applied before all gradients are final, and ``know_total`` was called."""
         return self._pass == "all"
 
     def know_total(self) -> None:

@@ -9,7 +9,7 @@ class Trial:
     """One way is tried in iterations 8 to 15, the other in the rest of the first 32, and the one that took less time is
     kept. From then on the one that was not kept has eight iterations of every 512.
 
-    All ranks count the same iterations, and give :meth:`keep` the same times: so all choose alike.
+    All ranks count the same iterations, and give ``keep`` the same times: so all choose alike.
     """
 
     def __init__(self) -> None:

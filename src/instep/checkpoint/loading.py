@@ -25,7 +25,7 @@ _logger = logging.getLogger("instep")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What :func:`load` found.
+    """What ``load`` found.
 
     Attributes:
         step: how many steps had been taken.
@@ -58,9 +58,9 @@ def load(
     an attached model's step that is open or torn is given up, and its ``step_count`` is that of the checkpoint.
 
     Args:
-        path: what :func:`save` was given; or one checkpoint in it, which is then taken or refused.
+        path: what ``save`` was given; or one checkpoint in it, which is then taken or refused.
         model: built as the one that was saved.
-        optimizer: as for :func:`save`.
+        optimizer: as for ``save``.
         allow_nonfinite: take parameters, state and group values that are NaN or infinite, which is refused otherwise.
 
     Returns:

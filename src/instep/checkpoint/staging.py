@@ -25,7 +25,7 @@ _SHOWN = 6
 
 
 class Staged:
-    """What :meth:`write` will write, with everything it needs: it reads no file, and allocates nothing to speak of."""
+    """What ``write`` will write, with everything it needs: it reads no file, and allocates nothing to speak of."""
 
     def __init__(self, manifest: Manifest, subject: Subject, extra: Any) -> None:
         self.manifest = manifest

@@ -17,7 +17,7 @@ Json = Any
 Put = Callable[[str, torch.Tensor], Mapping[str, Json]]
 """Given where a tensor stands in the value, and the tensor: what to write in its place, with a key ``"tensor"``."""
 Get = Callable[[Mapping[str, Json]], torch.Tensor]
-"""Given what :data:`Put` returned: the tensor."""
+"""Given what ``Put`` returned: the tensor."""
 
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -74,7 +74,7 @@ def _encoded_key(key: Any, where: str, put: Put, path: str) -> Json:
 
 
 def decode(value: Json, get: Get, depth: int = 0) -> Any:
-    """What :func:`encode` was given.
+    """What ``encode`` was given.
 
     Raises:
         DamagedCheckpointError: it has not written this.

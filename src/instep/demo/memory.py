@@ -7,7 +7,7 @@ from torch import nn
 
 
 class GradientProbe:
-    """Looks at all ``.grad`` whenever autograd has accumulated one, until :meth:`remove`.
+    """Looks at all ``.grad`` whenever autograd has accumulated one, until ``remove``.
 
     Hooks run in the order of registration: made before ``attach``, it sees a bucket's last gradient before the
     bucket is stepped and freed.

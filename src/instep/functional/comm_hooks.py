@@ -19,7 +19,7 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 class OptimizerHookState:
-    """What :func:`hook_then_optimizer` runs after a communication hook.
+    """What ``hook_then_optimizer`` runs after a communication hook.
 
     Args:
         functional_optim: has a method ``step_param(param, grad)``, as the classes of
@@ -44,7 +44,7 @@ class OptimizerHookState:
 
 @dataclass
 class OptimInBackwardHookState:
-    """Of one hook made by :func:`apply_optim_in_backward_hook`.
+    """Of one hook made by ``apply_optim_in_backward_hook``.
 
     Attributes:
         optim_stream: where optimizers run on an accelerator of its device. Unused on CPU.
@@ -86,11 +86,11 @@ def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook
 def apply_optim_in_backward_hook(gradient_is_bucket_view: bool, *, comm_hook: CommHook | None = None) -> Hook:
     """The hook that reduces as DDP does without one, and steps the in-backward optimizers of what it reduced.
 
-    DDP instances with parameters of :func:`apply_optimizer_in_backward` get it before their first forward. To compose
+    DDP instances with parameters of ``apply_optimizer_in_backward`` get it before their first forward. To compose
     it with a hook of your own, register it yourself: ``ddp.register_comm_hook(weakref.ref(ddp),
     apply_optim_in_backward_hook(ddp.gradient_as_bucket_view, comm_hook=(state, hook)))``. Parameters without
     in-backward optimizers are reduced and left alone. What is said of unused parameters, ``no_sync`` and failures in
-    :func:`hook_then_optimizer` holds here too. The divisor is the world size, or in
+    ``hook_then_optimizer`` holds here too. The divisor is the world size, or in
     ``join(divide_by_initial_world_size=False)`` the number of ranks still active.
 
     Args:

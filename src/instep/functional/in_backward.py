@@ -77,7 +77,7 @@ def apply_optimizer_in_backward(
 
 
 def get_in_backward_optimizers(module: nn.Module) -> list[Optimizer]:
-    """The optimizers that :func:`apply_optimizer_in_backward` made for the parameters of ``module``, in their order.
+    """The optimizers that ``apply_optimizer_in_backward`` made for the parameters of ``module``, in their order.
 
     For checkpoints and schedulers; their ``step`` and ``zero_grad`` are not for the caller.
     """

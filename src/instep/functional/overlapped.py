@@ -20,7 +20,7 @@ _registered: "dict[type, type[OverlappedOptimizer]]" = {}
 
 
 def register_overlapped(optim_cls: type) -> Callable[[T], T]:
-    """A class decorator: :func:`as_overlapped_optim` makes the decorated class for ``optim_cls`` and its subclasses.
+    """A class decorator: ``as_overlapped_optim`` makes the decorated class for ``optim_cls`` and its subclasses.
 
     It is called with ``(optim_cls, params, *args, **kwargs)``, where ``optim_cls`` is the class that was asked for.
 
@@ -43,7 +43,7 @@ def register_overlapped(optim_cls: type) -> Callable[[T], T]:
 class OverlappedOptimizer(ABC):
     """An optimizer class that knows how to run within the backward of a distributed wrapper.
 
-    Subclass it, and decorate the subclass with :func:`register_overlapped`, to decide for an optimizer of your own
+    Subclass it, and decorate the subclass with ``register_overlapped``, to decide for an optimizer of your own
     (``examples/overlapped_optimizer.py``). The method is that of
     ``torch/distributed/algorithms/_optimizer_overlap/optimizer_overlap.py``.
     """

@@ -88,7 +88,7 @@ def _put(gradient: torch.Tensor | None, part: torch.Tensor) -> None:
 
 @dataclass
 class AllreduceUpcastHookState:
-    """What :func:`reducer_allreduce_and_upcast_hook` is registered with.
+    """What ``reducer_allreduce_and_upcast_hook`` is registered with.
 
     It is for either of two kinds of DDP instance. A plain one, with ``mixed_precision`` given here: instep then casts
     its parameters in each forward. This is the one to choose: it runs on CPU too, and takes tied, unused and
@@ -211,7 +211,7 @@ def reducer_allreduce_and_upcast_hook(
     that DDP ignores are left alone. One that no rank used keeps the gradient it had.
 
     Parameters with ``_in_backward_optimizers`` are then stepped with each of these in turn, and their ``.grad`` is
-    ``None``: of a plain DDP instance bucket by bucket as they arrive, as in :func:`apply_optim_in_backward_hook`.
+    ``None``: of a plain DDP instance bucket by bucket as they arrive, as in ``apply_optim_in_backward_hook``.
 
     Of one with DDP's own ``mixed_precision``, once all buckets have arrived: a communication that fails raises from
     ``backward()``, and nothing is stepped. After any failure parameters are back in full precision, and their

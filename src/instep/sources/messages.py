@@ -75,7 +75,7 @@ def broadcast_entries(
 
 
 def sendable(value: Any) -> bool:
-    """Whether :func:`broadcast_entries` can send it."""
+    """Whether ``broadcast_entries`` can send it."""
     return bool(_described(value)[0] != "unknown")
 
 

@@ -88,7 +88,7 @@ class Reduction:
         return self._members
 
     def all_gradients(self) -> list[torch.Tensor]:
-        """As :meth:`gradients`, of all ``members``."""
+        """As ``gradients``, of all ``members``."""
         self._future.wait()
         found = self._gradients(value_of(self._future), self._members)
         return [gradient.to(member.dtype) for gradient, member in zip(found, self._members, strict=True)]

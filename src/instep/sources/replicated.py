@@ -25,11 +25,11 @@ _living: "weakref.WeakSet[Replicated]" = weakref.WeakSet()
 
 
 class Replicated(nn.Module):
-    """What :func:`instep.replicate` returns: ``module``, whose gradients are the mean over all ranks after backward.
+    """What ``instep.replicate`` returns: ``module``, whose gradients are the mean over all ranks after backward.
 
     Attributes:
         module: the model that was given.
-        require_backward_grad_sync: whether the backward of the next forward averages; see :meth:`no_sync`.
+        require_backward_grad_sync: whether the backward of the next forward averages; see ``no_sync``.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Replicated(nn.Module):
 
 
 class ReplicatedSource:
-    """The buckets of a :class:`Replicated`, stepped while backward runs and later ones are on their way.
+    """The buckets of a ``Replicated``, stepped while backward runs and later ones are on their way.
 
     Args:
         reduce_dtype: what the mean is computed and sent in; ``None``: as the gradients are.

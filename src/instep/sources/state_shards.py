@@ -299,7 +299,7 @@ class Scattered:
         self._sent = []
 
     def value(self) -> "Scattered":
-        """For :meth:`gradients`."""
+        """For ``gradients``."""
         return self
 
     def gradients(self, parameters: Sequence[torch.Tensor]) -> list[DTensor]:

@@ -108,7 +108,7 @@ class ZeroSource:
         return future
 
     def launched(self, bucket: SomeBucket, future: torch.futures.Future[torch.Tensor]) -> None:
-        """:meth:`communicate` has seen to it."""
+        """``communicate`` has seen to it."""
 
     def _part(self, parameter: torch.Tensor) -> Part:
         part = self._by_id[id(parameter)].part
