@@ -259,7 +259,7 @@ def attached(model: nn.Module) -> "Attachment | None":
 
 def record(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], steps: int = 5) -> "Recording":
     """Record what runs when in a training loop, and what memory it holds: ``with instep.record(model, optimizer):``
-    around it. Of an attached model it is the attachment's :meth:`Attachment.record`.
+    around it. Of an attached model it is the attachment's ``Attachment.record``.
 
     Args:
         model: whose forward begins an iteration; what the loop calls, with its wrappers.
@@ -407,7 +407,7 @@ class Attachment:
 
     def record(self, steps: int = 5) -> "Recording":
         """Record what runs when in the loop, and what memory it holds: ``with overlap.record() as recording:`` around
-        it, and ``recording.save(path)`` afterwards. See :func:`instep.record`."""
+        it, and ``recording.save(path)`` afterwards. See ``instep.record``."""
         model = self._model()
         optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         if model is None or not optimizers:

@@ -25,7 +25,7 @@ class EndOfBackward(NamedTuple):
 
 
 class Clock:
-    """Watches a model until :meth:`stop`. All times are ``perf_counter`` seconds.
+    """Watches a model until ``stop``. All times are ``perf_counter`` seconds.
 
     Args:
         forward_begins: called when an outermost forward is about to begin.

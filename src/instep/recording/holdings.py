@@ -91,7 +91,7 @@ class Note(NamedTuple):
 
 
 class GradientNotes:
-    """Where gradients lie, told by hooks on parameters until :meth:`stop`."""
+    """Where gradients lie, told by hooks on parameters until ``stop``."""
 
     def __init__(self, model: nn.Module) -> None:
         self.notes: list[Note] = []

@@ -29,7 +29,7 @@ from instep.report.spans import Span, SpanRecorder
 
 
 class Recording:
-    """What :func:`instep.record` and ``Attachment.record`` return: a context manager around the loop.
+    """What ``instep.record`` and ``Attachment.record`` return: a context manager around the loop.
 
     It begins with the first forward inside, and ends after so many steps, or on leaving. Training goes on as ever,
     more slowly while it is recorded: ``torch.profiler`` runs.
@@ -87,7 +87,7 @@ class Recording:
             run.save(Path(path), events)
 
     def run(self) -> Run | None:
-        """What :meth:`save` would write, without the single operations, on the first rank; ``None`` on the others. All
+        """What ``save`` would write, without the single operations, on the first rank; ``None`` on the others. All
         ranks must call this."""
         together = self._gather()
         return None if together is None else together[0]

@@ -21,7 +21,7 @@ Event = dict[str, Any]
 
 
 class NotARecordingError(ValueError):
-    """The file is not what :meth:`Run.save` writes."""
+    """The file is not what ``Run.save`` writes."""
 
 
 @dataclass(frozen=True)
