@@ -1,6 +1,5 @@
 """``InstepCallback``: Lightning's ``Trainer`` with the optimizer step inside backward, or behind the next forward."""
 
-import logging
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -9,7 +8,7 @@ from torch import Tensor
 from instep._core.finite import Policy
 from instep._core.policies import ClipNorm, ClipValue
 from instep.attachment import Attachment, attach
-from instep.errors import AttachError
+from instep.errors import AttachError, InstepError
 from instep.sources.hook_slot import CommHook
 
 try:
@@ -21,8 +20,6 @@ except ImportError as missing:
 
 __all__ = ["InstepCallback"]
 
-_logger = logging.getLogger("instep")
-
 
 class InstepCallback(Callback):
     """Attaches the model of ``Trainer.fit`` and the optimizers of ``configure_optimizers`` while it trains.
@@ -31,9 +28,9 @@ class InstepCallback(Callback):
     manual optimization; so are checkpoints, which load with and without it.
 
     Attached is what the strategy made of the model, when training begins: after a checkpoint (``ckpt_path``) has been
-    loaded and after the sanity check. When training has ended, or raised, it is detached. Where an error leaves a step
-    applied in part (``schedule="backward"`` without ``undo``) it stays attached, and such weights are not saved or
-    used unnoticed: ``TornStepError``, until ``callback.attachment.accept_torn()`` or a ``fit`` with ``ckpt_path``.
+    loaded and after the sanity check. When training has ended, or raised, it is detached. With ``schedule="backward"``
+    and no ``undo`` an error in backward, or before the step is over, leaves weights that no step has: they are not
+    saved by ``ModelCheckpoint(save_on_exception=True)``, and the next ``fit`` must have a ``ckpt_path``.
 
     What is not here is the Trainer's: ``accumulate_grad_batches`` decides which backwards step, ``precision`` the
     dtypes and the loss scale.
@@ -51,6 +48,7 @@ class InstepCallback(Callback):
     Raises:
         AttachError: when ``fit`` begins: a setting of the Trainer does not go with these options, named in the message
             with the one that does; or what :func:`instep.attach` refuses.
+        InstepError: weights that an error left in the middle of a step are saved, or trained.
     """
 
     def __init__(
@@ -74,6 +72,7 @@ class InstepCallback(Callback):
         self._cross_iteration = cross_iteration
         self._shard_state = shard_state
         self._attachment: Attachment | None = None
+        self._torn_by: BaseException | None = None
         self._held = ExitStack()
 
     @property
@@ -98,10 +97,9 @@ class InstepCallback(Callback):
             return
         self._refuse_strategy(trainer)
         self._refuse_clipping(trainer)
-        if self._attachment is not None:
-            if trainer.ckpt_path is None:
-                self._attachment.require_committed()
-            self._detach()
+        if trainer.ckpt_path is None:
+            self._refuse_torn()
+        self._torn_by = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._attachment = attach(
@@ -138,18 +136,22 @@ class InstepCallback(Callback):
         self._detach()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._held.close()
-        if self._attachment is None:
-            return
         # Not require_committed(), which waits for ranks that may be waiting for this one.
-        state = self._attachment._step.state
+        state = "idle" if self._attachment is None else self._attachment._step.state
         if state == "torn" or (state == "open" and self._in_backward):
-            _logger.warning(
-                "training stopped amid a step, and weights were updated in part: the model stays attached, and cannot "
-                "be saved or used. Call fit(…, ckpt_path=…), or the callback's attachment.accept_torn()"
-            )
-        else:
-            self._detach()
+            self._torn_by = exception
+        self._detach()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._refuse_torn()
+
+    def _refuse_torn(self) -> None:
+        if self._torn_by is not None:
+            raise InstepError(
+                f"training stopped in the middle of a step ({type(self._torn_by).__name__}: {self._torn_by}), with "
+                "some weights updated and others not: they are not saved, nor trained any further. Call "
+                "fit(…, ckpt_path=…) with a checkpoint, or use another InstepCallback to go on from these weights"
+            ) from self._torn_by
 
     def _detach(self) -> None:
         self._held.close()
