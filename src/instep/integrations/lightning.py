@@ -14,6 +14,7 @@ from instep.sources.hook_slot import CommHook
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.plugins import DoublePrecision
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 except ImportError as missing:
     raise ImportError("instep.integrations.lightning needs Lightning: pip install 'instep[lightning]'") from missing
@@ -96,6 +97,7 @@ class InstepCallback(Callback):
         if stage != "fit":
             return
         self._refuse_strategy(trainer)
+        self._refuse_precision(trainer)
         self._refuse_clipping(trainer)
         if trainer.ckpt_path is None:
             self._refuse_torn()
@@ -166,17 +168,25 @@ class InstepCallback(Callback):
                 f"strategy={type(strategy).__name__} is not supported by InstepCallback: use a single device, "
                 "strategy='ddp', or, for sharded models, ModelParallelStrategy with fully_shard in configure_model()"
             )
-        if self._in_backward and _scaler(trainer) is not None:
-            raise AttachError(
-                f"precision={trainer.precision!r} scales the loss, and schedule='backward' updates weights before the "
-                "scaler has seen whether a gradient is infinite. Use InstepCallback(schedule='forward') or "
-                "InstepCallback(undo=True), or precision='bf16-mixed'"
-            )
         if self._in_backward and _is_sharded(trainer) and trainer.accumulate_grad_batches > 1:
             raise AttachError(
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches}: with {type(strategy).__name__} Lightning "
                 "reduces the gradients of every micro-batch, and schedule='backward' would step each of them. Use "
                 "InstepCallback(schedule='forward') or InstepCallback(undo=True)"
+            )
+
+    def _refuse_precision(self, trainer: Trainer) -> None:
+        if self._schedule == "forward" and isinstance(trainer.precision_plugin, DoublePrecision):
+            raise AttachError(
+                f"precision={trainer.precision!r} changes torch's default dtype in every forward, where "
+                "schedule='forward' updates weights: state made there would have another dtype. Use "
+                "InstepCallback(schedule='backward'), with undo=True where gradients are clipped"
+            )
+        if self._in_backward and _scaler(trainer) is not None:
+            raise AttachError(
+                f"precision={trainer.precision!r} scales the loss, and schedule='backward' updates weights before the "
+                "scaler has seen whether a gradient is infinite. Use InstepCallback(schedule='forward') or "
+                "InstepCallback(undo=True), or precision='bf16-mixed'"
             )
 
     def _refuse_clipping(self, trainer: Trainer) -> None:
