@@ -1,6 +1,5 @@
 """``instep.attach`` after ``fabric.setup``, beside the same loop without it."""
 
-import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,7 @@ def loop(
     for i, (x, y) in enumerate(loader(8)):
         adds = i % accumulated != accumulated - 1
         micro = overlap.accumulate() if adds and overlap is not None else nullcontext()
-        with _fabrics_own_warnings(), fabric.no_backward_sync(model, enabled=adds), micro:
+        with fabric.no_backward_sync(model, enabled=adds), micro:
             loss = nn.functional.cross_entropy(model(x), y)
             fabric.backward(loss)
         losses.append(loss.detach())
@@ -77,12 +76,6 @@ def loop(
         assert overlap.step_count == steps
         overlap.detach()
     return [list(map(torch.Tensor.detach, model.parameters())), optimizer.optimizer.state_dict(), losses]
-
-
-def _fabrics_own_warnings() -> Any:
-    """``no_backward_sync`` says that one device has nothing to skip."""
-    caught = warnings.catch_warnings()
-    return caught
 
 
 @ways
@@ -125,7 +118,7 @@ def test_save_and_load(way: str, tmp_path: Path) -> None:
 
 def test_the_wrapped_optimizer_is_refused_by_name() -> None:
     model, optimizer = one_device().setup(*build())
-    with pytest.raises(UnsupportedOptimizerError, match="FabricAdamW holds another optimizer .* Attach the inner one?"):
+    with pytest.raises(UnsupportedOptimizerError, match=r"FabricAdamW holds another .* Attach the inner optimizer"):
         instep.attach(model, optimizer)
 
 

@@ -99,11 +99,9 @@ class InstepCallback(Callback):
         self._refuse_strategy(trainer)
         self._refuse_precision(trainer)
         self._refuse_clipping(trainer)
-        if trainer.ckpt_path is None:
-            self._refuse_torn()
-        self._torn_by = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._refuse_torn()
         self._attachment = attach(
             trainer.model or pl_module,
             [o.optimizer if isinstance(o, LightningOptimizer) else o for o in trainer.optimizers],
@@ -146,6 +144,9 @@ class InstepCallback(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self._refuse_torn()
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._torn_by = None
 
     def _refuse_torn(self) -> None:
         if self._torn_by is not None:
