@@ -1,7 +1,8 @@
 """A small LightningModule, and one ``fit`` of it with or without instep."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -94,9 +95,17 @@ def trainer_of(options: dict[str, Any] | None, callbacks: list[pl.Callback], **s
     quiet["enable_checkpointing"] = any(isinstance(c, pl.callbacks.Checkpoint) for c in callbacks)
     mine = [] if options is None else [InstepCallback(**options)]
     chosen = {"max_epochs": 2, "accelerator": "cpu", "devices": 1, **quiet, **settings}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
+    with lightnings_own_warnings():
         return pl.Trainer(**chosen, callbacks=[*mine, *callbacks])
+
+
+@contextmanager
+def lightnings_own_warnings() -> Iterator[None]:
+    """Of more workers for the data, of torch's names that it uses, of a GPU that is not used."""
+    with warnings.catch_warnings():
+        for category in (UserWarning, FutureWarning, DeprecationWarning):
+            warnings.filterwarnings("ignore", category=category, module="lightning")
+        yield
 
 
 def fit(
@@ -115,10 +124,7 @@ def fit(
 
 
 def train(trainer: pl.Trainer, model: Any, ckpt_path: str | None = None) -> None:
-    with warnings.catch_warnings():
-        # Lightning's own: of more workers for the data, of torch's names that it uses, of a GPU that is not used.
-        for category in (UserWarning, FutureWarning, DeprecationWarning):
-            warnings.filterwarnings("ignore", category=category, module="lightning")
+    with lightnings_own_warnings():
         trainer.fit(model, loader(), loader(2), ckpt_path=ckpt_path)
 
 

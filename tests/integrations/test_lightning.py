@@ -1,5 +1,6 @@
 """``Trainer(callbacks=[InstepCallback(…)])`` beside the same ``Trainer`` without it."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import instep
 from instep._core.placeholders import SpentGradient
-from instep.errors import AttachError, InstepError, UnsupportedOptimizerError
+from instep.errors import AttachError, InstepError, SpentGradientError, UnsupportedOptimizerError
 from instep.integrations.lightning import InstepCallback
 from tests.distributed.pool import RankPool
 from tests.integrations.fitting import (
@@ -35,6 +36,7 @@ from tests.integrations.fitting import (
     assert_same,
     fit,
     left_by,
+    lightnings_own_warnings,
     train,
     trainer_of,
 )
@@ -167,28 +169,50 @@ def test_manual_optimization(way: str) -> None:
     assert_fits_the_same(way, 4 * BATCHES, build=Alternating)
 
 
-class AccumulatesByHand(Classifier):
+class ByHand(Classifier):
+    """Manual optimization of one optimizer, whose gradients are cleared at the end."""
+
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, i: int) -> None:
-        optimizer, overlap = self.optimizers(), instep.attached(self.trainer.model)
-        if i % 2 == 0:
-            optimizer.zero_grad()
-            if overlap is None:
-                self.manual_backward(self.loss_of(batch))
-            else:
-                with overlap.accumulate():
-                    self.manual_backward(self.loss_of(batch))
-        else:
+        self.manual_backward(self.loss_of(batch))
+        optimizer = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class AccumulatesByHand(ByHand):
+    def training_step(self, batch: Any, i: int) -> None:
+        overlap = instep.attached(self.trainer.model)
+        if i % 2 == 1:
+            super().training_step(batch, i)
+        elif overlap is None:
             self.manual_backward(self.loss_of(batch))
-            optimizer.step()
+        else:
+            with overlap.accumulate():
+                self.manual_backward(self.loss_of(batch))
 
 
 @ways
 def test_manual_optimization_that_accumulates(way: str) -> None:
     assert_fits_the_same(way, 2 * 3, build=AccumulatesByHand, limit_train_batches=6)
+
+
+class LogsNorms(Classifier):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log_dict({name: p.grad.norm() for name, p in self.named_parameters() if p.grad is not None})
+
+
+@exact_ways
+def test_hooks_that_use_gradients(way: str) -> None:
+    assert_fits_the_same(way, 2 * BATCHES, build=LogsNorms)
+
+
+def test_hooks_that_use_gradients_meet_spent_ones_in_backward() -> None:
+    with pytest.raises(SpentGradientError, match="between backward"):
+        fit({}, LogsNorms)
 
 
 class Wrapped(Classifier):
@@ -459,6 +483,14 @@ def test_other_strategies_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         InstepCallback().setup(trainer, Classifier(), "fit")
 
 
+def test_micro_batches_of_a_sharded_model_are_refused_in_backward() -> None:
+    trainer = trainer_of({}, [], strategy=ModelParallelStrategy(), accumulate_grad_batches=2)
+    for options in (WAYS["forward"], WAYS["undo"]):
+        InstepCallback(**options).setup(trainer, Classifier(), "fit")
+    with pytest.raises(AttachError, match=r"accumulate_grad_batches=2: .* Use InstepCallback\(schedule='forward'\)"):
+        InstepCallback().setup(trainer, Classifier(), "fit")
+
+
 def test_without_an_optimizer_that_it_can_attach() -> None:
     class LBFGS(Classifier):
         def configure_optimizers(self) -> Any:
@@ -497,6 +529,15 @@ def test_instep_itself_does_without_lightning() -> None:
     assert done.stdout.strip() == "False"
 
 
+def test_the_page_runs_as_it_stands() -> None:
+    page = Path(__file__).parents[2] / "docs" / "lightning.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        with lightnings_own_warnings():
+            exec(block, {"__name__": "page"})
+
+
 # Two ranks.
 
 VIEWS = {"gradient_as_bucket_view": True}
@@ -529,6 +570,29 @@ def test_two_ranks_clip(way: str, two_ranks: RankPool) -> None:
 def test_two_ranks_with_manual_optimization(way: str, two_ranks: RankPool) -> None:
     ddp = {"find_unused_parameters": True, **VIEWS}
     two_ranks.run(_compare, WAYS[way], 4 * 4, ddp, {"build": Alternating})
+
+
+@ways
+def test_two_ranks_with_one_optimizer_by_hand(way: str, two_ranks: RankPool) -> None:
+    two_ranks.run(_compare, WAYS[way], 2 * 4, VIEWS, {"build": ByHand})
+
+
+def _alternate_in_backward() -> None:
+    strategy = DDPStrategy(process_group_backend="gloo", cluster_environment=PooledRanks(), find_unused_parameters=True)
+    with pytest.raises(SpentGradientError, match="from a step that is over"):
+        fit({}, ClearsLate, strategy=strategy, devices=2)
+
+
+class ClearsLate(Alternating):
+    def training_step(self, batch: Any, i: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.loss_of(batch))
+            optimizer.step()
+
+
+def test_two_ranks_with_two_optimizers_in_turn_in_backward(two_ranks: RankPool) -> None:
+    two_ranks.run(_alternate_in_backward)
 
 
 @pytest.mark.parametrize("schedule", ["backward", "forward"])
