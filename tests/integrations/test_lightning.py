@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import instep
 from instep._core.placeholders import SpentGradient
-from instep.errors import AttachError, InstepError, SpentGradientError, UnsupportedOptimizerError
+from instep.errors import AttachError, InstepError, SpentGradientError, UncommittedStepError, UnsupportedOptimizerError
 from instep.integrations.lightning import InstepCallback
 from tests.distributed.pool import RankPool
 from tests.integrations.fitting import (
@@ -211,7 +211,7 @@ def test_hooks_that_use_gradients(way: str) -> None:
 
 
 def test_hooks_that_use_gradients_meet_spent_ones_in_backward() -> None:
-    with pytest.raises(SpentGradientError, match="between backward"):
+    with pytest.raises(SpentGradientError, match="Between backward"):
         fit({}, LogsNorms)
 
 
@@ -574,12 +574,13 @@ def test_two_ranks_with_manual_optimization(way: str, two_ranks: RankPool) -> No
 
 @ways
 def test_two_ranks_with_one_optimizer_by_hand(way: str, two_ranks: RankPool) -> None:
-    two_ranks.run(_compare, WAYS[way], 2 * 4, VIEWS, {"build": ByHand})
+    """The second backward is left to ``optimizer.step()``: Lightning has DDP lay out its buckets just before it."""
+    two_ranks.run(_compare, WAYS[way], 8 if way == "forward" else 7, VIEWS, {"build": ByHand})
 
 
 def _alternate_in_backward() -> None:
     strategy = DDPStrategy(process_group_backend="gloo", cluster_environment=PooledRanks(), find_unused_parameters=True)
-    with pytest.raises(SpentGradientError, match="from a step that is over"):
+    with pytest.raises(UncommittedStepError, match="has not been called since"):
         fit({}, ClearsLate, strategy=strategy, devices=2)
 
 
