@@ -100,6 +100,22 @@ def test_accumulate_grad_batches_of_a_part_of_an_epoch(way: str) -> None:
     assert_fits_the_same(way, 2 * 2, accumulate_grad_batches=3, limit_train_batches=5)
 
 
+class SpentBy(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spent: list[bool] = []
+
+    def on_after_backward(self) -> None:
+        self.spent.append(all(isinstance(p.grad, SpentGradient) for p in self.parameters()))
+
+
+@pytest.mark.parametrize("batches", [BATCHES, 5])
+def test_the_last_backward_of_each_window_steps(batches: int) -> None:
+    """Also of a window that is shorter."""
+    _, model = fit({}, SpentBy, accumulate_grad_batches=3, limit_train_batches=batches)
+    assert model.spent == 2 * [i % 3 == 2 or i == batches - 1 for i in range(batches)]
+
+
 @ways
 def test_windows_that_change(way: str) -> None:
     def callbacks() -> list[pl.Callback]:
