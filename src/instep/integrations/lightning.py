@@ -1,0 +1,230 @@
+"""``InstepCallback``: Lightning's ``Trainer`` with the optimizer step inside backward, or behind the next forward."""
+
+from contextlib import ExitStack
+from typing import Any, Literal
+
+from torch import Tensor
+
+from instep._core.finite import Policy
+from instep._core.policies import ClipNorm, ClipValue
+from instep.attachment import Attachment, attach
+from instep.errors import AttachError, InstepError
+from instep.sources.hook_slot import CommHook
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.plugins import DoublePrecision
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+except ImportError as missing:
+    raise ImportError("instep.integrations.lightning needs Lightning: pip install 'instep[lightning]'") from missing
+
+__all__ = ["InstepCallback"]
+
+
+class InstepCallback(Callback):
+    """Attaches the model of ``Trainer.fit`` and the optimizers of ``configure_optimizers`` while it trains.
+
+    Weights, optimizer state and logged values are bit for bit those of the ``Trainer`` without it, in automatic and in
+    manual optimization; so are checkpoints, which load with and without it.
+
+    Attached is what the strategy made of the model, when training begins: after a checkpoint (``ckpt_path``) has been
+    loaded and after the sanity check. When training has ended, or raised, it is detached. With ``schedule="backward"``
+    and no ``undo`` an error in backward, or before the step is over, leaves weights that no step has: they are not
+    saved by ``ModelCheckpoint(save_on_exception=True)``, and the next ``fit`` must have a ``ckpt_path``.
+
+    What is not here is the Trainer's: ``accumulate_grad_batches`` decides which backwards step, ``precision`` the
+    dtypes and the loss scale.
+
+    Args:
+        schedule: ``"backward"`` or ``"forward"``, which takes ``gradient_clip_val`` and every hook that uses gradients.
+        bucket_bytes: as for :func:`instep.attach`; not under DDP.
+        clip: clip all gradients, in place of ``gradient_clip_val``.
+        undo: as for :func:`instep.attach`: step on trial, and put back what turns out otherwise.
+        nonfinite: as for :func:`instep.attach`.
+        comm_hook: as for :func:`instep.attach`, in place of ``DDPStrategy(ddp_comm_hook=…)``.
+        cross_iteration: as for :func:`instep.attach`; with ``DDPStrategy(gradient_as_bucket_view=True)``.
+        shard_state: as for :func:`instep.attach`, under DDP.
+
+    Raises:
+        AttachError: when ``fit`` begins: a setting of the Trainer does not go with these options, named in the message
+            with the one that does; or what :func:`instep.attach` refuses.
+        InstepError: weights that an error left in the middle of a step are saved, or trained.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: str = "backward",
+        bucket_bytes: int | None = None,
+        clip: ClipNorm | ClipValue | None = None,
+        undo: bool | Literal["host"] = False,
+        nonfinite: Policy = "allow",
+        comm_hook: CommHook | None = None,
+        cross_iteration: bool = False,
+        shard_state: bool = False,
+    ) -> None:
+        self._schedule = schedule
+        self._bucket_bytes = bucket_bytes
+        self._clip = clip
+        self._undo = undo
+        self._nonfinite = nonfinite
+        self._comm_hook = comm_hook
+        self._cross_iteration = cross_iteration
+        self._shard_state = shard_state
+        self._attachment: Attachment | None = None
+        self._torn_by: BaseException | None = None
+        self._held = ExitStack()
+
+    @property
+    def attachment(self) -> Attachment | None:
+        """What :func:`instep.attach` returned, while the model is attached."""
+        return self._attachment
+
+    @property
+    def _in_backward(self) -> bool:
+        """Whether gradients are applied for good in backward."""
+        return self._schedule == "backward" and not self._undo
+
+    # What Lightning calls.
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not isinstance(trainer, Trainer):
+            raise AttachError(
+                f"InstepCallback is for the Trainer of lightning.pytorch; this one is {type(trainer).__module__}'s. "
+                "Write `import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`"
+            )
+        if stage != "fit":
+            return
+        self._refuse_strategy(trainer)
+        self._refuse_precision(trainer)
+        self._refuse_clipping(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._refuse_torn()
+        self._attachment = attach(
+            trainer.model or pl_module,
+            [o.optimizer if isinstance(o, LightningOptimizer) else o for o in trainer.optimizers],
+            schedule=self._schedule,
+            bucket_bytes=self._bucket_bytes,
+            clip=self._clip,
+            scaler=_scaler(trainer) if self._undo else None,
+            undo=self._undo,
+            nonfinite=self._nonfinite,
+            comm_hook=self._comm_hook,
+            cross_iteration=self._cross_iteration,
+            shard_state=self._shard_state,
+        )
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # Lightning clears gradients between forward and backward. In its second forward DDP lays out its buckets anew,
+        # and with gradient_as_bucket_view copies .grad into them: not what is spent, nor another rank's rows.
+        left = self._in_backward or self._shard_state
+        if left and pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0:
+            for optimizer in trainer.optimizers:
+                optimizer.zero_grad()
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        # FSDP2 reduces the gradients of each micro-batch, with Lightning; accumulate() would add them up before.
+        if self._attachment is not None and _only_adds(trainer) and not _is_sharded(trainer):
+            self._held.enter_context(self._attachment.accumulate())
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._held.close()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._detach()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # Not require_committed(), which waits for ranks that may be waiting for this one.
+        state = "idle" if self._attachment is None else self._attachment._step.state
+        if state == "torn" or (state == "open" and self._in_backward):
+            self._torn_by = exception
+        self._detach()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._refuse_torn()
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._torn_by = None
+
+    def _refuse_torn(self) -> None:
+        if self._torn_by is not None:
+            raise InstepError(
+                f"training stopped in the middle of a step ({type(self._torn_by).__name__}: {self._torn_by}), with "
+                "some weights updated and others not: they are not saved, nor trained any further. Call "
+                "fit(…, ckpt_path=…) with a checkpoint, or use another InstepCallback to go on from these weights"
+            ) from self._torn_by
+
+    def _detach(self) -> None:
+        self._held.close()
+        if self._attachment is not None:
+            self._attachment.detach()
+            self._attachment = None
+
+    def _refuse_strategy(self, trainer: Trainer) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)):
+            raise AttachError(
+                f"strategy={type(strategy).__name__} is not supported by InstepCallback: use a single device, "
+                "strategy='ddp', or, for sharded models, ModelParallelStrategy with fully_shard in configure_model()"
+            )
+        if self._in_backward and _is_sharded(trainer) and trainer.accumulate_grad_batches > 1:
+            raise AttachError(
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches}: with {type(strategy).__name__} Lightning "
+                "reduces the gradients of every micro-batch, and schedule='backward' would step each of them. Use "
+                "InstepCallback(schedule='forward') or InstepCallback(undo=True)"
+            )
+
+    def _refuse_precision(self, trainer: Trainer) -> None:
+        if self._schedule == "forward" and isinstance(trainer.precision_plugin, DoublePrecision):
+            raise AttachError(
+                f"precision={trainer.precision!r} changes torch's default dtype in every forward, where "
+                "schedule='forward' updates weights: state made there would have another dtype. Use "
+                "InstepCallback(schedule='backward'), with undo=True where gradients are clipped"
+            )
+        if self._in_backward and _scaler(trainer) is not None:
+            raise AttachError(
+                f"precision={trainer.precision!r} scales the loss, and schedule='backward' updates weights before the "
+                "scaler has seen whether a gradient is infinite. Use InstepCallback(schedule='forward') or "
+                "InstepCallback(undo=True), or precision='bf16-mixed'"
+            )
+
+    def _refuse_clipping(self, trainer: Trainer) -> None:
+        value, clip = trainer.gradient_clip_val or None, self._clip
+        if isinstance(clip, ClipNorm) and clip.mode == "two_pass":
+            raise AttachError(
+                "ClipNorm(mode='two_pass') runs backward twice, and Lightning runs it once. Use "
+                "InstepCallback(schedule='forward') or InstepCallback(undo=True), with mode='exact'"
+            )
+        if value is not None and clip is not None:
+            raise AttachError(
+                f"gradient_clip_val={value} and InstepCallback(clip={clip!r}) would clip one after the other. Leave "
+                "one of them out"
+            )
+        if value is not None and self._in_backward:
+            by_value = trainer.gradient_clip_algorithm == "value"
+            instead = (
+                f"InstepCallback(clip=instep.ClipValue({value})) in place of gradient_clip_val"
+                if by_value
+                else f"InstepCallback(clip=instep.ClipNorm({value}), undo=True) in place of gradient_clip_val"
+            )
+            raise AttachError(
+                f"gradient_clip_val={value}: Lightning clips after backward, and schedule='backward' has applied the "
+                f"gradients by then. Use InstepCallback(schedule='forward'), or {instead}"
+            )
+
+
+def _scaler(trainer: Trainer) -> Any:
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def _is_sharded(trainer: Trainer) -> bool:
+    return isinstance(trainer.strategy, ModelParallelStrategy)
+
+
+def _only_adds(trainer: Trainer) -> bool:
+    """Whether Lightning leaves out ``optimizer.step()`` after this backward: not after the last one of an epoch."""
+    ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    last = trainer.is_last_batch or ready == trainer.num_training_batches
+    return ready % trainer.accumulate_grad_batches != 0 and not last
