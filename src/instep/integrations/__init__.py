@@ -1,0 +1,1 @@
+"""instep inside training frameworks."""
