@@ -27,6 +27,7 @@ ALLOWED = {
     "verification": {"attachment", "_wrappers", "errors"},
     "checkpoint": {"attachment", "_shards", "_wrappers", "sources", "_core", "errors", "_version"},
     "replication": {"attachment", "sources", "errors"},
+    "integrations": {"attachment", "_core", "errors"},
     "demo": {"attachment", "verification", "report", "_version"},
     "cli": {"demo", "_version"},
 }

@@ -30,7 +30,7 @@ from instep.errors import AttachError
 __all__ = ["InstepCallback"]
 
 
-class InstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not follow this import
     """Attach a ``Trainer``'s model and optimizer while it trains: ``Trainer(…, callbacks=[InstepCallback()])``.
 
     Attached is what the ``Trainer`` trains with, after it has made, wrapped and prepared both: under ``torchrun`` the
@@ -45,7 +45,7 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             setting; ``"backward"`` frees gradients while backward runs, and cannot clip without ``undo`` or ``clip``.
         bucket_bytes: bytes of gradient at which a bucket is full, on one device. Under DDP
             ``TrainingArguments(ddp_bucket_cap_mb=…)`` decides.
-        clip: clip by this in place of the ``Trainer``, whose ``max_grad_norm`` must be the same number, or 0. Needed for
+        clip: clip by this in place of the ``Trainer``, whose ``max_grad_norm`` must be the same number, or 0. For
             ``ClipNorm(…, mode="two_pass")`` and the other modes of ``schedule="backward"``; else ``max_grad_norm`` does.
         undo: with ``schedule="backward"``, step on trial, and put back what turns out to need clipping.
         nonfinite: what becomes of a step with a gradient that holds NaN or infinity, as for :func:`instep.attach`.
@@ -138,8 +138,8 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self.detach()
 
     def detach(self) -> None:
-        """Give model, optimizer and ``Accelerator`` back as they came. Called when training ends; call it yourself to use
-        a model outside of the ``Trainer`` after training that has failed. Safe to call twice."""
+        """Give model, optimizer and ``Accelerator`` back as they came. Called when training ends. Call it yourself to
+        use the model outside of the ``Trainer`` after training that has failed. Safe to call twice."""
         if self._accelerator is not None:
             vars(self._accelerator).pop("clip_grad_norm_", None)
             vars(self._accelerator).pop("backward", None)
@@ -153,9 +153,9 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         """Whether backward writes what cannot be put back."""
         return self._schedule == "backward" and not self._undo
 
-    def _norm_to_come(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """In place of ``Accelerator.clip_grad_norm_``. The ``Trainer`` asks between backward and step, when there are no
-        gradients, and uses the answer after it, when it logs."""
+    def _norm_to_come(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """In place of ``Accelerator.clip_grad_norm_``. The ``Trainer`` asks for the norm between backward and step, when
+        it is not known yet, and uses it after the step, to log it."""
         self._grad_norm = torch.full((), math.nan, dtype=torch.float64, device=self._accelerator.device)
         return self._grad_norm
 
@@ -175,8 +175,8 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         gradient_accumulation = args.accelerator_config.gradient_accumulation_kwargs or {}
         if self._steps_early and args.world_size > 1 and gradient_accumulation.get("sync_each_batch"):
             raise AttachError(
-                "sync_each_batch=True (accelerator_config, gradient_accumulation_kwargs) reduces the gradients of every "
-                "micro-batch, and schedule='backward' steps what has been reduced. Leave it out, or use "
+                "sync_each_batch=True (in accelerator_config, gradient_accumulation_kwargs) reduces the gradients of "
+                "every micro-batch, and schedule='backward' steps what has been reduced. Leave it out, or use "
                 "InstepCallback(schedule='forward')"
             )
         limit = args.max_grad_norm
