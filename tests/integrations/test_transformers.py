@@ -1,5 +1,6 @@
 """``InstepCallback``: a ``Trainer`` with it ends, and logs, bit for bit as one without."""
 
+import copy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import DistributedType
 from torch import nn
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 import instep
-from instep import ClipNorm
+from instep import ClipNorm, ClipValue
 from instep._core.placeholders import SpentGradient
 from instep.errors import AttachError, TornStepError
 from instep.integrations.transformers import InstepCallback
@@ -22,6 +24,7 @@ from tests.distributed.pool import RankPool
 from tests.integrations import hugging_face
 from tests.integrations.hugging_face import hooks_of, sentences, tiny
 
+SMALL = 16_000  # bytes: several buckets
 LIMIT = 1.5
 """Some of the steps below have a larger norm, and some a smaller one."""
 SETTINGS: dict[str, Any] = {
@@ -37,18 +40,21 @@ SETTINGS: dict[str, Any] = {
     "use_cpu": True,
     "report_to": [],
     "disable_tqdm": True,
+    "ddp_bucket_cap_mb": SMALL / 2**20,
     "log_level": "error",
 }
 ROWS = 14  # seven micro-batches on one rank, four on each of two: the last step of an epoch has fewer
 in_every_way = pytest.mark.parametrize("way", ["forward", "undo", "backward"])
 
 
-def callback(way: str, limit: float = LIMIT) -> InstepCallback:
+def callback(way: str, limit: float = LIMIT, world: int = 1) -> InstepCallback:
+    bucket_bytes = SMALL if world == 1 else None  # DDP's buckets are given in SETTINGS
     if way == "forward":
-        return InstepCallback()
+        return InstepCallback(bucket_bytes=bucket_bytes)
     if way == "undo":
-        return InstepCallback(schedule="backward", undo=True)
-    return InstepCallback(schedule="backward", clip=ClipNorm(limit, mode="two_pass") if limit else None)
+        return InstepCallback(schedule="backward", undo=True, bucket_bytes=bucket_bytes)
+    clip = ClipNorm(limit, mode="two_pass") if limit else None
+    return InstepCallback(schedule="backward", clip=clip, bucket_bytes=bucket_bytes)
 
 
 class Witness(TrainerCallback):
@@ -100,6 +106,8 @@ def require_was_attached(of: Trainer, way: str) -> None:
         f"Attachment {kind} with AdamW: schedule='{'forward' if way == 'forward' else 'backward'}'" in witness.seen[-1]
     )
     assert f"{len(witness.seen)} steps" in witness.seen[-1]
+    if kind != "DistributedDataParallel" or way != "forward":  # there it is one of 16 MiB
+        assert "1 buckets" not in witness.seen[-1]
     assert any(witness.spent) == (way == "backward")
     assert inside.overlap is None
     assert instep.attached(of.model_wrapped) is None
@@ -123,7 +131,7 @@ def trains_as_without(directory: Path, way: str, settings: dict[str, Any]) -> No
     before = hooks_of(plain.model)
     plain.train()
     limit = settings.get("max_grad_norm", LIMIT)
-    other = trainer(directory, callback(way, limit), **settings)
+    other = trainer(directory, callback(way, limit, plain.args.world_size), **settings)
     other.train()
     require_was_attached(other, way)
     require_same(plain, other)
@@ -140,15 +148,16 @@ def resumes_as_without(directory: Path, way: str) -> None:
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     settings["load_best_model_at_end"] = True
     whole: dict[str, Trainer] = {}
+    world = dist.get_world_size() if dist.is_initialized() else 1
     for kind in KINDS:  # each trained before the next is made, which seeds
-        whole[kind] = trainer(directory / kind, callback(way) if kind == "instep" else None, **settings)
+        whole[kind] = trainer(directory / kind, callback(way, world=world) if kind == "instep" else None, **settings)
         whole[kind].train()
     require_same(whole["plain"], whole["instep"])
     require_was_attached(whole["instep"], way)
     assert whole["plain"].state.best_global_step < whole["plain"].state.global_step  # an earlier one was loaded
     for written in KINDS:
         for read in KINDS:
-            resumed = trainer(directory / "again", callback(way) if read == "instep" else None, **settings)
+            resumed = trainer(directory / "again", callback(way, world=world) if read == "instep" else None, **settings)
             resumed.train(resume_from_checkpoint=str(directory / written / "checkpoint-2"))
             states = [training_state(one.model, one.optimizer.optimizer) for one in (whole["plain"], resumed)]
             assert first_difference(*states) is None, (written, read)
@@ -190,3 +199,173 @@ def test_bf16(tmp_path: Path, ranks: RankPool, way: str, world: int) -> None:
 @in_every_way
 def test_checkpoints_evaluation_and_the_best_model(tmp_path: Path, ranks: RankPool, way: str, world: int) -> None:
     on_each(ranks, world, resumes_as_without, tmp_path, way)
+
+
+# On one rank alone.
+
+
+class Failing(Trainer):
+    """Fails once, in the forward of a step that is not the first, with an error of the test's."""
+
+    error: BaseException | None = None
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if self.error is not None and self.state.global_step == 2:
+            error, self.error = self.error, None
+            # Half of backward is over when it raises.
+            self.model.transformer.h[0].mlp.c_proj.weight.register_hook(lambda gradient: _raise(error))
+        return loss
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def failed(directory: Path, way: str) -> tuple[Failing, InstepCallback]:
+    """Training that has failed in the third step, in the middle of backward."""
+    inside = callback(way, limit=0.0)
+    settings = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 1, "max_grad_norm": 0.0}
+    made = trainer(directory, inside, Failing, **settings)
+    made.error = ZeroDivisionError("on purpose")
+    with pytest.raises(ZeroDivisionError):
+        made.train()
+    made.model.transformer.h[0].mlp.c_proj.weight._backward_hooks.clear()
+    return made, inside
+
+
+@in_every_way
+def test_training_that_fails_is_resumed_in_the_same_trainer(tmp_path: Path, way: str) -> None:
+    settings = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0}
+    plain = trainer(tmp_path / "plain", None, **settings)
+    plain.train()
+    other, inside = failed(tmp_path, way)
+    assert inside.overlap is instep.attached(other.model)
+    other.train(resume_from_checkpoint=True)
+    states = [training_state(one.model, one.optimizer.optimizer) for one in (plain, other)]
+    assert first_difference(*states) is None
+    assert inside.overlap is None
+
+
+def test_training_that_fails_is_begun_again_from_whole_weights_only(tmp_path: Path) -> None:
+    for way in ("forward", "undo"):
+        other, inside = failed(tmp_path / way, way)
+        overlap = inside.overlap
+        assert overlap is not None
+        overlap.rollback()  # where the step before has left them, says who has seen no further write
+        kept = copy.deepcopy(other.model.state_dict())
+        other.args.max_steps = other.args.save_steps = 1
+        other.args.learning_rate = 0.0  # no write
+        other.lr_scheduler = None
+        other.train()
+        assert first_difference(iter(kept.items()), iter(other.model.state_dict().items())) is None
+    other, inside = failed(tmp_path / "backward", "backward")
+    for use in (other.train, other.evaluate):
+        with pytest.raises(TornStepError, match="step 3 is torn"):
+            use()
+    inside.detach()
+    assert other.evaluate()["eval_loss"] > 0.0
+
+
+def test_a_trainer_trains_twice(tmp_path: Path) -> None:
+    plain, other = [], []
+    for made, inside in ((plain, None), (other, InstepCallback(schedule="backward", undo=True))):
+        one = trainer(tmp_path, inside)
+        for _ in range(2):
+            one.train()
+            made.append((one, logged(one), dict(training_state(copy.deepcopy(one.model), one.optimizer.optimizer))))
+    require_same(plain[-1][0], other[-1][0])
+    assert [entry for _, entry, _ in plain] == [entry for _, entry, _ in other]
+
+
+def test_running_out_of_memory(tmp_path: Path) -> None:
+    """``auto_find_batch_size``: the step that ran out is done again, with a smaller batch."""
+    found = []
+    for inside in (None, InstepCallback(), InstepCallback(schedule="backward", undo=True, bucket_bytes=SMALL)):
+        made = trainer(tmp_path, inside, Failing, auto_find_batch_size=True)
+        made.error = RuntimeError("CUDA out of memory.")
+        made.train()
+        assert made._train_batch_size == 1
+        found.append(made)
+    for other in found[1:]:
+        require_same(found[0], other)
+
+
+def test_a_loss_scale(tmp_path: Path) -> None:
+    """``fp16`` needs an accelerator. What it does to a step does not: one in which the scaler finds infinity is left
+    out."""
+    found = []
+    for inside in (None, InstepCallback(bucket_bytes=SMALL)):
+        made = trainer(tmp_path, inside)
+        made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2)
+        made.train()
+        assert made.accelerator.scaler.get_scale() < 2.0**127
+        found.append(made)
+    require_same(*found)
+
+
+def test_parameters_that_are_not_attached_when_disabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INSTEP_DISABLE", "1")
+    plain = trainer(tmp_path, None, max_grad_norm=0.0)
+    plain.train()
+    other = trainer(tmp_path, InstepCallback(schedule="backward"), max_grad_norm=0.0)
+    other.train()
+    require_same(plain, other)
+
+
+def test_settings_that_do_not_fit(tmp_path: Path) -> None:
+    eager = InstepCallback(schedule="backward")
+    refused: list[tuple[InstepCallback, dict[str, Any], str]] = [
+        (
+            eager,
+            {},
+            r"max_grad_norm=1\.5.*schedule='forward'.*undo=True.*ClipNorm\(1\.5, mode='two_pass'\).*max_grad_norm=0",
+        ),
+        (InstepCallback(clip=ClipNorm(1.0)), {}, r"two limits. Write max_grad_norm=1\.0, or ClipNorm\(1\.5"),
+        (eager, {"max_grad_norm": 0.0, "auto_find_batch_size": True}, "schedule='forward'.*undo=True.*=False"),
+        (InstepCallback(), {"optim": "lomo"}, "optim='adamw_torch_fused'"),
+    ]
+    for inside, settings, message in refused:
+        with pytest.raises(AttachError, match=message):
+            trainer(tmp_path, inside, **settings)
+    with pytest.raises(AttachError, match="clip must be an instep.ClipNorm or None, not ClipValue"):
+        InstepCallback(clip=ClipValue(1.0))  # type: ignore[arg-type]
+    late = trainer(tmp_path, None)
+    late.add_callback(eager)  # which tells no callback of the arguments
+    with pytest.raises(AttachError, match="max_grad_norm=1"):
+        late.train()
+    late = trainer(tmp_path, InstepCallback(schedule="sideways"))
+    with pytest.raises(AttachError, match="schedule='sideways' is not known"):
+        late.train()
+
+
+def test_placements_that_do_not_fit(tmp_path: Path) -> None:
+    one = trainer(tmp_path, InstepCallback(schedule="backward", undo=True))
+    one.accelerator.scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(AttachError, match="schedule='forward'.*bf16=True"):
+        one.train()
+    one = trainer(tmp_path, InstepCallback())
+    one.model_wrapped = nn.DataParallel(one.model)
+    with pytest.raises(AttachError, match="torchrun"):
+        one.train()
+    one = trainer(tmp_path, InstepCallback())
+    for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        one.accelerator.state.distributed_type = kind
+        with pytest.raises(AttachError, match=f"the Trainer uses {kind.value}"):
+            one.callback_handler.callbacks[1].on_train_begin(one.args, one.state, one.control)
+    one.accelerator.state.distributed_type = DistributedType.NO
+    with pytest.raises(AttachError, match="instep.attach"):
+        InstepCallback().on_train_begin(one.args, TrainerState(), one.control)
+
+
+def test_without_transformers() -> None:
+    """instep itself does without it, and the integration says what to install."""
+    code = "import sys; sys.modules['transformers'] = None; import instep; import instep.integrations.transformers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip().endswith("needs transformers and accelerate: pip install 'instep[hf]'")
+
+
+@pytest.mark.nightly
+@in_every_way
+def test_compiled(tmp_path: Path, way: str) -> None:
+    trains_as_without(tmp_path, way, {"torch_compile_backend": "aot_eager"})
