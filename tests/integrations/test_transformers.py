@@ -94,14 +94,15 @@ def logged(of: Trainer) -> list[dict[str, Any]]:
 def require_same(plain: Trainer, other: Trainer) -> None:
     states = [training_state(one.model, one.optimizer.optimizer) for one in (plain, other)]
     assert first_difference(*states) is None
-    assert logged(plain) == logged(other)
+    assert repr(logged(plain)) == repr(logged(other))  # NaN is NaN
     assert plain.lr_scheduler.state_dict() == other.lr_scheduler.state_dict()
 
 
 def require_was_attached(of: Trainer, way: str) -> None:
     [inside] = [one for one in of.callback_handler.callbacks if isinstance(one, InstepCallback)]
     [witness] = [one for one in of.callback_handler.callbacks if isinstance(one, Witness)]
-    kind = "DistributedDataParallel" if of.args.world_size > 1 else "GPT2LMHeadModel"
+    kind = type(of.model_wrapped).__name__
+    assert (kind == "DistributedDataParallel") == (of.args.world_size > 1)
     assert (
         f"Attachment {kind} with AdamW: schedule='{'forward' if way == 'forward' else 'backward'}'" in witness.seen[-1]
     )
@@ -213,13 +214,14 @@ class Failing(Trainer):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if self.error is not None and self.state.global_step == 2:
             error, self.error = self.error, None
-            # Half of backward is over when it raises.
-            self.model.transformer.h[0].mlp.c_proj.weight.register_hook(lambda gradient: _raise(error))
+
+            def fail(gradient: torch.Tensor) -> None:
+                handle.remove()
+                raise error
+
+            # Half of backward is over by then.
+            handle = self.model.transformer.h[0].mlp.c_proj.weight.register_hook(fail)
         return loss
-
-
-def _raise(error: BaseException) -> None:
-    raise error
 
 
 def failed(directory: Path, way: str) -> tuple[Failing, InstepCallback]:
@@ -230,7 +232,6 @@ def failed(directory: Path, way: str) -> tuple[Failing, InstepCallback]:
     made.error = ZeroDivisionError("on purpose")
     with pytest.raises(ZeroDivisionError):
         made.train()
-    made.model.transformer.h[0].mlp.c_proj.weight._backward_hooks.clear()
     return made, inside
 
 
@@ -304,7 +305,7 @@ def test_a_loss_scale(tmp_path: Path) -> None:
     require_same(*found)
 
 
-def test_parameters_that_are_not_attached_when_disabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INSTEP_DISABLE", "1")
     plain = trainer(tmp_path, None, max_grad_norm=0.0)
     plain.train()
@@ -328,7 +329,7 @@ def test_settings_that_do_not_fit(tmp_path: Path) -> None:
     for inside, settings, message in refused:
         with pytest.raises(AttachError, match=message):
             trainer(tmp_path, inside, **settings)
-    with pytest.raises(AttachError, match="clip must be an instep.ClipNorm or None, not ClipValue"):
+    with pytest.raises(AttachError, match=r"clip must be an instep\.ClipNorm or None, not ClipValue"):
         InstepCallback(clip=ClipValue(1.0))  # type: ignore[arg-type]
     late = trainer(tmp_path, None)
     late.add_callback(eager)  # which tells no callback of the arguments
@@ -342,7 +343,7 @@ def test_settings_that_do_not_fit(tmp_path: Path) -> None:
 def test_placements_that_do_not_fit(tmp_path: Path) -> None:
     one = trainer(tmp_path, InstepCallback(schedule="backward", undo=True))
     one.accelerator.scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(AttachError, match="schedule='forward'.*bf16=True"):
+    with pytest.raises(AttachError, match=r"schedule='forward'.*bf16=True"):
         one.train()
     one = trainer(tmp_path, InstepCallback())
     one.model_wrapped = nn.DataParallel(one.model)
@@ -354,7 +355,7 @@ def test_placements_that_do_not_fit(tmp_path: Path) -> None:
         with pytest.raises(AttachError, match=f"the Trainer uses {kind.value}"):
             one.callback_handler.callbacks[1].on_train_begin(one.args, one.state, one.control)
     one.accelerator.state.distributed_type = DistributedType.NO
-    with pytest.raises(AttachError, match="instep.attach"):
+    with pytest.raises(AttachError, match=r"instep\.attach"):
         InstepCallback().on_train_begin(one.args, TrainerState(), one.control)
 
 
@@ -366,6 +367,8 @@ def test_without_transformers() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own reading
 @in_every_way
-def test_compiled(tmp_path: Path, way: str) -> None:
+def test_compiled(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._functorch.config.donated_buffer", False)  # two passes: see docs/clipping.md
     trains_as_without(tmp_path, way, {"torch_compile_backend": "aot_eager"})

@@ -46,7 +46,7 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         bucket_bytes: bytes of gradient at which a bucket is full, on one device. Under DDP
             ``TrainingArguments(ddp_bucket_cap_mb=…)`` decides.
         clip: clip by this in place of the ``Trainer``, whose ``max_grad_norm`` must be the same number, or 0. For
-            ``ClipNorm(…, mode="two_pass")`` and the other modes of ``schedule="backward"``; else ``max_grad_norm`` does.
+            ``ClipNorm(…, mode="two_pass")`` and the other modes of ``schedule="backward"``; else ``max_grad_norm``.
         undo: with ``schedule="backward"``, step on trial, and put back what turns out to need clipping.
         nonfinite: what becomes of a step with a gradient that holds NaN or infinity, as for :func:`instep.attach`.
 
@@ -154,8 +154,8 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         return self._schedule == "backward" and not self._undo
 
     def _norm_to_come(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """In place of ``Accelerator.clip_grad_norm_``. The ``Trainer`` asks for the norm between backward and step, when
-        it is not known yet, and uses it after the step, to log it."""
+        """In place of ``Accelerator.clip_grad_norm_``. The ``Trainer`` asks for the norm before the step, when it is not
+        known yet, and uses it after the step, to log it."""
         self._grad_norm = torch.full((), math.nan, dtype=torch.float64, device=self._accelerator.device)
         return self._grad_norm
 
