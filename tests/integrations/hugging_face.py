@@ -1,13 +1,9 @@
 """What the tests of the ``Trainer`` and of accelerate share: a tiny model, its data, and two ranks."""
 
 import gc
-import os
-from collections.abc import Callable, Iterator
-from typing import Any
-from unittest import mock
+from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
@@ -53,14 +49,6 @@ def two_ranks() -> Iterator[RankPool]:
 def _freeze() -> None:
     gc.collect()
     gc.freeze()  # transformers is there for good, as torch is: see the pool
-
-
-def as_torchrun(body: Callable[..., Any], *args: Any) -> Any:
-    """Call ``body`` on a rank of a pool as if ``torchrun`` had started it, as far as accelerate looks."""
-    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "OMP_NUM_THREADS": "1"}
-    with mock.patch.dict(os.environ, told):
-        return body(*args)
 
 
 def hooks_of(module: nn.Module) -> dict[str, int]:

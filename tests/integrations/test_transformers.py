@@ -23,6 +23,7 @@ from instep.verification import first_difference, training_state
 from tests.distributed.pool import RankPool
 from tests.integrations import hugging_face
 from tests.integrations.hugging_face import hooks_of, sentences, tiny
+from tests.integrations.ranks import as_torchrun
 
 SMALL = 16_000  # bytes: several buckets
 LIMIT = 1.5
@@ -172,7 +173,7 @@ def on_each(ranks: RankPool, world: int, body: Any, *args: Any) -> None:
     if world == 1:
         body(*args)
     else:
-        ranks.run(hugging_face.as_torchrun, body, *args)
+        ranks.run(as_torchrun, body, *args)
 
 
 on_one_and_two_ranks = pytest.mark.parametrize("world", [1, 2])

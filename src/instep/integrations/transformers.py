@@ -154,8 +154,8 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         return self._schedule == "backward" and not self._undo
 
     def _norm_to_come(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """In place of ``Accelerator.clip_grad_norm_``. The ``Trainer`` asks for the norm before the step, when it is not
-        known yet, and uses it after the step, to log it."""
+        """In place of ``Accelerator.clip_grad_norm_``. The ``Trainer`` asks for the norm before the step, when nobody
+        knows it yet, and uses it after the step, to log it."""
         self._grad_norm = torch.full((), math.nan, dtype=torch.float64, device=self._accelerator.device)
         return self._grad_norm
 
