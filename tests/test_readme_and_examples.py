@@ -85,7 +85,9 @@ def test_the_block_for_one_device() -> None:
     exec(blocks("python")[0], {})
 
 
-@pytest.mark.parametrize("example", ["one_device.py", "verify_your_model.py", "in_backward.py", "fine_tune.py"])
+@pytest.mark.parametrize(
+    "example", ["one_device.py", "verify_your_model.py", "in_backward.py", "fine_tune.py", "hf_trainer.py"]
+)
 def test_examples(example: str) -> None:
     command = [sys.executable, "-W", "error", str(ROOT / "examples" / example)]
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that wait for a busy core take ten times as long
