@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from accelerate import DistributedType
 from torch import nn
+from torch.utils.data import IterableDataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 import instep
 from instep import ClipNorm, ClipValue
 from instep._core.placeholders import SpentGradient
-from instep.errors import AttachError, TornStepError
+from instep.errors import AttachError, TornStepError, UncommittedStepError
 from instep.integrations.transformers import InstepCallback
 from instep.verification import first_difference, training_state
 from tests.distributed.pool import RankPool
@@ -80,7 +81,7 @@ class Witness(TrainerCallback):
 def trainer(directory: Path, inside: InstepCallback | None, kind: type[Trainer] = Trainer, **settings: Any) -> Trainer:
     callbacks = [] if inside is None else [inside, Witness(inside)]
     data = sentences(ROWS + 4)
-    arguments = TrainingArguments(str(directory), **{**SETTINGS, **settings})
+    arguments = TrainingArguments(str(directory), **copy.deepcopy({**SETTINGS, **settings}))  # it writes to them
     made = kind(tiny(), arguments, train_dataset=data[:ROWS], eval_dataset=data[ROWS:], callbacks=callbacks)
     made.remove_callback(PrinterCallback)
     return made
@@ -203,6 +204,24 @@ def test_checkpoints_evaluation_and_the_best_model(tmp_path: Path, ranks: RankPo
     on_each(ranks, world, resumes_as_without, tmp_path, way)
 
 
+EACH = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+
+
+def reduces_each_micro_batch(directory: Path) -> None:
+    found = []
+    for inside in (None, callback("forward", world=2), callback("undo", world=2)):
+        found.append(trainer(directory, inside, **EACH))
+        found[-1].train()
+    for other in found[1:]:
+        require_same(found[0], other)
+    with pytest.raises(AttachError, match=r"sync_each_batch=True.*schedule='forward'"):
+        trainer(directory, InstepCallback(schedule="backward"), **EACH)
+
+
+def test_every_micro_batch_is_reduced(tmp_path: Path, ranks: RankPool) -> None:
+    ranks.run(as_torchrun, reduces_each_micro_batch, tmp_path)
+
+
 # On one rank alone.
 
 
@@ -278,6 +297,30 @@ def test_a_trainer_trains_twice(tmp_path: Path) -> None:
             made.append((one, logged(one), dict(training_state(copy.deepcopy(one.model), one.optimizer.optimizer))))
     require_same(plain[-1][0], other[-1][0])
     assert [entry for _, entry, _ in plain] == [entry for _, entry, _ in other]
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """Without a length, and ends within an accumulation."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(sentences(ROWS))
+
+
+def test_a_dataset_that_ends_within_an_accumulation(tmp_path: Path) -> None:
+    """The ``Trainer`` adds the gradients that are left to those of the next epoch."""
+    found = []
+    for inside in (None, callback("forward"), callback("undo"), callback("backward")):
+        made = trainer(tmp_path, inside, max_steps=5)
+        made.train_dataset = Stream()
+        found.append(made)
+        if len(found) == 4:
+            with pytest.raises(UncommittedStepError):
+                made.train()
+            assert inside is not None
+            inside.detach()
+            break
+        made.train()
+        require_same(found[0], made)
 
 
 def test_running_out_of_memory(tmp_path: Path) -> None:
