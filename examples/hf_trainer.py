@@ -40,6 +40,7 @@ def train(directory: str, callbacks: list[TrainerCallback]) -> Trainer:
         eval_strategy="epoch",
         logging_steps=5,
         save_strategy="no",
+        ddp_find_unused_parameters=False,
         report_to=[],
         disable_tqdm=True,
     )
@@ -73,7 +74,8 @@ def main() -> None:
         ]
         equal = weights and said[0] == said[1]
         failed |= not equal
-        print(f"{options}: weights, losses and gradient norms are {'equal' if equal else 'NOT equal'}")
+        if plain.is_world_process_zero() or not equal:
+            print(f"{options}: weights, losses and gradient norms are {'equal' if equal else 'NOT equal'}")
     if dist.is_initialized():
         dist.destroy_process_group()
     if failed:

@@ -22,7 +22,6 @@ from instep.errors import AttachError, TornStepError, UncommittedStepError
 from instep.integrations.transformers import InstepCallback
 from instep.verification import first_difference, training_state
 from tests.distributed.pool import RankPool
-from tests.integrations import hugging_face
 from tests.integrations.hugging_face import hooks_of, sentences, tiny
 from tests.integrations.ranks import as_torchrun
 
@@ -123,7 +122,10 @@ def require_gone(of: Trainer, before: dict[str, int]) -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    yield from hugging_face.two_ranks()
+    """Of their own: transformers, once loaded, slows the garbage collector, which attach() calls."""
+    pool = RankPool(2)
+    yield pool
+    pool.stop()
 
 
 # Each on one rank and on two.
