@@ -96,11 +96,8 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         model, accelerator = trainer.model_wrapped, trainer.accelerator
         self._refuse_placement(model, accelerator)
         if self.overlap is not None:
-            if state.global_step == 0 and attached(model) is self.overlap:
-                if self._steps_early:
-                    self.overlap.require_committed()
-                else:
-                    self.overlap.rollback()
+            if self._steps_early and state.global_step == 0 and attached(model) is self.overlap:
+                self.overlap.require_committed()
             self.detach()
         overlap = attach(
             model,
