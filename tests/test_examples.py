@@ -28,7 +28,8 @@ def run(*command: str) -> str:
         ("verify_your_model.py", "all equal"),
         ("in_backward.py", "step 100: loss"),
         ("fine_tune.py", "equal, bit for bit"),
-        ("lightning_trainer.py", "equal"),
+        ("lightning_trainer.py", "equal in every bit"),
+        ("hf_trainer.py", "are equal"),
     ],
 )
 def test_on_one_device(example: str, said: str) -> None:

@@ -874,7 +874,7 @@ class Attachment:
             managed = {id(p) for p in ddp.parameters()} if isinstance(ddp, Replicated) else managed_by(ddp)
             mine = [a for a in local.values() if id(a.get()) in managed]
             local = {index: a for index, a in local.items() if a not in mine}
-            if self._clipping.mode == "per_bucket" and getattr(ddp, "find_unused_parameters", False):
+            if self._clipping.clips_buckets and getattr(ddp, "find_unused_parameters", False):
                 raise AttachError(
                     "clip=ClipNorm(mode='per_bucket') does not go with find_unused_parameters=True: ranks that use "
                     "other parameters would clip by other norms, and part. Use mode='previous_norm', "

@@ -1,5 +1,6 @@
 """Clipping within one step: norms as they become known, and what is done to gradients with them."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -36,6 +37,13 @@ class Clipping:
     def mode(self) -> str | None:
         """That of a ``ClipNorm``."""
         return self.policy.mode if isinstance(self.policy, ClipNorm) else None
+
+    @property
+    def clips_buckets(self) -> bool:
+        """Whether each bucket is clipped by its own norm. An infinite limit clips nothing, and only has norms taken."""
+        return (
+            isinstance(self.policy, ClipNorm) and self.policy.mode == "per_bucket" and self.policy.max_norm < math.inf
+        )
 
     def begin(self) -> None:
         """A step begins: no gradient of it is known yet."""

@@ -1,0 +1,240 @@
+"""instep in Hugging Face's ``Trainer``: one callback, which attaches when training begins.
+
+A callback is given the model, but not as the ``Trainer`` has wrapped it, and no ``Accelerator``; the ``Trainer`` that
+has both is looked for. Where instep clips, two methods of that ``Accelerator`` are stood in for while training runs.
+Apart from that, only documented names of both libraries are used.
+"""
+
+import gc
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+try:
+    from accelerate.optimizer import AcceleratedOptimizer
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise ImportError(
+        "instep.integrations.transformers needs transformers and accelerate: pip install 'instep[hf]'"
+    ) from error
+
+from instep._core.finite import Policy
+from instep._core.policies import ClipNorm
+from instep.attachment import Attachment, attach, attached
+from instep.errors import AttachError
+
+__all__ = ["InstepCallback"]
+
+
+class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not follow this import
+    """Attach a ``Trainer``'s model and optimizer while it trains: ``Trainer(…, callbacks=[InstepCallback()])``.
+
+    Attached is what the ``Trainer`` trains with, after it has made, wrapped and prepared both: under ``torchrun`` the
+    ``DistributedDataParallel``. Accumulation, clipping (``max_grad_norm``), schedulers, evaluation, checkpoints and
+    ``resume_from_checkpoint`` stay the ``Trainer``'s; weights, optimizer state and what is logged are bit for bit those
+    without the callback. When training ends the model and the optimizer are given back as they came. After training
+    that has failed they stay attached, so that nobody uses a step that was applied in part without being told; the next
+    ``train()`` attaches anew.
+
+    Args:
+        schedule: when a bucket steps, as for :func:`instep.attach`. ``"forward"``, the default here, goes with every
+            setting; ``"backward"`` frees gradients while backward runs, and cannot clip without ``undo`` or ``clip``.
+        bucket_bytes: bytes of gradient at which a bucket is full, on one device. Under DDP
+            ``TrainingArguments(ddp_bucket_cap_mb=…)`` decides.
+        clip: clip by this in place of the ``Trainer``, whose ``max_grad_norm`` must be the same number, or 0. For
+            ``ClipNorm(…, mode="two_pass")`` and the other modes of ``schedule="backward"``; else ``max_grad_norm``.
+        undo: with ``schedule="backward"``, step on trial, and put back what turns out to need clipping.
+        nonfinite: what becomes of a step with a gradient that holds NaN or infinity, as for :func:`instep.attach`.
+
+    Attributes:
+        overlap: the :class:`instep.Attachment`; ``None`` before training and after it.
+
+    Raises:
+        AttachError: an option here, or a setting of the ``Trainer``, that does not fit; from ``Trainer(…)`` where its
+            arguments tell, else from ``train()``. Nothing was changed.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: str = "forward",
+        bucket_bytes: int | None = None,
+        clip: ClipNorm | None = None,
+        undo: bool | Literal["host"] = False,
+        nonfinite: Policy = "allow",
+    ) -> None:
+        if clip is not None and not isinstance(clip, ClipNorm):
+            raise AttachError(f"clip must be an instep.ClipNorm or None, not {clip!r}: the Trainer clips by norm")
+        self.overlap: Attachment | None = None
+        self._schedule = schedule
+        self._bucket_bytes = bucket_bytes
+        self._clip = clip
+        self._undo = undo
+        self._nonfinite: Policy = nonfinite
+        self._accelerator: Any = None
+        self._grad_norm: torch.Tensor | None = None
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """The ``Trainer`` was made: refuse settings before anything is loaded."""
+        self._refuse_settings(args)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Attach. What an earlier training that failed has left attached is detached first.
+
+        Raises:
+            TornStepError: that training failed within a step, which has reached only some of the weights, and these
+                were not loaded anew. ``UncommittedStepError`` where it has reached all of them.
+        """
+        clip = self._refuse_settings(args)
+        trainer = _trainer_of(state)
+        model, accelerator = trainer.model_wrapped, trainer.accelerator
+        self._refuse_placement(model, accelerator)
+        if self.overlap is not None:
+            if self._steps_early and state.global_step == 0 and attached(model) is self.overlap:
+                self.overlap.require_committed()
+            self.detach()
+        overlap = attach(
+            model,
+            _torch_optimizer(trainer.optimizer),
+            schedule=self._schedule,
+            bucket_bytes=self._bucket_bytes,
+            clip=clip,
+            # Under DDP the Trainer runs all but the last micro-batch in no_sync(), which tells. With fewer in the last
+            # step of an epoch, optimizer.step() finds their gradients, and applies them.
+            accumulation_steps=1 if args.world_size > 1 else args.gradient_accumulation_steps,
+            undo=self._undo,
+            nonfinite=self._nonfinite,
+        )
+        self.overlap = overlap
+        if clip is None or attached(model) is not overlap:  # INSTEP_DISABLE=1
+            return
+        self._accelerator = accelerator
+        accelerator.clip_grad_norm_ = self._norm_to_come
+        if clip.mode == "two_pass":
+            # All that Accelerator.backward() is without a loss scale, DeepSpeed and LOMO.
+            accelerator.backward = lambda loss: overlap.backward(loss / accelerator.gradient_accumulation_steps)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Where instep clips, the norm is known now."""
+        if self.overlap is not None and self._grad_norm is not None and self.overlap.grad_norm is not None:
+            self._grad_norm.copy_(self.overlap.grad_norm)
+            self._grad_norm = None
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Detach."""
+        self.detach()
+
+    def detach(self) -> None:
+        """Give model, optimizer and ``Accelerator`` back as they came. Called when training ends. Call it yourself to
+        use the model outside of the ``Trainer`` after training that has failed. Safe to call twice."""
+        if self._accelerator is not None:
+            vars(self._accelerator).pop("clip_grad_norm_", None)
+            vars(self._accelerator).pop("backward", None)
+            self._accelerator = None
+        if self.overlap is not None:
+            self.overlap.detach()
+            self.overlap = None
+
+    @property
+    def _steps_early(self) -> bool:
+        """Whether backward writes what cannot be put back."""
+        return self._schedule == "backward" and not self._undo
+
+    def _norm_to_come(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """In place of ``Accelerator.clip_grad_norm_``. The ``Trainer`` asks for the norm before the step, when nobody
+        knows it yet, and uses it after the step, to log it."""
+        self._grad_norm = torch.full((), math.nan, dtype=torch.float64, device=self._accelerator.device)
+        return self._grad_norm
+
+    def _refuse_settings(self, args: TrainingArguments) -> ClipNorm | None:
+        """What clips in place of the ``Trainer``, if anything does."""
+        if args.optim in ("lomo", "adalomo"):
+            raise AttachError(
+                f"optim={args.optim!s} steps in a backward of its own, and its step() does nothing. Use it without "
+                "InstepCallback, or another one: optim='adamw_torch_fused'"
+            )
+        if self._steps_early and args.auto_find_batch_size:
+            raise AttachError(
+                "auto_find_batch_size=True begins again where backward ran out of memory, and schedule='backward' has "
+                "updated weights by then. Use InstepCallback(schedule='forward'), "
+                "InstepCallback(schedule='backward', undo=True), or auto_find_batch_size=False"
+            )
+        gradient_accumulation = args.accelerator_config.gradient_accumulation_kwargs or {}
+        if self._steps_early and args.world_size > 1 and gradient_accumulation.get("sync_each_batch"):
+            raise AttachError(
+                "sync_each_batch=True (in accelerator_config, gradient_accumulation_kwargs) reduces the gradients of "
+                "every micro-batch, and schedule='backward' steps what has been reduced. Leave it out, or use "
+                "InstepCallback(schedule='forward')"
+            )
+        limit = args.max_grad_norm
+        if self._clip is not None:
+            if limit > 0 and limit != self._clip.max_norm:
+                raise AttachError(
+                    f"TrainingArguments(max_grad_norm={limit}) and InstepCallback(clip=ClipNorm("
+                    f"{self._clip.max_norm}, …)) are two limits. Write max_grad_norm={self._clip.max_norm}, or "
+                    f"ClipNorm({limit}, …)"
+                )
+            return self._clip
+        if self._schedule != "backward":
+            return None
+        if self._undo:
+            return ClipNorm(limit if limit > 0 else math.inf)
+        if limit > 0:
+            raise AttachError(
+                f"TrainingArguments(max_grad_norm={limit}) needs every gradient before the first update, and "
+                "schedule='backward' updates during backward. (max_grad_norm is 1.0 unless told.) Write "
+                "InstepCallback(schedule='forward'), exact; InstepCallback(schedule='backward', undo=True), exact: a "
+                "step that turns out to need clipping is put back and done again; "
+                f"InstepCallback(schedule='backward', clip=ClipNorm({limit}, mode='two_pass')), exact: backward runs "
+                "twice; or, not to clip, TrainingArguments(max_grad_norm=0)"
+            )
+        return ClipNorm(math.inf, mode="per_bucket")  # clips nothing, and knows the norm of all gradients
+
+    def _refuse_placement(self, model: nn.Module, accelerator: Any) -> None:
+        placed = accelerator.distributed_type.value
+        if placed != "NO" and not placed.startswith("MULTI_"):
+            raise AttachError(
+                f"InstepCallback is for one device and DistributedDataParallel, and the Trainer uses {placed}. Leave "
+                "out fsdp and deepspeed, or the callback"
+            )
+        if isinstance(model, nn.DataParallel):
+            raise AttachError(
+                "the Trainer has wrapped the model in nn.DataParallel, which computes with copies of it. Start one "
+                "process for each device (torchrun --nproc-per-node …), or make one visible (CUDA_VISIBLE_DEVICES=0)"
+            )
+        if self._schedule == "backward" and accelerator.scaler is not None:
+            raise AttachError(
+                "fp16=True scales the loss, and leaves out the steps whose gradients are infinite, which "
+                "schedule='backward' has begun to apply. Use InstepCallback(schedule='forward'), or bf16=True"
+            )
+
+
+def _trainer_of(state: TrainerState) -> Trainer:
+    """The ``Trainer`` of ``state``."""
+    classes = [Trainer]
+    for cls in classes:
+        classes.extend(cls.__subclasses__())
+    for found in gc.get_referrers(*classes):
+        if isinstance(found, Trainer) and found.state is state:
+            return found
+    raise AttachError(
+        "InstepCallback is for a transformers.Trainer, and none has this TrainerState. In a loop of your own call "
+        "instep.attach(model, optimizer)"
+    )
+
+
+def _torch_optimizer(optimizer: Optimizer) -> Optimizer:
+    """What is inside of accelerate's wrapper, which adds nothing to a step but whether it is due."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer

@@ -1,0 +1,415 @@
+"""``InstepCallback``: a ``Trainer`` with it ends, and logs, bit for bit as one without."""
+
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import DistributedType
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+
+import instep
+from instep import ClipNorm, ClipValue
+from instep._core.placeholders import SpentGradient
+from instep.errors import AttachError, TornStepError, UncommittedStepError
+from instep.integrations.transformers import InstepCallback
+from instep.verification import first_difference, training_state
+from tests.distributed.pool import RankPool
+from tests.integrations.hugging_face import hooks_of, sentences, tiny
+from tests.integrations.ranks import as_torchrun
+
+SMALL = 16_000  # bytes: several buckets
+LIMIT = 1.5
+"""Some of the steps below have a larger norm, and some a smaller one."""
+SETTINGS: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 3,
+    "max_grad_norm": LIMIT,
+    "num_train_epochs": 2,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 1,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "use_cpu": True,
+    "report_to": [],
+    "disable_tqdm": True,
+    "ddp_bucket_cap_mb": SMALL / 2**20,
+    "log_level": "error",
+}
+ROWS = 14  # seven micro-batches on one rank, four on each of two: the last step of an epoch has fewer
+in_every_way = pytest.mark.parametrize("way", ["forward", "undo", "backward"])
+
+
+def callback(way: str, limit: float = LIMIT, world: int = 1) -> InstepCallback:
+    bucket_bytes = SMALL if world == 1 else None  # DDP's buckets are given in SETTINGS
+    if way == "forward":
+        return InstepCallback(bucket_bytes=bucket_bytes)
+    if way == "undo":
+        return InstepCallback(schedule="backward", undo=True, bucket_bytes=bucket_bytes)
+    clip = ClipNorm(limit, mode="two_pass") if limit else None
+    return InstepCallback(schedule="backward", clip=clip, bucket_bytes=bucket_bytes)
+
+
+class Witness(TrainerCallback):
+    """That the model was attached, as it was trained, and stepped when the schedule says."""
+
+    def __init__(self, inside: InstepCallback) -> None:
+        self.inside = inside
+        self.seen: list[str] = []
+        self.spent: list[bool] = []
+        self.redone = 0
+
+    def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **kwargs: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # undo is not told that somebody looks
+            self.spent.append(any(isinstance(p.grad, SpentGradient) for p in model.parameters()))
+
+    def on_step_end(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
+        assert self.inside.overlap is not None
+        self.seen.append(repr(self.inside.overlap))
+        self.redone = self.inside.overlap.redo_count
+
+
+def trainer(directory: Path, inside: InstepCallback | None, kind: type[Trainer] = Trainer, **settings: Any) -> Trainer:
+    callbacks = [] if inside is None else [inside, Witness(inside)]
+    data = sentences(ROWS + 4)
+    arguments = TrainingArguments(str(directory), **copy.deepcopy({**SETTINGS, **settings}))  # it writes to them
+    made = kind(tiny(), arguments, train_dataset=data[:ROWS], eval_dataset=data[ROWS:], callbacks=callbacks)
+    made.remove_callback(PrinterCallback)
+    return made
+
+
+def logged(of: Trainer) -> list[dict[str, Any]]:
+    """All but what the clock says."""
+    clock = ("_runtime", "_per_second")
+    return [{k: v for k, v in entry.items() if not k.endswith(clock)} for entry in of.state.log_history]
+
+
+def require_same(plain: Trainer, other: Trainer) -> None:
+    states = [training_state(one.model, one.optimizer.optimizer) for one in (plain, other)]
+    assert first_difference(*states) is None
+    assert repr(logged(plain)) == repr(logged(other))  # NaN is NaN
+    assert plain.lr_scheduler.state_dict() == other.lr_scheduler.state_dict()
+
+
+def require_was_attached(of: Trainer, way: str) -> None:
+    [inside] = [one for one in of.callback_handler.callbacks if isinstance(one, InstepCallback)]
+    [witness] = [one for one in of.callback_handler.callbacks if isinstance(one, Witness)]
+    kind = type(of.model_wrapped).__name__
+    assert (kind == "DistributedDataParallel") == (of.args.world_size > 1)
+    assert (
+        f"Attachment {kind} with AdamW: schedule='{'forward' if way == 'forward' else 'backward'}'" in witness.seen[-1]
+    )
+    assert f"{len(witness.seen)} steps" in witness.seen[-1]
+    if kind != "DistributedDataParallel" or way != "forward":  # there it is one of 16 MiB
+        assert "1 buckets" not in witness.seen[-1]
+    assert any(witness.spent) == (way == "backward")
+    assert inside.overlap is None
+    assert instep.attached(of.model_wrapped) is None
+
+
+def require_gone(of: Trainer, before: dict[str, int]) -> None:
+    assert hooks_of(of.model) == before
+    assert not {"clip_grad_norm_", "backward"} & vars(of.accelerator).keys()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    """Of their own: transformers, once loaded, slows the garbage collector, which attach() calls."""
+    pool = RankPool(2)
+    yield pool
+    pool.stop()
+
+
+# Each on one rank and on two.
+
+
+def trains_as_without(directory: Path, way: str, settings: dict[str, Any]) -> None:
+    plain = trainer(directory, None, **settings)
+    before = hooks_of(plain.model)
+    plain.train()
+    limit = settings.get("max_grad_norm", LIMIT)
+    other = trainer(directory, callback(way, limit, plain.args.world_size), **settings)
+    other.train()
+    require_was_attached(other, way)
+    require_same(plain, other)
+    require_gone(other, before)
+    norms = [entry["grad_norm"] for entry in logged(plain) if "grad_norm" in entry]
+    assert min(norms) < (limit or 10.0) < max(norms) or (not limit and min(norms) > 0.0)
+    witness = next(one for one in other.callback_handler.callbacks if isinstance(one, Witness))
+    # Besides, once, the Trainer looks what kind of tensor gradients are.
+    assert witness.redone <= (1 + sum(norm > LIMIT for norm in norms) * (limit > 0) if way == "undo" else 0)
+
+
+def resumes_as_without(directory: Path, way: str) -> None:
+    """Checkpoints in the middle of an epoch, written and read with and without instep, in all four ways."""
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    settings["load_best_model_at_end"] = True
+    whole: dict[str, Trainer] = {}
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    for kind in KINDS:  # each trained before the next is made, which seeds
+        whole[kind] = trainer(directory / kind, callback(way, world=world) if kind == "instep" else None, **settings)
+        whole[kind].train()
+    require_same(whole["plain"], whole["instep"])
+    require_was_attached(whole["instep"], way)
+    assert whole["plain"].state.best_global_step < whole["plain"].state.global_step  # an earlier one was loaded
+    for written in KINDS:
+        for read in KINDS:
+            resumed = trainer(directory / "again", callback(way, world=world) if read == "instep" else None, **settings)
+            resumed.train(resume_from_checkpoint=str(directory / written / "checkpoint-2"))
+            states = [training_state(one.model, one.optimizer.optimizer) for one in (whole["plain"], resumed)]
+            assert first_difference(*states) is None, (written, read)
+            assert logged(resumed)[:-1] == logged(whole["plain"])[:-1]  # train_loss is over fewer steps
+
+
+KINDS = ("plain", "instep")
+
+
+def on_each(ranks: RankPool, world: int, body: Any, *args: Any) -> None:
+    if world == 1:
+        body(*args)
+    else:
+        ranks.run(as_torchrun, body, *args)
+
+
+on_one_and_two_ranks = pytest.mark.parametrize("world", [1, 2])
+
+
+@on_one_and_two_ranks
+@in_every_way
+def test_training(tmp_path: Path, ranks: RankPool, way: str, world: int) -> None:
+    on_each(ranks, world, trains_as_without, tmp_path, way, {})
+
+
+@on_one_and_two_ranks
+@in_every_way
+def test_training_without_clipping(tmp_path: Path, ranks: RankPool, way: str, world: int) -> None:
+    on_each(ranks, world, trains_as_without, tmp_path, way, {"max_grad_norm": 0.0})
+
+
+@on_one_and_two_ranks
+@in_every_way
+def test_bf16(tmp_path: Path, ranks: RankPool, way: str, world: int) -> None:
+    on_each(ranks, world, trains_as_without, tmp_path, way, {"bf16": True})
+
+
+@on_one_and_two_ranks
+@in_every_way
+def test_checkpoints_evaluation_and_the_best_model(tmp_path: Path, ranks: RankPool, way: str, world: int) -> None:
+    on_each(ranks, world, resumes_as_without, tmp_path, way)
+
+
+EACH = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+
+
+def reduces_each_micro_batch(directory: Path) -> None:
+    found = []
+    for inside in (None, callback("forward", world=2), callback("undo", world=2)):
+        found.append(trainer(directory, inside, **EACH))
+        found[-1].train()
+    for other in found[1:]:
+        require_same(found[0], other)
+    with pytest.raises(AttachError, match=r"sync_each_batch=True.*schedule='forward'"):
+        trainer(directory, InstepCallback(schedule="backward"), **EACH)
+
+
+def test_every_micro_batch_is_reduced(tmp_path: Path, ranks: RankPool) -> None:
+    ranks.run(as_torchrun, reduces_each_micro_batch, tmp_path)
+
+
+# On one rank alone.
+
+
+class Failing(Trainer):
+    """Fails once, in the forward of a step that is not the first, with an error of the test's."""
+
+    error: BaseException | None = None
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if self.error is not None and self.state.global_step == 2:
+            error, self.error = self.error, None
+
+            def fail(gradient: torch.Tensor) -> None:
+                handle.remove()
+                raise error
+
+            # Half of backward is over by then.
+            handle = self.model.transformer.h[0].mlp.c_proj.weight.register_hook(fail)
+        return loss
+
+
+def failed(directory: Path, inside: InstepCallback | None) -> Failing:
+    """Training that has failed in the third step, in the middle of backward."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 1, "max_grad_norm": 0.0}
+    made = trainer(directory, inside, Failing, **settings)
+    made.error = ZeroDivisionError("on purpose")
+    with pytest.raises(ZeroDivisionError):
+        made.train()
+    return made
+
+
+@in_every_way
+def test_training_that_fails_is_resumed_in_the_same_trainer(tmp_path: Path, way: str) -> None:
+    settings = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0}
+    plain = trainer(tmp_path / "plain", None, **settings)
+    plain.train()
+    inside = callback(way, limit=0.0)
+    other = failed(tmp_path, inside)
+    assert inside.overlap is instep.attached(other.model)
+    other.train(resume_from_checkpoint=True)
+    states = [training_state(one.model, one.optimizer.optimizer) for one in (plain, other)]
+    assert first_difference(*states) is None
+    assert inside.overlap is None
+
+
+def test_training_that_fails_is_begun_again_from_whole_weights_only(tmp_path: Path) -> None:
+    plain = failed(tmp_path / "plain", None)
+    plain.train()
+    for way in ("forward", "undo"):
+        other = failed(tmp_path / way, callback(way, limit=0.0))
+        other.train()
+        require_same(plain, other)
+    inside = callback("backward", limit=0.0)
+    other = failed(tmp_path / "backward", inside)
+    for use in (other.train, other.evaluate):
+        with pytest.raises(TornStepError, match="step 3 is torn"):
+            use()
+    inside.detach()
+    assert other.evaluate()["eval_loss"] > 0.0
+
+
+def test_a_trainer_trains_twice(tmp_path: Path) -> None:
+    plain, other = [], []
+    for made, inside in ((plain, None), (other, InstepCallback(schedule="backward", undo=True))):
+        one = trainer(tmp_path, inside)
+        for _ in range(2):
+            one.train()
+            made.append((one, logged(one), dict(training_state(copy.deepcopy(one.model), one.optimizer.optimizer))))
+    require_same(plain[-1][0], other[-1][0])
+    assert [entry for _, entry, _ in plain] == [entry for _, entry, _ in other]
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """Without a length, and ends within an accumulation."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(sentences(ROWS))
+
+
+def test_a_dataset_that_ends_within_an_accumulation(tmp_path: Path) -> None:
+    """The ``Trainer`` adds the gradients that are left to those of the next epoch."""
+    found = []
+    for inside in (None, callback("forward"), callback("undo"), callback("backward")):
+        made = trainer(tmp_path, inside, max_steps=5)
+        made.train_dataset = Stream()
+        found.append(made)
+        if len(found) == 4:
+            with pytest.raises(UncommittedStepError):
+                made.train()
+            assert inside is not None
+            inside.detach()
+            break
+        made.train()
+        require_same(found[0], made)
+
+
+def test_running_out_of_memory(tmp_path: Path) -> None:
+    """``auto_find_batch_size``: the step that ran out is done again, with a smaller batch."""
+    found = []
+    for inside in (None, callback("undo")):
+        made = trainer(tmp_path, inside, Failing, auto_find_batch_size=True)
+        made.error = RuntimeError("CUDA out of memory.")
+        made.train()
+        assert made._train_batch_size == 1
+        found.append(made)
+    require_same(*found)
+
+
+def test_a_loss_scale(tmp_path: Path) -> None:
+    """``fp16`` needs an accelerator. What it does to a step does not: one in which the scaler finds infinity is left
+    out."""
+    found = []
+    for inside in (None, InstepCallback(bucket_bytes=SMALL)):
+        made = trainer(tmp_path, inside)
+        made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2)
+        made.train()
+        assert made.accelerator.scaler.get_scale() < 2.0**127
+        found.append(made)
+    require_same(*found)
+
+
+def test_disabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INSTEP_DISABLE", "1")
+    plain = trainer(tmp_path, None, max_grad_norm=0.0)
+    plain.train()
+    other = trainer(tmp_path, InstepCallback(schedule="backward"), max_grad_norm=0.0)
+    other.train()
+    require_same(plain, other)
+
+
+def test_settings_that_do_not_fit(tmp_path: Path) -> None:
+    eager = InstepCallback(schedule="backward")
+    refused: list[tuple[InstepCallback, dict[str, Any], str]] = [
+        (
+            eager,
+            {},
+            r"max_grad_norm=1\.5.*schedule='forward'.*undo=True.*ClipNorm\(1\.5, mode='two_pass'\).*max_grad_norm=0",
+        ),
+        (InstepCallback(clip=ClipNorm(1.0)), {}, r"two limits. Write max_grad_norm=1\.0, or ClipNorm\(1\.5"),
+        (eager, {"max_grad_norm": 0.0, "auto_find_batch_size": True}, "schedule='forward'.*undo=True.*=False"),
+        (InstepCallback(), {"optim": "lomo"}, "optim='adamw_torch_fused'"),
+    ]
+    for inside, settings, message in refused:
+        with pytest.raises(AttachError, match=message):
+            trainer(tmp_path, inside, **settings)
+    with pytest.raises(AttachError, match=r"clip must be an instep\.ClipNorm or None, not ClipValue"):
+        InstepCallback(clip=ClipValue(1.0))  # type: ignore[arg-type]
+    late = trainer(tmp_path, None)
+    late.add_callback(eager)  # which tells no callback of the arguments
+    with pytest.raises(AttachError, match="max_grad_norm=1"):
+        late.train()
+    late = trainer(tmp_path, InstepCallback(schedule="sideways"))
+    with pytest.raises(AttachError, match="schedule='sideways' is not known"):
+        late.train()
+
+
+def test_placements_that_do_not_fit(tmp_path: Path) -> None:
+    one = trainer(tmp_path, InstepCallback(schedule="backward", undo=True))
+    one.accelerator.scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(AttachError, match=r"schedule='forward'.*bf16=True"):
+        one.train()
+    one = trainer(tmp_path, InstepCallback())
+    one.model_wrapped = nn.DataParallel(one.model)
+    with pytest.raises(AttachError, match="torchrun"):
+        one.train()
+    one = trainer(tmp_path, InstepCallback())
+    for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        one.accelerator.state.distributed_type = kind
+        with pytest.raises(AttachError, match=f"the Trainer uses {kind.value}"):
+            one.callback_handler.callbacks[1].on_train_begin(one.args, one.state, one.control)
+    one.accelerator.state.distributed_type = DistributedType.NO
+    with pytest.raises(AttachError, match=r"instep\.attach"):
+        InstepCallback().on_train_begin(one.args, TrainerState(), one.control)
+
+
+def test_without_transformers() -> None:
+    """instep itself does without it, and the integration says what to install."""
+    code = "import sys; sys.modules['transformers'] = None; import instep; import instep.integrations.transformers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip().endswith("needs transformers and accelerate: pip install 'instep[hf]'")
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own reading
+@in_every_way
+def test_compiled(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._functorch.config.donated_buffer", False)  # two passes: see docs/clipping.md
+    trains_as_without(tmp_path, way, {"torch_compile_backend": "aot_eager"})
