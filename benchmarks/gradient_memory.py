@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from live_bytes import LiveBytes
+from instep.planning.live_bytes import LiveBytes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -21,7 +21,7 @@ from time import process_time
 from typing import Any
 
 import torch
-from live_bytes import LiveBytes
+from instep.planning.live_bytes import LiveBytes
 from measure import Spread, batches, loss_of, picture, ratio, require_equal, spread
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
