@@ -4,8 +4,8 @@
     python benchmarks/plan_against_measured.py --models mlp --width 64
 
 Each model is planned, without data, and then trained on one device, a CPU. What it takes is read from torch's own
-allocator, through the profiler: every block of memory as it is handed out and taken back, on all threads, from before
-the model is built. Two figures are compared: the most bytes in a step, and how many of them lie above parameters,
+allocator, through the profiler: every block of memory as it is handed out and taken back, from before the model is
+built. It sees one thread: of `schedule="forward"`, which has a worker, real tensors are counted instead. Two figures are compared: the most bytes in a step, and how many of them lie above parameters,
 buffers and optimizer state. The errors are the plan's to what was measured. Buckets are of 1 MiB.
 """
 
@@ -13,10 +13,11 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -24,8 +25,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import instep
 from instep._core.plan import MIB
+from instep._core.stepper import Stepper
 from instep.demo.model import ByteGPT, Shape
 from instep.planning.job import Job
+from instep.planning.live_bytes import LiveBytes
 from instep.planning.making import plan
 
 BUCKET = MIB
@@ -35,7 +38,6 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "forward": {"schedule": "forward", "bucket_bytes": BUCKET},
     "backward, undo": {"undo": True, "bucket_bytes": BUCKET},
 }
-STEP = "a step that counts"
 
 
 class TiedGPT(ByteGPT):
@@ -61,7 +63,9 @@ def gpt(width: int) -> nn.Module:
 
 
 def convnet(width: int) -> nn.Module:
-    stages = [nn.Sequential(nn.Conv2d(w, 2 * w, 3, stride=2, padding=1), Residual(2 * w)) for w in (width // 4, width // 2)]
+    stages = [
+        nn.Sequential(nn.Conv2d(w, 2 * w, 3, stride=2, padding=1), Residual(2 * w)) for w in (width // 4, width // 2)
+    ]
     return nn.Sequential(
         nn.Conv2d(3, width // 4, 3, padding=1), *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 100)
     )
@@ -109,7 +113,7 @@ class Kind:
 
 KINDS = {
     "gpt": Kind(gpt, lambda width: tokens(2, 64, 256)),
-    "convnet": Kind(convnet, lambda width: torch.ones(2, 3, 32, 32)),
+    "convnet": Kind(convnet, lambda width: torch.ones(8, 3, 32, 32)),
     "mlp": Kind(mlp, lambda width: torch.ones(16, width)),
     "embedding": Kind(Huge, lambda width: tokens(16, 32, 200 * width)),
     "bert": Kind(
@@ -153,44 +157,82 @@ class Measured:
 
 
 def measure(implementation: str, options: dict[str, Any] | None) -> Measured:
-    """Train for a few steps, as the plan's rehearsal does, and ask the allocator."""
+    """Train for a few steps, and ask the allocator; of a loop with a worker thread, count the tensors."""
     gc.collect()
-    with recorded() as recording:
+    forward = options is not None and "schedule" in options
+    with counted() if forward else recorded() as now:
         torch.manual_seed(0)
         model = build().train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **{implementation: True})
+
+        def step() -> None:
+            loss_of(model, inputs()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
         overlap = None if options is None else instep.attach(model, optimizer, **options)
-        for number in range(4):
-            with record_function(STEP if number > 1 else "a step"):
-                loss_of(model, inputs()).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        if overlap is not None:
-            overlap.synchronize()
+        step()
+        with now():
+            for _ in range(2):
+                step()
+            if overlap is not None:
+                overlap.synchronize()
     state = (value for entry in optimizer.state.values() for value in entry.values())
     own = sum(t.nbytes for t in chain(model.parameters(), model.buffers(), state) if isinstance(t, torch.Tensor))
     if overlap is not None:
         overlap.detach()
-    return Measured(recording[0], own)
+    return Measured(now.most, own)
+
+
+class Now:
+    """Around the steps that count; ``most`` is then the most bytes there were in them."""
+
+    most = 0
+
+    def __init__(self, enter: Callable[["Now"], AbstractContextManager[Any]]) -> None:
+        self._enter = enter
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        return self._enter(self)
 
 
 @contextmanager
-def recorded() -> Iterator[list[int]]:
-    """After it, the list holds the most bytes there were in the steps that count."""
-    found: list[int] = []
-    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # the only name it has
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=every_thread) as recording:
-        yield found
+def recorded() -> Iterator[Now]:
+    """By the allocator, of this thread."""
+    now = Now(lambda _: record_function("steps that count"))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+        yield now
     assert recording.profiler is not None and recording.profiler.kineto_results is not None
     events = recording.profiler.kineto_results.events()
-    counted = [(e.start_ns(), e.end_ns()) for e in events if e.name() == STEP]
-    begin, end = min(start for start, _ in counted), max(stop for _, stop in counted)
-    now = most = 0
+    [(begin, end)] = [(e.start_ns(), e.end_ns()) for e in events if e.name() == "steps that count"]
+    there = 0
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        if begin <= event.start_ns() <= end:
-            most = max(most, now)
-    found.append(most)
+        there += event.nbytes()
+        if event.start_ns() > end:
+            break
+        if event.start_ns() >= begin:
+            now.most = max(now.most, there)
+
+
+@contextmanager
+def counted() -> Iterator[Now]:
+    """By the tensors that are made and freed: here, and where a worker steps a bucket."""
+
+    @contextmanager
+    def steps(now: Now) -> Iterator[None]:
+        live.reset()
+        yield
+        now.most = live.peak
+
+    step = Stepper.step
+
+    def seen(stepper: Stepper, *args: Any, **kwargs: Any) -> None:
+        with live:
+            step(stepper, *args, **kwargs)
+
+    with LiveBytes() as live, patch.object(Stepper, "step", seen):
+        yield Now(steps)
 
 
 @dataclass(frozen=True)
@@ -243,7 +285,9 @@ def main() -> None:
             print(row, flush=True)
             rows.append(row)
     worst = max(rows, key=lambda row: max(map(abs, row.errors)))
-    print(f"\nLargest error: {100 * max(map(abs, worst.errors)):.1f}% ({worst.model}, {worst.way}, {worst.implementation})")
+    print(
+        f"\nLargest error: {100 * max(map(abs, worst.errors)):.1f}% ({worst.model}, {worst.way}, {worst.implementation})"
+    )
 
 
 if __name__ == "__main__":

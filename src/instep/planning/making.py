@@ -15,12 +15,11 @@ from instep.planning.job import Job
 from instep.planning.refusals import EVERYTHING, try_options
 from instep.planning.rehearsal import (
     MakeOptimizer,
+    Rehearsal,
     Rehearsed,
     bytes_by_dtype,
     forward_flops,
     order_of_gradients,
-    rehearse,
-    rehearse_by_bucket,
 )
 from instep.planning.scene import Scene, optimizer_makers
 from instep.report.estimate import Estimate, Machine, Peak, PlannedBucket, Refusal, Sizes, times
@@ -118,40 +117,41 @@ class _Planning:
         return [peak for peaks in found.values() for peak in peaks]
 
     def _alone(self, make: MakeOptimizer) -> Iterator[tuple[str, Rehearsed]]:
-        scene, size = self._scene, self._job.bucket_bytes
-        plain = rehearse(scene, make)
+        rehearsal, size = Rehearsal(self._scene, make), self._job.bucket_bytes
+        plain = rehearsal.plain()
         self._first = self._first or plain
         yield "plain", plain
         try:
-            attached = rehearse(scene, make, attached=True, bucket_bytes=size)
+            attached = rehearsal.attached(size)
         except AttachError:
             return  # what it says is among the refusals
         if not self._first.buckets:
             self._first = replace(self._first, buckets=attached.buckets)
         yield "backward", attached
-        yield "forward", rehearse_by_bucket(scene, make, self._step_buckets())
-        yield "backward, undo", rehearse(scene, make, attached=True, undo=True, bucket_bytes=size)
+        yield "forward", rehearsal.by_bucket(self._step_buckets())
+        yield "backward, undo", rehearsal.attached(size, undo=True)
 
     def _among_ranks(self, make: MakeOptimizer) -> Iterator[tuple[str, Rehearsed]]:
-        scene, ranks, view = self._scene, self._job.world_size, self._job.bucket_view
+        rehearsal, ranks, view = Rehearsal(self._scene, make), self._job.world_size, self._job.bucket_view
         ddp = self._ddp_buckets()
-        plain = rehearse_by_bucket(scene, make, [list(self._trained.values())], ddp, view=view, by_bucket=False)
+        plain = rehearsal.plain(ddp, view=view)
         self._first = self._first or plain
         yield "plain", plain
-        backward = rehearse_by_bucket(scene, make, ddp, ddp, view=view)
+        try:
+            transient = rehearsal.attached(self._sizes.rest)
+        except AttachError:
+            return  # what it says is among the refusals
+        backward = rehearsal.by_bucket(ddp, ddp, view=view)
         yield "backward", backward
-        yield "forward", rehearse_by_bucket(scene, make, self._step_buckets(), ddp, view=view)
-        yield "backward, undo", rehearse_by_bucket(scene, make, ddp, ddp, view=view, undo=True)
+        yield "forward", rehearsal.by_bucket(self._step_buckets(), ddp, view=view)
+        yield "backward, undo", rehearsal.by_bucket(ddp, ddp, view=view, undo=True)
         state = sum(sum(one.values()) for one in backward.state.values())
         elsewhere = state - -(-state // ranks)
         travelling = sum(p.nbytes for p in self._trained.values())
-        yield "backward, shard_state", replace(
-            backward, peak=backward.peak - elsewhere + travelling, own=backward.own - elsewhere
+        yield (
+            "backward, shard_state",
+            replace(backward, peak=backward.peak - elsewhere + travelling, own=backward.own - elsewhere),
         )
-        try:
-            transient = rehearse(scene, make, attached=True, bucket_bytes=self._sizes.rest)
-        except AttachError:
-            return
         flying = sorted((sum(p.nbytes for p in bucket) for bucket in ddp), reverse=True)[:IN_FLIGHT]
         yield "backward, replicate", replace(transient, peak=transient.peak + sum(flying))
 

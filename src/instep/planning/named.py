@@ -22,7 +22,9 @@ def function_named(option: str, name: str) -> Callable[..., Any]:
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise PlanError(f"{option} {name}: there is no module {error.name!r} here or among the installed ones") from error
+        raise PlanError(
+            f"{option} {name}: there is no module {error.name!r} here or among the installed ones"
+        ) from error
     except Exception as error:
         raise PlanError(f"{option} {name}: importing {module_name} raised {_said(error)}") from error
     for part in function_name.split("."):

@@ -8,9 +8,8 @@ gradients, and a step behind the next forward goes bucket by bucket.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 
 import torch
 from torch.optim import Optimizer
@@ -25,8 +24,6 @@ from instep.planning.scene import Scene
 
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
 Buckets = Sequence[Sequence[torch.Tensor]]
-STEPS_BEFORE = 2
-"""The first makes the optimizer's state; after it, buckets follow the order in which gradients arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,55 +76,84 @@ def forward_flops(scene: Scene) -> int:
     return counter.get_total_flops()
 
 
-def rehearse(
-    scene: Scene,
-    make: MakeOptimizer,
-    *,
-    undo: bool = False,
-    attached: bool = False,
-    bucket_bytes: int | None = None,
-) -> Rehearsed:
-    """One device: the plain loop, or with ``instep.attach`` in ``schedule="backward"``."""
-    with _counted(scene, make) as (live, optimizer):
-        overlap = attach(scene.model, optimizer, undo=undo, bucket_bytes=bucket_bytes) if attached else None
-        try:
-            found = _train(scene, live, optimizer, optimizer.step)
-            buckets = () if overlap is None else tuple(
-                tuple(p.name for p in bucket.parameters) for bucket in overlap.plan.buckets
-            )
-        finally:
-            if overlap is not None:
-                overlap.detach()
-    return Rehearsed(found.peak, found.own, found.state, found.activations, buckets)
+class Rehearsal:
+    """One optimizer on one model. Each way to train goes on where the one before has stopped."""
 
+    def __init__(self, scene: Scene, make: MakeOptimizer) -> None:
+        self._scene = scene
+        tensors = [*scene.model.parameters(), *scene.model.buffers()]
+        self._there = sum(bytes_by_dtype(tensors).values())
+        self._live = LiveBytes(tensors)
+        with scene.stage(), self._live:
+            self._optimizer = make(p for p in scene.model.parameters() if p.requires_grad)
+        self._step(self._optimizer.step)  # makes the optimizer's state
 
-def rehearse_by_bucket(
-    scene: Scene,
-    make: MakeOptimizer,
-    buckets: Buckets,
-    permanent: Buckets = (),
-    *,
-    view: bool = False,
-    by_bucket: bool = True,
-    undo: bool = False,
-) -> Rehearsed:
-    """All gradients are there before the step, which then goes through ``buckets``.
+    def plain(self, permanent: Buckets = (), *, view: bool = False) -> Rehearsed:
+        """The plain loop.
 
-    Args:
-        permanent: DDP's own buckets, which are there for good;
-        view: and of which the gradients are views.
-        by_bucket: the step goes bucket by bucket, as instep's does; else it is one call of the optimizer's own.
-        undo: with copies of parameters and state until all have been stepped.
-    """
-    with _counted(scene, make) as (live, optimizer):
-        step = optimizer.step if not by_bucket else partial(_step_by_bucket, optimizer, buckets, undo)
-        with scene.stage(), live:
+        Args:
+            permanent: DDP's buckets, which are there for good;
+            view: and of which the gradients are views.
+        """
+        with self._flat(permanent, view):
+            return self._counted(self._optimizer.step)
+
+    def attached(self, bucket_bytes: int | None, *, undo: bool = False) -> Rehearsed:
+        """With ``instep.attach``, in ``schedule="backward"``, on one device."""
+        with attach(self._scene.model, self._optimizer, undo=undo, bucket_bytes=bucket_bytes) as overlap:
+            self._step(self._optimizer.step)  # after which buckets follow the order in which gradients arrived
+            seen = self._counted(self._optimizer.step)
+            return replace(seen, buckets=tuple(tuple(p.name for p in one.parameters) for one in overlap.plan.buckets))
+
+    def by_bucket(
+        self, buckets: Buckets, permanent: Buckets = (), *, view: bool = False, undo: bool = False
+    ) -> Rehearsed:
+        """All gradients are there before the step, which goes bucket by bucket.
+
+        Args:
+            permanent: as for :meth:`plain`, and
+            view: too.
+            undo: whether parameters and state are copied, until all have been stepped.
+        """
+        with self._flat(permanent, view):
+            return self._counted(partial(_step_by_bucket, self._optimizer, buckets, undo))
+
+    @contextmanager
+    def _flat(self, permanent: Buckets, view: bool) -> Iterator[None]:
+        with self._scene.stage(), self._live:
             flat = [_Flat(bucket, view) for bucket in permanent]
         try:
-            return _train(scene, live, optimizer, step)
+            yield
         finally:
             for one in flat:
                 one.remove()
+
+    def _counted(self, step: Callable[[], object]) -> Rehearsed:
+        self._live.reset()
+        activations = self._step(step)
+        places = {id(p): number for number, p in enumerate(self._scene.model.parameters())}
+        state = {
+            places[id(p)]: bytes_by_dtype(value for value in entry.values() if isinstance(value, torch.Tensor))
+            for p, entry in self._optimizer.state.items()
+            if isinstance(p, torch.Tensor)
+        }
+        own = self._there + sum(sum(one.values()) for one in state.values())
+        return Rehearsed(self._there + self._live.peak, own, state, activations)
+
+    def _step(self, step: Callable[[], object]) -> int:
+        """One iteration; the bytes that its forward left for backward."""
+        with self._scene.stage(), self._live:
+            before = self._live.now
+            with _explained("forward"):
+                loss = self._scene.loss()
+            activations = self._live.now - before
+            with _explained("backward"):
+                loss.backward()
+            del loss
+            with _explained(f"{type(self._optimizer).__name__}.step()"):
+                step()
+            self._optimizer.zero_grad()
+        return activations
 
 
 class _Flat:
@@ -163,46 +189,6 @@ def _step_by_bucket(optimizer: Optimizer, buckets: Buckets, undo: bool) -> None:
             for parameter in mine:
                 parameter.grad = None
     stepper.commit()
-
-
-@contextmanager
-def _counted(scene: Scene, make: MakeOptimizer) -> Iterator[tuple[LiveBytes, Optimizer]]:
-    live = LiveBytes([*scene.model.parameters(), *scene.model.buffers()])
-    with scene.stage(), live:
-        optimizer = make(p for p in scene.model.parameters() if p.requires_grad)
-    try:
-        yield live, optimizer
-    finally:
-        for parameter in scene.model.parameters():
-            parameter.grad = None
-
-
-def _train(scene: Scene, live: LiveBytes, optimizer: Optimizer, step: Callable[[], object]) -> Rehearsed:
-    """Steps until they repeat themselves, and one that counts."""
-    there = sum(bytes_by_dtype(chain(scene.model.parameters(), scene.model.buffers())).values())
-    activations = 0
-    with scene.stage(), live:
-        for number in range(STEPS_BEFORE + 1):
-            if number == STEPS_BEFORE:
-                live.reset()
-            before = live.now
-            with _explained("forward"):
-                loss = scene.loss()
-            activations = live.now - before
-            with _explained("backward"):
-                loss.backward()
-            del loss
-            with _explained(f"{type(optimizer).__name__}.step()"):
-                step()
-            optimizer.zero_grad()
-    places = {id(p): number for number, p in enumerate(scene.model.parameters())}
-    state = {
-        places[id(p)]: bytes_by_dtype(value for value in entry.values() if isinstance(value, torch.Tensor))
-        for p, entry in optimizer.state.items()
-        if isinstance(p, torch.Tensor)
-    }
-    own = there + sum(sum(one.values()) for one in state.values())
-    return Rehearsed(there + live.peak, own, state, activations)
 
 
 @contextmanager

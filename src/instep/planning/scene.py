@@ -109,7 +109,9 @@ def optimizer_makers(job: Job) -> dict[str, Callable[[Any], torch.optim.Optimize
         takes = set(inspect.signature(make).parameters)
     except ValueError:
         takes = set()
-    choices = [] if any(options.get(one) for one in IMPLEMENTATIONS) else [one for one in IMPLEMENTATIONS if one in takes]
+    choices = (
+        [] if any(options.get(one) for one in IMPLEMENTATIONS) else [one for one in IMPLEMENTATIONS if one in takes]
+    )
     if not choices:
         named = [one for one in IMPLEMENTATIONS if options.get(one)]
         return {named[0] if named else "as it comes": _maker(job, make, options)}
@@ -130,4 +132,3 @@ def _maker(
         return optimizer
 
     return made
-
