@@ -5,15 +5,15 @@
 
 Each model is planned, without data, and then trained on one device, a CPU. What it takes is read from torch's own
 allocator, through the profiler: every block of memory as it is handed out and taken back, from before the model is
-built. It sees one thread: of `schedule="forward"`, which has a worker, real tensors are counted instead. Two figures are compared: the most bytes in a step, and how many of them lie above parameters,
-buffers and optimizer state. The errors are the plan's to what was measured. Buckets are of 1 MiB.
+built. It sees one thread, so the worker of `schedule="forward"` is made to run there. Two figures are compared: the most bytes in a step, and how many of them lie above parameters, buffers and optimizer state.
+The errors are the plan's to what was measured. Buckets are of 1 MiB.
 """
 
 import argparse
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -25,13 +25,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import instep
 from instep._core.plan import MIB
-from instep._core.stepper import Stepper
+from instep._core.worker import Task, Worker
 from instep.demo.model import ByteGPT, Shape
 from instep.planning.job import Job
-from instep.planning.live_bytes import LiveBytes
 from instep.planning.making import plan
 
 BUCKET = MIB
+COUNT = "the steps that count"
 WAYS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "backward": {"bucket_bytes": BUCKET},
@@ -157,10 +157,9 @@ class Measured:
 
 
 def measure(implementation: str, options: dict[str, Any] | None) -> Measured:
-    """Train for a few steps, and ask the allocator; of a loop with a worker thread, count the tensors."""
+    """Train for a few steps, and ask the allocator."""
     gc.collect()
-    forward = options is not None and "schedule" in options
-    with counted() if forward else recorded() as now:
+    with recorded() as most, patch.object(Worker, "run", run_at_once):
         torch.manual_seed(0)
         model = build().train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **{implementation: True})
@@ -173,7 +172,7 @@ def measure(implementation: str, options: dict[str, Any] | None) -> Measured:
         step()
         overlap = None if options is None else instep.attach(model, optimizer, **options)
         step()
-        with now():
+        with record_function(COUNT):
             for _ in range(2):
                 step()
             if overlap is not None:
@@ -182,57 +181,34 @@ def measure(implementation: str, options: dict[str, Any] | None) -> Measured:
     own = sum(t.nbytes for t in chain(model.parameters(), model.buffers(), state) if isinstance(t, torch.Tensor))
     if overlap is not None:
         overlap.detach()
-    return Measured(now.most, own)
-
-
-class Now:
-    """Around the steps that count; ``most`` is then the most bytes there were in them."""
-
-    most = 0
-
-    def __init__(self, enter: Callable[["Now"], AbstractContextManager[Any]]) -> None:
-        self._enter = enter
-
-    def __call__(self) -> AbstractContextManager[Any]:
-        return self._enter(self)
+    return Measured(most[0], own)
 
 
 @contextmanager
-def recorded() -> Iterator[Now]:
-    """By the allocator, of this thread."""
-    now = Now(lambda _: record_function("steps that count"))
+def recorded() -> Iterator[list[int]]:
+    """After it, the list holds the most bytes that this thread had from the allocator in the steps that count."""
+    found: list[int] = []
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
-        yield now
-    assert recording.profiler is not None and recording.profiler.kineto_results is not None
+        yield found
+    assert recording.profiler is not None
+    assert recording.profiler.kineto_results is not None
     events = recording.profiler.kineto_results.events()
-    [(begin, end)] = [(e.start_ns(), e.end_ns()) for e in events if e.name() == "steps that count"]
-    there = 0
+    [(begin, end)] = [(e.start_ns(), e.end_ns()) for e in events if e.name() == COUNT]
+    there = most = 0
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
         there += event.nbytes()
         if event.start_ns() > end:
             break
         if event.start_ns() >= begin:
-            now.most = max(now.most, there)
+            most = max(most, there)
+    found.append(most)
 
 
-@contextmanager
-def counted() -> Iterator[Now]:
-    """By the tensors that are made and freed: here, and where a worker steps a bucket."""
-
-    @contextmanager
-    def steps(now: Now) -> Iterator[None]:
-        live.reset()
-        yield
-        now.most = live.peak
-
-    step = Stepper.step
-
-    def seen(stepper: Stepper, *args: Any, **kwargs: Any) -> None:
-        with live:
-            step(stepper, *args, **kwargs)
-
-    with LiveBytes() as live, patch.object(Stepper, "step", seen):
-        yield Now(steps)
+def run_at_once(worker: Worker, do: Callable[[], None]) -> Task:
+    """In place of ``Worker.run``: in the thread that asks, which is the one that the profiler sees."""
+    task = Task(do)
+    task()
+    return task
 
 
 @dataclass(frozen=True)
@@ -285,9 +261,8 @@ def main() -> None:
             print(row, flush=True)
             rows.append(row)
     worst = max(rows, key=lambda row: max(map(abs, row.errors)))
-    print(
-        f"\nLargest error: {100 * max(map(abs, worst.errors)):.1f}% ({worst.model}, {worst.way}, {worst.implementation})"
-    )
+    error = 100 * max(map(abs, worst.errors))
+    print(f"\nLargest error: {error:.1f}% ({worst.model}, {worst.way}, {worst.implementation})")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from instep._core.stepper import Stepper
 from instep._core.undo import Undo
 from instep.attachment import attach
 from instep.planning.errors import PlanError
-from instep.planning.live_bytes import LiveBytes
+from instep.planning.kernels import LiveInside
 from instep.planning.scene import Scene
 
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
@@ -83,7 +83,7 @@ class Rehearsal:
         self._scene = scene
         tensors = [*scene.model.parameters(), *scene.model.buffers()]
         self._there = sum(bytes_by_dtype(tensors).values())
-        self._live = LiveBytes(tensors)
+        self._live = LiveInside(tensors)
         with scene.stage(), self._live:
             self._optimizer = make(p for p in scene.model.parameters() if p.requires_grad)
         self._step(self._optimizer.step)  # makes the optimizer's state
