@@ -5,8 +5,9 @@
 
 Each model is planned, without data, and then trained on one device, a CPU. What it takes is read from torch's own
 allocator, through the profiler: every block of memory as it is handed out and taken back, from before the model is
-built. It sees one thread, so the worker of `schedule="forward"` is made to run there. Two figures are compared: the most bytes in a step, and how many of them lie above parameters, buffers and optimizer state.
-The errors are the plan's to what was measured. Buckets are of 1 MiB.
+built. It sees one thread, so the worker of `schedule="forward"` is made to run there. Two figures are compared: the
+most bytes in a step, and how many of them lie above parameters, buffers and optimizer state. The errors are the plan's
+to what was measured. Buckets are of 1 MiB.
 """
 
 import argparse

@@ -28,7 +28,8 @@ ALLOWED = {
     "checkpoint": {"attachment", "_shards", "_wrappers", "sources", "_core", "errors", "_version"},
     "replication": {"attachment", "sources", "errors"},
     "demo": {"attachment", "verification", "report", "_version"},
-    "cli": {"demo", "_version"},
+    "planning": {"demo", "attachment", "sources", "report", "_core", "errors", "_version"},
+    "cli": {"demo", "planning", "_version"},
 }
 
 

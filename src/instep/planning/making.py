@@ -79,10 +79,10 @@ class _Planning:
         buckets = self._buckets(plain)
         machine = self._machine()
         sizes = Sizes(
-            bytes_by_dtype(model.parameters()),
-            bytes_by_dtype(model.buffers()),
-            bytes_by_dtype(self._trained.values()),
-            sum(plain.state.values(), Counter()),
+            dict(bytes_by_dtype(model.parameters())),
+            dict(bytes_by_dtype(model.buffers())),
+            dict(bytes_by_dtype(self._trained.values())),
+            dict(sum(plain.state.values(), Counter())),
             plain.activations if self._scene.runs else None,
         )
         forward = self._forward_seconds(machine)
@@ -146,12 +146,13 @@ class _Planning:
         yield "forward", rehearsal.by_bucket(self._step_buckets(), ddp, view=view)
         yield "backward, undo", rehearsal.by_bucket(ddp, ddp, view=view, undo=True)
         state = sum(sum(one.values()) for one in backward.state.values())
-        elsewhere = state - -(-state // ranks)
-        travelling = sum(p.nbytes for p in self._trained.values())
-        yield (
-            "backward, shard_state",
-            replace(backward, peak=backward.peak - elsewhere + travelling, own=backward.own - elsewhere),
-        )
+        own = backward.own - state + -(-state // ranks)
+        gradients = sum(p.nbytes for p in self._trained.values())
+        for schedule, sent in (("backward", gradients), ("forward", 0)):
+            # While backward runs, all that is sent; in the step, what is sent and gathered beside what was received.
+            during = backward.peak - backward.own + gradients
+            step = 2 * gradients + sent + 2 * -(-gradients // ranks)
+            yield f"{schedule}, shard_state", replace(backward, peak=own + max(during, step), own=own)
         flying = sorted((sum(p.nbytes for p in bucket) for bucket in ddp), reverse=True)[:IN_FLIGHT]
         yield "backward, replicate", replace(transient, peak=transient.peak + sum(flying))
 

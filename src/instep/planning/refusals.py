@@ -96,11 +96,11 @@ def _refusal(scene: Scene, make: MakeOptimizer, wrap: Any, arguments: dict[str, 
 def _small(scene: Scene) -> nn.Module:
     """The same modules and names, with parameters of the same kinds that hold a few numbers each."""
     memo: dict[int, Any] = {id(scene): scene}
-    for tensor in scene.model.parameters():
-        small = torch.zeros((SIDE,) * tensor.dim(), dtype=tensor.dtype)
-        memo[id(tensor)] = nn.Parameter(small, requires_grad=tensor.requires_grad)
-    for tensor in scene.model.buffers():
-        memo[id(tensor)] = torch.zeros((), dtype=tensor.dtype)
+    for parameter in scene.model.parameters():
+        small = torch.zeros((SIDE,) * parameter.dim(), dtype=parameter.dtype)
+        memo[id(parameter)] = nn.Parameter(small, requires_grad=parameter.requires_grad)
+    for buffer in scene.model.buffers():
+        memo[id(buffer)] = torch.zeros((), dtype=buffer.dtype)
     with scene.stage():
         return copy.deepcopy(scene.model, memo)
 
@@ -114,7 +114,8 @@ def _as_trained(job: Job) -> Iterator[Any]:
     if dist.is_initialized():
         raise PlanError("a process group is there already: plan for several ranks in a process of its own")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    stores: Any = dist  # which does not say that it has one without a network
+    dist.init_process_group("gloo", rank=0, world_size=1, store=stores.HashStore())
     try:
         yield lambda model: DistributedDataParallel(model, gradient_as_bucket_view=job.bucket_view)
     finally:

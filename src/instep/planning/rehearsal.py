@@ -56,7 +56,7 @@ def order_of_gradients(scene: Scene) -> list[str]:
     """Names of the parameters, as their gradients arrive in backward."""
     order: list[str] = []
     handles = [
-        p.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))  # type: ignore[misc]
+        p.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
         for name, p in scene.model.named_parameters()
         if p.requires_grad
     ]
@@ -73,7 +73,8 @@ def forward_flops(scene: Scene) -> int:
     """Operations of matrix products, convolutions and attention: what torch's own counter counts."""
     with scene.stage(), _explained("forward"), FlopCounterMode(display=False) as counter:
         scene.loss()
-    return counter.get_total_flops()
+    flops: int = counter.get_total_flops()
+    return flops
 
 
 class Rehearsal:

@@ -49,7 +49,7 @@ class Scene:
             raise PlanError(f"{job.build}: the model has no parameter that is trained")
         self.runs = self._inputs is not None or job.inputs is not None
         if not self.runs:
-            self.model.forward = self._gradients_alone  # type: ignore[method-assign]
+            self.model.forward = self._gradients_alone
 
     def loss(self) -> torch.Tensor:
         """Of one forward, on inputs that are made for it."""
@@ -95,7 +95,7 @@ class _Use(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient, torch.empty_like(ctx.saved_tensors[0])
 
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
-from instep.report.iteration import SCHEDULES, Host, Link, Schedule, Work, exposed_seconds, iteration_seconds
+from instep.report.iteration import SCHEDULES, Algorithm, Host, Link, Schedule, Work, exposed_seconds, iteration_seconds
 
 BACKWARD_TO_FORWARD = 2.0
 """A backward takes two products for each one of the forward: by inputs, and by weights."""
@@ -119,7 +120,7 @@ class Estimate:
     """The whole plan, as ``--json`` writes it.
 
     Attributes:
-        largest_state_share: ranks among which ``shard_state`` divides the state.
+        accepted: options, with the schedule, that ``attach`` takes.
         assumptions: what was not given, and taken to be so.
     """
 
@@ -161,10 +162,7 @@ def times(buckets: Sequence[PlannedBucket], machine: Machine, forward: float | N
 
 
 def _quicker(sizes: Sequence[int], machine: Machine) -> Link:
-    links = [
-        Link(machine.link_bytes, machine.latency, machine.ranks, algorithm)
-        for algorithm in ("ring", "tree")  # type: ignore[arg-type]
-    ]
+    links = [Link(machine.link_bytes, machine.latency, machine.ranks, algorithm) for algorithm in get_args(Algorithm)]
     return min(links, key=lambda link: sum(map(link.allreduce, sizes)))
 
 
