@@ -6,15 +6,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from instep.report.estimate import Estimate, Peak, PlannedBucket
+from instep.report.estimate import EVERYTHING, Estimate, Peak, PlannedBucket
 
-MIB, GIB = 1 << 20, 1 << 30
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SHOWN = 12
 """Buckets; of more, the first and the last."""
 
 
 def show(console: Console, estimate: Estimate, quiet: bool) -> None:
-    """Memory, times and refusals; unless ``quiet``, the buckets, the reasons and what was assumed, too."""
+    """Peaks and times; unless ``quiet`` the sizes, the buckets, what is refused and what was assumed, too."""
     ranks = f"{estimate.ranks} ranks" if estimate.ranks > 1 else "one device"
     _print(
         console,
@@ -56,15 +56,14 @@ def _sizes(estimate: Estimate) -> Table:
 def _peaks(peaks: Sequence[Peak]) -> Table:
     implementations = list(dict.fromkeys(peak.implementation for peak in peaks))
     plain = {peak.implementation: peak for peak in peaks if peak.way == "plain"}
-    columns = [name for one in implementations for name in (one, "above state", "less than plain")]
-    table = _table("", *columns)
+    table = _table("", *(name for one in implementations for name in (one, "saves")))
     for way in dict.fromkeys(peak.way for peak in peaks):
         mine = {peak.implementation: peak for peak in peaks if peak.way == way}
         cells = []
         for one in implementations:
             peak = mine.get(one)
             saved = "" if way == "plain" or peak is None else _size(plain[one].total - peak.total)
-            cells += ["", "", ""] if peak is None else [_size(peak.total), _size(peak.above), saved]
+            cells += ["" if peak is None else _size(peak.total), saved]
         table.add_row(way, *cells)
     return table
 
@@ -100,31 +99,29 @@ def _show_times(console: Console, estimate: Estimate) -> None:
 
 
 def _show_refusals(console: Console, estimate: Estimate, quiet: bool) -> None:
-    if not estimate.refusals:
-        return
-    if quiet:
-        _print(console, f"attach refuses: {'; '.join(refusal.options for refusal in estimate.refusals)}")
-        return
-    _print(console, "attach refuses")
-    for refusal in estimate.refusals:
+    refusals = [one for one in estimate.refusals if not quiet or one.options == EVERYTHING]
+    if refusals:
+        _print(console, "attach refuses")
+    for refusal in refusals:
         _print(console, f"  {refusal.options}: {refusal.reason}")
 
 
 def _table(*columns: str, left: Sequence[str] = ("", "by dtype")) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="left" if column in left else "right")
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
     return table
 
 
 def _print(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False)
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _size(size: int) -> str:
-    if abs(size) >= GIB:
-        return f"{size / GIB:,.2f} GiB"
-    return f"{size / MIB:,.2f} MiB"
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(size) >= unit:
+            return f"{size / unit:,.2f} {name}"
+    return f"{size} B"
 
 
 def _time(seconds: float) -> str:

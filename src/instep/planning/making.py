@@ -2,17 +2,16 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 
 from instep._core.plan import ParameterSpec, fill_buckets
 from instep.attachment import DEFAULT_BUCKET_BYTES
-from instep.errors import AttachError
 from instep.planning.errors import PlanError
 from instep.planning.job import Job
-from instep.planning.refusals import EVERYTHING, try_options
+from instep.planning.refusals import try_options
 from instep.planning.rehearsal import (
     MakeOptimizer,
     Rehearsal,
@@ -22,7 +21,7 @@ from instep.planning.rehearsal import (
     order_of_gradients,
 )
 from instep.planning.scene import Scene, optimizer_makers
-from instep.report.estimate import Estimate, Machine, Peak, PlannedBucket, Refusal, Sizes, times
+from instep.report.estimate import EVERYTHING, Estimate, Machine, Peak, PlannedBucket, Sizes, times
 from instep.sources.layout import BucketSizes, as_they_arrived
 from instep.sources.transient import IN_FLIGHT
 
@@ -67,13 +66,15 @@ class _Planning:
         self._trained = {name: p for name, p in scene.model.named_parameters() if p.requires_grad}
         self._assumptions: list[str] = []
         self._first: Rehearsed | None = None
+        self._refused: str | None = None
 
     def estimate(self) -> Estimate:
         job, model = self._job, self._scene.model
         make = next(iter(self._makers.values()))
         refusals, accepted = try_options(self._scene, make, job)
         self._order = order_of_gradients(self._scene)
-        peaks = self._peaks(refusals)
+        self._refused = next((refusal.reason for refusal in refusals if refusal.options == EVERYTHING), None)
+        peaks = self._peaks()
         plain = self._first
         assert plain is not None
         buckets = self._buckets(plain)
@@ -101,7 +102,7 @@ class _Planning:
             assumptions=tuple(self._assumptions),
         )
 
-    def _peaks(self, refusals: Sequence[Refusal]) -> list[Peak]:
+    def _peaks(self) -> list[Peak]:
         found: dict[str, list[Peak]] = {}
         failed: list[PlanError] = []
         for implementation, make in self._makers.items():
@@ -111,8 +112,7 @@ class _Planning:
             except PlanError as error:
                 failed.append(error)
         if not found:
-            reasons = [refusal.reason for refusal in refusals if refusal.options == EVERYTHING]
-            raise PlanError(" instep: ".join([str(failed[0]), *reasons[:1]]))
+            raise failed[0] if self._refused is None else PlanError(f"instep refuses it: {self._refused}")
         self._assumptions += [f"left out: {error}" for error in failed]
         return [peak for peaks in found.values() for peak in peaks]
 
@@ -121,10 +121,9 @@ class _Planning:
         plain = rehearsal.plain()
         self._first = self._first or plain
         yield "plain", plain
-        try:
-            attached = rehearsal.attached(size)
-        except AttachError:
-            return  # what it says is among the refusals
+        if self._refused is not None:
+            return
+        attached = rehearsal.attached(size)
         if not self._first.buckets:
             self._first = replace(self._first, buckets=attached.buckets)
         yield "backward", attached
@@ -137,10 +136,9 @@ class _Planning:
         plain = rehearsal.plain(ddp, view=view)
         self._first = self._first or plain
         yield "plain", plain
-        try:
-            transient = rehearsal.attached(self._sizes.rest)
-        except AttachError:
-            return  # what it says is among the refusals
+        if self._refused is not None:
+            return
+        transient = rehearsal.attached(self._sizes.rest)
         backward = rehearsal.by_bucket(ddp, ddp, view=view)
         yield "backward", backward
         yield "forward", rehearsal.by_bucket(self._step_buckets(), ddp, view=view)
@@ -221,4 +219,8 @@ class _Planning:
             return None
         if self._scene.sums_outputs:
             self._assumptions.append("the loss is the sum of the model's outputs, which keeps nothing (--loss)")
-        return forward_flops(self._scene) / machine.flops
+        flops = forward_flops(self._scene)
+        if not flops:
+            self._assumptions.append("no times of an iteration: the forward has no operations that torch counts")
+            return None
+        return flops / machine.flops

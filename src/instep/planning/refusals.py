@@ -23,10 +23,9 @@ from instep.planning.errors import PlanError
 from instep.planning.job import Job
 from instep.planning.rehearsal import MakeOptimizer
 from instep.planning.scene import Scene
-from instep.report.estimate import Refusal
+from instep.report.estimate import EVERYTHING, Refusal
 
 SIDE = 2
-EVERYTHING = "everything"
 SCHEDULES: Mapping[str, dict[str, Any]] = {
     "schedule='backward'": {},
     "schedule='forward'": {"schedule": "forward"},
@@ -101,7 +100,7 @@ def _small(scene: Scene) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(small, requires_grad=parameter.requires_grad)
     for buffer in scene.model.buffers():
         memo[id(buffer)] = torch.zeros((), dtype=buffer.dtype)
-    with scene.stage():
+    with scene.stage.copying():
         return copy.deepcopy(scene.model, memo)
 
 

@@ -101,7 +101,9 @@ class Rehearsal:
 
     def attached(self, bucket_bytes: int | None, *, undo: bool = False) -> Rehearsed:
         """With ``instep.attach``, in ``schedule="backward"``, on one device."""
-        with attach(self._scene.model, self._optimizer, undo=undo, bucket_bytes=bucket_bytes) as overlap:
+        with self._scene.stage.copying():  # it tries optimizers out, on copies of what they have
+            attached = attach(self._scene.model, self._optimizer, undo=undo, bucket_bytes=bucket_bytes)
+        with attached as overlap:
             self._step(self._optimizer.step)  # after which buckets follow the order in which gradients arrived
             seen = self._counted(self._optimizer.step)
             return replace(seen, buckets=tuple(tuple(p.name for p in one.parameters) for one in overlap.plan.buckets))

@@ -30,11 +30,11 @@ class Scene:
         self._job = job
         self.stage = Stage()
         self.sums_outputs = False
-        with self.stage():
+        with self.stage.building():
             built = called("BUILD", job.build)
         self._inputs: Any = None
         if isinstance(built, tuple) and len(built) == 2:
-            built, self._inputs = built
+            built, self._inputs = built[0], self.stage.put_inputs(built[1])
         if not isinstance(built, nn.Module):
             raise PlanError(
                 f"{job.build} returned a {type(built).__name__}: let it return a torch.nn.Module, or the model and its "
@@ -105,13 +105,10 @@ def optimizer_makers(job: Job) -> dict[str, Callable[[Any], torch.optim.Optimize
     torch's come as foreach and fused, unless an option says which; all others as they are.
     """
     make, options = optimizer_named(job.optimizer), options_of(job.options)
-    try:
-        takes = set(inspect.signature(make).parameters)
-    except ValueError:
-        takes = set()
-    choices = (
-        [] if any(options.get(one) for one in IMPLEMENTATIONS) else [one for one in IMPLEMENTATIONS if one in takes]
-    )
+    choices = []
+    if make.__module__.startswith("torch.optim.") and not any(options.get(one) for one in IMPLEMENTATIONS):
+        takes = inspect.signature(make).parameters
+        choices = [one for one in IMPLEMENTATIONS if one in takes]
     if not choices:
         named = [one for one in IMPLEMENTATIONS if options.get(one)]
         return {named[0] if named else "as it comes": _maker(job, make, options)}
@@ -129,6 +126,8 @@ def _maker(
             raise PlanError(f"--optimizer {job.optimizer} with {options} raised {said}") from error
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise PlanError(f"--optimizer {job.optimizer} made a {type(optimizer).__name__}, not a torch optimizer")
+        if callable(train := getattr(optimizer, "train", None)):
+            train()  # schedule-free ones want to be told
         return optimizer
 
     return made

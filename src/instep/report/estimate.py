@@ -9,6 +9,9 @@ from instep.report.iteration import SCHEDULES, Algorithm, Host, Link, Schedule, 
 BACKWARD_TO_FORWARD = 2.0
 """A backward takes two products for each one of the forward: by inputs, and by weights."""
 
+EVERYTHING = "everything"
+"""What is refused where the optimizer is, or the model, with all options."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
