@@ -109,7 +109,7 @@ def _show_refusals(console: Console, estimate: Estimate, quiet: bool) -> None:
 def _table(*columns: str, left: Sequence[str] = ("", "by dtype")) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=column != "names")
     return table
 
 
