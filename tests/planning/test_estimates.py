@@ -46,6 +46,7 @@ def test_peaks_of_larger_models(name: str) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_peaks_of_two_ranks() -> None:
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "gradient_memory.py")],
