@@ -11,10 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import record_function
 
 import instep
 from instep.planning.errors import PlanError
 from instep.planning.job import Job
+from instep.planning.kernels import LiveInside
+from instep.planning.live_bytes import LiveBytes
 from instep.planning.making import plan
 from instep.planning.rehearsal import Rehearsal, order_of_gradients
 from instep.planning.scene import Scene, optimizer_makers
@@ -36,6 +39,24 @@ def test_peaks_are_those_of_the_allocator(name: str) -> None:
     assert {row.implementation for row in rows} == {"foreach", "fused"}
     for row in rows:
         assert max(map(abs, row.errors)) < MOST, row
+
+
+def test_what_a_convolution_takes_inside() -> None:
+    def train(begin: Callable[[], object] = lambda: None) -> None:
+        convolution, x = nn.Conv2d(64, 64, 3, padding=1), torch.ones(8, 64, 16, 16, requires_grad=True)
+        begin()
+        with record_function(plan_against_measured.COUNT):
+            y = convolution(x)
+            y.backward(torch.ones_like(y))
+
+    with plan_against_measured.recorded() as most:
+        train()
+    with LiveInside() as live:
+        train(live.reset)
+    with LiveBytes() as tensors:
+        train(tensors.reset)
+    assert live.peak == pytest.approx(most[0], rel=0.05)
+    assert tensors.peak < 0.8 * most[0]
 
 
 @pytest.mark.nightly
