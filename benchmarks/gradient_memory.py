@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from live_bytes import LiveBytes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.demo.model import ByteGPT, Shape
+from instep.planning.live_bytes import LiveBytes
 from instep.verification import first_difference, training_state
 
 MIB = 1 << 20

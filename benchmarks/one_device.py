@@ -21,7 +21,6 @@ from time import process_time
 from typing import Any
 
 import torch
-from live_bytes import LiveBytes
 from measure import Spread, batches, loss_of, picture, ratio, require_equal, spread
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -30,6 +29,7 @@ import instep
 from instep._core.plan import MIB
 from instep.demo.model import CONTEXT, ByteGPT, Shape
 from instep.functional import apply_optimizer_in_backward
+from instep.planning.live_bytes import LiveBytes
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 PLAIN = "plain, fused"

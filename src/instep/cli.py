@@ -19,7 +19,9 @@ import typer
 from instep._version import __version__
 from instep.demo.errors import DemoError, TerminatedError
 from instep.demo.job import Size
-from instep.report.files import write_whole
+from instep.planning.errors import PlanError
+from instep.planning.job import Job
+from instep.report.files import NotWrittenError, write
 from instep.report.run import NotARecordingError, load
 
 NOT_EQUAL, CANNOT_RUN, INTERRUPTED, TERMINATED = 1, 2, 130, 143
@@ -74,7 +76,7 @@ def demo(
     Both see the same batches. After every step all weights and the optimizer's state are compared, bit for bit; the
     command fails (exit code 1) if they differ.
     """
-    with _exit_codes("demo", (DemoError,)):
+    with _exit_codes("demo"):
         from instep.demo.run import run
 
         equal = run(model, steps, ranks, text, json, report, quiet)
@@ -97,12 +99,12 @@ def report(
     ] = False,
 ) -> None:
     """Show what a recording says: what ran when, what was hidden, what memory held, and what to change."""
-    with _exit_codes("report", (NotARecordingError, NotWrittenError)):
+    with _exit_codes("report"):
         runs = [load(path) for path in recordings]
         if output is not None:
             from instep.report.page import page
 
-            _write(output, page(runs))
+            write("--output", output, page(runs))
             typer.echo(f"wrote {output}", err=True)
         if json:
             from instep.report.terminal import summary
@@ -116,24 +118,81 @@ def report(
             show(Console(), runs)
 
 
-class NotWrittenError(Exception):
-    """A file could not be written."""
+@app.command()
+def plan(
+    build: Annotated[str, typer.Argument(help="module:function that returns the model, or the model and its inputs.")],
+    optimizer: Annotated[str, typer.Option(help="A class of torch.optim, or module:Class.")] = "AdamW",
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", "-o", help="Of the optimizer, as name=value; may be repeated.", show_default=False),
+    ] = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option(help="module:function that returns what the model is called with.", show_default=False),
+    ] = None,
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            help="module:function that makes the loss of the model's output.", show_default="its .loss, or its sum"
+        ),
+    ] = None,
+    world_size: Annotated[int, typer.Option(help="Ranks that train data-parallel; 1 for one device.")] = 1,
+    bucket_cap_mb: Annotated[
+        float | None, typer.Option(help="Of DistributedDataParallel.", show_default="DDP's, 25")
+    ] = None,
+    bucket_view: Annotated[bool, typer.Option(help="DistributedDataParallel(gradient_as_bucket_view=…).")] = True,
+    bucket_bytes: Annotated[int | None, typer.Option(help="Of attach, on one device.", show_default="16 MiB")] = None,
+    gbits: Annotated[
+        float | None, typer.Option(help="Gbit/s of each rank's link, in each direction.", show_default="100")
+    ] = None,
+    latency_us: Annotated[float | None, typer.Option(help="From one rank to another.", show_default="20")] = None,
+    tflops: Annotated[
+        float | None, typer.Option(help="TFLOP/s that forward and backward reach.", show_default="400")
+    ] = None,
+    terabytes: Annotated[
+        float | None, typer.Option(help="TB/s of the device's memory that the step reaches.", show_default="4.1")
+    ] = None,
+    forward_ms: Annotated[
+        float | None, typer.Option(help="One forward, measured.", show_default="from its operations")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all numbers to this file.", show_default=False)] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show peaks and times only.")] = False,
+) -> None:
+    """What training a model with instep will need and take, before there is a run.
 
+    The model is built, and a few steps of training are rehearsed, without any data: it takes no memory to speak of, and
+    no device. Shown are the memory with and without instep, the buckets, an estimate of the time, and which options
+    attach would refuse.
+    """
+    job = Job(
+        build,
+        optimizer,
+        tuple(option or ()),
+        inputs,
+        loss,
+        world_size,
+        bucket_cap_mb,
+        bucket_view,
+        bucket_bytes,
+        gbits,
+        latency_us,
+        tflops,
+        terabytes,
+        forward_ms,
+    )
+    with _exit_codes("plan"):
+        from instep.planning.run import run
 
-def _write(output: Path, content: str) -> None:
-    try:
-        write_whole(output, content.encode())
-    except OSError as error:
-        raise NotWrittenError(f"cannot write --output {output}: {error.strerror}") from error
+        run(job, json, quiet)
 
 
 @contextmanager
-def _exit_codes(command: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
+def _exit_codes(command: str) -> Iterator[None]:
     """Turn errors and signals into one line and an exit code."""
     try:
         with _sigterm_raises():
             yield
-    except errors as error:
+    except (DemoError, PlanError, NotARecordingError, NotWrittenError) as error:
         _leave(command, str(error), CANNOT_RUN)
     except KeyboardInterrupt:
         _leave(command, "interrupted", INTERRUPTED)

@@ -14,7 +14,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from live_bytes import LiveBytes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +22,7 @@ import instep
 import instep.sources.transient
 from instep import ClipNorm
 from instep.errors import AccumulationError, AttachError, InstepError, TornStepError
+from instep.planning.live_bytes import LiveBytes
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, weights
 from tests.distributed.pool import RankPool

@@ -40,7 +40,8 @@ ALLOWED = {
     "replication": {"attachment", "sources", "errors"},
     "integrations": {"attachment", "sources", "_core", "errors"},
     "demo": {"attachment", "verification", "report", "_version"},
-    "cli": {"demo", "report", "_version"},
+    "planning": {"attachment", "sources", "report", "_core", "errors", "_version"},
+    "cli": {"demo", "planning", "report", "_version"},
 }
 
 

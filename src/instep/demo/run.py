@@ -12,10 +12,10 @@ from instep.demo.display import progress, show_header, show_report, show_summary
 from instep.demo.errors import DemoError
 from instep.demo.job import MIN_STEPS, WARM_UP_STEPS, Finished, Job, Size
 from instep.demo.launch import launch
-from instep.demo.outputs import require_writable, write
 from instep.demo.placement import place
 from instep.demo.summary import summarize
 from instep.demo.text import load_text
+from instep.report.files import require_writable, write
 from instep.report.page import page
 
 
@@ -24,7 +24,7 @@ def run(
 ) -> bool:
     """Train, show and write what was found. Whether the weights were equal, bit for bit, on all ranks.
 
-    Everything that can be refused is refused before a process is started, with a ``DemoError``.
+    Everything that can be refused is refused before a process is started, with a ``DemoError`` or ``NotWrittenError``.
     """
     if steps < MIN_STEPS:
         raise DemoError(f"--steps {steps}: at least {MIN_STEPS}, of which the first {WARM_UP_STEPS} are not timed")

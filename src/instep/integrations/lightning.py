@@ -38,17 +38,17 @@ class InstepCallback(Callback):
 
     Args:
         schedule: ``"backward"`` or ``"forward"``, which takes ``gradient_clip_val`` and every hook that uses gradients.
-        bucket_bytes: as for :func:`instep.attach`; not under DDP.
+        bucket_bytes: as for ``instep.attach``; not under DDP.
         clip: clip all gradients, in place of ``gradient_clip_val``.
-        undo: as for :func:`instep.attach`: step on trial, and put back what turns out otherwise.
-        nonfinite: as for :func:`instep.attach`.
-        comm_hook: as for :func:`instep.attach`, in place of ``DDPStrategy(ddp_comm_hook=…)``.
-        cross_iteration: as for :func:`instep.attach`; with ``DDPStrategy(gradient_as_bucket_view=True)``.
-        shard_state: as for :func:`instep.attach`, under DDP.
+        undo: as for ``instep.attach``: step on trial, and put back what turns out otherwise.
+        nonfinite: as for ``instep.attach``.
+        comm_hook: as for ``instep.attach``, in place of ``DDPStrategy(ddp_comm_hook=…)``.
+        cross_iteration: as for ``instep.attach``; with ``DDPStrategy(gradient_as_bucket_view=True)``.
+        shard_state: as for ``instep.attach``, under DDP.
 
     Raises:
         AttachError: when ``fit`` begins: a setting of the Trainer does not go with these options, named in the message
-            with the one that does; or what :func:`instep.attach` refuses.
+            with the one that does; or what ``instep.attach`` refuses.
         InstepError: weights that an error left in the middle of a step are saved, or trained.
     """
 
@@ -78,7 +78,7 @@ class InstepCallback(Callback):
 
     @property
     def attachment(self) -> Attachment | None:
-        """What :func:`instep.attach` returned, while the model is attached."""
+        """What ``instep.attach`` returned, while the model is attached."""
         return self._attachment
 
     @property

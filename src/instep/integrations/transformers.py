@@ -41,17 +41,17 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
     ``train()`` attaches anew.
 
     Args:
-        schedule: when a bucket steps, as for :func:`instep.attach`. ``"forward"``, the default here, goes with every
+        schedule: when a bucket steps, as for ``instep.attach``. ``"forward"``, the default here, goes with every
             setting; ``"backward"`` frees gradients while backward runs, and cannot clip without ``undo`` or ``clip``.
         bucket_bytes: bytes of gradient at which a bucket is full, on one device. Under DDP
             ``TrainingArguments(ddp_bucket_cap_mb=…)`` decides.
         clip: clip by this in place of the ``Trainer``, whose ``max_grad_norm`` must be the same number, or 0. For
             ``ClipNorm(…, mode="two_pass")`` and the other modes of ``schedule="backward"``; else ``max_grad_norm``.
         undo: with ``schedule="backward"``, step on trial, and put back what turns out to need clipping.
-        nonfinite: what becomes of a step with a gradient that holds NaN or infinity, as for :func:`instep.attach`.
+        nonfinite: what becomes of a step with a gradient that holds NaN or infinity, as for ``instep.attach``.
 
     Attributes:
-        overlap: the :class:`instep.Attachment`; ``None`` before training and after it.
+        overlap: the ``instep.Attachment``; ``None`` before training and after it.
 
     Raises:
         AttachError: an option here, or a setting of the ``Trainer``, that does not fit; from ``Trainer(…)`` where its

@@ -1,0 +1,270 @@
+"""Is what `instep plan` says of memory what a training run takes?
+
+    python benchmarks/plan_against_measured.py                 # five models, a few minutes
+    python benchmarks/plan_against_measured.py --models mlp --width 64
+
+Each model is planned, without data, and then trained on one device, a CPU. What it takes is read from torch's own
+allocator, through the profiler: every block of memory as it is handed out and taken back, from before the model is
+built. It sees one thread, so the worker of `schedule="forward"` is made to run there. Two figures are compared: the
+most bytes in a step, and how many of them lie above parameters, buffers and optimizer state. The errors are the plan's
+to what was measured. Buckets are of 1 MiB.
+"""
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import instep
+from instep._core.plan import MIB
+from instep._core.worker import Task, Worker
+from instep.demo.model import ByteGPT, Shape
+from instep.planning.job import Job
+from instep.planning.making import plan
+
+BUCKET = MIB
+COUNT = "the steps that count"
+WAYS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "backward": {"bucket_bytes": BUCKET},
+    "forward": {"schedule": "forward", "bucket_bytes": BUCKET},
+    "backward, undo": {"undo": True, "bucket_bytes": BUCKET},
+}
+
+
+class TiedGPT(ByteGPT):
+    """The demo's, whose head is its embedding."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.head.weight = self.byte.weight
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.one, self.two = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x + self.two(self.second(torch.relu(self.one(self.first(x))))))
+
+
+def gpt(width: int) -> nn.Module:
+    return TiedGPT(Shape(width, depth=4, heads=4))
+
+
+def convnet(width: int) -> nn.Module:
+    stages = [
+        nn.Sequential(nn.Conv2d(w, 2 * w, 3, stride=2, padding=1), Residual(2 * w)) for w in (width // 4, width // 2)
+    ]
+    return nn.Sequential(
+        nn.Conv2d(3, width // 4, 3, padding=1), *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 100)
+    )
+
+
+def mlp(width: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(60):
+        layers += [nn.Linear(width, width), nn.LayerNorm(width), nn.GELU()]
+    return nn.Sequential(*layers)
+
+
+class Huge(nn.Module):
+    """Nearly all parameters are one embedding."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(200 * width, width)
+        self.head = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, 2))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(words).mean(1))  # type: ignore[no-any-return]
+
+
+def bert(width: int) -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        hidden_size=width, num_hidden_layers=4, num_attention_heads=4, intermediate_size=4 * width, vocab_size=8 * width
+    )
+    return BertForSequenceClassification(config)  # type: ignore[no-any-return]
+
+
+def tokens(rows: int, length: int, words: int) -> torch.Tensor:
+    return torch.arange(rows * length).reshape(rows, length) % words
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model with what it is called with."""
+
+    build: Callable[[int], nn.Module]
+    inputs: Callable[[int], Any]
+
+
+KINDS = {
+    "gpt": Kind(gpt, lambda width: tokens(2, 64, 256)),
+    "convnet": Kind(convnet, lambda width: torch.ones(8, 3, 32, 32)),
+    "mlp": Kind(mlp, lambda width: torch.ones(16, width)),
+    "embedding": Kind(Huge, lambda width: tokens(16, 32, 200 * width)),
+    "bert": Kind(
+        bert,
+        lambda width: {"input_ids": tokens(2, 64, 8 * width), "labels": torch.zeros(2, dtype=torch.long)},
+    ),
+}
+
+
+class Chosen:
+    """What the plan's job names: the functions of one kind, at one width."""
+
+    kind: Kind
+    width: int
+
+
+def build() -> nn.Module:
+    return Chosen.kind.build(Chosen.width)
+
+
+def inputs() -> Any:
+    return Chosen.kind.inputs(Chosen.width)
+
+
+def loss_of(model: nn.Module, given: Any) -> torch.Tensor:
+    output = model(**given) if isinstance(given, dict) else model(given)
+    own = getattr(output, "loss", None)
+    return output.sum() if own is None else own  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of the allocator: the most in a step, and those of parameters, buffers and state."""
+
+    total: int
+    own: int
+
+    @property
+    def above(self) -> int:
+        return self.total - self.own
+
+
+def measure(implementation: str, options: dict[str, Any] | None) -> Measured:
+    """Train for a few steps, and ask the allocator."""
+    gc.collect()
+    with recorded() as most, patch.object(Worker, "run", run_at_once):
+        torch.manual_seed(0)
+        model = build().train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **{implementation: True})
+
+        def step() -> None:
+            loss_of(model, inputs()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        overlap = None if options is None else instep.attach(model, optimizer, **options)
+        step()
+        with record_function(COUNT):
+            for _ in range(2):
+                step()
+            if overlap is not None:
+                overlap.synchronize()
+    state = (value for entry in optimizer.state.values() for value in entry.values())
+    own = sum(t.nbytes for t in chain(model.parameters(), model.buffers(), state) if isinstance(t, torch.Tensor))
+    if overlap is not None:
+        overlap.detach()
+    return Measured(most[0], own)
+
+
+@contextmanager
+def recorded() -> Iterator[list[int]]:
+    """After it, the list holds the most bytes that this thread had from the allocator in the steps that count."""
+    found: list[int] = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+        yield found
+    assert recording.profiler is not None
+    assert recording.profiler.kineto_results is not None
+    events = recording.profiler.kineto_results.events()
+    [(begin, end)] = [(e.start_ns(), e.end_ns()) for e in events if e.name() == COUNT]
+    there = most = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        there += event.nbytes()
+        if event.start_ns() > end:
+            break
+        if event.start_ns() >= begin:
+            most = max(most, there)
+    found.append(most)
+
+
+def run_at_once(worker: Worker, do: Callable[[], None]) -> Task:
+    """In place of ``Worker.run``: in the thread that asks, which is the one that the profiler sees."""
+    task = Task(do)
+    task()
+    return task
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One row: a model and a way to train it."""
+
+    model: str
+    way: str
+    implementation: str
+    planned_total: int
+    planned_above: int
+    measured: Measured
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """Of the total, and of what lies above parameters, buffers and state; shares of what was measured."""
+        return self.planned_total / self.measured.total - 1, self.planned_above / self.measured.above - 1
+
+    def __str__(self) -> str:
+        total, above = self.errors
+        return (
+            f"| {self.model} | {self.way} | {self.implementation} | {self.planned_total / MIB:.2f} | "
+            f"{self.measured.total / MIB:.2f} | {100 * total:+.1f}% | {self.planned_above / MIB:.2f} | "
+            f"{self.measured.above / MIB:.2f} | {100 * above:+.1f}% |"
+        )
+
+
+def compare(name: str, width: int) -> Iterator[Compared]:
+    """Plan, and train, one model in all ways."""
+    Chosen.kind, Chosen.width = KINDS[name], width
+    here = "plan_against_measured" if __name__ == "__main__" else __name__
+    sys.modules.setdefault(here, sys.modules[__name__])
+    job = Job(f"{here}:build", inputs=f"{here}:inputs", bucket_bytes=BUCKET, options=("lr=1e-3",))
+    for peak in plan(job).peaks:
+        found = measure(peak.implementation, WAYS[peak.way])
+        yield Compared(name, peak.way, peak.implementation, peak.total, peak.above, found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--width", type=int, default=256)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| model | loop | AdamW | total, plan | measured | error | above state, plan | measured | error |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    rows = []
+    for name in options.models:
+        for row in compare(name, options.width):
+            print(row, flush=True)
+            rows.append(row)
+    worst = max(rows, key=lambda row: max(map(abs, row.errors)))
+    error = 100 * max(map(abs, worst.errors))
+    print(f"\nLargest error: {error:.1f}% ({worst.model}, {worst.way}, {worst.implementation})")
+
+
+if __name__ == "__main__":
+    main()

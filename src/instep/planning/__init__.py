@@ -1,0 +1,1 @@
+"""``instep plan``: what a training run will need and take, before there is one."""

@@ -1,0 +1,226 @@
+"""A plan from a job: rehearse, lay out the buckets, ask ``attach``, and compute the times."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from instep._core.plan import ParameterSpec, fill_buckets
+from instep.attachment import DEFAULT_BUCKET_BYTES
+from instep.planning.errors import PlanError
+from instep.planning.job import Job
+from instep.planning.refusals import try_options
+from instep.planning.rehearsal import (
+    MakeOptimizer,
+    Rehearsal,
+    Rehearsed,
+    bytes_by_dtype,
+    forward_flops,
+    order_of_gradients,
+)
+from instep.planning.scene import Scene, optimizer_makers
+from instep.report.estimate import EVERYTHING, Estimate, Machine, Peak, PlannedBucket, Sizes, times
+from instep.sources.layout import BucketSizes, as_they_arrived
+from instep.sources.transient import IN_FLIGHT
+
+TFLOPS, TERABYTES, GBITS, LATENCY_US = 400.0, 4.1, 100.0, 20.0
+
+
+def plan(job: Job) -> Estimate:
+    """What training as ``job`` says will need and take. Nothing is trained, and no tensor of the model is made.
+
+    Raises:
+        PlanError: something that ``job`` names is not there, or cannot be run without data.
+    """
+    _require_sensible(job)
+    makers = optimizer_makers(job)
+    scene = Scene(job)
+    return _Planning(job, scene, makers).estimate()
+
+
+def _require_sensible(job: Job) -> None:
+    positive = ("world_size", "bucket_cap_mb", "bucket_bytes", "gbits", "tflops", "terabytes", "forward_ms")
+    for name in positive:
+        value = getattr(job, name)
+        if value is not None and not value > 0:
+            raise PlanError(f"--{name.replace('_', '-')} {value}: a number above 0 is needed")
+    if job.latency_us is not None and job.latency_us < 0:
+        raise PlanError(f"--latency-us {job.latency_us}: a number of at least 0 is needed")
+    if job.world_size > 1 and job.bucket_bytes is not None:
+        raise PlanError("--bucket-bytes is for one device: DistributedDataParallel's buckets have --bucket-cap-mb")
+    if job.world_size == 1 and job.bucket_cap_mb is not None:
+        raise PlanError("--bucket-cap-mb is for --world-size above 1: the buckets of one device have --bucket-bytes")
+    if os.environ.get("INSTEP_DISABLE", "") not in ("", "0"):
+        raise PlanError("INSTEP_DISABLE is set, with which attach() does nothing: unset it to see what it would do")
+
+
+class _Planning:
+    """One plan in the making."""
+
+    def __init__(self, job: Job, scene: Scene, makers: Mapping[str, MakeOptimizer]) -> None:
+        self._job = job
+        self._scene = scene
+        self._makers = makers
+        self._trained = {name: p for name, p in scene.model.named_parameters() if p.requires_grad}
+        self._assumptions: list[str] = []
+        self._first: Rehearsed | None = None
+        self._refused: str | None = None
+
+    def estimate(self) -> Estimate:
+        job, model = self._job, self._scene.model
+        make = next(iter(self._makers.values()))
+        refusals, accepted = try_options(self._scene, make, job)
+        self._order = order_of_gradients(self._scene)
+        self._refused = next((refusal.reason for refusal in refusals if refusal.options == EVERYTHING), None)
+        peaks = self._peaks()
+        plain = self._first
+        assert plain is not None
+        buckets = self._buckets(plain)
+        machine = self._machine()
+        sizes = Sizes(
+            dict(bytes_by_dtype(model.parameters())),
+            dict(bytes_by_dtype(model.buffers())),
+            dict(bytes_by_dtype(self._trained.values())),
+            dict(sum(plain.state.values(), Counter())),
+            plain.activations if self._scene.runs else None,
+        )
+        forward = self._forward_seconds(machine)
+        return Estimate(
+            model=type(model).__name__,
+            optimizer=job.optimizer.rpartition(":")[2],
+            ranks=job.world_size,
+            tensors=len(list(model.parameters())),
+            numel=sum(p.numel() for p in model.parameters()),
+            sizes=sizes,
+            peaks=tuple(peaks),
+            buckets=buckets,
+            times=times(buckets, machine, forward),
+            refusals=refusals,
+            accepted=accepted,
+            assumptions=tuple(self._assumptions),
+        )
+
+    def _peaks(self) -> list[Peak]:
+        found: dict[str, list[Peak]] = {}
+        failed: list[PlanError] = []
+        for implementation, make in self._makers.items():
+            try:
+                for way, seen in (self._alone if self._job.world_size == 1 else self._among_ranks)(make):
+                    found.setdefault(way, []).append(Peak(way, implementation, seen.peak, seen.own))
+            except PlanError as error:
+                failed.append(error)
+        if not found:
+            raise failed[0] if self._refused is None else PlanError(f"instep refuses it: {self._refused}")
+        self._assumptions += [f"left out: {error}" for error in failed]
+        return [peak for peaks in found.values() for peak in peaks]
+
+    def _alone(self, make: MakeOptimizer) -> Iterator[tuple[str, Rehearsed]]:
+        rehearsal, size = Rehearsal(self._scene, make), self._job.bucket_bytes
+        plain = rehearsal.plain()
+        self._first = self._first or plain
+        yield "plain", plain
+        if self._refused is not None:
+            return
+        attached = rehearsal.attached(size)
+        if not self._first.buckets:
+            self._first = replace(self._first, buckets=attached.buckets)
+        yield "backward", attached
+        yield "forward", rehearsal.by_bucket(self._step_buckets())
+        yield "backward, undo", rehearsal.attached(size, undo=True)
+
+    def _among_ranks(self, make: MakeOptimizer) -> Iterator[tuple[str, Rehearsed]]:
+        rehearsal, ranks, view = Rehearsal(self._scene, make), self._job.world_size, self._job.bucket_view
+        ddp = self._ddp_buckets()
+        plain = rehearsal.plain(ddp, view=view)
+        self._first = self._first or plain
+        yield "plain", plain
+        if self._refused is not None:
+            return
+        transient = rehearsal.attached(self._sizes.rest)
+        backward = rehearsal.by_bucket(ddp, ddp, view=view)
+        yield "backward", backward
+        yield "forward", rehearsal.by_bucket(self._step_buckets(), ddp, view=view)
+        yield "backward, undo", rehearsal.by_bucket(ddp, ddp, view=view, undo=True)
+        state = sum(sum(one.values()) for one in backward.state.values())
+        own = backward.own - state + -(-state // ranks)
+        gradients = sum(p.nbytes for p in self._trained.values())
+        for schedule, sent in (("backward", gradients), ("forward", 0)):
+            # While backward runs, all that is sent; in the step, what is sent and gathered beside what was received.
+            during = backward.peak - backward.own + gradients
+            step = 2 * gradients + sent + 2 * -(-gradients // ranks)
+            yield f"{schedule}, shard_state", replace(backward, peak=own + max(during, step), own=own)
+        flying = sorted((sum(p.nbytes for p in bucket) for bucket in ddp), reverse=True)[:IN_FLIGHT]
+        yield "backward, replicate", replace(transient, peak=transient.peak + sum(flying))
+
+    @property
+    def _sizes(self) -> BucketSizes:
+        return BucketSizes.of(self._job.bucket_cap_mb)
+
+    def _ddp_buckets(self) -> list[list[torch.Tensor]]:
+        """DDP's, as they are after its first backward."""
+        parameters = list(self._trained.values())
+        numbers = {name: number for number, name in enumerate(self._trained)}
+        arrived = [numbers[name] for name in self._order]
+        modules = [module for module in self._scene.model.modules() if getattr(module, "sparse", False)]
+        rows = {id(p) for module in modules for p in module.parameters(recurse=False)}
+        sparse = frozenset(number for number, p in enumerate(parameters) if id(p) in rows)
+        layout = as_they_arrived(parameters, arrived, sparse, self._sizes)
+        return [[parameters[number] for number in bucket] for bucket in layout.buckets]
+
+    def _step_buckets(self) -> list[list[torch.Tensor]]:
+        """Those of ``schedule="forward"``: in the order in which the model has its parameters."""
+        specs = [
+            ParameterSpec(number, name, p.shape, p.dtype, p.device, p.nbytes)
+            for number, (name, p) in enumerate(self._trained.items())
+        ]
+        buckets = fill_buckets("forward", specs, self._job.bucket_bytes or DEFAULT_BUCKET_BYTES)
+        return [[self._trained[spec.name] for spec in bucket.parameters] for bucket in buckets]
+
+    def _buckets(self, plain: Rehearsed) -> tuple[PlannedBucket, ...]:
+        names = {id(p): name for name, p in self._trained.items()}
+        places = {name: number for number, (name, _) in enumerate(self._scene.model.named_parameters())}
+        if self._job.world_size > 1:
+            buckets = [tuple(names[id(p)] for p in bucket) for bucket in self._ddp_buckets()]
+        else:
+            buckets = list(plain.buckets) or [tuple(self._order)]  # refused: the optimizer steps all at once
+        made = []
+        for bucket in buckets:
+            nbytes = sum(self._trained[name].nbytes for name in bucket)
+            state = sum(sum(plain.state[places[name]].values()) for name in bucket if places[name] in plain.state)
+            made.append(PlannedBucket(nbytes, bucket, 3 * nbytes + 2 * state))
+        return tuple(made)
+
+    def _machine(self) -> Machine:
+        job = self._job
+
+        def given(name: str, default: float, unit: str) -> float:
+            value: float | None = getattr(job, name)
+            if value is None:
+                self._assumptions.append(f"{default:g} {unit} (--{name.replace('_', '-')})")
+            return default if value is None else value
+
+        terabytes = given("terabytes", TERABYTES, "TB/s of the device's memory, reached by the step")
+        reached = TFLOPS
+        if self._scene.runs and job.forward_ms is None:
+            reached = given("tflops", TFLOPS, "TFLOP/s reached by forward and backward")
+        gbits, latency = GBITS, LATENCY_US
+        if job.world_size > 1:
+            gbits = given("gbits", GBITS, "Gbit/s of each rank's link")
+            latency = given("latency_us", LATENCY_US, "µs from one rank to another")
+        return Machine(job.world_size, reached * 1e12, terabytes * 1e12, gbits * 1e9 / 8, latency * 1e-6)
+
+    def _forward_seconds(self, machine: Machine) -> float | None:
+        if self._job.forward_ms is not None:
+            return self._job.forward_ms / 1e3
+        if not self._scene.runs:
+            self._assumptions.append("no activations, and no times of an iteration: the model has no --inputs")
+            return None
+        if self._scene.sums_outputs:
+            self._assumptions.append("the loss is the sum of the model's outputs, which keeps nothing (--loss)")
+        flops = forward_flops(self._scene)
+        if not flops:
+            self._assumptions.append("no times of an iteration: the forward has no operations that torch counts")
+            return None
+        return flops / machine.flops

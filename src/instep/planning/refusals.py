@@ -1,0 +1,121 @@
+"""What ``attach`` says to its options in this set-up: it is asked, on a small model of the same kind."""
+
+import copy
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from instep._core.plan import MIB
+from instep._core.policies import ClipNorm, ClipValue
+from instep.attachment import attach
+from instep.errors import AttachError
+from instep.planning.errors import PlanError
+from instep.planning.job import Job
+from instep.planning.rehearsal import MakeOptimizer
+from instep.planning.scene import Scene
+from instep.report.estimate import EVERYTHING, Refusal
+
+SIDE = 2
+SCHEDULES: Mapping[str, dict[str, Any]] = {
+    "schedule='backward'": {},
+    "schedule='forward'": {"schedule": "forward"},
+    "undo=True": {"undo": True},
+}
+OPTIONS: Mapping[str, dict[str, Any]] = {
+    "clip=ClipNorm(1.0)": {"clip": ClipNorm(1.0)},
+    "clip=ClipNorm(1.0, mode='two_pass')": {"clip": ClipNorm(1.0, mode="two_pass")},
+    "clip=ClipNorm(1.0, mode='per_bucket')": {"clip": ClipNorm(1.0, mode="per_bucket")},
+    "clip=ClipNorm(1.0, mode='previous_norm')": {"clip": ClipNorm(1.0, mode="previous_norm")},
+    "clip=ClipValue(1.0)": {"clip": ClipValue(1.0)},
+    "accumulation_steps=2": {"accumulation_steps": 2},
+    "scaler=GradScaler()": {"scaler": GradScaler("cpu")},
+    "nonfinite='skip'": {"nonfinite": "skip"},
+    "nonfinite='raise'": {"nonfinite": "raise"},
+    "mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16)": {
+        "mixed_precision": MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    },
+    "bucket_bytes=1048576": {"bucket_bytes": MIB},
+    "comm_hook=(None, hook)": {"comm_hook": (None, allreduce_hook)},
+    "cross_iteration=True": {"cross_iteration": True},
+    "shard_state=True": {"shard_state": True},
+}
+
+
+def try_options(scene: Scene, make: MakeOptimizer, job: Job) -> tuple[tuple[Refusal, ...], tuple[str, ...]]:
+    """What is refused, with the reasons, and what is accepted.
+
+    Every option is tried with each schedule, by itself. Where a schedule is refused without any, its options are not
+    tried.
+    """
+    refused: dict[tuple[str, str], list[str]] = {}
+    accepted = []
+    possible = []
+    with _as_trained(job) as wrap:
+        for schedule, arguments in SCHEDULES.items():
+            reason = _refusal(scene, make, wrap, arguments)
+            if reason is None:
+                possible.append(schedule)
+                accepted.append(schedule)
+            else:
+                refused.setdefault((EVERYTHING, reason), []).append(schedule)
+        for option, argument in OPTIONS.items():
+            for schedule in possible:
+                reason = _refusal(scene, make, wrap, {**SCHEDULES[schedule], **argument})
+                if reason is None:
+                    accepted.append(f"{option}, {schedule}")
+                else:
+                    refused.setdefault((option, reason), []).append(schedule)
+    return tuple(
+        Refusal(option if len(where) == len(SCHEDULES) else f"{option} with {', '.join(where)}", reason)
+        for (option, reason), where in refused.items()
+    ), tuple(accepted)
+
+
+def _refusal(scene: Scene, make: MakeOptimizer, wrap: Any, arguments: dict[str, Any]) -> str | None:
+    model = _small(scene)
+    optimizer = make(p for p in model.parameters() if p.requires_grad)
+    wrapped = wrap(model)
+    try:
+        attach(wrapped, optimizer, **arguments).detach()
+    except AttachError as error:
+        return str(error)
+    return None
+
+
+def _small(scene: Scene) -> nn.Module:
+    """The same modules and names, with parameters of the same kinds that hold a few numbers each."""
+    memo: dict[int, Any] = {id(scene): scene}
+    for parameter in scene.model.parameters():
+        small = torch.zeros((SIDE,) * parameter.dim(), dtype=parameter.dtype)
+        memo[id(parameter)] = nn.Parameter(small, requires_grad=parameter.requires_grad)
+    for buffer in scene.model.buffers():
+        memo[id(buffer)] = torch.zeros((), dtype=buffer.dtype)
+    with scene.stage.copying():
+        return copy.deepcopy(scene.model, memo)
+
+
+@contextmanager
+def _as_trained(job: Job) -> Iterator[Any]:
+    """What makes of the model what ``attach`` would be given. Several ranks are one that believes so."""
+    if job.world_size == 1:
+        yield lambda model: model
+        return
+    if dist.is_initialized():
+        raise PlanError("a process group is there already: plan for several ranks in a process of its own")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    stores: Any = dist  # which does not say that it has one without a network
+    dist.init_process_group("gloo", rank=0, world_size=1, store=stores.HashStore())
+    try:
+        yield lambda model: DistributedDataParallel(model, gradient_as_bucket_view=job.bucket_view)
+    finally:
+        dist.destroy_process_group()

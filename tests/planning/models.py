@@ -1,0 +1,107 @@
+"""What the tests name on the command line."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from instep.demo.model import ByteGPT, Shape
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def rows() -> torch.Tensor:
+    return torch.ones(3, 8)
+
+
+def layers_and_rows() -> tuple[nn.Module, torch.Tensor]:
+    return layers(), rows()
+
+
+def halves() -> nn.Module:
+    return layers().to(torch.bfloat16)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 8)
+        self.head = nn.Linear(8, 50)
+        self.head.weight = self.words.weight
+
+
+def tied_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return Tied()
+
+
+def matrices() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+
+
+def a_number() -> int:
+    return 3
+
+
+def a_failure() -> nn.Module:
+    raise RuntimeError("the model's own error\nand more of it")
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(3, 3).requires_grad_(False)
+
+
+class Chooses(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y[y > 0]
+
+
+def chooses() -> tuple[nn.Module, torch.Tensor]:
+    return Chooses(4, 4), torch.ones(2, 4)
+
+
+def squared(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+class Coupled(torch.optim.SGD):
+    """Divides all gradients by what they have in common."""
+
+    def step(self, closure: Any = None) -> None:
+        mine = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        with torch.no_grad():
+            whole = sum(p.grad.norm() for p in mine)
+            for p in mine:
+                p.sub_(p.grad / whole)
+
+
+class CountsInItsGroup(torch.optim.Optimizer):
+    """Keeps a tensor in its group, and state of another shape and dtype than the parameter's."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "steps": torch.zeros(())})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("row", torch.zeros(p.shape[-1], dtype=torch.float64))
+                    p.sub_(p.grad * group["lr"])
+
+
+def benchmarked() -> nn.Module:
+    """The model of `benchmarks/gradient_memory.py`."""
+    return ByteGPT(Shape(width=512, depth=6, heads=8))
+
+
+def tokens() -> torch.Tensor:
+    return torch.zeros(1, 16, dtype=torch.long)
+
+
+def cross_entropy(logits: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(16, dtype=torch.long))

@@ -1,0 +1,88 @@
+"""``instep plan`` as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import instep
+from instep.cli import app
+
+HERE = "tests.planning.models"
+ROOT = Path(__file__).parents[2]
+
+
+def invoke(*words: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["plan", *map(str, words)], catch_exceptions=False)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_in_a_pipe_it_is_plain_text_and_the_file_has_all_numbers(tmp_path: Path) -> None:
+    written = tmp_path / "plan.json"
+    command = [sys.executable, "-m", "instep", "plan", f"{HERE}:layers", "--inputs", f"{HERE}:rows", "--json", written]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, env={**os.environ})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout
+    for said in ("Sequential with AdamW, one device", "backward, undo", "attach refuses", "Assumed: 400 TFLOP/s"):
+        assert said in done.stdout
+    numbers = json.loads(written.read_text())
+    assert numbers["instep_version"] == instep.__version__
+    assert numbers["numel"] == 8 * 16 + 16 + 16 * 16 + 16 + 32 + 16 * 4 + 4
+    assert {peak["way"] for peak in numbers["peaks"]} == {"plain", "backward", "forward", "backward, undo"}
+    assert numbers["sizes"]["state"]["float32"] > 2 * numbers["sizes"]["parameters"]["float32"]
+    assert [one["schedule"] for one in numbers["times"]["schedules"]] == [
+        "plain",
+        "backward",
+        "forward",
+        "no optimizer",
+    ]
+
+
+def test_quiet_and_several_ranks() -> None:
+    code, shown, _ = invoke(f"{HERE}:layers_and_rows", "--world-size", 4, "--gbits", 10, "-o", "lr=0.1", "-q")
+    assert code == 0
+    for said in ("4 ranks", "backward, replicate", "cross_iteration", "communication"):
+        assert said in shown
+    assert "attach refuses" not in shown
+    assert "Assumed" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["layers"], "name a function as module:function"),
+        (["no_such_module:build"], "there is no module 'no_such_module'"),
+        ([f"{HERE}:nothing"], "there is no 'nothing' in"),
+        ([f"{HERE}:a_number"], "returned a int"),
+        ([f"{HERE}:a_failure"], "raised RuntimeError: the model's own error. It is run without any data"),
+        ([f"{HERE}:frozen"], "has no parameter that is trained"),
+        ([f"{HERE}:chooses"], "cannot be rehearsed without data: DynamicOutputShapeException"),
+        ([f"{HERE}:layers", "--inputs", f"{HERE}:nothing"], "--inputs tests.planning.models:nothing: there is no"),
+        ([f"{HERE}:layers", "--optimizer", "Adm"], "--optimizer Adm: torch.optim has none of that name"),
+        ([f"{HERE}:layers", "--optimizer", f"{HERE}:a_failure"], "takes 0 positional arguments"),
+        ([f"{HERE}:layers", "-o", "momentum=0.9"], "unexpected keyword argument 'momentum'"),
+        ([f"{HERE}:layers", "-o", "0.9"], "write it as name=value"),
+        ([f"{HERE}:layers", "--world-size", "0"], "--world-size 0"),
+        ([f"{HERE}:layers", "--gbits", "-1"], "--gbits -1.0"),
+        ([f"{HERE}:layers", "--bucket-cap-mb", "4"], "--bucket-bytes"),
+        ([f"{HERE}:layers", "--world-size", "2", "--bucket-bytes", "4"], "--bucket-cap-mb"),
+        ([f"{HERE}:layers", "--json", "/no/such/place/plan.json"], "cannot write --json"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(words: list[str], said: str) -> None:
+    code, shown, error = invoke(*words)
+    assert (code, shown) == (2, "")
+    assert error.startswith("instep plan: ")
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_nothing_is_planned_where_instep_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INSTEP_DISABLE", "1")
+    code, _, error = invoke(f"{HERE}:layers")
+    assert code == 2
+    assert "INSTEP_DISABLE" in error

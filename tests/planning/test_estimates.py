@@ -1,0 +1,245 @@
+"""What a plan says is what happens."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import plan_against_measured
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import record_function
+
+import instep
+from instep.planning.errors import PlanError
+from instep.planning.job import Job
+from instep.planning.kernels import LiveInside
+from instep.planning.live_bytes import LiveBytes
+from instep.planning.making import plan
+from instep.planning.rehearsal import Rehearsal, order_of_gradients
+from instep.planning.scene import Scene, optimizer_makers
+from instep.report.estimate import EVERYTHING, Machine, PlannedBucket, times
+from instep.report.iteration import Link
+from tests.planning import models
+
+HERE = "tests.planning.models"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+MOST = 0.10
+"""How far a planned peak may be from the measured one, of the latter."""
+
+
+@pytest.mark.filterwarnings("ignore:.*does not support.*:UserWarning")
+@pytest.mark.parametrize("name", ["convnet", "embedding"])
+def test_peaks_are_those_of_the_allocator(name: str) -> None:
+    rows = list(plan_against_measured.compare(name, 32))
+    assert {row.way for row in rows} == set(plan_against_measured.WAYS)
+    assert {row.implementation for row in rows} == {"foreach", "fused"}
+    for row in rows:
+        assert max(map(abs, row.errors)) < MOST, row
+
+
+def test_what_a_convolution_takes_inside() -> None:
+    def train(begin: Callable[[], object] = lambda: None) -> None:
+        convolution, x = nn.Conv2d(64, 64, 3, padding=1), torch.ones(8, 64, 16, 16, requires_grad=True)
+        begin()
+        with record_function(plan_against_measured.COUNT):
+            y = convolution(x)
+            y.backward(torch.ones_like(y))
+
+    with plan_against_measured.recorded() as most:
+        train()
+    with LiveInside() as live:
+        train(live.reset)
+    with LiveBytes() as tensors:
+        train(tensors.reset)
+    assert live.peak == pytest.approx(most[0], rel=0.05)
+    assert tensors.peak < 0.8 * most[0]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", list(plan_against_measured.KINDS))
+def test_peaks_of_larger_models(name: str) -> None:
+    for row in plan_against_measured.compare(name, 128):
+        assert max(map(abs, row.errors)) < MOST, row
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_peaks_of_two_ranks() -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "gradient_memory.py")],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=True,
+    )
+    measured = {name: float(mib) for name, mib in re.findall(r"^\| (.+) \| ([\d.]+) \|$", done.stdout, re.MULTILINE)}
+    for view in (False, True):
+        job = Job(
+            f"{HERE}:benchmarked", inputs=f"{HERE}:tokens", loss=f"{HERE}:cross_entropy", options=("fused=True",),
+            world_size=2, bucket_cap_mb=4, bucket_view=view,
+        )  # fmt: skip
+        planned = {peak.way: peak.above / (1 << 20) for peak in plan(job).peaks}
+        if view:
+            ddp = "`DistributedDataParallel(model, gradient_as_bucket_view=True)`"
+            assert planned["backward"] == pytest.approx(measured["that one with `attach`"], rel=MOST)
+        else:
+            ddp = "`DistributedDataParallel(model)`"
+        assert planned["plain"] == pytest.approx(measured[ddp], rel=MOST)
+        assert planned["backward, replicate"] == pytest.approx(measured["`replicate(model)` with `attach`"], rel=MOST)
+
+
+def trained(build: Callable[[], nn.Module], optimizer: str, options: tuple[str, ...]) -> torch.optim.Optimizer:
+    """With data, for a step."""
+    model = build()
+    made = next(iter(optimizer_makers(Job("", optimizer, options)).values()))(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    made.step()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("build", "optimizer", "options"),
+    [
+        ("layers", "SGD", ()),
+        ("layers", "SGD", ("momentum=0.9",)),
+        ("layers", "AdamW", ("amsgrad=True",)),
+        ("halves", "AdamW", ()),
+        ("layers", "Adafactor", ()),
+        ("layers", "Rprop", ()),
+        ("layers", "Adagrad", ()),
+        ("matrices", "Muon", ()),
+        ("layers", f"{HERE}:CountsInItsGroup", ()),
+        ("layers", "schedulefree:AdamWScheduleFree", ()),
+        ("layers", "optimi:AdamW", ("lr=0.1",)),
+    ],
+)
+def test_state_is_that_of_the_optimizer_itself(build: str, optimizer: str, options: tuple[str, ...]) -> None:
+    real = trained(getattr(models, build), optimizer, options)
+    expected: dict[str, int] = {}
+    for entry in real.state.values():
+        for value in entry.values():
+            if isinstance(value, torch.Tensor):
+                dtype = str(value.dtype).removeprefix("torch.")
+                expected[dtype] = expected.get(dtype, 0) + value.nbytes
+    job = Job(f"{HERE}:{build}", optimizer, options)
+    seen = Rehearsal(Scene(job), next(iter(optimizer_makers(job).values()))).plain()
+    found: dict[str, int] = {}
+    for one in seen.state.values():
+        for dtype, size in one.items():
+            found[dtype] = found.get(dtype, 0) + size
+    assert found == expected
+
+
+def test_buckets_of_one_device_are_those_of_attach() -> None:
+    torch.manual_seed(0)
+    model = models.layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with instep.attach(model, optimizer, bucket_bytes=100) as overlap:
+        for _ in range(2):
+            model(models.rows()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        real = [tuple(p.name for p in bucket.parameters) for bucket in overlap.plan.buckets]
+    planned = plan(Job(f"{HERE}:layers_and_rows", bucket_bytes=100))
+    assert len(real) > 2
+    assert [bucket.parameters for bucket in planned.buckets] == real
+    assert [bucket.nbytes for bucket in planned.buckets] == [
+        sum(dict(model.named_parameters())[name].nbytes for name in names) for names in real
+    ]
+
+
+def test_buckets_of_ranks_are_those_of_torch() -> None:
+    job = Job(f"{HERE}:layers", world_size=2, bucket_cap_mb=0.0002)
+    planned = plan(job).buckets
+    model = models.layers()
+    order = order_of_gradients(Scene(job))
+    arrived = [dict(model.named_parameters())[name] for name in order]
+    cap = int(0.0002 * 1024 * 1024)
+    theirs, _ = dist._compute_bucket_assignment_by_size(arrived, [cap, cap], [False] * len(arrived))
+    assert len(theirs) > 2
+    assert [bucket.parameters for bucket in planned] == [tuple(order[i] for i in bucket) for bucket in theirs]
+
+
+def test_what_attach_refuses_is_found_by_asking_it() -> None:
+    found = plan(Job(f"{HERE}:layers"))
+    reasons = {refusal.options: refusal.reason for refusal in found.refusals}
+    model = models.layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(instep.errors.AttachError) as refused:
+        instep.attach(model, optimizer, clip=instep.ClipNorm(1.0))
+    assert reasons["clip=ClipNorm(1.0) with schedule='backward'"] == str(refused.value)
+    assert "clip=ClipNorm(1.0), undo=True" in found.accepted
+    assert "there is none in this model" in reasons["shard_state=True"]
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_what_it_refuses_on_several_ranks(view: bool) -> None:
+    found = plan(Job(f"{HERE}:layers", world_size=2, bucket_view=view))
+    options = {refusal.options: refusal.reason for refusal in found.refusals}
+    assert ("cross_iteration=True, schedule='forward'" in found.accepted) is view
+    assert ("gradient_as_bucket_view" in options.get("cross_iteration=True with schedule='forward'", "")) is not view
+    assert "shard_state=True, schedule='forward'" in found.accepted
+
+
+def test_an_optimizer_that_couples_parameters_is_refused_with_everything() -> None:
+    found = plan(Job(f"{HERE}:layers", f"{HERE}:Coupled", ("lr=0.1",)))
+    assert [(one.options, "couples parameters" in one.reason) for one in found.refusals] == [(EVERYTHING, True)]
+    assert [peak.way for peak in found.peaks] == ["plain"]
+    with pytest.raises(PlanError, match="instep refuses it: LBFGS"):
+        plan(Job(f"{HERE}:layers", "LBFGS"))
+
+
+def test_what_is_known_of_memory_by_hand() -> None:
+    found = plan(Job(f"{HERE}:tied_on_meta", "AdamW", ("fused=True",)))
+    gradients = 4 * (50 * 8 + 50)
+    assert found.sizes.gradients == {"float32": gradients}
+    assert (found.tensors, found.numel) == (2, 450), "tied weights are one"
+    assert found.sizes.state == {"float32": 2 * gradients + 2 * 4}
+    assert found.sizes.activations is None
+    peaks = {peak.way: peak.above for peak in found.peaks}
+    small = 64  # the loss and the like
+    for way in ("plain", "backward", "forward"):
+        assert gradients <= peaks[way] < gradients + small
+    assert peaks["backward, undo"] >= 4 * gradients
+
+
+def test_permanent_buckets() -> None:
+    gradients = sum(p.nbytes for p in models.matrices().parameters())
+    above = {}
+    for view in (False, True):
+        found = plan(Job(f"{HERE}:matrices", options=("fused=True",), world_size=4, bucket_view=view))
+        above[view] = {peak.way: peak.above for peak in found.peaks}
+        states = {peak.way: peak.own for peak in found.peaks}
+        state = sum(found.sizes.state.values())
+        assert states["plain"] - states["backward, shard_state"] == state - -(-state // 4)
+    assert above[False]["plain"] >= 2 * gradients
+    assert gradients <= above[True]["plain"] < 2 * gradients
+    assert above[True]["backward"] >= gradients, "DDP's buckets stay"
+
+
+def test_times() -> None:
+    buckets = [PlannedBucket(1_000_000, ("a",), 7_000_000), PlannedBucket(3_000_000, ("b",), 21_000_000)]
+    machine = Machine(ranks=8, flops=1e12, memory_bytes=1e9, link_bytes=1e8, latency=1e-5)
+    found = times(buckets, machine, 0.004)
+    link = Link(1e8, 1e-5, 8, found.algorithm)  # type: ignore[arg-type]
+    assert found.communication == pytest.approx(link.allreduce(1e6) + link.allreduce(3e6))
+    assert (found.step, found.backward) == (pytest.approx(0.028), pytest.approx(0.008))
+    by_schedule = {one.schedule: one for one in found.schedules}
+    assert by_schedule["plain"].exposed == pytest.approx(0.028)
+    assert by_schedule["backward"].exposed < 0.028
+    assert by_schedule["cross_iteration"].iteration < by_schedule["backward"].iteration
+    alone = times(buckets, Machine(1, 1e12, 1e9, 1e8, 1e-5), None)
+    assert (alone.schedules, alone.communication) == ((), 0.0)
+
+
+def test_operations_of_the_forward_become_its_time() -> None:
+    found = plan(Job(f"{HERE}:layers_and_rows", loss=f"{HERE}:squared", tflops=1e-6))
+    operations = 2 * 3 * (8 * 16 + 16 * 16 + 16 * 4)
+    assert found.times.forward == pytest.approx(operations / 1e6)
+    assert not any("loss" in one for one in found.assumptions)
+    assert plan(Job(f"{HERE}:layers", forward_ms=5)).times.forward == 0.005
