@@ -1062,6 +1062,13 @@ MUTANTS = [
         ORDER,
     ),
     Mutant(
+        "spent gradients stay where DDP lays out its buckets",
+        "sources/rebuilding.py",
+        "if ddp.gradient_as_bucket_view and not ddp._has_rebuilt_buckets:",
+        "if False:",
+        DDP_LIFE,
+    ),
+    Mutant(
         "a step hides behind its own thread's backward",
         "report/figures.py",
         "_alone(rank, *COMPUTE, thread_is_not=span.thread)",

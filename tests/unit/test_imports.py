@@ -86,6 +86,7 @@ def test_sources_do_not_know_one_another() -> None:
             "reductions",
             "hook_slot",
             "reducer_group",
+            "rebuilding",
             "transient",
             "layout",
             "agreement",

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from instep._core.placeholders import Placeholder
 from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AttachError
+from instep.sources.rebuilding import GradientsAside
 from instep.sources.reducer_group import ReducerGroup
 from instep.sources.reductions import Divisor, User, slices_of, value_of
 
@@ -90,6 +91,7 @@ class _HookSlot:
         return True
 
 
+_asides: "weakref.WeakKeyDictionary[DistributedDataParallel, GradientsAside]" = weakref.WeakKeyDictionary()
 _slots: "weakref.WeakKeyDictionary[DistributedDataParallel, _HookSlot | ReducerGroup]" = weakref.WeakKeyDictionary()
 
 
@@ -107,6 +109,17 @@ def take(
 ) -> None:
     """Have ``source`` told of the buckets of ``ddp``. Where anything but DDP's own mean is wanted (``divides``: by the
     source) it takes DDP's communication hook, which is registered with the first one."""
+    _take(ddp, source, comm_hook, reduce_dtype, divides)
+    _asides[ddp] = GradientsAside(ddp)
+
+
+def _take(
+    ddp: DistributedDataParallel,
+    source: User,
+    comm_hook: CommHook | None,
+    reduce_dtype: torch.dtype | None,
+    divides: bool,
+) -> None:
     slot = _slots.get(ddp)
     if slot is None:
         if comm_hook is None and reduce_dtype is None and not divides and ReducerGroup.fits(ddp):
@@ -145,6 +158,7 @@ def release(ddp: DistributedDataParallel | None, source: User) -> None:
     slot = None if ddp is None else _slots.get(ddp)
     if ddp is None or slot is None or slot.source is not source:
         return
+    _asides.pop(ddp).stop()
     if isinstance(slot, _HookSlot):
         slot.source = slot.reduce_dtype = None
     else:
