@@ -227,7 +227,8 @@ def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:
                 "group of their own instead"
             )
         patch = vars(optimizer).get("step")
-        if patch is not None and not getattr(patch, "_wrapped_by_lr_sched", False):
+        own = getattr(patch, "__func__", None) is type(optimizer).step  # put back by who had replaced it: accelerate
+        if patch is not None and not own and not getattr(patch, "_wrapped_by_lr_sched", False):
             raise UnsupportedOptimizerError(
                 f"the step method of this {kind} object was replaced (by {getattr(patch, '__qualname__', patch)!r}), "
                 "and instep cannot tell what it does. Attach before it is replaced, or use the optimizer without instep"
