@@ -332,7 +332,8 @@ def _click(load: Callable[[], Any]) -> Callable[[list[str], str], None]:
             rest = [*context._protected_args, *context.args]
             if rest:
                 name, command, rest = command.resolve_command(context, rest)
-                command.make_context(name, rest)
+                if rest:  # else it is a name in the text
+                    command.make_context(name, rest)
         except Exception as error:  # typer has a click of its own
             if type(error).__name__ != "Exit":
                 raise CommandError(error) from None

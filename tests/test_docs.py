@@ -17,6 +17,9 @@ from tests.documentation import PAGES, ROOT, Block, CommandError, blocks_of, che
 # Importing torch.distributed.optim compiles torch's functional optimizers; torch.compile looks at every `.grad`.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning"),
+    # Of transformers, where there is no GPU; and of Lightning, about a class of torch's.
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
