@@ -120,6 +120,8 @@ class Names(dict[str, Any]):
 
 
 def _model(names: Names) -> nn.Module:
+    if "Trainer(model" in names.code:
+        return _small_llama()
     if re.search(r"attach\(model\b.*comm_hook=", names.code):
         return DistributedDataParallel(Model())
     names["model"] = model = Model()
@@ -160,6 +162,19 @@ def _batches(names: Names) -> list[torch.Tensor]:
     return list(torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(rank)))
 
 
+def _small_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=1))
+
+
+def _arguments(names: Names) -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments("runs", max_steps=2, report_to=[], save_strategy="no")
+
+
 _POWER_SGD = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
 _STAND_INS: Mapping[str, Callable[[Names], Any]] = {
     "instep": lambda names: instep,
@@ -183,6 +198,9 @@ _STAND_INS: Mapping[str, Callable[[Names], Any]] = {
     "policy": lambda names: _of("torch.distributed.fsdp", "MixedPrecisionPolicy")(names)(param_dtype=torch.bfloat16),
     "state": lambda names: _of(_POWER_SGD, "PowerSGDState")(names)(None, start_powerSGD_iter=2),
     "powerSGD_hook": _of(_POWER_SGD, "powerSGD_hook"),
+    "Trainer": _of("transformers", "Trainer"),
+    "arguments": _arguments,
+    "rows": lambda names: [{"input_ids": row, "labels": row} for row in torch.randint(8, (16, 4))],
 }
 
 
