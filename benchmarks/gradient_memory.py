@@ -4,10 +4,10 @@
     python benchmarks/gradient_memory.py --bucket-mib 1
 
 Every variant trains the same model on the same batches. First all of them run beside plain DDP: weights and optimizer
-state must be equal, bit for bit, on every rank and after every step, or nothing is printed. Then each is built and
-trained once more, and every tensor is counted as it is made and freed. The table is of the first rank: the most bytes
-there were in a step, less weights and optimizer state. Buckets count, and so do activations, which are small (one row):
-the last line has nothing else.
+state must be equal, bit for bit, on every rank and after every step, or nothing is printed (``shard_state``: weights
+within rounding). Then each is built and trained once more, and every tensor is counted as it is made and freed. The
+table is of the first rank: the most bytes there were in a step, less weights and optimizer state. Buckets count, and so
+do activations, which are small (one row): the last line has nothing else.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
@@ -67,8 +68,9 @@ class Loop:
         self.optimizer.zero_grad()
 
     def own_bytes(self) -> int:
-        """Of weights and optimizer state."""
+        """Of weights and optimizer state, of this rank."""
         state = [value for values in self.optimizer.state.values() for value in values.values()]
+        state = [value.to_local() if isinstance(value, DTensor) else value for value in state]
         return sum(t.numel() * t.element_size() for t in [*self.model.parameters(), *self.model.buffers(), *state])
 
 
@@ -86,6 +88,8 @@ def variants(bucket_mib: float) -> dict[str, Callable[[], Loop]]:
         "`DistributedDataParallel(model)`": lambda: Loop(ddp),
         "`DistributedDataParallel(model, gradient_as_bucket_view=True)`": lambda: Loop(ddp_with_views),
         "that one with `attach`": lambda: Loop(ddp_with_views, {}),
+        "that one with `attach(…, shard_state=True)`": lambda: Loop(ddp_with_views, {"shard_state": True}),
+        '… and `schedule="forward"`': lambda: Loop(ddp_with_views, {"shard_state": True, "schedule": "forward"}),
         "`replicate(model)`": lambda: Loop(replicated),
         '`replicate(model)` with `attach(…, schedule="forward")`': lambda: Loop(replicated, {"schedule": "forward"}),
         "`replicate(model)` with `attach`": lambda: Loop(replicated, {}),
@@ -100,7 +104,12 @@ def compare(build: Callable[[], Loop], plain: Callable[[], Loop]) -> None:
             loop.step(i)
         if loops[1].overlap is not None:
             loops[1].overlap.synchronize()
-        difference = first_difference(*(training_state(loop.model, loop.optimizer) for loop in loops))
+        if "shard_state" in (loops[1].options or {}):
+            # Over the rows of a rank fused kernels round in another way: tests/distributed/test_zero.py.
+            weights = zip(loops[0].model.parameters(), loops[1].model.parameters(), strict=True)
+            difference = None if all(torch.allclose(a, b, atol=1e-6) for a, b in weights) else "weights"
+        else:
+            difference = first_difference(*(training_state(loop.model, loop.optimizer) for loop in loops))
         if difference is not None:
             sys.exit(f"rank {dist.get_rank()}, step {i + 1}: {difference}")
 
@@ -132,7 +141,8 @@ def rank_main(rank: int, rendezvous: str, bucket_mib: float) -> None:
     if rank == 0:
         size = sum(p.numel() * p.element_size() for p in ByteGPT(SHAPE).parameters())
         print(f"{size / 4 / 1e6:.1f} M parameters, {size / MIB:.1f} MiB of gradients, buckets of {bucket_mib} MiB")
-        print(f"after each of {STEPS} steps all variants are equal to plain DDP, bit for bit, on {RANKS} ranks\n")
+        print(f"after each of {STEPS} steps all variants are equal to plain DDP, bit for bit, on {RANKS} ranks")
+        print("(with shard_state within rounding, which takes its own part of the state alone)\n")
         print("| | MiB, beside weights and state |\n|---|---|")
         for name, found in lines.items():
             print(f"| {name} | {found / MIB:.1f} |")

@@ -1,17 +1,22 @@
 """How DDP's buckets are seen: in the group of its reducer, and where that cannot be, by a communication hook."""
 
 import copy
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import AttachError
+from instep.sources.hook_slot import _slots
 from instep.sources.reducer_group import ReducerGroup
 from instep.sources.reductions import buckets_of
 from instep.verification import first_difference, training_state
@@ -175,3 +180,33 @@ def body_a_copy() -> None:
 
 def test_a_copy_of_the_model_is_a_plain_one(two_ranks: RankPool) -> None:
     two_ranks.run(body_a_copy)
+
+
+def body_other_buckets_where_these_lay(asked_again: bool) -> bool:
+    """What wraps DDP may have it make new buckets after the forward, and memory is given out again: found by where
+    they lie, these are others. Here every bucket is taken for the one before it."""
+    plain, plain_optimizer = make()
+    model, optimizer = make()
+    train(plain, plain_optimizer, range(4))
+    with instep.attach(model, optimizer):
+        train(model, optimizer, range(2))
+        loss = loss_of(model, 2)
+        group = _slots[model]
+        assert isinstance(group, ReducerGroup)
+        known = list(group._buckets.values())
+        gone = StorageWeakRef(torch.zeros(4).untyped_storage())
+        others = [replace(bucket, storage=gone) for bucket in (*known[1:], known[0])]
+        group._buckets = dict(zip(group._buckets, others, strict=True))
+        with nullcontext() if asked_again else mock.patch.object(group, "before_backward"):
+            loss.backward()
+        in_backward = all(type(p.grad) is not torch.Tensor for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, range(3, 4))
+    assert first_difference(training_state(plain, plain_optimizer), training_state(model, optimizer)) is None
+    return in_backward
+
+
+@pytest.mark.parametrize("asked_again", [True, False])
+def test_other_buckets_where_these_lay(two_ranks: RankPool, asked_again: bool) -> None:
+    assert two_ranks.run(body_other_buckets_where_these_lay, asked_again) == [asked_again] * 2

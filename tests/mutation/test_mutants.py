@@ -1062,6 +1062,13 @@ MUTANTS = [
         ORDER,
     ),
     Mutant(
+        "take a bucket for one that lay where it lies",
+        "sources/reducer_group.py",
+        "if known is None or known.storage.expired():",
+        "if known is None:",
+        "tests/distributed/test_reducer_group.py",
+    ),
+    Mutant(
         "spent gradients stay where DDP lays out its buckets",
         "sources/rebuilding.py",
         "if ddp.gradient_as_bucket_view and not ddp._has_rebuilt_buckets:",

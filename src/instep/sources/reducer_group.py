@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -44,6 +45,16 @@ class SentBucket:
         return self._last
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """A bucket, as long as ``storage`` is there."""
+
+    index: int
+    parameters: Sequence[torch.Tensor]
+    last: bool
+    storage: StorageWeakRef
+
+
 class ReducerGroup(dist.ProcessGroup):
     """Stands in the place of DDP's process group in its reducer, and hands on all that the reducer asks of it.
 
@@ -63,7 +74,7 @@ class ReducerGroup(dist.ProcessGroup):
         self.source = source
         self._group = ddp.process_group
         self._ddp = weakref.ref(ddp)
-        self._buckets: dict[tuple[torch.device, int], tuple[int, Sequence[torch.Tensor], bool]] = {}
+        self._buckets: dict[tuple[torch.device, int], _Known] = {}
         self._rebuilt: bool | None = None
         self._handle: RemovableHandle | None = None
 
@@ -94,7 +105,11 @@ class ReducerGroup(dist.ProcessGroup):
                 ddp.reducer._update_process_group(ddp.process_group)
 
     def before_backward(self) -> None:
-        """The reducer divides, and knows how for each gradient."""
+        """The reducer divides, and knows how for each gradient. Here its buckets can be asked for once more, which in
+        the middle of backward they cannot: some who wrap DDP have it make new ones after the forward (Lightning)."""
+        ddp = self._ddp()
+        if ddp is not None and any(known.storage.expired() for known in self._buckets.values()):
+            self._look(ddp)
 
     # What the reducer calls.
 
@@ -103,10 +118,11 @@ class ReducerGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]  # the one of its forms
         known = self._buckets.get((tensors[0].device, tensors[0].data_ptr()))
-        if known is None:
-            # Which parameters were used; and the zeros that a rank which has joined adds to the others' gradients.
+        if known is None or known.storage.expired():
+            # A bucket that was made since, perhaps where another one lay: optimizer.step() will find its gradients.
+            # Or which parameters were used; and the zeros that a rank which has joined adds to the others' gradients.
             return self._group.allreduce(tensors, opts)
-        bucket = SentBucket(*known, tensors[0])
+        bucket = SentBucket(known.index, known.parameters, known.last, tensors[0])
         own = self.source.communicate(bucket, self._group, 1)
         if own is not None:
             return _Own(own)
@@ -133,10 +149,11 @@ class ReducerGroup(dist.ProcessGroup):
         """Buckets are found again by where they lie: they must not be kept, DDP frees them as it makes new ones."""
         self._rebuilt = ddp._has_rebuilt_buckets
         self._buckets = {
-            (bucket.buffer().device, bucket.buffer().data_ptr()): (
+            (bucket.buffer().device, bucket.buffer().data_ptr()): _Known(
                 bucket.index(),
                 bucket.parameters(),
                 bucket.is_last(),
+                StorageWeakRef(bucket.buffer().untyped_storage()),
             )
             for bucket in buckets_of(ddp)
         }
