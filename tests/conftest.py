@@ -15,7 +15,7 @@ from instep import attachment
 from tests.distributed.pool import RankPool
 
 # Of a test with more cases than this, about as many run by default, and the others nightly.
-CASES = 3
+CASES = 2
 LIGHT = ("tests/unit/", "tests/report/", "tests/mutation/", "tests/checkpoint/", "tests/faults/", "tests/test_")
 
 

@@ -87,17 +87,20 @@ def invoke(*options: object) -> tuple[int, str, str]:
 # The whole command, as a user runs it.
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_trains_to_equal_weights(ranks: int, text: Path, tmp_path: Path) -> None:
-    written = tmp_path / "numbers.json"
+    written, report = tmp_path / "numbers.json", tmp_path / "report.html"
     options = ["--ranks", str(ranks), "--steps", "6", "--text", str(text), "--json", str(written)]
+    options += ["--report", str(report)]
     environment = {**os.environ, **({} if ranks == 1 else ON_CPU)}
     done = subprocess.run([*DEMO, *options], capture_output=True, text=True, timeout=100, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert "step 1/6: loss" in done.stdout
     assert "equal after every step" in done.stdout
     numbers = json.loads(written.read_text())
-    assert sorted(tmp_path.iterdir()) == [written, text], "nothing temporary is left"
+    assert report.as_uri() in "".join(done.stdout.split())
+    assert "instep, schedule=&#39;backward&#39;" in report.read_text()
+    assert sorted(tmp_path.iterdir()) == [written, report, text], "nothing temporary is left"
     assert numbers["equal"] is True
     assert numbers["difference"] is None
     assert numbers["instep_version"] == instep.__version__
@@ -174,6 +177,7 @@ def test_ctrl_c_leaves_nothing(training: Training, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("instep-demo-*"))
 
 
+@pytest.mark.nightly
 def test_ranks_end_when_the_command_is_killed(training: Training, tmp_path: Path) -> None:
     command, pids = training
     command.kill()
@@ -203,6 +207,7 @@ def test_sigterm_stops_the_ranks(monkeypatch: pytest.MonkeyPatch, text: Path) ->
 # Ranks that do not come to an end.
 
 
+@pytest.mark.nightly
 def test_a_rank_that_dies_is_named() -> None:
     job = Job(Size.SMALL, 500, Placement("cpu", 2))
 

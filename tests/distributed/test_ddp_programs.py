@@ -1,11 +1,11 @@
 """Drawn programs under DistributedDataParallel, two ranks and three."""
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from tests.distributed.pool import RankPool
-from tests.parity.programs import Program, programs, run_on_this_rank
+from tests.parity.programs import Program, Step, programs, run_on_this_rank
 
 # Ranks that disagree after a failure have to be started again, which makes shrinking take an hour.
 EVERYTHING = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])
@@ -17,7 +17,19 @@ def test_drawn_programs_on_two_ranks(two_ranks: RankPool, program: Program, view
     two_ranks.run(run_on_this_rank, program, view)
 
 
+# Gradients that "undo" keeps for the next micro-batch, while DDP lays out its buckets anew.
+KEPT_WHILE_BUCKETS_ARE_MADE = Program(
+    optimizer="SGD-0-foreach",
+    width=2,
+    depth=3,
+    steps=(Step(((True, True, True), (True, True, True), (False, True, True)), frozenset([1])),),
+    way="undo",
+    accumulate="plain",
+)
+
+
 @given(programs(), st.booleans())
+@example(KEPT_WHILE_BUCKETS_ARE_MADE, True)
 @settings(EVERYTHING, max_examples=20, derandomize=True)
 def test_drawn_programs_on_three_ranks(three_ranks: RankPool, program: Program, view: bool) -> None:
     three_ranks.run(run_on_this_rank, program, view)

@@ -1076,6 +1076,13 @@ MUTANTS = [
         DDP_LIFE,
     ),
     Mutant(
+        "kept gradients are not there where DDP lays out its buckets",
+        "sources/rebuilding.py",
+        'if isinstance(gradient, SpentGradient) or hasattr(type(gradient), "to_local"):',
+        "if gradient is not None and type(gradient) is not torch.Tensor:",
+        "tests/distributed/test_ddp_programs.py",
+    ),
+    Mutant(
         "a step hides behind its own thread's backward",
         "report/figures.py",
         "_alone(rank, *COMPUTE, thread_is_not=span.thread)",

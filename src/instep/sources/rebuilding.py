@@ -10,6 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._core.hooks import BoundHook
+from instep._core.placeholders import SpentGradient
 
 
 class GradientsAside:
@@ -29,8 +30,10 @@ class GradientsAside:
     def _take_off(self, ddp: DistributedDataParallel, args: object) -> None:
         if ddp.gradient_as_bucket_view and not ddp._has_rebuilt_buckets:
             for parameter in ddp._module_parameters:
-                if parameter.grad is not None and type(parameter.grad) is not torch.Tensor:
-                    self._off.append((weakref.ref(parameter), parameter.grad))
+                gradient = parameter.grad
+                # Not a placeholder that holds one: that is to be copied, as in the plain loop.
+                if isinstance(gradient, SpentGradient) or hasattr(type(gradient), "to_local"):
+                    self._off.append((weakref.ref(parameter), gradient))
                     parameter.grad = None
 
     def _put_back(self, ddp: DistributedDataParallel, args: object, output: object) -> None:
