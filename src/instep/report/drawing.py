@@ -34,20 +34,27 @@ class Lane:
 @dataclass(frozen=True)
 class Timeline:
     """Attributes:
-    window: in seconds.
+    seconds: its width.
     ranks: the lanes of each that is drawn.
     """
 
-    window: Interval
+    seconds: float
     ranks: Sequence[tuple[str, Sequence[Lane]]]
     left_out: int
 
 
-def timeline(run: Run) -> Timeline:
-    """Of the iteration that took about as long as most of them, and the one after it."""
-    window = _window(run.ranks[0].iterations)
-    drawn = [(f"rank {rank.rank}" if len(run.ranks) > 1 else "", _lanes(rank, window)) for rank in run.ranks[:RANKS]]
-    return Timeline(window, drawn, max(0, len(run.ranks) - RANKS))
+def timelines(runs: Sequence[Run]) -> list[Timeline]:
+    """All as wide as the longest: of each the iteration that took about as long as most of them, and the one after."""
+    windows = [_window(run.ranks[0].iterations) for run in runs]
+    seconds = max(end - start for start, end in windows)
+    drawn = [
+        [_lanes(rank, window, seconds) for rank in run.ranks[:RANKS]] for run, window in zip(runs, windows, strict=True)
+    ]
+    names = [[f"rank {rank.rank}" if len(run.ranks) > 1 else "" for rank in run.ranks[:RANKS]] for run in runs]
+    return [
+        Timeline(seconds, list(zip(named, lanes, strict=True)), max(0, len(run.ranks) - RANKS))
+        for run, named, lanes in zip(runs, names, drawn, strict=True)
+    ]
 
 
 def _window(iterations: Sequence[Interval]) -> Interval:
@@ -57,15 +64,15 @@ def _window(iterations: Sequence[Interval]) -> Interval:
     return iterations[middle][0], iterations[min(middle + 1, len(iterations) - 1)][1]
 
 
-def _lanes(rank: Rank, window: Interval) -> list[Lane]:
+def _lanes(rank: Rank, window: Interval, seconds: float) -> list[Lane]:
     lanes = []
     for name, kinds in LANES:
         spans = [span for span in rank.spans if span.kind in kinds]
-        bars = [bar for span in _plain_first(spans) for bar in _bars(rank, span, window)]
+        bars = [bar for span in _plain_first(spans) for bar in _bars(rank, span, window, seconds)]
         if name != "communication" or spans:
             lanes.append(Lane(name, bars))
     waiting = [span for span in rank.spans if span.kind == "waiting"]
-    lanes.append(Lane("waiting", [bar for span in waiting for bar in _bars(rank, span, window)]))
+    lanes.append(Lane("waiting", [bar for span in waiting for bar in _bars(rank, span, window, seconds)]))
     return lanes
 
 
@@ -74,8 +81,7 @@ def _plain_first(spans: Iterable[Span]) -> list[Span]:
     return sorted(spans, key=lambda span: span.start - span.end)
 
 
-def _bars(rank: Rank, span: Span, window: Interval) -> Iterator[Bar]:
-    length = window[1] - window[0]
+def _bars(rank: Rank, span: Span, window: Interval, seconds: float) -> Iterator[Bar]:
     whole = (span.start, span.end)
     looks = [(span.kind, [whole])]
     if span.kind in COMPUTE:
@@ -87,7 +93,7 @@ def _bars(rank: Rank, span: Span, window: Interval) -> Iterator[Bar]:
     for look, pieces in looks:
         for start, end in within(pieces, window):
             # Narrower ones cannot be seen.
-            yield Bar(100 * (start - window[0]) / length, max(0.05, 100 * (end - start) / length), look, title)
+            yield Bar(100 * (start - window[0]) / seconds, max(0.05, 100 * (end - start) / seconds), look, title)
 
 
 def area(memory: Memory) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from instep.report.advice import advice
-from instep.report.drawing import area, peak_position, timeline
+from instep.report.drawing import area, peak_position, timelines
 from instep.report.figures import figures
 from instep.report.run import Run
 from instep.report.table import rows
@@ -31,11 +31,11 @@ def page(runs: Sequence[Run]) -> str:
             "setup": run.setup,
             "figures": one,
             "advice": advice(run, one),
-            "timeline": timeline(run),
+            "timeline": timeline,
             "memory": run.ranks[0].memory,
             "area": area(run.ranks[0].memory),
             "peak_position": peak_position(run.ranks[0].memory),
         }
-        for run, one in zip(runs, found, strict=True)
+        for run, one, timeline in zip(runs, found, timelines(runs), strict=True)
     ]
     return environment.get_template("page.html").render(sections=sections, rows=rows(runs, found))
