@@ -22,7 +22,7 @@ from instep.demo.job import Size
 from instep.planning.errors import PlanError
 from instep.planning.job import Job
 from instep.report.files import NotWrittenError, write
-from instep.report.run import NotARecordingError, load
+from instep.report.run import NotARecordingError, load_all
 
 NOT_EQUAL, CANNOT_RUN, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
@@ -100,7 +100,7 @@ def report(
 ) -> None:
     """Show what a recording says: what ran when, what was hidden, what memory held, and what to change."""
     with _exit_codes("report"):
-        runs = [load(path) for path in recordings]
+        runs = load_all(recordings)
         if output is not None:
             from instep.report.page import page
 

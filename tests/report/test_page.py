@@ -134,6 +134,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert "schedule='backward'" in text
     assert invoke(plain, attached, "-o", out) == (0, "", f"wrote {out}\n")
     assert out.read_text() == page([load(plain), load(attached)])
+    again = tmp_path / "again.json"
+    some_run().save(again)
+    code, text, errors = invoke(plain, again)
+    assert text.count("plain.json: plain") == text.count("again.json: plain") == 2, "in the table, and below"
+    again.unlink()
     code, text, errors = invoke(plain, "--json")
     (found,) = json.loads(text)
     assert found["figures"]["step"]["hidden"] == pytest.approx(0.1)

@@ -1,5 +1,6 @@
 """The recording of some iterations of a loop."""
 
+import logging
 import os
 import platform
 import tempfile
@@ -26,6 +27,8 @@ from instep.report.memory import Memory
 from instep.report.overlap import outside
 from instep.report.run import Rank, Run, Setup
 from instep.report.spans import Span, SpanRecorder
+
+_logger = logging.getLogger("instep")
 
 
 class Recording:
@@ -69,7 +72,12 @@ class Recording:
         if running is not None:
             running.stop()
             if running.clock.forwards:
-                self._found = self._describe(), *running.found()
+                try:
+                    self._found = self._describe(), *running.found()
+                except Exception:
+                    if error is None:
+                        raise
+                    _logger.exception("the loop has failed, and its recording could not be read:")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to ``path``: a Chrome trace, for ``instep report`` and for trace viewers such as Perfetto.

@@ -20,7 +20,7 @@ def advice(run: Run, found: Figures) -> list[str]:
     """Between one and three sentences, the most important first."""
     memory = run.ranks[0].memory
     rules: Sequence[Callable[[Run, Figures, Memory], str | None]]
-    if run.setup.label == "plain":
+    if not run.setup.options:
         rules = (_time_to_gain, _memory_to_gain, _bucket_view, _fused)
     else:
         rules = (_steps_hidden, _crossing, _memory_kept, _bucket_view, _large_bucket, _fused)

@@ -3,7 +3,7 @@
 import gzip
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Setup:
 
     Attributes:
         label: ``"plain"``, or how instep was attached.
-        options: those of ``attach`` that were given.
+        options: those of ``attach`` that were given; none of the plain loop.
         model: its class.
         optimizer: its class, with its implementation.
         fused: whether that is the fused one.
@@ -94,6 +94,16 @@ class Run:
         }
         content = json.dumps(document, separators=(",", ":")).encode()
         write_whole(path, gzip.compress(content, 6) if path.suffix == ".gz" else content)
+
+
+def load_all(paths: Sequence[Path]) -> list[Run]:
+    """With labels that tell them apart. Raises ``NotARecordingError``."""
+    runs = [load(path) for path in paths]
+    labels = [run.setup.label for run in runs]
+    return [
+        replace(run, setup=replace(run.setup, label=f"{path.name}: {label}")) if labels.count(label) > 1 else run
+        for run, path, label in zip(runs, paths, labels, strict=True)
+    ]
 
 
 def load(path: Path) -> Run:
