@@ -23,7 +23,8 @@ def run(job: Job, json: Path | None, quiet: bool) -> None:
     """
     if json is not None:
         require_writable("--json", json)
-    estimate = plan(job)
+    with Console(stderr=True).status("rehearsing some steps without data"):  # on a terminal: it may take a minute
+        estimate = plan(job)
     if json is not None:
         versions = {"instep_version": __version__, "torch_version": torch.__version__}
         write("--json", json, jsonlib.dumps({**versions, **dataclasses.asdict(estimate)}, indent=2) + "\n")
