@@ -172,7 +172,8 @@ def test_resumed_training(two_ranks: RankPool, tmp_path: Path, kind: str, optimi
     two_ranks.run(resumed, kind, optimizer, options, str(tmp_path))
 
 
-@pytest.mark.parametrize("options", [pytest.param(None, marks=pytest.mark.nightly), {}], ids=str)
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", [None, {}], ids=str)
 def test_resumed_training_on_a_mesh_of_two_dimensions(four_ranks: RankPool, tmp_path: Path, options: Way) -> None:
     four_ranks.run(resumed, "hsdp", "adamw", options, str(tmp_path))
     assert sorted(p.name for p in next(tmp_path.iterdir()).iterdir()) == [

@@ -172,7 +172,7 @@ def body_failed_future(failing_bucket: int) -> tuple[str, bool, bool]:
     return message, untouched, torn
 
 
-@pytest.mark.parametrize("failing_bucket", [0, 1])
+@pytest.mark.parametrize("failing_bucket", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_failed_communication_is_never_stepped_from(failing_bucket: int) -> None:
     """In the first bucket: nothing was written. In a later one: nothing, or torn, and said so at once."""
     pool = RankPool(2)

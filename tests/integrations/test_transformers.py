@@ -321,6 +321,7 @@ def test_a_dataset_that_ends_within_an_accumulation(tmp_path: Path) -> None:
         require_same(found[0], made)
 
 
+@pytest.mark.nightly
 def test_running_out_of_memory(tmp_path: Path) -> None:
     """``auto_find_batch_size``: the step that ran out is done again, with a smaller batch."""
     found = []

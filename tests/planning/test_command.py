@@ -42,6 +42,7 @@ def test_in_a_pipe_it_is_plain_text_and_the_file_has_all_numbers(tmp_path: Path)
     ]
 
 
+@pytest.mark.nightly
 def test_quiet_and_several_ranks() -> None:
     code, shown, _ = invoke(f"{HERE}:layers_and_rows", "--world-size", 4, "--gbits", 10, "-o", "lr=0.1", "-q")
     assert code == 0

@@ -79,6 +79,7 @@ def test_attaching_and_detaching_does_not_grow() -> None:
     assert not optimizer._optimizer_step_post_hooks
 
 
+@pytest.mark.nightly
 def test_many_models_do_not_grow() -> None:
     def models(count: int) -> int:
         for _ in range(count):
