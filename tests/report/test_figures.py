@@ -92,7 +92,7 @@ BACKWARD = span("backward", 0.0, 0.5)
             [BACKWARD, span("step", 0.5, 0.8)],
             {"parameters": 4 * MIB, "gradients": 4 * MIB},
             {"fused": False, "optimizer": "AdamW(foreach=True)"},
-            ["saves up to 2.0 MiB", "with fused=True"],
+            ["bucket_bytes=1 * 2**20) they are stepped", "with fused=True"],
             id="plain, gradients set the peak",
         ),
         pytest.param(

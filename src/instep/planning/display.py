@@ -26,7 +26,9 @@ def show(console: Console, estimate: Estimate, quiet: bool) -> None:
     _print(console, "The most bytes in a step" + (", on each rank" if estimate.ranks > 1 else ""))
     console.print(_peaks(estimate.peaks))
     if not quiet:
-        _print(console, f"{len(estimate.buckets)} buckets, in the order in which backward completes them")
+        count = len(estimate.buckets)
+        said = "1 bucket" if count == 1 else f"{count} buckets, in the order in which backward completes them"
+        _print(console, said)
         console.print(_buckets(estimate.buckets))
     _show_times(console, estimate)
     _show_refusals(console, estimate, quiet)
