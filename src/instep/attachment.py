@@ -270,8 +270,8 @@ def record(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], steps: 
         A recording: ``recording.save(path)`` after the block, for ``instep report`` and for trace viewers.
 
     Raises:
-        ValueError: ``steps``.
-        InstepError: ``torch.profiler`` cannot be started.
+        ValueError: ``steps`` is not a whole number above 0.
+        InstepError: on entering the block: ``torch.profiler`` is running already.
     """
     found = attached(model)
     if found is not None:
