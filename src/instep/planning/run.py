@@ -2,6 +2,7 @@
 
 import dataclasses
 import json as jsonlib
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -23,7 +24,8 @@ def run(job: Job, json: Path | None, quiet: bool) -> None:
     """
     if json is not None:
         require_writable("--json", json)
-    with Console(stderr=True).status("rehearsing some steps without data"):  # on a terminal: it may take a minute
+    terminal = Console(stderr=True)
+    with terminal.status("rehearsing some steps without data") if terminal.is_terminal else nullcontext():
         estimate = plan(job)
     if json is not None:
         versions = {"instep_version": __version__, "torch_version": torch.__version__}
