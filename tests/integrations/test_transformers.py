@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate import DistributedType
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch.utils.data import IterableDataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
@@ -412,6 +413,6 @@ def test_without_transformers() -> None:
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own reading
 @in_every_way
-def test_compiled(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._functorch.config.donated_buffer", False)  # two passes: see docs/clipping.md
-    trains_as_without(tmp_path, way, {"torch_compile_backend": "aot_eager"})
+def test_compiled(tmp_path: Path, way: str) -> None:
+    with functorch_config.patch(donated_buffer=False):  # two passes: see docs/clipping.md
+        trains_as_without(tmp_path, way, {"torch_compile_backend": "aot_eager"})
