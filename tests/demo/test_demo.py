@@ -68,8 +68,9 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command in this process, on one rank, with a model of no size."""
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The command in this process, on one rank, with a model of no size. Its report goes to a directory of its own."""
+    monkeypatch.chdir(tmp_path)
 
     def train_here(job: Job, text: bytes, tell: Callable[[Progress], None]) -> list[Finished]:
         return [lockstep.train(job, text, 0, torch.device("cpu"), tell)]
