@@ -22,7 +22,7 @@ ALLOWED = {
     "_votes": {"_core", "_groups"},
     "_fsdp_state": {"_core", "_wrappers"},
     "_validation": {"_wrappers", "sources", "_core", "errors"},
-    "recording": {"report", "_core", "errors", "_version"},
+    "recording": {"_wrappers", "report", "_core", "errors", "_version"},
     "attachment": {
         "recording",
         "_validation",

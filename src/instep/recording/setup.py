@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep._version import __version__
+from instep._wrappers import fsdp1_in
 from instep.recording.holdings import GRADIENTS, PARAMETERS, STATE, storages, tensors_in_state
 from instep.report.run import Setup
 
@@ -22,8 +23,10 @@ def describe(
     buckets: Sequence[Sequence[str]],
     gradients: Mapping[str, int] | None = None,
 ) -> Setup:
-    """Args:
-    gradients: bytes, of the names in ``buckets``; unless given, of the model's own names.
+    """A description of what is recorded.
+
+    Args:
+        gradients: bytes, of the names in ``buckets``; unless given, of the model's own names.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     ddps = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
@@ -62,8 +65,4 @@ def _name(optimizer: Optimizer) -> str:
 def _sharding(model: nn.Module) -> str:
     if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
         return "DTensor"
-    return "FullyShardedDataParallel" if any(_is_fsdp1(module) for module in model.modules()) else ""
-
-
-def _is_fsdp1(module: nn.Module) -> bool:
-    return type(module).__name__ == "FullyShardedDataParallel"
+    return "FullyShardedDataParallel" if fsdp1_in(model) else ""

@@ -8,9 +8,7 @@ from instep.report.advice import advice
 from instep.report.drawing import area, peak_position, timelines
 from instep.report.figures import figures
 from instep.report.run import Run
-from instep.report.table import rows
-
-MIB = 2**20
+from instep.report.table import MIB, rows
 
 
 def page(runs: Sequence[Run]) -> str:

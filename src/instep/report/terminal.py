@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from instep.report.advice import advice
-from instep.report.figures import figures
+from instep.report.figures import BucketFigures, figures
 from instep.report.run import Run
 from instep.report.table import MIB, rows
 
@@ -30,12 +30,12 @@ def show(console: Console, runs: Sequence[Run]) -> None:
         parts = ", ".join(f"{name} {nbytes / MIB:.1f}" for name, nbytes in held if nbytes >= MIB / 20)
         console.print(Text(f"{run.setup.label}: at the peak, in MiB: {parts}"))
         if one.buckets:
-            console.print(_buckets(run, one.buckets))
+            console.print(_table(one.buckets))
         for sentence in advice(run, one):
             console.print(Text(f"- {sentence}"))
 
 
-def _buckets(run: Run, buckets: Sequence[Any]) -> Table:
+def _table(buckets: Sequence[BucketFigures]) -> Table:
     table = Table("bucket", "MiB", "step, ms", "hidden", "on its way", box=box.SIMPLE_HEAD, pad_edge=False)
     for bucket in buckets:
         flight = "–" if bucket.flight is None else f"{1e3 * bucket.flight:.1f}"
@@ -47,14 +47,11 @@ def _buckets(run: Run, buckets: Sequence[Any]) -> Table:
 def summary(run: Run) -> dict[str, Any]:
     """For machines: seconds and bytes."""
     found, memory = figures(run), run.ranks[0].memory
-    parts = {name: {**asdict(part), "hidden": part.hidden} for name, part in _parts(found)}
+    parts = {"step": found.step, "communication": found.communication}
+    hidden = {name: {**asdict(part), "hidden": part.hidden} for name, part in parts.items()}
     return {
         "setup": asdict(run.setup),
-        "figures": {**asdict(found), **parts},
+        "figures": {**asdict(found), **hidden},
         "peak": {"bytes": memory.peak, "alive": dict(memory.alive)},
         "advice": advice(run, found),
     }
-
-
-def _parts(found: Any) -> list[tuple[str, Any]]:
-    return [("step", found.step), ("communication", found.communication)]
