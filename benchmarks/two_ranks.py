@@ -215,6 +215,8 @@ def main() -> None:
     if options.rank:
         rank(options)
         return
+    if options.record:
+        options.record.mkdir(parents=True, exist_ok=True)
     results: dict[float, list[dict[str, Any]]] = {}
     with two_namespaces() as link:
         for gbits in options.gbits:
