@@ -129,6 +129,11 @@ def together(bucket: Iterable[tuple[AttachedParameter, torch.Tensor]], *, alias:
         alias: step aliases even of parameters that are stepped as they are, so that their ``.grad`` is left alone.
     """
     found: dict[Hashable, Together] = {}
+    bucket = list(bucket)
+    if not alias and all(a.part is None and a.mesh is None for a, _ in bucket):
+        call = Together()
+        call.tensors = call.parameters = [attached.get() for attached, _ in bucket]
+        return [call] if bucket else []
     for attached, gradient in bucket:
         parameter, part = attached.get(), attached.part
         if part is None and attached.mesh is None:

@@ -9,9 +9,12 @@ committed.
 
 import copy
 import weakref
+from bisect import bisect_left
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate, chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -58,17 +61,22 @@ class Stepper:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.name = type(optimizer).__name__
+        # Kept from step to step, and made anew when the groups hold others: parameters by their position among all
+        # of the optimizer's, and where each group's begin and end.
+        self._grouped: list[list[int]] = []
+        self._position: dict[int, int] = {}
+        self._bounds: list[int] = [0]
         self._forget()
 
     def _forget(self) -> None:
         self._open = False
-        self._owner: dict[int, tuple[int, int]] = {}
         self._containers: list[str] = []
         self._state: Any = None
         self._state_size = 0
         self._shared_state: dict[Any, Any] = {}
         self._used: dict[int, _Snapshot] = {}
-        self._left: list[tuple[torch.Tensor, Any]] = []
+        self._left: list[torch.Tensor] = []
+        self._left_entries: list[Any] = []
         self._left_tensors: list[torch.Tensor] = []
         self._left_versions: list[int] = []
         self._written: dict[str, dict[Any, Any]] = {}
@@ -94,9 +102,12 @@ class Stepper:
         owned = parameters if in_place_of is None else in_place_of
         groups = self._groups_of(optimizer, parameters, owned)
         given = {i: self._used[i].of_copy(group) for i, group in groups.items() if group["params"]}
-        pairs = list(zip(parameters, owned, parts or [None] * len(owned), strict=True))
-        state = {p: _part_of(entry, part) for p, own, part in pairs if (entry := optimizer.state.get(own)) is not None}
+        entries = list(map(optimizer.state.get, owned))
+        if parts is not None:
+            entries = [e if e is None else _part_of(e, part) for e, part in zip(entries, parts, strict=True)]
+        state = {p: entry for p, entry in zip(parameters, entries, strict=True) if entry is not None}
         shadow = shadow_of(optimizer, list(groups.values()), {**_private(self._shared_state), **state})
+        before_step = list(shadow.state.values())
         base = dict(vars(shadow))
         contents = {name: _content(base[name]) for name in self._containers}
         try:
@@ -104,23 +115,29 @@ class Stepper:
                 undecorated_step(type(optimizer))(shadow)
         finally:
             if parts is not None:
-                for p, own, part in pairs:
+                for p, own, part in zip(parameters, owned, parts, strict=True):
                     if part is not None and p in shadow.state:
                         shadow.state[p] = _whole_of(shadow.state[p], optimizer.state.get(own), part)
-            if len(shadow.state) != len(self._shared_state) + len(state) or any(
-                shadow.state[p] is not entry for p, entry in state.items()
-            ):
-                optimizer.state.update({own: shadow.state[p] for p, own, _ in pairs if p in shadow.state})
+            if len(shadow.state) != len(before_step) or not all(map(is_, shadow.state.values(), before_step)):
+                made = {own: shadow.state[p] for p, own in zip(parameters, owned, strict=True) if p in shadow.state}
+                optimizer.state.update(made)
+                entries = list(map(optimizer.state.get, owned))
+            elif parts is not None:
+                entries = list(map(optimizer.state.get, owned))
             torch.autograd.graph.increment_version(parameters)
             if parts is not None:
                 torch.autograd.graph.increment_version(owned)
-        for own in owned:
-            entry = optimizer.state.get(own)
-            self._left.append((own, entry))
-            if entry:
-                tensors = [memory_of(value) for value in entry.values() if isinstance(value, torch.Tensor)]
-                self._left_tensors += tensors
-                self._left_versions += [tensor._version for tensor in tensors]
+        self._left += owned
+        self._left_entries += entries
+        tensors = [
+            value if type(value) is torch.Tensor else memory_of(value)
+            for entry in entries
+            if entry
+            for value in entry.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        self._left_tensors += tensors
+        self._left_versions += [tensor._version for tensor in tensors]
         for index, before in given.items():
             self._collect(f"param_groups[{index}]", before.changes(shadow.param_groups[index]))
         for name, content in contents.items():
@@ -148,7 +165,9 @@ class Stepper:
                     f"the attribute {name!r} of {self.name} changed to {value!r} after backward had already stepped "
                     "parameters with the old value. Change it after optimizer.step() or before backward()"
                 )
-        if self.state_was_written or any(optimizer.state.get(own) is not entry for own, entry in self._left):
+        if self.state_was_written or not all(
+            map(is_, map(optimizer.state.get, self._left), self._left_entries)
+        ):
             raise HyperparameterChangedError(
                 f"the state of {self.name} was written between backward() and optimizer.step(), but backward had "
                 "already updated it: the plain loop would have written the old one. Write it after optimizer.step() "
@@ -210,11 +229,11 @@ class Stepper:
 
     def _begin(self, optimizer: Optimizer) -> None:
         self._open = True
-        self._owner = {
-            id(p): (index, position)
-            for index, group in enumerate(optimizer.param_groups)
-            for position, p in enumerate(group["params"])
-        }
+        grouped = [list(map(id, group["params"])) for group in optimizer.param_groups]
+        if grouped != self._grouped:
+            self._grouped = grouped
+            self._position = {key: position for position, key in enumerate(chain.from_iterable(grouped))}
+            self._bounds = [0, *accumulate(map(len, grouped))]
         self._containers = [
             name
             for name, value in vars(optimizer).items()
@@ -228,28 +247,32 @@ class Stepper:
     def _groups_of(
         self, optimizer: Optimizer, parameters: Sequence[torch.Tensor], owned: Sequence[torch.Tensor]
     ) -> dict[int, dict[str, Any]]:
-        members: dict[int, dict[int, torch.Tensor]] = {}
-        for parameter, own in zip(parameters, owned, strict=True):
-            if id(own) not in self._owner:
+        position = self._position
+        for own in owned:
+            if id(own) not in position:
                 raise StaleAttachmentError(
                     f"a parameter of shape {tuple(own.shape)} is no longer in {self.name}.param_groups. "
                     "detach() before taking parameters out of an optimizer, and attach again after"
                 )
-            index, position = self._owner[id(own)]
-            members.setdefault(index, {})[position] = parameter
+        positions = [position[id(own)] for own in owned]
+        order = sorted(range(len(positions)), key=positions.__getitem__)
+        positions.sort()
+        # A group that was added since this step began holds none of them.
+        bounds = self._bounds + self._bounds[-1:] * (len(optimizer.param_groups) + 1 - len(self._bounds))
         groups: dict[int, dict[str, Any]] = {}
         # All groups, empty ones too, in the optimizer's order, and parameters in theirs: some updates count them.
         for index, live in enumerate(optimizer.param_groups):
-            mine = members.get(index, {})
-            positions = sorted(mine)
+            first, last = bounds[index : index + 2]
+            mine = slice(bisect_left(positions, first), bisect_left(positions, last))
+            members = [parameters[i] for i in order[mine]]
             if index in self._used:
                 self._require_same(index, live)
-            elif positions:
+            elif members:
                 self._used[index] = _Snapshot(live)
             group = {k: _private(v) for k, v in live.items() if k not in _PER_PARAMETER}
-            group["params"] = [mine[position] for position in positions]
+            group["params"] = members
             if "param_names" in live:
-                group["param_names"] = [live["param_names"][position] for position in positions]
+                group["param_names"] = [live["param_names"][at - first] for at in positions[mine]]
             groups[index] = group
         return groups
 
@@ -274,8 +297,8 @@ class Stepper:
     def _sort_new_state(self, optimizer: Optimizer) -> None:
         """Order the entries this step added as the plain ``step()`` would have: by group, not by bucket."""
         added = list(optimizer.state)[self._state_size :]
-        last = (len(optimizer.param_groups), 0)
-        for key in sorted(added, key=lambda k: self._owner.get(id(k), last)):
+        last = len(self._position)
+        for key in sorted(added, key=lambda k: self._position.get(id(k), last)):
             optimizer.state[key] = optimizer.state.pop(key)
 
 
