@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -982,7 +983,10 @@ class Attachment:
 
 def _parameters_in(optimizers: Sequence[Optimizer]) -> list[list[int]]:
     """By ``id``, of each optimizer."""
-    return [[id(p) for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
+    return [
+        list(map(id, chain.from_iterable(group["params"] for group in optimizer.param_groups)))
+        for optimizer in optimizers
+    ]
 
 
 def _ddps_among(wrapped: Sequence[Wrapped]) -> list[DistributedDataParallel]:

@@ -51,6 +51,7 @@ FIGURES = "tests/report/test_figures.py"
 RECORDING = "tests/report/test_recording.py"
 RECORDING_RANKS = "tests/distributed/test_recording.py"
 PAGE = "tests/report/test_page.py"
+SPEAKERS = "tests/parity/test_speakers.py"
 
 MUTANTS = [
     Mutant(
@@ -105,15 +106,15 @@ MUTANTS = [
     Mutant(
         "keep the gradient after it was applied",
         "_core/transaction.py",
-        "                    parameter.grad = attached.spent\n                    if attached.spent is not None",
-        "                    if attached.spent is not None",
+        "                    parameter.grad = spent\n                    if spent is not None",
+        "                    if spent is not None",
         PARITY,
     ),
     Mutant(
         "free the gradient without leaving a spent one",
         "_core/transaction.py",
-        "                    parameter.grad = attached.spent\n                    if attached.spent is not None",
-        "                    parameter.grad = None\n                    if attached.spent is not None",
+        "                    parameter.grad = spent\n                    if spent is not None",
+        "                    parameter.grad = None\n                    if spent is not None",
         REFUSALS,
     ),
     Mutant(
@@ -224,7 +225,7 @@ MUTANTS = [
     Mutant(
         "do not look whether a weight was written before step()",
         "_core/transaction.py",
-        "if memory_of(parameter)._version != attached.version:",
+        "if _version(attached, parameter) != attached.version:",
         "if False:",
         REFUSALS,
     ),
@@ -1144,6 +1145,48 @@ MUTANTS = [
         "            self._undo.callback(listen, None)",
         "            pass",
         RECORDING,
+    ),
+    Mutant(
+        "let one parameter speak for a bucket that has gradients from before",
+        "sources/local.py",
+        "if any(attached.get().grad is not None for",
+        "if False and any(attached.get().grad is not None for",
+        SPEAKERS,
+    ),
+    Mutant(
+        "let one parameter speak in a backward that was not seen to begin",
+        "sources/local.py",
+        "if self._began != graph_task() or any",
+        "if any",
+        SPEAKERS,
+    ),
+    Mutant(
+        "let one parameter speak for a bucket that is not complete",
+        "sources/local.py",
+        "if self._began != graph_task() or any(attached.get().grad is None for attached in members):",
+        "if self._began != graph_task():",
+        SPEAKERS,
+    ),
+    Mutant(
+        "do not count what nobody spoke for",
+        "sources/local.py",
+        "        if rest:",
+        "        if False:",
+        SPEAKERS,
+    ),
+    Mutant(
+        "let one parameter speak although backwards are nested",
+        "sources/local.py",
+        "self._in_order = False  # in a backward",
+        "pass  # in a backward",
+        SPEAKERS,
+    ),
+    Mutant(
+        "step the parameters of a bucket in another order than the optimizer's",
+        "_core/stepper.py",
+        "        order = sorted(range(len(positions)), key=positions.__getitem__)",
+        "        order = list(range(len(positions)))",
+        "tests/parity/test_odd_optimizers.py",
     ),
 ]
 

@@ -165,9 +165,7 @@ class Stepper:
                     f"the attribute {name!r} of {self.name} changed to {value!r} after backward had already stepped "
                     "parameters with the old value. Change it after optimizer.step() or before backward()"
                 )
-        if self.state_was_written or not all(
-            map(is_, map(optimizer.state.get, self._left), self._left_entries)
-        ):
+        if self.state_was_written or not all(map(is_, map(optimizer.state.get, self._left), self._left_entries)):
             raise HyperparameterChangedError(
                 f"the state of {self.name} was written between backward() and optimizer.step(), but backward had "
                 "already updated it: the plain loop would have written the old one. Write it after optimizer.step() "

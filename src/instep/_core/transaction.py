@@ -185,7 +185,8 @@ class Transaction:
                 self._open()
             self._backwards.add(graph_task())
             for attached in parameters:
-                if attached.spec.index in self._arrived:
+                index = attached.spec.index
+                if index in self._arrived:
                     if self._undo is not None:
                         if self._applied:
                             self.put_back()
@@ -197,7 +198,7 @@ class Transaction:
                     )
                     self._stop(error, False)
                     raise error
-                self._arrived.add(attached.spec.index)
+                self._arrived.add(index)
                 self._uncommitted.add(attached.stepper)
             return not self._plain
 
@@ -231,8 +232,9 @@ class Transaction:
                 with self.streams.on(parameters[0].device):
                     if fetch is not None:
                         fetch()
+                    gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
                     # A parameter that was frozen after the forward is announced, and has none.
-                    if any(p.grad is None for p in parameters):
+                    if len(gradients) < len(parameters):
                         bucket = [a for a, p in zip(bucket, parameters, strict=True) if p.grad is not None]
                         parameters = [attached.get() for attached in bucket]
                     if self._scale is not None and not all(map(_can_be_unscaled, parameters)):
@@ -241,10 +243,10 @@ class Transaction:
                     if self._undo is None:
                         self._require_finite(bucket)
                     started = perf_counter()
-                    with self._as_applied(bucket, parameters, final) as gradients:
+                    with self._as_applied(bucket, parameters, gradients, final) as made:
                         writing = True
                         for stepper in self._steppers:
-                            mine = [(a, g) for a, g in zip(bucket, gradients, strict=True) if a.stepper is stepper]
+                            mine = [(a, g) for a, g in zip(bucket, made, strict=True) if a.stepper is stepper]
                             if mine and self._undo is not None:
                                 stepper.require_all_in_state()
                                 self._undo.save([a.get() for a, _ in mine], stepper.optimizer())
@@ -255,7 +257,7 @@ class Transaction:
                 return False
             self._applied.update([attached.spec.index for attached in bucket])
             for parameter, attached in zip(parameters, bucket, strict=True):
-                attached.version = memory_of(parameter)._version
+                attached.version = _version(attached, parameter)
             self.streams.keep(p.grad for p in parameters if p.grad is not None)
             if self.recorder is not None and bucket:
                 self.recorder("step", [attached.spec.name for attached in bucket], started, perf_counter())
@@ -263,10 +265,13 @@ class Transaction:
 
     @contextmanager
     def _as_applied(
-        self, bucket: Sequence[AttachedParameter], parameters: Sequence[torch.Tensor], final: bool
+        self,
+        bucket: Sequence[AttachedParameter],
+        parameters: Sequence[torch.Tensor],
+        gradients: list[torch.Tensor],
+        final: bool,
     ) -> Iterator[list[torch.Tensor]]:
         """Make of each ``.grad`` what is to be applied: unscaled, measured and clipped."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
         # The plain loop's gradients stay untouched where it may turn out that optimizer.step() needs them.
         copied = self._undo is not None and (self._scale is not None or self._clipping.mode is None)
         if copied and (self._scale is not None or self._clipping.policy is not None):
@@ -292,11 +297,12 @@ class Transaction:
         has the step put back first."""
         if self._undo is None:
             watched = []
+            applied = self._applied
             for attached in bucket:
-                if attached.spec.index in self._applied:
-                    parameter = attached.get()
-                    parameter.grad = attached.spent
-                    if attached.spent is not None:
+                if attached.spec.index in applied:
+                    parameter, spent = attached.get(), attached.spent
+                    parameter.grad = spent
+                    if spent is not None:
                         watched.append(parameter)
             self._watch.start(watched)
             return
@@ -473,7 +479,8 @@ class Transaction:
             return  # a step() that calls its parent class's step(), where torch runs the hooks again
         self._accumulation.require_reduced()
         self.require_whole()
-        for attached in self._left_by(stepper):
+        left = self._left_by(stepper)
+        for attached in left:
             if attached.spent is not None and attached.get().grad is attached.spent:
                 raise _never_cleared(attached.spec.name, f"{stepper.name}.step()")
         if self._undo is not None:
@@ -481,16 +488,17 @@ class Transaction:
                 self._leave_out(stepper)
                 return
             self._validate(stepper)
+            left = self._left_by(stepper)
         applied = self._applied_by(stepper)
-        self._watch.stop(attached.get() for attached in applied)
+        parameters = [attached.get() for attached in applied]
+        self._watch.stop(parameters)
         try:
             if applied:
                 stepper.require_unchanged()
-            for attached in applied:
-                parameter = attached.get()
+            for attached, parameter in zip(applied, parameters, strict=True):
                 if attached.spent is None and self._undo is None:
                     continue  # nobody has come between: backward has not returned
-                if memory_of(parameter)._version != attached.version:
+                if _version(attached, parameter) != attached.version:
                     raise UncommittedStepError(
                         f"parameter {attached.spec.name!r} was written between backward() and optimizer.step(), but "
                         "backward had already updated it: the plain loop would have updated what was written. Change "
@@ -507,20 +515,20 @@ class Transaction:
             raise
         if self._undo is None:
             try:
-                self._require_finite(self._left_by(stepper))
+                self._require_finite(left)
             except NonFiniteGradientError as error:
                 self._tear(error)
                 raise
-            self._clip_rest(stepper)
-        self._apply_rest(stepper)
-        for attached in applied:
-            attached.get().grad = None
+            self._clip_rest(left)
+        self._apply_rest(stepper, left)
+        for parameter in parameters:
+            parameter.grad = None
         self._flushing = stepper
 
-    def _apply_rest(self, stepper: Stepper) -> None:
+    def _apply_rest(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
         """What backward did not apply is applied by torch, in one call. Its foreach kernels refuse plain tensors beside
         DTensors, and DTensors of several meshes, and it knows nothing of parts: such a rest is another bucket."""
-        rest = [a for a in self._left_by(stepper) if _gradient(a) is not None]
+        rest = [a for a in left if _gradient(a) is not None]
         if not rest:
             return
         parts = [a for a in rest if a.part is not None and a.part.alone]
@@ -572,11 +580,11 @@ class Transaction:
             attached.get().grad = None
         self._flushing = stepper
 
-    def _clip_rest(self, stepper: Stepper) -> None:
+    def _clip_rest(self, left: Sequence[AttachedParameter]) -> None:
         """What backward did not apply is applied by torch: a bucket of its own."""
         if self._clipping.policy is not None:
             self.know_total()
-            rest = [a.get() for a in self._left_by(stepper) if _gradient(a) is not None]
+            rest = [a.get() for a in left if _gradient(a) is not None]
             self._clipping.clip(rest)
 
     def commit(self, stepper: Stepper) -> None:
@@ -676,7 +684,7 @@ class Transaction:
             self._release()
             written = next((stepper for stepper in self._steppers if stepper.state_was_written), None)
             overwritten = [
-                a.spec.name for a in self.parameters if self.is_applied(a) and memory_of(a.get())._version != a.version
+                a.spec.name for a in self.parameters if self.is_applied(a) and _version(a, a.get()) != a.version
             ]
             for device in self._undo.devices:
                 with self.streams.on(device):
@@ -913,6 +921,10 @@ class Transaction:
             self._undo.forget_all()
         for stepper in self._steppers:
             stepper.abort()
+
+
+def _version(attached: AttachedParameter, parameter: torch.Tensor) -> int:
+    return (parameter if attached.mesh is None else memory_of(parameter))._version
 
 
 def _gradient(attached: AttachedParameter) -> torch.Tensor | None:

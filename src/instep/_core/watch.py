@@ -95,6 +95,7 @@ class Watch:
         self._values = None if values is None else weakref.WeakMethod(values)
         self._gradient = None if gradient is None else weakref.WeakMethod(gradient)
         self._classes: dict[type, type] = {}
+        self._made: dict[type, type] = {}  # the other way round
 
     @property
     def sees_gradients(self) -> bool:
@@ -104,14 +105,17 @@ class Watch:
     def start(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
             cls = type(parameter)
-            if not issubclass(cls, _Watched):
-                parameter.__class__ = self._classes.get(cls) or self._watched(cls)
+            made = self._classes.get(cls)
+            if made is not None:
+                parameter.__class__ = made
+            elif not issubclass(cls, _Watched):
+                parameter.__class__ = self._watched(cls)
 
     def stop(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
-            cls = type(parameter)
-            if issubclass(cls, _Watched) and cls._watch() is self:
-                parameter.__class__ = cls._plain
+            plain = self._made.get(type(parameter))
+            if plain is not None:
+                parameter.__class__ = plain
 
     def used(self, parameter: torch.Tensor, func: Any, about_grad: bool) -> None:
         ref = self._gradient if about_grad else self._values
@@ -129,6 +133,7 @@ class Watch:
         if _LOCAL in vars(cls):  # a DTensor: torch reads and replaces its local tensor without a torch function
             names[_LOCAL] = _watched_attribute(vars(cls)[_LOCAL])
         made = self._classes[cls] = type(cls.__name__, (_Watched, cls), names)
+        self._made[made] = cls
         return made
 
 

@@ -6,7 +6,7 @@ group, once it has reduced and sharded the gradients (``torch/distributed/fsdp/_
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -43,6 +43,12 @@ class LocalSource:
 
     Buckets first follow the model's order backwards; after the first step, the order in which gradients arrived.
     A bucket with a parameter that gets no gradient is never full: ``optimizer.step()`` steps the rest of it.
+
+    A hook on every parameter costs some microseconds for each. Once a step has gone in order, only the last of each
+    bucket to arrive keeps its hook, and speaks for the bucket: in a backward that began without any gradient, those
+    that are there are final, since a backward gives each parameter its gradient once. Anything else (accumulation,
+    another order, a gradient too few, nested backwards) is left to ``optimizer.step()`` once, and from then on every
+    parameter has its hook again.
     """
 
     def __init__(
@@ -64,6 +70,12 @@ class LocalSource:
         self._open_in: int | None = None
         self._noted: set[int] = set()
         self._unannounced: list[AttachedParameter] = []
+        self._in_order = all(attached.spec.group is None for attached in parameters)
+        self._speakers_only = False
+        self._began: int | None = (
+            None  # the last backward that was seen to begin; with speakers only, without gradients
+        )
+        self._announced: set[int] = set()
         self._fill([])
 
     @property
@@ -84,18 +96,47 @@ class LocalSource:
 
     def refresh(self) -> None:
         trainable = [attached for attached in self._parameters if attached.get().requires_grad]
-        if trainable == self._trainable:
-            return
-        for attached in trainable:
+        if trainable != self._trainable:
+            self._trainable = trainable
+            self._follows_observed = False
+            self._fill(reversed(trainable))
+            self._listen_to_all()
+        elif self._speakers_only and not self._in_order:
+            self._listen_to_all()
+        elif self._in_order and self._follows_observed and len(self._observed) == len(trainable):
+            self._listen_to_speakers()
+
+    def _listen_to_all(self) -> None:
+        if self._speakers_only:
+            self.disconnect()
+            self._speakers_only = False
+        for attached in self._trainable:
             if attached.spec.index not in self._handles:
-                hook = BoundHook(partial(self._accumulated, attached))
-                self._handles[attached.spec.index] = attached.get().register_post_accumulate_grad_hook(hook)
-        self._trainable = trainable
-        self._follows_observed = False
-        self._fill(reversed(trainable))
+                self._listen(attached, partial(self._accumulated, attached))
+
+    def _listen_to_speakers(self) -> None:
+        speakers = {self._bucket_of[attached.spec.index]: attached for attached in self._observed}
+        self.disconnect()
+        for number, attached in speakers.items():
+            self._listen(attached, partial(self._bucket_accumulated, number, attached))
+        self._speakers_only = True
+        self._observed = []
+
+    def _listen(self, attached: AttachedParameter, call: Callable[[torch.Tensor], None]) -> None:
+        handle = attached.get().register_post_accumulate_grad_hook(BoundHook(call))
+        self._handles[attached.spec.index] = handle
 
     def before_backward(self) -> None:
-        """Gradients of earlier backwards do not matter here."""
+        self._began = graph_task()
+        if not self._speakers_only:
+            return
+        if any(attached.get().grad is not None for attached in self._trainable):
+            self._in_order = False
+            return
+        self._announced.clear()
+        # After those that are asked for while this backward runs, DDP's among them.
+        forget = self._announced.clear
+        at_end_of_backward(partial(at_end_of_backward, self._announce_rest, forget), forget)
 
     def begin_step(self) -> None:
         if self._observed and self._sink.step_count and not self._follows_observed:
@@ -124,11 +165,14 @@ class LocalSource:
                 at_end_of_backward(self._apply_whole, self._drop_parts)
             self._in_parts[attached.spec.index] = attached
             return
-        index = attached.spec.index
-        noted = self._open_in is not None and self._open_in == graph_task() and index not in self._noted
+        index, task = attached.spec.index, graph_task()
+        if task != self._began:
+            self._in_order = False  # in a backward nested in another, or one that the model's outputs are no part of
+        noted = self._open_in is not None and self._open_in == task and index not in self._noted
         if noted:
             self._unannounced.append(attached)
         elif not (self._announce() and self._sink.arrive((attached,))):
+            self._in_order = False
             return
         self._noted.add(index)
         number = self._bucket_of.get(index)
@@ -140,6 +184,29 @@ class LocalSource:
             members = self._members[number]
             if self._sink.apply(members):
                 self._sink.spend(members)
+
+    def _bucket_accumulated(self, number: int, speaker: AttachedParameter, parameter: torch.Tensor) -> None:
+        members = self._members[number]
+        if self._began != graph_task() or any(attached.get().grad is None for attached in members):
+            self._in_order = False
+        if not self._in_order:
+            members = (speaker,)
+        self._announced.update([attached.spec.index for attached in members])
+        if not self._sink.arrive(members):
+            self._in_order = False
+        elif self._may_write() and self._in_order and self._sink.apply(members):
+            self._sink.spend(members)
+
+    def _announce_rest(self) -> None:
+        """This backward is over: what nobody spoke for is left to ``optimizer.step()``, which counts it."""
+        rest = [
+            attached
+            for attached in self._trainable
+            if attached.spec.index not in self._announced and attached.get().grad is not None
+        ]
+        if rest:
+            self._in_order = False
+            self._sink.arrive(rest)
 
     def _announce(self) -> bool:
         """Announce what was noted. ``False``: nothing of it must be written now."""

@@ -1,0 +1,220 @@
+"""After two steps in order, one parameter of each bucket speaks for all of it. Then something else comes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import instep
+from instep.errors import AccumulationError
+from tests.cases import batch
+from tests.parity.lockstep import SMALL, Lane, Refused, in_every_way, lockstep, loss_of
+
+ODD = (4, 5, 8)  # one by itself, two in a row
+STEPS = 11
+REENTRANT = Refused(RuntimeError, "untouched", match="use_reentrant=False")
+
+
+class Three(nn.Module):
+    """Three layers, of which the last two can be swapped, left out, run again in backward, or used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second, self.third = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 10)
+        self.mode = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).tanh()
+        if self.mode == "head only":
+            return self.head(y.detach())
+        layers = {"swapped": [self.third, self.second], "left out": [self.third]}.get(
+            self.mode, [self.second, self.third]
+        )
+        for layer in layers * (2 if "twice" in self.mode else 1):
+            y = checkpoint(layer, y, use_reentrant=True) if "nested" in self.mode else layer(y)
+            y = y.tanh()
+        return self.head(y)
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
+
+
+def usual(lane: Lane, i: int) -> None:
+    x, y = batch(i)
+    lane.learn(loss_of(lane.model(x), y))
+
+
+def by_mode(mode: str) -> Callable[[Lane, int], None]:
+    def step(lane: Lane, i: int) -> None:
+        lane.model.mode = mode if i in ODD else ""
+        usual(lane, i)
+
+    return step
+
+
+def from_elsewhere(lane: Lane, i: int) -> None:
+    """Gradients are there before backward, from somewhere else, and the order is another."""
+    lane.model.mode = "swapped" if i in ODD else ""
+    x, y = batch(i)
+    loss = loss_of(lane.model(x), y)
+    if i in ODD:
+        for parameter in lane.model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.25)
+    lane.learn(loss)
+
+
+def micro_batches(lane: Lane, i: int) -> None:
+    x, y = batch(i)
+    if i in ODD:
+        if lane.overlap is None:
+            loss_of(lane.model(x), y).backward()
+        else:
+            with lane.overlap.accumulate():
+                loss_of(lane.model(x), y).backward()
+    lane.learn(loss_of(lane.model(-x), y))
+
+
+def all_forwards_first(lane: Lane, i: int) -> None:
+    """The second backward is in another order, and finds the gradients of the first."""
+    x, y = batch(i)
+    if i not in ODD:
+        usual(lane, i)
+        return
+    first = loss_of(lane.model(x), y)
+    lane.model.mode = "swapped"
+    last = loss_of(lane.model(-x), y)
+    lane.model.mode = ""
+    if lane.overlap is None:
+        first.backward()
+    else:
+        with lane.overlap.accumulate():
+            first.backward()
+    lane.learn(last)
+
+
+def without_its_forward(lane: Lane, i: int) -> None:
+    x, y = batch(i)
+    model = lane.model
+    if i in ODD:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.25)
+        for layer in (model.first, model.third, model.second):
+            x = layer(x).tanh()
+        lane.learn(loss_of(model.head(x), y))
+    else:
+        lane.learn(loss_of(model(x), y))
+
+
+def frozen_for_a_while(lane: Lane, i: int) -> None:
+    lane.model.second.requires_grad_(i not in ODD)
+    usual(lane, i)
+
+
+def frozen_after_forward(lane: Lane, i: int) -> None:
+    x, y = batch(i)
+    loss = loss_of(lane.model(x), y)
+    lane.model.third.weight.requires_grad_(i not in ODD)
+    lane.learn(loss)
+    lane.model.third.weight.requires_grad_(True)
+
+
+def with_a_penalty(lane: Lane, i: int) -> None:
+    """A gradient of the first parameter that arrives before the model's output gets its own."""
+    x, y = batch(i)
+    loss = loss_of(lane.model(x), y)
+    lane.learn(loss + 0.1 * lane.model.first.weight.square().sum() if i in ODD else loss)
+
+
+def asked_about(lane: Lane, i: int) -> None:
+    x, y = batch(i)
+    loss = loss_of(lane.model(x), y)
+    if i in ODD:
+        torch.autograd.grad(loss, list(lane.model.parameters()), retain_graph=True)
+    lane.learn(loss)
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Three()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+STEPS_OF = {
+    "usual": usual,
+    "another order": by_mode("swapped"),
+    "one unused": by_mode("left out"),
+    "none that speaks": by_mode("head only"),
+    "used twice": by_mode("twice"),
+    "nested backwards": by_mode("nested"),
+    "a gradient from elsewhere": from_elsewhere,
+    "micro-batches": micro_batches,
+    "all forwards first": all_forwards_first,
+    "without the model's forward": without_its_forward,
+    "frozen": frozen_for_a_while,
+    "frozen after forward": frozen_after_forward,
+    "penalty": with_a_penalty,
+    "autograd.grad": asked_about,
+}
+
+
+@pytest.mark.parametrize("what", list(STEPS_OF))
+@pytest.mark.parametrize("bucket_bytes", [SMALL, 10 * SMALL])
+@in_every_way
+def test_equal_to_the_plain_loop(way: str, bucket_bytes: int, what: str) -> None:
+    refused = {"two_pass": REENTRANT} if what == "nested backwards" else {}
+    lane = lockstep(way, build, STEPS_OF[what], steps=STEPS, refused=refused, bucket_bytes=bucket_bytes)
+    assert way in refused or lane.overlap.step_count == STEPS
+
+
+def test_one_hook_for_each_bucket_until_something_else_comes() -> None:
+    model, optimizer = build()
+    with instep.attach(model, optimizer, bucket_bytes=SMALL) as overlap:
+        everything = sum(1 for _ in model.parameters())
+        found = []
+        for i in range(STEPS):
+            model.mode = "swapped" if i == ODD[0] else ""
+            x, y = batch(i)
+            loss_of(model(x), y).backward()
+            found.append((hooks_of(model), sum(type(p.grad) is torch.Tensor for p in model.parameters())))
+            optimizer.step()
+            optimizer.zero_grad()
+        buckets = len(overlap.plan.buckets)
+    assert buckets < everything
+    for i, (hooks, unapplied) in enumerate(found):
+        assert hooks == (buckets if 2 <= i <= ODD[0] else everything), i
+        # In the odd one what comes out of order is left to optimizer.step().
+        assert (unapplied > 0) == (i == ODD[0]), i
+
+
+def test_nested_backwards_keep_every_hook() -> None:
+    model, optimizer = build()
+    model.mode = "nested"
+    with instep.attach(model, optimizer, bucket_bytes=SMALL):
+        for i in range(5):
+            x, y = batch(i)
+            loss_of(model(x), y).backward()
+            assert hooks_of(model) == sum(1 for _ in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_gradient_in_parts_is_refused_as_before() -> None:
+    """Reentrant checkpointing that visits a parameter twice: the first time cannot be told from the last."""
+    model, optimizer = build()
+    with instep.attach(model, optimizer, bucket_bytes=SMALL):
+        for i in range(STEPS):
+            model.mode = "" if i < ODD[0] else "nested twice"
+            x, y = batch(i)
+            loss = loss_of(model(x), y)
+            if i < ODD[0]:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                with pytest.raises(AccumulationError, match="use_reentrant=False"):
+                    loss.backward()
+                break
