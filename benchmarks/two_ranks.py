@@ -8,8 +8,9 @@ and removed here). All variants train the same GPT on the same batches with fuse
 in turn. Weights and optimizer state of all of them must be equal to plain DDP's, bit for bit, on both ranks, or nothing
 is printed. The table: the time of an iteration; the ratio of plain DDP's time to it, above 1 where a variant is faster,
 as median [p10, p90] of the rounds; and the *exposed* time of the optimizer as a share of plain DDP's: what of it is
-left when the time of the same loop without any optimizer is taken off. Rounds in which other processes took 15% of a
-core or more are left out.
+left when the time of the same loop without any optimizer is taken off. Below it, what no overlap of any kind can beat:
+the time of the collectives by themselves, and that of all work that has to share the core. Rounds in which other
+processes took 15% of a core or more are left out.
 """
 
 import argparse
@@ -193,6 +194,22 @@ def say(gbits: float, found: dict[str, Any]) -> None:
         print(
             f"  {name:30} {1e3 * seconds['median']:8.1f} ms   {Spread(**found['ratio'][name])}  {exposed}", flush=True
         )
+    if "parts" in found:
+        say_bound(found)
+
+
+def say_bound(found: dict[str, Any]) -> None:
+    parts, nbytes = found["parts"], sum(found["parts"]["bucket_bytes"])
+    link = nbytes * parts["link_per_byte"]
+    gloo = nbytes * parts["communication_cpu_per_byte"]
+    core = parts["forward"] + parts["backward"] + parts["step"] + gloo
+    bound = max(link, core)
+    print(
+        f"  bound of any overlap: {1e3 * bound:.1f} ms (collectives alone {1e3 * link:.1f}, the core's work "
+        f"{1e3 * core:.1f}), plain / bound {found['seconds'][PLAIN]['median'] / bound:.3f}; bound / measured:",
+        ", ".join(f"{name} {bound / seconds['median']:.2f}" for name, seconds in found["seconds"].items()),
+        flush=True,
+    )
 
 
 def main() -> None:
