@@ -2,6 +2,7 @@
 
     python benchmarks/one_device.py                    # 1,000 small tensors; a GPT in float32 and bfloat16
     python benchmarks/one_device.py --picture one_device.svg
+    pip install torchtune torchao lomo-optim           # peers that are left out where they are not installed
 
 On one core, where nothing can be hidden: the question is what the bookkeeping costs, and what memory is saved for it.
 Every variant trains the same model on the same batches, step by step in turn; weights and optimizer state must be equal
@@ -16,6 +17,7 @@ import argparse
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -135,6 +137,34 @@ def optimi(model: Model) -> Plain:
     return Released()
 
 
+class Torchtune(Plain):
+    """torchtune's wrapper: one optimizer per parameter."""
+
+    def __init__(self, model: Model) -> None:
+        from torchtune.training import create_optim_in_bwd_wrapper, register_optim_in_bwd_hooks
+
+        super().__init__(model)
+        each = {p: torch.optim.AdamW([p], **OPTIONS) for p in self.model.parameters()}
+        register_optim_in_bwd_hooks(model=self.model, optim_dict=each)
+        self.wrapper = create_optim_in_bwd_wrapper(model=self.model, optim_dict=each)
+
+    def step(self, tokens: torch.Tensor) -> None:
+        self.made.loss(self.model, tokens).backward()
+
+
+class Lomo(Plain):
+    """LOMO's update is plain gradient descent: less work than AdamW's, and no state."""
+
+    def __init__(self, model: Model) -> None:
+        from lomo_optim import Lomo
+
+        super().__init__(model)
+        self.fused = Lomo(self.model, lr=1e-4)
+
+    def step(self, tokens: torch.Tensor) -> None:
+        self.fused.fused_backward(self.made.loss(self.model, tokens), 1e-4)
+
+
 def foreach(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, foreach=True)
 
@@ -152,8 +182,12 @@ PEERS: dict[str, Callable[[Model], Plain]] = {
     "torch in backward, fused": lambda model: InBackward(model, _apply_optimizer_in_backward),
     "torch in backward": lambda model: InBackward(model, _apply_optimizer_in_backward, fused=False),
     "optimi gradient release": optimi,
+    "torchtune, fused": Torchtune,
+    "LOMO (gradient descent)": Lomo,
     "no optimizer": NoOptimizer,
 }
+NEEDS = {"optimi gradient release": "optimi", "torchtune, fused": "torchtune", "LOMO (gradient descent)": "lomo_optim"}
+PEERS = {name: make for name, make in PEERS.items() if name not in NEEDS or find_spec(NEEDS[name]) is not None}
 SIZES = {f"buckets of {mib:g} MiB": bucket(mib) for mib in BUCKETS_MIB}
 EQUAL = {PLAIN, "backward", "forward", *SIZES}
 
@@ -219,26 +253,37 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=12)
+    parser.add_argument("--variants", nargs="+", default=list(PEERS), help="only these, beside the plain loop")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of the GPT")
+    parser.add_argument("--times-only", action="store_true", help="no sizes of buckets, no memory")
     parser.add_argument("--picture", type=Path, help="draw the time and size of buckets there, as SVG")
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     shape = Shape(options.width, options.depth, heads=8)
+    variants = {name: PEERS[name] for name in dict.fromkeys([PLAIN, *options.variants])}
     say_times(
         "1,000 tensors of 1,000 elements",
         processor_times(
-            Model("small tensors", lambda: Tensors(1000, 1000), small_inputs, lambda m, x: m(x)), PEERS, options.rounds
+            Model("small tensors", lambda: Tensors(1000, 1000), small_inputs, lambda m, x: m(x)),
+            variants,
+            options.rounds,
         ),
     )
     curves = {}
-    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+    for name in options.dtypes:
+        dtype = getattr(torch, name)
         model = gpt(f"GPT in {name}", dtype, shape, rows=2)
         count = sum(p.numel() for p in model.make().parameters())
-        say_times(f"{model.name}, {count / 1e6:.0f} M parameters", processor_times(model, PEERS, options.rounds))
+        say_times(f"{model.name}, {count / 1e6:.0f} M parameters", processor_times(model, variants, options.rounds))
+        if options.times_only:
+            continue
         sizes = processor_times(model, {PLAIN: Plain, **SIZES}, options.rounds)
         found = say_times(f"{model.name}, by size of bucket", sizes)
         curves[name] = {mib: found[size] for mib, size in zip(BUCKETS_MIB, SIZES, strict=True)}
         say_memory(gpt(model.name, dtype, shape, rows=1, tokens=16))
+    if options.times_only:
+        return
     say_memory(gpt("GPT in float32, long context", torch.float32, shape, rows=32))
     if options.picture:
         picture(options.picture, "One core, one device", curves, "bucket, MiB", "plain / instep, processor time")
