@@ -5,11 +5,13 @@ plain loop pays page faults for gradients that it frees and gets back each step,
 users, but it is no overlap.
 """
 
+import argparse
 import os
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any, Protocol
@@ -165,6 +167,21 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Of the demo's model, or one like it."""
     logits = model(tokens[:, :-1])
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def picture_path(value: str) -> Path:
+    """Of an option: refused before anything has run where the picture could not be drawn."""
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("pictures need matplotlib: pip install 'instep[report]'")
+    return Path(value)
+
+
+def busy_seconds(core: int) -> float:
+    """How long ``core`` has been at work since the machine started: for processes, and for the kernel, whose work on
+    what arrives from a network is no process's. Time that another guest of the machine took is not."""
+    line = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith(f"cpu{core} "))
+    user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, line.split()[1:])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def picture(path: Path, title: str, lines: Mapping[str, Mapping[float, Spread]], across: str, up: str) -> None:

@@ -2,7 +2,7 @@
 
     python benchmarks/one_device.py                    # 1,000 small tensors; a GPT in float32 and bfloat16
     python benchmarks/one_device.py --picture one_device.svg
-    pip install torchtune torchao lomo-optim           # peers that are left out where they are not installed
+    pip install torchtune torchao==0.15.0 lomo-optim   # peers that are left out where they are not installed
 
 On one core, where nothing can be hidden: the question is what the bookkeeping costs, and what memory is saved for it.
 Every variant trains the same model on the same batches, step by step in turn; weights and optimizer state must be equal
@@ -18,12 +18,11 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from time import process_time
 from typing import Any
 
 import torch
-from measure import Spread, batches, loss_of, picture, ratio, require_equal, spread
+from measure import Spread, batches, loss_of, picture, picture_path, ratio, require_equal, spread
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
@@ -256,7 +255,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=list(PEERS), help="only these, beside the plain loop")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of the GPT")
     parser.add_argument("--times-only", action="store_true", help="no sizes of buckets, no memory")
-    parser.add_argument("--picture", type=Path, help="draw the time and size of buckets there, as SVG")
+    parser.add_argument("--picture", type=picture_path, help="draw the time and size of buckets there, as SVG")
     options = parser.parse_args()
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

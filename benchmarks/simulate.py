@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from measure import Spread, picture
+from measure import Spread, picture, picture_path
 
 from instep.report.iteration import SCHEDULES, Host, Link, Schedule, Work, bound, iteration_seconds
 
@@ -135,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--measured", type=Path, help="compare with these times, as two_ranks.py --json writes them")
-    what.add_argument("--picture", type=Path, help="draw the ratios there, as SVG, for the first of --ranks")
+    what.add_argument("--picture", type=picture_path, help="draw the ratios there, as SVG, for the first of --ranks")
     parser.add_argument("--latency-us", type=float, default=20.0, help="from one rank to another")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
     parser.add_argument("--gbits", type=float, nargs="+", default=[1.0, 10.0, 25.0, 100.0, 400.0], help="of each GPU")

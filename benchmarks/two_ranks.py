@@ -15,6 +15,7 @@ processes took 15% of a core or more are left out.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -25,7 +26,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from link import two_namespaces
-from measure import Spread, batches, highest, interleave, loss_of, picture, ratio, require_equal, spread
+from measure import (
+    Spread,
+    batches,
+    busy_seconds,
+    highest,
+    interleave,
+    loss_of,
+    picture,
+    picture_path,
+    ratio,
+    require_equal,
+    spread,
+)
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -157,12 +170,14 @@ def record(loops: dict[str, Plain], tokens: Iterator[torch.Tensor], directory: P
 
 
 def parts(loop: Plain, tokens: Iterator[torch.Tensor], bucket_mib: float) -> dict[str, float]:
-    """Seconds of processor time that forward, backward and step take by themselves, and gloo for each byte, of the rank
-    where each takes longest; and seconds for each byte of the link, when nothing else is done. For ``simulate.py``."""
+    """Seconds of processor time that forward, backward and step take by themselves, and gloo and the kernel for each
+    byte, of the rank where each takes longest; and seconds for each byte of the link, when nothing else is done. For
+    ``simulate.py``."""
     assert isinstance(loop.model, DistributedDataParallel)
     times: dict[str, list[float]] = {"forward": [], "backward": [], "step": [], "communication_cpu_per_byte": []}
     times["link_per_byte"] = []
-    buckets = [torch.zeros(int(bucket_mib * MIB / 4)) for _ in range(8)]
+    (core,) = os.sched_getaffinity(0)
+    buckets = [torch.zeros(int(bucket_mib * MIB / 4)) for _ in range(24)]
     nbytes = sum(bucket.nbytes for bucket in buckets)
     for _ in range(8):
         with loop.model.no_sync():
@@ -177,11 +192,12 @@ def parts(loop: Plain, tokens: Iterator[torch.Tensor], bucket_mib: float) -> dic
             times[name].append(end - start)
         loop.optimizer.zero_grad()
         dist.barrier()
-        started = process_time(), perf_counter()
+        started = process_time(), busy_seconds(core), perf_counter()
         for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
             work.wait()
-        times["communication_cpu_per_byte"].append((process_time() - started[0]) / nbytes)
-        times["link_per_byte"].append((perf_counter() - started[1]) / nbytes)
+        busy = max(process_time() - started[0], busy_seconds(core) - started[1])  # the kernel counts in hundredths
+        times["communication_cpu_per_byte"].append(busy / nbytes)
+        times["link_per_byte"].append((perf_counter() - started[2]) / nbytes)
     slowest = highest([spread(seconds).median for seconds in times.values()])
     return dict(zip(times, slowest, strict=True))
 
@@ -226,7 +242,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=[])
     parser.add_argument("--json", type=Path, help="write everything there")
     parser.add_argument("--record", type=Path, help="write recordings for `instep report` to this directory")
-    parser.add_argument("--picture", type=Path, help="draw the ratios there, as SVG")
+    parser.add_argument("--picture", type=picture_path, help="draw the ratios there, as SVG")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
