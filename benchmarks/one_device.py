@@ -174,6 +174,7 @@ def bucket(mib: float) -> Callable[[Model], Plain]:
 
 PEERS: dict[str, Callable[[Model], Plain]] = {
     PLAIN: Plain,
+    "plain, again": Plain,  # how much of a difference is chance: where tensors happen to lie
     "plain, foreach": lambda model: Plain(model, optimizer=foreach),
     "backward": lambda model: Plain(model, {}),
     "forward": lambda model: Plain(model, {"schedule": "forward"}),
@@ -188,7 +189,7 @@ PEERS: dict[str, Callable[[Model], Plain]] = {
 NEEDS = {"optimi gradient release": "optimi", "torchtune, fused": "torchtune", "LOMO (gradient descent)": "lomo_optim"}
 PEERS = {name: make for name, make in PEERS.items() if name not in NEEDS or find_spec(NEEDS[name]) is not None}
 SIZES = {f"buckets of {mib:g} MiB": bucket(mib) for mib in BUCKETS_MIB}
-EQUAL = {PLAIN, "backward", "forward", *SIZES}
+EQUAL = {PLAIN, "plain, again", "backward", "forward", *SIZES}
 
 
 def processor_times(model: Model, variants: dict[str, Callable[[Model], Plain]], rounds: int) -> dict[str, list[float]]:
