@@ -1149,8 +1149,8 @@ MUTANTS = [
     Mutant(
         "let one parameter speak for a bucket that has gradients from before",
         "sources/local.py",
-        "if any(attached.get().grad is not None for",
-        "if False and any(attached.get().grad is not None for",
+        "elif self._began is not None or any(attached.get().grad is not None for attached in self._trainable):",
+        "elif self._began is not None:",
         SPEAKERS,
     ),
     Mutant(

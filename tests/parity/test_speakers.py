@@ -138,6 +138,19 @@ def asked_about(lane: Lane, i: int) -> None:
     lane.learn(loss)
 
 
+def asked_about_in_backward(lane: Lane, i: int) -> None:
+    """A hook of the user's runs through another graph of the model while backward runs."""
+    x, y = batch(i)
+    other, out = loss_of(lane.model(-x), y), lane.model(x)
+    if i in ODD:
+
+        def ask(_: torch.Tensor) -> None:
+            torch.autograd.grad(other, list(lane.model.parameters()), retain_graph=True)
+
+        out.register_hook(ask)
+    lane.learn(loss_of(out, y))
+
+
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = Three()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -158,6 +171,7 @@ STEPS_OF = {
     "frozen after forward": frozen_after_forward,
     "penalty": with_a_penalty,
     "autograd.grad": asked_about,
+    "autograd.grad in backward": asked_about_in_backward,
 }
 
 

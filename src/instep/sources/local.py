@@ -72,9 +72,8 @@ class LocalSource:
         self._unannounced: list[AttachedParameter] = []
         self._in_order = all(attached.spec.group is None for attached in parameters)
         self._speakers_only = False
-        self._began: int | None = (
-            None  # the last backward that was seen to begin; with speakers only, without gradients
-        )
+        # The last backward that was seen to begin; with speakers only, while it runs, if it began without gradients.
+        self._began: int | None = None
         self._announced: set[int] = set()
         self._fill([])
 
@@ -121,22 +120,21 @@ class LocalSource:
             self._listen(attached, partial(self._bucket_accumulated, number, attached))
         self._speakers_only = True
         self._observed = []
+        self._began = None
 
     def _listen(self, attached: AttachedParameter, call: Callable[[torch.Tensor], None]) -> None:
         handle = attached.get().register_post_accumulate_grad_hook(BoundHook(call))
         self._handles[attached.spec.index] = handle
 
     def before_backward(self) -> None:
-        self._began = graph_task()
         if not self._speakers_only:
-            return
-        if any(attached.get().grad is not None for attached in self._trainable):
-            self._in_order = False
-            return
-        self._announced.clear()
-        # After those that are asked for while this backward runs, DDP's among them.
-        forget = self._announced.clear
-        at_end_of_backward(partial(at_end_of_backward, self._announce_rest, forget), forget)
+            self._began = graph_task()
+        elif self._began is not None or any(attached.get().grad is not None for attached in self._trainable):
+            self._in_order = False  # nested in another, or with gradients from before
+        else:
+            self._began = graph_task()
+            # After those that are asked for while this backward runs, DDP's among them.
+            at_end_of_backward(partial(at_end_of_backward, self._announce_rest, self._forget), self._forget)
 
     def begin_step(self) -> None:
         if self._observed and self._sink.step_count and not self._follows_observed:
@@ -204,9 +202,14 @@ class LocalSource:
             for attached in self._trainable
             if attached.spec.index not in self._announced and attached.get().grad is not None
         ]
+        self._forget()
         if rest:
             self._in_order = False
             self._sink.arrive(rest)
+
+    def _forget(self) -> None:
+        self._began = None
+        self._announced.clear()
 
     def _announce(self) -> bool:
         """Announce what was noted. ``False``: nothing of it must be written now."""
