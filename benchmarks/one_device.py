@@ -253,8 +253,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=12)
-    parser.add_argument("--variants", nargs="+", default=list(PEERS), help="only these, beside the plain loop")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of the GPT")
+    parser.add_argument("--variants", nargs="+", choices=PEERS, default=list(PEERS), help="beside the plain loop")
+    dtypes = ["float32", "bfloat16"]
+    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes, help="of the GPT")
     parser.add_argument("--times-only", action="store_true", help="no sizes of buckets, no memory")
     parser.add_argument("--picture", type=picture_path, help="draw the time and size of buckets there, as SVG")
     options = parser.parse_args()

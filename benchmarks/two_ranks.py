@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--variants", nargs="+", default=[])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[], help="all, unless told")
     parser.add_argument("--json", type=Path, help="write everything there")
     parser.add_argument("--record", type=Path, help="write recordings for `instep report` to this directory")
     parser.add_argument("--picture", type=picture_path, help="draw the ratios there, as SVG")
