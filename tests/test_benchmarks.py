@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-SMALL = ["--rounds", "1", "--width", "32", "--depth", "1"]
+SMALL = ["--rounds", "1", "--width", "48", "--depth", "1"]  # for six heads, and for eight
 needs_namespaces = pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root, and iproute2"
 )
