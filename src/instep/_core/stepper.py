@@ -118,11 +118,12 @@ class Stepper:
                 for p, own, part in zip(parameters, owned, parts, strict=True):
                     if part is not None and p in shadow.state:
                         shadow.state[p] = _whole_of(shadow.state[p], optimizer.state.get(own), part)
-            if len(shadow.state) != len(before_step) or not all(map(is_, shadow.state.values(), before_step)):
-                made = {own: shadow.state[p] for p, own in zip(parameters, owned, strict=True) if p in shadow.state}
-                optimizer.state.update(made)
-                entries = list(map(optimizer.state.get, owned))
-            elif parts is not None:
+            made = len(shadow.state) != len(before_step) or not all(map(is_, shadow.state.values(), before_step))
+            if made:
+                optimizer.state.update(
+                    (own, shadow.state[p]) for p, own in zip(parameters, owned, strict=True) if p in shadow.state
+                )
+            if made or parts is not None:
                 entries = list(map(optimizer.state.get, owned))
             torch.autograd.graph.increment_version(parameters)
             if parts is not None:
