@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -44,7 +45,9 @@ def sampled(names: Iterable[str], every: int, ways: Iterable[str] = tuple(WAYS))
     return found
 
 
+@cache
 def mesh(*sizes: int) -> Any:
+    """One of each shape in a process: each makes groups, whose threads are there to stay, and wake all the time."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return init_device_mesh(device, sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
 

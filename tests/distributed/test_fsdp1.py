@@ -21,7 +21,7 @@ import instep
 from instep.errors import AccumulationError, AttachError, SpentGradientError
 from tests.cases import Blocks, optimizer_cases, two_groups
 from tests.distributed.pool import RankPool
-from tests.distributed.sharded import Loop, both, in_every_way, sampled
+from tests.distributed.sharded import Loop, both, in_every_way, mesh, sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -84,9 +84,7 @@ def test_models_and_how_they_are_sharded(two_ranks: RankPool, name: str, way: st
 
 
 def hybrid(strategy: ShardingStrategy, way: str) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    both(way, partial(fsdp1, sharding_strategy=strategy, device_mesh=init_device_mesh("cpu", (2, 2))), adamw)
+    both(way, partial(fsdp1, sharding_strategy=strategy, device_mesh=mesh(2, 2)), adamw)
 
 
 @in_every_way

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
@@ -36,7 +35,7 @@ from instep.errors import TornStepError
 from instep.verification import first_difference
 from tests.cases import Blocks, two_groups
 from tests.distributed.pool import RankPool
-from tests.distributed.sharded import WAYS, Loop, nested, parameters_of
+from tests.distributed.sharded import WAYS, Loop, mesh, nested, parameters_of
 from tests.late import late_updates
 
 warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
@@ -161,7 +160,7 @@ def fsdp1_low(model: nn.Module) -> nn.Module:
 
 
 def hsdp(model: nn.Module) -> nn.Module:
-    return nested(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
+    return nested(model, mesh=mesh(2, 2))
 
 
 low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

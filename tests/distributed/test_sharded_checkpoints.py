@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import instep
@@ -41,7 +40,7 @@ in_each_way = pytest.mark.parametrize("way", ["backward", "late", pytest.param("
 
 def fsdp1_with_mesh(model: nn.Module) -> nn.Module:
     """With a mesh its sharded checkpoints are of DTensors."""
-    return fsdp1(model, device_mesh=init_device_mesh(mesh(1).device_type, (dist.get_world_size(),)))
+    return fsdp1(model, device_mesh=mesh(dist.get_world_size()))
 
 
 SHARDS: dict[str, Callable[[nn.Module], nn.Module]] = {
