@@ -884,7 +884,8 @@ class Attachment:
             if self._zero is not None and mine and not isinstance(ddp, Replicated):
                 reduced = [a for a in mine if a.part is not None]
                 dtype = _reduce_dtype(options)
-                sources.append(self._zero.source(self._arrival if sink is None else sink, reduced, ddp, dtype))
+                told = self._arrival if sink is None else sink
+                sources.append(self._zero.source(told, reduced, ddp, self._accumulation, dtype))
             elif mine and options.cross_iteration and isinstance(ddp, DistributedDataParallel):
                 recorder = functools.partial(_recorder_of, weakref.ref(self._step))
                 sources.append(CrossingSource(mine, ddp, _reduce_dtype(options), recorder))

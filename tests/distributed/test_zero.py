@@ -1,6 +1,7 @@
 """``shard_state=True``: the parameters and the whole state are those of plain DDP with the plain optimizer."""
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -15,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import AccumulationError, AttachError
+from instep.planning.live_bytes import LiveBytes
+from instep.sources.state_shards import StateShards
 from tests.cases import Blocks, Sometimes, Tied, batch, optimizer_cases, two_groups, weights
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, loss_of, sampled
@@ -72,11 +75,13 @@ def both(
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     step: Step = Loop.learn,
     build: Callable[[], nn.Module] = Blocks,
-    wrap: Callable[[nn.Module], nn.Module] = ddp,
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
     steps: int = 5,
     equal: Callable[[torch.Tensor, torch.Tensor], bool] = torch.equal,
     **options: Any,
 ) -> Loop:
+    # Both receive into DDP's buckets: one since it hands out no gradients, the other since these are views of them.
+    wrap = wrap or partial(ddp, gradient_as_bucket_view=way != "backward")
     loops = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -136,6 +141,71 @@ def test_each_rank_has_its_share_of_the_state(two_ranks: RankPool, way: str) -> 
     shares = two_ranks.run(halves, way)
     assert sum(here for here, _ in shares) == shares[0][1]
     assert max(here for here, _ in shares) < 0.52 * shares[0][1]
+
+
+def kept_by_backward(way: str) -> tuple[int, int]:
+    """How many bytes there are more after it than before, and how many there are of gradients."""
+    with LiveBytes() as live:
+        loop = Loop(ddp(Blocks(), gradient_as_bucket_view=True), None)
+        loop.optimizer = adamw(loop.model)
+        with instep.attach(loop.model, loop.optimizer, shard_state=True, **WAYS[way]):
+            for i in range(3):
+                loop.learn(i)
+            before = live.now
+            loss_of(loop.model(batch(3)[0]), batch(3)[1]).backward()
+            after = live.now
+            loop.optimizer.step()
+    return after - before, sum(p.nbytes for p in loop.model.parameters())
+
+
+@pytest.mark.parametrize("way", ["backward", "forward"])
+def test_backward_keeps_nothing_but_ddps_own_buckets(two_ranks: RankPool, way: str) -> None:
+    for kept, gradients in two_ranks.run(kept_by_backward, way):
+        assert kept < gradients / 20
+
+
+def kept_of_what_was_sent() -> int:
+    model = ddp(Blocks())
+    shards = StateShards(model)
+    parameters = list(model.parameters())
+    parts = [shards.part_of(p, adamw(model)) for p in parameters]
+    with LiveBytes(parameters) as live:
+        scattered = shards.scatter([torch.ones_like(p) for p in parameters], parts, 2, torch.float32)
+        there = live.now
+        until = time.monotonic() + 30
+        while not scattered.let_go():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        kept = live.now
+    assert all(torch.equal(g.to_local(), torch.ones_like(g.to_local())) for g in scattered.gradients(parameters))
+    size = sum(p.nbytes for p in parameters)
+    assert 1.9 * size < there < 2.1 * size
+    return kept - there + size
+
+
+def test_what_was_sent_is_let_go(two_ranks: RankPool) -> None:
+    for kept in two_ranks.run(kept_of_what_was_sent):
+        assert kept <= 0
+
+
+def kept_by_the_loop() -> list[bool]:
+    loop = Loop(ddp(Blocks()), None)
+    loop.optimizer = adamw(loop.model)
+    with instep.attach(loop.model, loop.optimizer, shard_state=True, schedule="forward"):
+        loop.learn(0)
+        loop.backward(1)
+        kept = [p.grad.to_local() for p in loop.model.parameters()]
+        expected = [gradient.clone() for gradient in kept]
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        loop.learn(2)
+    return list(map(torch.equal, kept, expected))
+
+
+def test_gradients_that_the_loop_keeps_stay_as_they_were(two_ranks: RankPool) -> None:
+    """As in the plain loop, where they are no views of buckets."""
+    for stayed in two_ranks.run(kept_by_the_loop):
+        assert all(stayed)
 
 
 class OfMine(torch.optim.AdamW):
@@ -261,6 +331,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "static graph": {"wrap": partial(ddp, static_graph=True)},
     "one bucket": {"wrap": partial(ddp, bucket_cap_mb=25)},
     "find unused": {"wrap": partial(ddp, find_unused_parameters=True)},
+    "find unused, bucket views": {"wrap": partial(ddp, find_unused_parameters=True, gradient_as_bucket_view=True)},
     "amsgrad": {"make_optimizer": partial(adamw, amsgrad=True)},
     "low precision": {},
 }
@@ -276,7 +347,7 @@ def test_models(two_ranks: RankPool, name: str, way: str) -> None:
     two_ranks.run(one_model, name, way)
 
 
-def experts(way: str) -> None:
+def experts(way: str, views: bool) -> None:
     """Each rank picks its own expert; some iterations use none."""
 
     def step(loop: Loop, i: int) -> None:
@@ -286,12 +357,19 @@ def experts(way: str) -> None:
         loop.optimizer.step()
         loop.optimizer.zero_grad()
 
-    both(way, step=step, build=Sometimes, wrap=partial(ddp, find_unused_parameters=True), steps=6)
+    both(
+        way,
+        step=step,
+        build=Sometimes,
+        wrap=partial(ddp, find_unused_parameters=True, gradient_as_bucket_view=views),
+        steps=6,
+    )
 
 
 @in_every_way
-def test_parameters_that_some_ranks_do_not_use(two_ranks: RankPool, way: str) -> None:
-    two_ranks.run(experts, way)
+@pytest.mark.parametrize("views", [False, True])
+def test_parameters_that_some_ranks_do_not_use(two_ranks: RankPool, way: str, views: bool) -> None:
+    two_ranks.run(experts, way, views)
 
 
 def tied(way: str) -> None:
@@ -325,6 +403,14 @@ def counted(loop: Loop, i: int) -> None:
         loop.learn(3 * i + 2)
 
 
+def added_to_a_mean(loop: Loop, i: int) -> None:
+    """DDP asks in its forward whether it is to communicate."""
+    loss = loop.loss(2 * i)
+    with nullcontext() if loop.overlap is None else loop.overlap.accumulate():
+        loss.backward()
+    loop.learn(2 * i + 1)
+
+
 def scheduled(loop: Loop, i: int) -> None:
     loop.learn(i)
     for group in loop.optimizer.param_groups:
@@ -356,6 +442,7 @@ def skipped(loop: Loop, i: int) -> None:
 LOOPS: dict[str, tuple[Step, dict[str, Any]]] = {
     "no_sync": (micro_batches, {}),
     "accumulation_steps": (counted, {"accumulation_steps": 3}),
+    "accumulate() around backward alone": (added_to_a_mean, {}),
     "scheduled": (scheduled, {}),
     "evaluated": (evaluated, {}),
     "state_dict()": (saved, {}),

@@ -699,6 +699,27 @@ MUTANTS = [
         ZERO,
     ),
     Mutant(
+        "keep what was sent",
+        "sources/state_shards.py",
+        "            self._works = []  # they keep what was sent\n",
+        "            pass\n",
+        ZERO,
+    ),
+    Mutant(
+        "scatter what is only to be added to",
+        "sources/zero.py",
+        "        if self._accumulation.is_held:\n",
+        "        if False:\n",
+        ZERO,
+    ),
+    Mutant(
+        "receive into buckets where .grad is no view of them",
+        "sources/zero.py",
+        "self._in_place = ddp.gradient_as_bucket_view or not self._late",
+        "self._in_place = True",
+        ZERO,
+    ),
+    Mutant(
         "leave the other ranks' rows as they are",
         "sources/state_shards.py",
         "_copy([(rows, flat) for flat, rows in _in_rows(received, members)])",

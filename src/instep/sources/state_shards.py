@@ -5,6 +5,7 @@ divides them. Otherwise (Muon, Adafactor, optimizers of others) each parameter i
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -169,34 +170,46 @@ class StateShards:
         return Whole(owner, self.mesh)
 
     def scatter(
-        self, gradients: Sequence[torch.Tensor], parts: Sequence[Part], divisor: int, dtype: torch.dtype
+        self,
+        gradients: Sequence[torch.Tensor],
+        parts: Sequence[Part],
+        divisor: int,
+        dtype: torch.dtype,
+        room: torch.Tensor | None = None,
     ) -> "Scattered":
-        """Send each rank its part of the mean of ``gradients`` over all ranks, computed and sent in ``dtype``."""
+        """Send each rank its part of the mean of ``gradients`` over all ranks, computed and sent in ``dtype``.
+
+        Args:
+            room: where rows may be received: the memory of ``gradients``, if nobody needs it afterwards.
+        """
         device = gradients[0].device
         scattered = Scattered(parts, self._rank)
-        rows = [(g, part) for g, part in zip(gradients, parts, strict=True) if isinstance(part, Rows)]
-        if rows:
-            sent = torch.empty(self.world_size, sum(part.numel for _, part in rows), dtype=dtype, device=device)
-            _copy(_in_rows(sent, rows))
-            sent.mul_(1.0 / divisor)
-            received = torch.empty_like(sent if self._by_hand else sent[0])
-            if self._by_hand:
-                work: Any = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-            else:
-                reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-                work = reduce_scatter(received, sent, group=self.group, async_op=True)
-            scattered.expect_rows(work, sent, received)
         for owner, owned in _by_owner(gradients, parts):
             sent = torch.empty(sum(g.numel() for g in owned), dtype=dtype, device=device)
             _copy(_in_line(sent, owned))
             sent.mul_(1.0 / divisor)
-            work = dist.reduce(sent, self._global(owner), group=self.group, async_op=True)
+            work: Any = dist.reduce(sent, self._global(owner), group=self.group, async_op=True)
             scattered.expect_whole(work, sent, mine=owner == self._rank)
+        rows = [(g, part) for g, part in zip(gradients, parts, strict=True) if isinstance(part, Rows)]
+        if rows:  # last: they may be received where the gradients are
+            sent = torch.empty(self.world_size, sum(part.numel for _, part in rows), dtype=dtype, device=device)
+            _copy(_in_rows(sent, rows))
+            sent.mul_(1.0 / divisor)
+            received = _in_room(room, sent if self._by_hand else sent[0])
+            if self._by_hand:
+                work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+            else:
+                reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+                work = reduce_scatter(received, sent, group=self.group, async_op=True)
+            scattered.expect_rows(work, sent, received)
         return scattered
 
-    def gather(self, parameters: Sequence[AttachedParameter]) -> Finish:
+    def gather(self, parameters: Sequence[AttachedParameter], room: torch.Tensor | None = None) -> "Gathered":
         """Send this rank's parts of ``parameters``, which were stepped, to all others. All ranks must call this with
         the same parameters, in the same order of calls.
+
+        Args:
+            room: where rows may be received, if nobody needs what is there.
 
         Returns:
             What waits for the others' parts, and writes them into the parameters.
@@ -205,26 +218,24 @@ class StateShards:
         for attached in parameters:
             parameter = attached.get()
             kinds.setdefault((parameter.device, parameter.dtype), []).append((parameter.detach(), attached.part))
-        finishes: list[Finish] = []
+        gathered = Gathered()
         with torch.no_grad():
             for members in kinds.values():
                 rows = [(tensor, part) for tensor, part in members if isinstance(part, Rows)]
                 if rows:
-                    finishes.append(self._gather_rows(rows))
+                    gathered.expect(*self._gather_rows(rows, room))
+                    room = None
                 for owner, owned in _by_owner(*zip(*members, strict=True)):
-                    finishes.append(self._gather_whole(owner, owned))
+                    gathered.expect(*self._gather_whole(owner, owned))
+        return gathered
 
-        @torch.no_grad()
-        def finish() -> None:
-            for one in finishes:
-                one()
-
-        return finish
-
-    def _gather_rows(self, members: Sequence[tuple[torch.Tensor, Rows]]) -> Finish:
+    def _gather_rows(
+        self, members: Sequence[tuple[torch.Tensor, Rows]], room: torch.Tensor | None
+    ) -> tuple[Any, Finish]:
         tensors = [tensor for tensor, _ in members]
-        mine = tensors[0].new_empty(sum(part.numel for _, part in members))
-        received = mine.new_empty(self.world_size, mine.numel())
+        numel = sum(part.numel for _, part in members)
+        received = _in_room(room, tensors[0].new_empty(1).expand(self.world_size, numel))
+        mine = received[self._rank]
         own, offset = [], 0
         for tensor, part in members:
             rows = part.rows(tensor, self._rank)
@@ -239,14 +250,14 @@ class StateShards:
 
         def finish() -> None:
             work.wait()
-            _used_on_this_stream(mine, received)
+            _used_on_this_stream(received)
             # The step has counted as a write of the parameter already.
             with grad_mode._unsafe_preserve_version_counter(tuple(tensors)):
                 _copy([(rows, flat) for flat, rows in _in_rows(received, members)])
 
-        return finish
+        return work, finish
 
-    def _gather_whole(self, owner: int, tensors: Sequence[torch.Tensor]) -> Finish:
+    def _gather_whole(self, owner: int, tensors: Sequence[torch.Tensor]) -> tuple[Any, Finish]:
         sent = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
         if owner == self._rank:
             _copy(_in_line(sent, tensors))
@@ -260,7 +271,7 @@ class StateShards:
                 with grad_mode._unsafe_preserve_version_counter(tuple(tensors)):
                     _copy([(own, flat) for flat, own in _in_line(sent, tensors)])
 
-        return finish
+        return work, finish
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank)
@@ -297,6 +308,16 @@ class Scattered:
         for work in self._works:
             work.wait()
         self._sent = []
+        if self.done():  # not so on an accelerator, where another stream may have to wait, too
+            self._works = []  # they keep what was sent
+
+    def let_go(self) -> bool:
+        """Free what was sent if it has been. Whether it has."""
+        done = self.done()
+        if done:
+            with suppress(Exception):  # who waits for it hears of that
+                self.wait()
+        return done
 
     def value(self) -> "Scattered":
         """For ``gradients``."""
@@ -324,6 +345,26 @@ class Scattered:
             else:
                 found.append(part.spread(torch.zeros_like(parameter, memory_format=torch.contiguous_format)))
         return found
+
+
+class Gathered:
+    """Parts of parameters under way to all ranks."""
+
+    def __init__(self) -> None:
+        self._expected: list[tuple[Any, Finish]] = []
+
+    def expect(self, work: Any, finish: Finish) -> None:
+        self._expected.append((work, finish))
+
+    def done(self) -> bool:
+        """Whether all have arrived."""
+        return all(work.is_completed() for work, _ in self._expected)
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Wait for them, and write them into the parameters."""
+        for _, finish in self._expected:
+            finish()
 
 
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -356,6 +397,13 @@ def _by_owner(tensors: Sequence[torch.Tensor], parts: Sequence[Part]) -> Iterato
         if isinstance(part, Whole):
             found.setdefault(part.owner, []).append(tensor)
     yield from sorted(found.items())
+
+
+def _in_room(room: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Memory for a tensor like this one: in ``room`` if it fits there."""
+    if room is None or room.dtype != like.dtype or room.numel() < like.numel():
+        return like.new_empty(like.shape)
+    return room.detach()[: like.numel()].view(like.shape)
 
 
 def _copy(pairs: _Pairs) -> None:

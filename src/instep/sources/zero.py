@@ -8,6 +8,7 @@ ranks (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from instep._core.accumulation import Accumulation
 from instep._core.hooks import BoundHook
 from instep._core.parameters import AttachedParameter
 from instep._core.plan import Bucket
@@ -24,7 +26,7 @@ from instep.errors import AccumulationError, InstepError
 from instep.sources import Sink
 from instep.sources.hook_slot import before_backward, release, take
 from instep.sources.reductions import Reduction, Reductions, SomeBucket, as_they_arrive, bucket_parameters, slices_of
-from instep.sources.state_shards import Finish, Part, Scattered, StateShards
+from instep.sources.state_shards import Gathered, Part, Scattered, StateShards
 
 
 class ZeroSource:
@@ -40,17 +42,23 @@ class ZeroSource:
         parameters: Sequence[AttachedParameter],
         ddp: DistributedDataParallel,
         shards: StateShards,
+        accumulation: Accumulation,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self._sink = sink
         self._ddp = weakref.ref(ddp)
         self._shards = shards
+        self._accumulation = accumulation
         self._reduce_dtype = reduce_dtype
         self._by_id = {id(attached.get()): attached for attached in parameters}
         # Which parameters other ranks have used is known only where DDP's own end of backward has been.
         self._late = not sink.frees_gradients or ddp.find_unused_parameters or ddp.static_graph
         self._reductions = Reductions(self._step, self._settle, lambda _: sink.backward_raised())
-        self._gathers: list[Finish] = []
+        # DDP's own buckets are needed no more once they are sent, unless .grad is handed out and is no view of them.
+        self._in_place = ddp.gradient_as_bucket_view or not self._late
+        self._rooms: dict[int, torch.Tensor] = {}
+        self._under_way: list[Scattered] = []
+        self._gathers: list[Gathered] = []
         self._buckets = {0: Bucket("ddp", tuple(attached.spec for attached in parameters))}
 
     @property
@@ -89,19 +97,26 @@ class ZeroSource:
 
     def communicate(
         self, bucket: SomeBucket, group: dist.ProcessGroup, divisor: int
-    ) -> torch.futures.Future[torch.Tensor]:
+    ) -> torch.futures.Future[torch.Tensor] | None:
+        if self._accumulation.is_held:
+            return None  # the forward was outside of accumulate(), so DDP takes its mean, and more is added to that
         buffer = bucket.buffer()
         if buffer.is_sparse:
             raise InstepError("shard_state=True does not take sparse gradients: use sparse=False, or no shard_state")
         members = bucket.parameters()
         parts = [self._part(p) for p in members]
-        scattered = self._shards.scatter(slices_of(buffer, members), parts, divisor, self._reduce_dtype or buffer.dtype)
+        room = buffer if self._in_place else None
+        dtype = self._reduce_dtype or buffer.dtype
+        scattered = self._shards.scatter(slices_of(buffer, members), parts, divisor, dtype, room)
         reduction = self._reductions.launched(bucket, scattered, Scattered.gradients)
         if reduction is None:
             raise InstepError("shard_state=True does not go with join(): ranks that have joined own rows, too")
         if reduction.index == 0:
-            self._buckets = {}
+            self._buckets, self._rooms, self._under_way = {}, {}, []
         self._buckets[reduction.index] = Bucket("ddp", tuple(self._by_id[id(p)].spec for p in members))
+        if room is not None:
+            self._rooms[reduction.index] = room
+        self._under_way = [one for one in [*self._under_way, scattered] if not one.let_go()]
         # What DDP copies into .grad is replaced where it has.
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(buffer)
@@ -129,16 +144,12 @@ class ZeroSource:
                     self._send(arrived)
         except BaseException as error:
             self._sink.fail(error)
+        self._receive()  # all of it: DDP's own end of backward goes through its buckets
 
     def _settle(self, reductions: Sequence[Reduction]) -> None:
         if self._late:
             self._step_late(reductions)
-        finishes, self._gathers = self._gathers, []
-        try:
-            for finish in finishes:
-                finish()
-        except BaseException as error:
-            self._sink.fail(error)
+        self._rooms.clear()
         self._sink.spend(a for a in self._members(reductions) if self._sink.is_applied(a))
         self._sink.streams.join()
         self._sink.raise_failure()
@@ -154,13 +165,25 @@ class ZeroSource:
                 self._send(reductions)
         except BaseException as error:
             self._sink.fail(error)
+        self._receive()
 
     def _send(self, reductions: Sequence[Reduction]) -> None:
         """Also parts that this rank could not step: the others wait for them."""
         for reduction in reductions:
             members = [self._by_id[id(p)] for p in reduction.members]
             with self._sink.streams.on(members[0].spec.device):
-                self._gathers.append(self._shards.gather(members))
+                self._gathers.append(self._shards.gather(members, self._rooms.get(reduction.index)))
+            arrived = [*takewhile(Gathered.done, self._gathers)]
+            self._receive(len(arrived))
+
+    def _receive(self, number: int | None = None) -> None:
+        """Write what was sent first into the parameters: so many, or all."""
+        gathers, self._gathers = self._gathers[:number], self._gathers[len(self._gathers[:number]) :]
+        for gathered in gathers:
+            try:
+                gathered()
+            except BaseException as error:
+                self._sink.fail(error)
 
     def _fetch(self, reductions: Sequence[Reduction]) -> None:
         for reduction in reductions:
@@ -189,10 +212,11 @@ class Zero:
         sink: Sink,
         parameters: Sequence[AttachedParameter],
         ddp: DistributedDataParallel,
+        accumulation: Accumulation,
         reduce_dtype: torch.dtype | None,
     ) -> ZeroSource:
         """What sends the gradients of ``ddp``, and has the parts stepped."""
-        return ZeroSource(sink, parameters, ddp, self.shards, reduce_dtype)
+        return ZeroSource(sink, parameters, ddp, self.shards, accumulation, reduce_dtype)
 
     def connect(
         self, optimizer: Optimizer, parameters: Callable[[], Iterable[AttachedParameter]]
