@@ -229,9 +229,16 @@ def test_training_goes_on(two_ranks: RankPool, name: str, where: str, way: str) 
     two_ranks.run(goes_on, name, where, way)
 
 
+@pytest.fixture(scope="module")
+def four_ranks_for_once(four_ranks: RankPool) -> Iterator[RankPool]:
+    """FSDP2 makes groups for each module that it reshards to some ranks. Their threads stay, and wake all the time."""
+    yield four_ranks
+    four_ranks.stop()
+
+
 @pytest.mark.parametrize(("name", "where", "way"), list(cases(ON_FOUR, 15)))
-def test_training_goes_on_over_four_ranks(four_ranks: RankPool, name: str, where: str, way: str) -> None:
-    four_ranks.run(goes_on, name, where, way)
+def test_training_goes_on_over_four_ranks(four_ranks_for_once: RankPool, name: str, where: str, way: str) -> None:
+    four_ranks_for_once.run(goes_on, name, where, way)
 
 
 def side_by_side() -> tuple[list[bool], list[bool]]:
