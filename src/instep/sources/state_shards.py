@@ -195,7 +195,7 @@ class StateShards:
             sent = torch.empty(self.world_size, sum(part.numel for _, part in rows), dtype=dtype, device=device)
             _copy(_in_rows(sent, rows))
             sent.mul_(1.0 / divisor)
-            received = _in_room(room, sent if self._by_hand else sent[0])
+            received = _in_room(room, sent, sent.shape if self._by_hand else sent.shape[1:])
             if self._by_hand:
                 work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
             else:
@@ -234,7 +234,7 @@ class StateShards:
     ) -> tuple[Any, Finish]:
         tensors = [tensor for tensor, _ in members]
         numel = sum(part.numel for _, part in members)
-        received = _in_room(room, tensors[0].new_empty(1).expand(self.world_size, numel))
+        received = _in_room(room, tensors[0], torch.Size([self.world_size, numel]))
         mine = received[self._rank]
         own, offset = [], 0
         for tensor, part in members:
@@ -399,11 +399,11 @@ def _by_owner(tensors: Sequence[torch.Tensor], parts: Sequence[Part]) -> Iterato
     yield from sorted(found.items())
 
 
-def _in_room(room: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Memory for a tensor like this one: in ``room`` if it fits there."""
-    if room is None or room.dtype != like.dtype or room.numel() < like.numel():
-        return like.new_empty(like.shape)
-    return room.detach()[: like.numel()].view(like.shape)
+def _in_room(room: torch.Tensor | None, like: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Memory for a tensor of this shape, in ``room`` if it fits there; of the dtype and on the device of ``like``."""
+    if room is None or room.dtype != like.dtype or room.numel() < shape.numel():
+        return like.new_empty(shape)
+    return room.detach()[: shape.numel()].view(shape)
 
 
 def _copy(pairs: _Pairs) -> None:

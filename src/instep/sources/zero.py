@@ -8,7 +8,6 @@ ranks (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -144,12 +143,12 @@ class ZeroSource:
                     self._send(arrived)
         except BaseException as error:
             self._sink.fail(error)
-        self._receive()  # all of it: DDP's own end of backward goes through its buckets
+        self._receive(wait=True)  # before DDP's own end of backward goes through its buckets
 
     def _settle(self, reductions: Sequence[Reduction]) -> None:
         if self._late:
             self._step_late(reductions)
-        self._rooms.clear()
+        self._rooms, self._under_way = {}, []
         self._sink.spend(a for a in self._members(reductions) if self._sink.is_applied(a))
         self._sink.streams.join()
         self._sink.raise_failure()
@@ -165,7 +164,7 @@ class ZeroSource:
                 self._send(reductions)
         except BaseException as error:
             self._sink.fail(error)
-        self._receive()
+        self._receive(wait=True)
 
     def _send(self, reductions: Sequence[Reduction]) -> None:
         """Also parts that this rank could not step: the others wait for them."""
@@ -173,15 +172,13 @@ class ZeroSource:
             members = [self._by_id[id(p)] for p in reduction.members]
             with self._sink.streams.on(members[0].spec.device):
                 self._gathers.append(self._shards.gather(members, self._rooms.get(reduction.index)))
-            arrived = [*takewhile(Gathered.done, self._gathers)]
-            self._receive(len(arrived))
+            self._receive(wait=False)
 
-    def _receive(self, number: int | None = None) -> None:
-        """Write what was sent first into the parameters: so many, or all."""
-        gathers, self._gathers = self._gathers[:number], self._gathers[len(self._gathers[:number]) :]
-        for gathered in gathers:
+    def _receive(self, *, wait: bool) -> None:
+        """Write what has arrived into the parameters, in the order of sending."""
+        while self._gathers and (wait or self._gathers[0].done()):
             try:
-                gathered()
+                self._gathers.pop(0)()
             except BaseException as error:
                 self._sink.fail(error)
 
