@@ -344,7 +344,7 @@ class Attachment:
             self._step.on_open = self._begin_step
         # The thread whose forward the running backward, or the open step, belongs to.
         self._thread: int | None = None
-        self._in_backward = False
+        self._in_forward = self._in_backward = False
         self._thread_lock = threading.Lock()
         self._step_due = False
         # Nobody else need hold an optimizer whose step() nobody calls.
@@ -700,21 +700,39 @@ class Attachment:
             if self._accumulation.is_partial and not self._groups and all(p.grad is None for p in self._parameters()):
                 self._accumulation.stepped()
             self._accumulation.decide()
+        self._in_forward = True
 
     def _before_read(self, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
         # A part of the model may be called by itself. Inside the model's own forward this has been asked already.
         step = self._step
-        if torch.compiler.is_compiling() or step.state != "open" or graph_task() is not None:
+        if torch.compiler.is_compiling() or self._in_forward or graph_task() is not None:
             return
-        if isinstance(step, Transaction) and any(map(step.is_applied, mine)):
+        assert isinstance(step, Transaction)
+        if any(map(step.is_applied, mine)):
             step.before_forward()
+        if self._options.undo and torch.is_grad_enabled():
+            self._see_backward_of(module)
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         if torch.compiler.is_compiling() or graph_task() is not None:
             return
+        self._in_forward = False
         if isinstance(self._step, Deferral):
             # What this forward did not read: DDP's next backward writes the buckets that gradients may lie in.
             self._step.synchronize()
+        self._see_backward_from(output)
+
+    def _see_backward_of(self, part: nn.Module) -> None:
+        """A backward may begin at what ``part``, which runs by itself, is about to return, and go through weights that
+        an earlier one has written on trial."""
+
+        def see(part: nn.Module, args: object, output: object) -> None:
+            once.remove()
+            self._see_backward_from(output)
+
+        once = part.register_forward_hook(BoundHook(see))
+
+    def _see_backward_from(self, output: object) -> None:
         before_backward = functools.partial(self._before_backward, threading.get_ident())
         for node in nodes_of(output):
             node.register_prehook(before_backward)
@@ -729,6 +747,7 @@ class Attachment:
 
     def _end_backward(self) -> None:
         self._in_backward = False
+        self._step.end_backward()
         self._uses.clear()
 
     def _backward_failed(self) -> None:
@@ -741,6 +760,7 @@ class Attachment:
         with self._thread_lock:
             self._require_one_thread(thread, "backward")
             self._thread = thread
+            self._in_forward = False  # a forward that raised has not said that it is over
             if not self._in_backward:
                 self._in_backward = True
                 after_all_of_backward(self._end_backward, self._backward_failed)
@@ -809,6 +829,8 @@ class Attachment:
 
     def _flush(self, stepper: Stepper) -> None:
         self._adopt()
+        if self._zero is not None:
+            self._zero.require_reduced(a for a in self._step.parameters if a.stepper is stepper)
         if isinstance(self._step, Deferral):
             self._arrival.close()
         self._step.begin_flush(stepper)

@@ -1,5 +1,6 @@
 """``schedule="forward"`` with ``ClipNorm``: the norm of each gradient is taken as soon as the gradient is final."""
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
@@ -23,6 +24,7 @@ class Arrival:
 
     def __init__(self, accumulation: Accumulation, clipping: Clipping, on_open: Callable[[], None]) -> None:
         self.streams = StepStreams()
+        self.lock = threading.RLock()
         self.step_count = 0
         self.recorder: Recorder | None = None
         self._accumulation = accumulation

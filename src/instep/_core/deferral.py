@@ -270,7 +270,7 @@ class Deferral:
         self._when_used = weakref.WeakMethod(self._used_gradient)
         self._due: dict[int, _Due] = {}  # by the parameter's id
         self._read: dict[int, None] = {}  # in the order in which forwards read them
-        self._trained = self._went_back = False
+        self._went_back = False  # whether a backward was seen to begin since the last step
         self._backward: int | None = None
         self._owing: set[Stepper] = set()
         self._clipped: set[Stepper] = set()
@@ -297,7 +297,6 @@ class Deferral:
     def before_read(self, parameters: Sequence[AttachedParameter]) -> None:
         """These parameters are about to be read."""
         if torch.is_grad_enabled():
-            self._trained = True
             for attached in parameters:
                 self._read.setdefault(attached.spec.index)
         if self._due:
@@ -403,13 +402,20 @@ class Deferral:
         self._accumulation.begin()
         if not self._accumulation.holds_next:
             self._ranks.begin_backward(self.step_count)
-            if (error := self._ranks.heard(wait=True)) is not None:
-                names = [attached.spec.name for attached in self.parameters]
-                self._torn = Torn(self.step_count, names, [], self._ranks.rank(), error, self.step_count)
-                raise error if isinstance(error, StepMismatchError) else self._torn.error()
+            self._hear()
         self._clipping.begin()
         self._clipped.clear()
         return True
+
+    def end_backward(self) -> None:
+        """Nothing was written in it."""
+
+    def _hear(self) -> None:
+        """Wait for what the ranks have said of the last step: raise, if it does not stand on all of them."""
+        if (error := self._ranks.heard(wait=True)) is not None:
+            names = [attached.spec.name for attached in self.parameters]
+            self._torn = Torn(self.step_count, names, [], self._ranks.rank(), error, self.step_count)
+            raise error if isinstance(error, StepMismatchError) else self._torn.error()
 
     def refuse_arguments(self, stepper: Stepper) -> None:
         """``optimizer.step()`` was given arguments of its own: this step is taken at once, by torch, with them."""
@@ -424,8 +430,12 @@ class Deferral:
         self._finish([self._due.get(id(a.peek())) for a in mine])
         self.require_whole()
         with_gradient = [a for a in mine if a.get().grad is not None]
-        in_loop = self._in_loop(stepper.optimizer())
+        in_loop = self._in_loop(stepper.optimizer(), with_gradient)
         if in_loop and not self._owing:
+            if not self._went_back:  # these gradients are of a backward that nobody has seen to begin
+                self._hear()
+                self._clipping.begin()
+                self._clipped.clear()
             self._owing = {a.stepper for a in self.parameters if a.get().grad is not None}
             self._taken = not self._owing or found_inf(stepper.optimizer()) or self._is_taken()
         clip = self._clip_of(stepper, with_gradient)
@@ -497,12 +507,13 @@ class Deferral:
             self._owing.clear()
             raise error
 
-    def _in_loop(self, optimizer: Optimizer) -> bool:
-        """Whether this is a step of a training loop: else who made the gradients wants the step now. DCP does so, at
-        any time, with a learning rate of 0, for the state that a step makes."""
-        if not self._trained:
-            return False
-        return self._went_back or any(float(group.get("lr", 1)) != 0 for group in optimizer.param_groups)
+    def _in_loop(self, optimizer: Optimizer, with_gradient: Iterable[AttachedParameter]) -> bool:
+        """Whether this is a step of a training loop. DCP has an optimizer without state step for the state that this
+        makes, with gradients of zeros and a learning rate of 0, and wants it now
+        (``torch/distributed/checkpoint/state_dict.py``, ``_init_optim_state``)."""
+        if self._went_back or optimizer.state or any(float(g.get("lr", 0)) != 0 for g in optimizer.param_groups):
+            return True
+        return any(bool(_gradient(attached).any()) for attached in with_gradient)
 
     def _can_be_put_off(self, attached: AttachedParameter, flight: Flight | None, traced: Container[int]) -> bool:
         gradient = _gradient(attached, flight)
@@ -620,7 +631,7 @@ class Deferral:
                 else:
                     self.skip_count += 1
                 self._taken, self._vote = True, None
-                self._trained = self._went_back = False
+                self._went_back = False
 
     def buckets_of(self, parameters: Iterable[AttachedParameter]) -> tuple[Bucket, ...]:
         """In the order in which forwards read them; those not read yet in the model's order."""

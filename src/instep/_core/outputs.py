@@ -1,6 +1,6 @@
 """Where backward starts: the autograd nodes of what a module returned."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 
 import torch
@@ -8,17 +8,46 @@ from torch.autograd.graph import Node
 
 
 def nodes_of(output: object) -> Iterator[Node]:
-    """The autograd nodes of the tensors in a module's output: backward starts at them."""
-    if isinstance(output, torch.Tensor):
-        if output.grad_fn is not None:
-            yield output.grad_fn
-    elif isinstance(output, Mapping):
-        yield from nodes_of(list(output.values()))
-    elif isinstance(output, (list, tuple)):
-        for item in output:
-            yield from nodes_of(item)
-    elif hasattr(output, "__dict__") and not isinstance(output, type):
-        # A dataclass, or an object of the model's own.
-        for item in list(vars(output).values()):
-            if isinstance(item, (torch.Tensor, Mapping, list, tuple)) or is_dataclass(item):
-                yield from nodes_of(item)
+    """The autograd nodes of the tensors in a module's output: backward starts at them.
+
+    A backward may also start elsewhere: at a loss that the module keeps for itself, or in an object of which nothing
+    is known here. Nothing that must be right may hang on these nodes alone.
+    """
+    yield from _nodes_in(output, set())
+
+
+def _nodes_in(value: object, seen: set[int]) -> Iterator[Node]:
+    if isinstance(value, torch.Tensor):
+        if value.grad_fn is not None:
+            yield value.grad_fn
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        members: Iterable[object] = list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        members = value
+    elif isinstance(value, type):
+        return
+    else:
+        # A dataclass, or an object of the model's own. Objects in it may refer to much else: the model, its settings.
+        members = [item for item in _attributes(value) if _may_hold_tensors(item)]
+    for item in members:
+        yield from _nodes_in(item, seen)
+
+
+def _attributes(value: object) -> Iterator[object]:
+    yield from getattr(value, "__dict__", {}).values()
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            name = f"_{cls.__name__.lstrip('_')}{name}" if private else name
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield getattr(value, name)
+
+
+def _may_hold_tensors(item: object) -> bool:
+    holds = isinstance(item, (torch.Tensor, Mapping, list, tuple, set, frozenset)) or is_dataclass(item)
+    return holds or any("__slots__" in vars(cls) for cls in type(item).__mro__[:-1])

@@ -12,6 +12,9 @@ CONVERSION = "_to_copy"
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 """What ``GradScaler.unscale_`` and ``step`` do to all gradients of an optimizer at once."""
 
+ACCUMULATE = ("add_", "add")
+"""What autograd does to the gradient that is there when another arrives: in place, or not with ``create_graph``."""
+
 Explain = Callable[[str], InstepError | None]
 BeforeUse = Callable[[str, Sequence[Any]], None]
 

@@ -22,7 +22,7 @@ from instep._core.engine import graph_task
 from instep._core.finite import Policy, all_finite, ask_if_finite, nonfinite_error
 from instep._core.parameters import AttachedParameter, together
 from instep._core.parts import memory_of
-from instep._core.placeholders import CONVERSION, UNSCALE, HeldGradient, Placeholder
+from instep._core.placeholders import ACCUMULATE, CONVERSION, UNSCALE, HeldGradient, Placeholder
 from instep._core.plan import ParameterSpec
 from instep._core.ranks import Ranks
 from instep._core.scaling import LossScale, found_inf, is_power_of_two, kernel_scale, take_off_here
@@ -63,6 +63,8 @@ class Transaction:
         redo_count: how many steps were put back, and left to ``optimizer.step()``.
         skip_count: how many steps were left out, for a gradient that was not finite.
         recorder: told of each bucket's step and communication; ``None`` when nobody listens.
+        lock: held while gradients are announced and applied. On accelerators the engine runs one thread per device,
+            each of which may complete a bucket.
         on_open: called when a step opens.
         gather: where each rank steps its own part of parameters: gets the others' parts.
     """
@@ -97,13 +99,13 @@ class Transaction:
         self._settings: Callable[[], None] | None = None
         self._watch = Watch(values=self._used, gradient=None if undo is None else self._used)
         self._when_used = weakref.WeakMethod(self._used_gradient)
-        # On accelerators the engine runs one thread per device, each of which may complete a bucket.
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._arrived: set[int] = set()
         self._applied: set[int] = set()
         self._uncommitted: set[Stepper] = set()
         # The running backward, and those nested in it by reentrant checkpointing.
         self._backwards: set[int | None] = set()
+        # The running backward, if it was seen to begin: at an output of the model.
         self._running: int | None = None
         # Of each optimizer one parameter that was left with a spent gradient when the last step was committed.
         self._left: dict[Stepper, AttachedParameter] = {}
@@ -161,8 +163,15 @@ class Transaction:
         self._backwards = {task}
         return True
 
+    def end_backward(self) -> None:
+        """The backward that ``begin_backward`` told of is over."""
+        self._running = None
+
     def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
         """Announce final gradients. ``False``: leave them in ``.grad``, this step must not be written now.
+
+        With ``undo`` that is so too in a backward that nobody has seen to begin, at an output of the model or of one
+        of its modules: another one may follow that goes through the same weights, and comes to them unseen.
 
         Raises ``AccumulationError`` when one of them was announced before in this step: before anything more is
         written.
@@ -172,7 +181,7 @@ class Transaction:
             self._added_up = True
             if self._accumulation.holding:
                 return False
-        with self._lock:
+        with self.lock:
             if self._torn is not None:
                 if self._torn.task == graph_task():
                     return False  # the backward in which it tore still has to unwind
@@ -200,7 +209,7 @@ class Transaction:
                     raise error
                 self._arrived.add(index)
                 self._uncommitted.add(attached.stepper)
-            return not self._plain
+            return not self._plain and (self._undo is None or self._running is not None)
 
     def _open(self) -> None:
         if self._pass is None:
@@ -221,7 +230,7 @@ class Transaction:
             final: whether these are the very tensors that ``.grad`` will hold. On an accelerator the norm of another
                 one with the same values may differ in the last bit.
         """
-        with self._lock:
+        with self.lock:
             if self._torn is not None or self._plain or self._failure is not None:
                 return False
             writing = False
@@ -304,7 +313,8 @@ class Transaction:
                     parameter.grad = spent
                     if spent is not None:
                         watched.append(parameter)
-            self._watch.start(watched)
+            if self._torn is None:  # else weights are there to be read, and loaded anew
+                self._watch.start(watched)
             return
         for attached in filter(self.is_applied, bucket):
             parameter = attached.get()
@@ -342,14 +352,14 @@ class Transaction:
 
         The error is kept until the end of this backward, where the source raises it; the first one wins.
         """
-        with self._lock:
+        with self.lock:
             if self._failure is None:
                 self._failure = error
             self._stop(error, writing)
 
     def backward_raised(self) -> None:
         """Backward is ending with an exception of its own. Nothing of this step is written any more."""
-        with self._lock:
+        with self.lock:
             self._failure = None
             self._stop(None, False)
 
@@ -478,6 +488,7 @@ class Transaction:
         if self._flushing is stepper:
             return  # a step() that calls its parent class's step(), where torch runs the hooks again
         self._accumulation.require_reduced()
+        self._hear(wait=True)  # for a backward that nobody has seen to begin
         self.require_whole()
         left = self._left_by(stepper)
         for attached in left:
@@ -680,7 +691,7 @@ class Transaction:
         """Restore parameters and state as they were before this step. Its gradients stay, and what is left of it is
         done by ``optimizer.step()``, as in the plain loop."""
         assert self._undo is not None
-        with self._lock:
+        with self.lock:
             self._release()
             written = next((stepper for stepper in self._steppers if stepper.state_was_written), None)
             overwritten = [
@@ -849,7 +860,7 @@ class Transaction:
         error: InstepError
         if spec.index not in self._applied:
             return None if operation == CONVERSION else _never_cleared(spec.name, operation)
-        if graph_task() is not None:
+        if graph_task() is not None and operation in ACCUMULATE:
             error = AccumulationError(
                 f"the gradient of {spec.name!r} arrived again before optimizer.step(), but this step has already "
                 "applied it. Wrap all but the last micro-batch in `with overlap.accumulate():` (DDP: no_sync(); "
@@ -861,6 +872,12 @@ class Transaction:
                 f"GradScaler found the gradient of {spec.name!r} already applied, still scaled: this step's "
                 "weights are wrong. Give the scaler to attach(…, scaler=scaler, undo=True), use schedule='forward', or "
                 "train in bfloat16 without a scaler"
+            )
+        elif graph_task() is not None:
+            return SpentGradientError(
+                f"{operation} was called, in a hook during backward, on the gradient of {spec.name!r}, which this "
+                "backward has already applied and freed. Read each gradient in a hook on its own parameter that is "
+                "registered before attach, or use undo=True or schedule='forward'"
             )
         else:
             return SpentGradientError(

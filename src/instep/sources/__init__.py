@@ -1,6 +1,7 @@
 """Sources say when the gradients of some parameters are final. One file each; they do not know one another."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -21,6 +22,8 @@ class Sink(Protocol):
 
     @property
     def streams(self) -> StepStreams: ...
+    @property
+    def lock(self) -> AbstractContextManager[Any]: ...
     @property
     def step_count(self) -> int: ...
     @property

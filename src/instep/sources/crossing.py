@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
-from instep._core.engine import at_end_of_backward
+from instep._core.engine import at_end_of_backward, graph_task
+from instep._core.hooks import BoundHook
 from instep._core.order import Timed, best_order, deepest_then_shallowest
 from instep._core.parameters import AttachedParameter
 from instep._core.placeholders import BeforeUse, HeldGradient
@@ -104,6 +107,8 @@ class CrossingSource:
         self._recorder = recorder
         self._group: dist.ProcessGroup | None = None
         self._lane: Lane | None = None
+        self._drained = True
+        self._handle: RemovableHandle | None = None
         self._flights: dict[int, Flight] = {}
         self._new: dict[int, Flight] = {}
         self._order: list[int] = []
@@ -144,8 +149,11 @@ class CrossingSource:
         except BaseException:
             release(ddp, self)
             raise
+        self._handle = ddp.module.register_forward_hook(BoundHook(self._after_forward))
 
     def disconnect(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
         self._drain()
         for flight in self._flights.values():
             with suppress(Exception):
@@ -166,6 +174,13 @@ class CrossingSource:
 
     def begin_step(self) -> None:
         """Nothing is counted from step to step."""
+
+    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        """DDP's next backward writes its buckets, and may begin where nobody sees it. In most loops nothing is left to
+        wait for: the optimizer's step has been handed what was sent, and this forward has read its weights."""
+        if torch.is_grad_enabled() and graph_task() is None and not torch.compiler.is_compiling():
+            self.land()
+            self._drain()
 
     def before_backward(self) -> None:
         """DDP is about to write its buckets again."""
@@ -252,6 +267,7 @@ class CrossingSource:
         self._ready, self._send = [], []
         timed = self._recorder() is not None or _planned(self._crossed + 2)
         self._lane = Lane(self._order if self._same and self._crosses else [], timed=timed)
+        self._drained = False
         at_end_of_backward(partial(at_end_of_backward, self._after_ddp_ended, self._failed), self._failed)
 
     def _end(self) -> None:
@@ -286,7 +302,9 @@ class CrossingSource:
 
     def _drain(self) -> None:
         """Return when nothing writes DDP's buffers any more."""
-        arrived = [] if self._lane is None else self._lane.drain()
+        if self._lane is None or self._drained:
+            return
+        arrived, self._drained = self._lane.drain(), True
         recorder = self._recorder()
         if recorder is not None:
             for members, sent in zip(self._layout, arrived, strict=False):

@@ -158,6 +158,10 @@ class LocalSource:
         self._missing = [len(members) for members in self._members]
 
     def _accumulated(self, attached: AttachedParameter, parameter: torch.Tensor) -> None:
+        with self._sink.lock:  # the gradients of another device arrive on a thread of their own
+            self._count(attached)
+
+    def _count(self, attached: AttachedParameter) -> None:
         if self._uses is not None and self._uses.several(attached.spec.group):
             if not self._in_parts:
                 at_end_of_backward(self._apply_whole, self._drop_parts)
@@ -184,6 +188,10 @@ class LocalSource:
                 self._sink.spend(members)
 
     def _bucket_accumulated(self, number: int, speaker: AttachedParameter, parameter: torch.Tensor) -> None:
+        with self._sink.lock:
+            self._count_bucket(number, speaker)
+
+    def _count_bucket(self, number: int, speaker: AttachedParameter) -> None:
         members = self._members[number]
         if self._began != graph_task() or any(attached.get().grad is None for attached in members):
             self._in_order = False

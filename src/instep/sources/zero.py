@@ -201,6 +201,7 @@ class Zero:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.shards = StateShards(ddp)
+        self._ddp = weakref.ref(ddp)
         self.reduced = bucket_parameters(ddp)
         self._connected: list[tuple[weakref.ref[Optimizer], Callable[[], Iterable[AttachedParameter]]]] = []
 
@@ -227,6 +228,25 @@ class Zero:
             optimizer.register_state_dict_post_hook(saved),
             optimizer.register_load_state_dict_post_hook(loaded),
         ]
+
+    def require_reduced(self, parameters: Iterable[AttachedParameter]) -> None:
+        """Before ``optimizer.step()``: raise ``AccumulationError`` if these gradients are this rank's own. Each rank
+        would step its rows with gradients that the plain loop applies on that rank alone."""
+        ddp = self._ddp()
+        if ddp is None or ddp.require_forward_param_sync:
+            return  # the last forward prepared DDP to reduce
+        for attached in parameters:
+            gradient = attached.get().grad
+            if id(attached.peek()) in self.reduced and gradient is not None and not isinstance(gradient, DTensor):
+                with torch._C.DisableTorchFunctionSubclass():
+                    written = bool(gradient.any())  # DCP makes zeros, for the state that a step makes
+                if written:
+                    raise AccumulationError(
+                        f"optimizer.step() came after backwards in no_sync() or accumulate() only: the gradient of "
+                        f"{attached.spec.name!r} is this rank's own, and with shard_state=True each rank steps a part "
+                        "of every parameter for all ranks. Nothing was updated. Run the last micro-batch of each step "
+                        "outside of no_sync()"
+                    )
 
     def close(self) -> None:
         """Make the optimizers plain ones again. All ranks must call this."""
