@@ -26,7 +26,7 @@ from instep._core.placeholders import HeldGradient
 from instep._core.plan import Bucket, fill_buckets
 from instep._core.ranks import Ranks, Vote, error_of
 from instep._core.scaling import found_inf, take_off_here
-from instep._core.stepper import Stepper, begin_state, end_state, frozen, remember_settings
+from instep._core.stepper import Stepper, asks_for_state, begin_state, end_state, frozen, remember_settings
 from instep._core.streams import StepStreams
 from instep._core.torn import Torn
 from instep._core.transaction import Gather, Recorder
@@ -508,12 +508,8 @@ class Deferral:
             raise error
 
     def _in_loop(self, optimizer: Optimizer, with_gradient: Iterable[AttachedParameter]) -> bool:
-        """Whether this is a step of a training loop. DCP has an optimizer without state step for the state that this
-        makes, with gradients of zeros and a learning rate of 0, and wants it now
-        (``torch/distributed/checkpoint/state_dict.py``, ``_init_optim_state``)."""
-        if self._went_back or optimizer.state or any(float(g.get("lr", 0)) != 0 for g in optimizer.param_groups):
-            return True
-        return any(bool(_gradient(attached).any()) for attached in with_gradient)
+        """Whether this is a step of a training loop: else who made the gradients wants the step now."""
+        return self._went_back or not asks_for_state(optimizer, map(_gradient, with_gradient))
 
     def _can_be_put_off(self, attached: AttachedParameter, flight: Flight | None, traced: Container[int]) -> bool:
         gradient = _gradient(attached, flight)

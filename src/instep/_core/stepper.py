@@ -394,6 +394,15 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE
 
 
+def asks_for_state(optimizer: Optimizer, gradients: Iterable[torch.Tensor]) -> bool:
+    """Whether a ``step()`` with these gradients is none of a training loop: DCP has an optimizer without state step
+    with gradients of zeros and a learning rate of 0, for the state that this makes
+    (``torch/distributed/checkpoint/state_dict.py``, ``_init_optim_state``)."""
+    if optimizer.state or any(float(group.get("lr", 0)) != 0 for group in optimizer.param_groups):
+        return False
+    return not any(bool(memory_of(gradient).any()) for gradient in gradients)
+
+
 def begin_state(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
     """Show that an optimizer without state is about to have some: DCP asks an optimizer for it, of which nobody tells
     us, and where it finds none has it take a step of its own. torch's optimizers fill an entry that is empty."""

@@ -26,7 +26,7 @@ from instep._core.placeholders import ACCUMULATE, CONVERSION, UNSCALE, HeldGradi
 from instep._core.plan import ParameterSpec
 from instep._core.ranks import Ranks
 from instep._core.scaling import LossScale, found_inf, is_power_of_two, kernel_scale, take_off_here
-from instep._core.stepper import Stepper, remember_settings
+from instep._core.stepper import Stepper, asks_for_state, remember_settings
 from instep._core.streams import StepStreams
 from instep._core.torn import Torn
 from instep._core.undo import Undo
@@ -119,7 +119,7 @@ class Transaction:
         # With undo: the gradients of applied parameters, with their version; and whether the step was put back.
         self._kept: dict[int, tuple[torch.Tensor, int]] = {}
         self._plain = False
-        self._added_up = False  # whether there are gradients since the last step, of which a source told
+        self._added_up = False  # whether there are gradients since the last step
         # With two passes: which of them is running.
         self._pass: str | None = None
         self._before_pass: dict[int, torch.Tensor] = {}
@@ -494,6 +494,8 @@ class Transaction:
         for attached in left:
             if attached.spent is not None and attached.get().grad is attached.spent:
                 raise _never_cleared(attached.spec.name, f"{stepper.name}.step()")
+        if not self._added_up:
+            self._count_unannounced(stepper.optimizer())
         if self._undo is not None:
             if not self._is_taken(stepper):
                 self._leave_out(stepper)
@@ -535,6 +537,13 @@ class Transaction:
         for parameter in parameters:
             parameter.grad = None
         self._flushing = stepper
+
+    def _count_unannounced(self, optimizer: Optimizer) -> None:
+        """Gradients that no source has told of make a step, too."""
+        found = [(a.stepper, g) for a in self.parameters if (g := self._real_gradient(a)) is not None]
+        if not asks_for_state(optimizer, (gradient for _, gradient in found)):
+            self._added_up = bool(found)
+            self._uncommitted.update(stepper for stepper, _ in found)
 
     def _apply_rest(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
         """What backward did not apply is applied by torch, in one call. Its foreach kernels refuse plain tensors beside
