@@ -1,0 +1,142 @@
+"""After a step that was torn: weights can be read, and every way out of docs/errors.md works, on every source."""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+import instep
+from instep._core.stepper import Stepper
+from instep.errors import TornStepError
+from tests.cases import Blocks, two_groups
+from tests.distributed.pool import RankPool
+from tests.distributed.sharded import Loop, nested
+
+SOURCES: Mapping[str, tuple[Callable[[nn.Module], nn.Module], Mapping[str, Any]]] = {
+    "one device": (lambda model: model, {"bucket_bytes": 2_000}),
+    "ddp": (lambda model: DistributedDataParallel(model, bucket_cap_mb=0.004), {}),
+    "ddp, views": (
+        lambda model: DistributedDataParallel(model, bucket_cap_mb=0.004, gradient_as_bucket_view=True),
+        {},
+    ),
+    "shard_state": (lambda model: DistributedDataParallel(model, bucket_cap_mb=0.004), {"shard_state": True}),
+    "replicate": (lambda model: instep.replicate(model, bucket_cap_mb=0.004), {}),
+    "fsdp2": (nested, {}),
+    "fsdp1": (
+        lambda model: FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")),
+        {},
+    ),
+}
+WAYS_OUT = ("accept", "load by hand", "load", "resync", "detach")
+
+
+@contextmanager
+def torn() -> Iterator[None]:
+    """The second bucket of a step cannot be updated."""
+    step, calls = Stepper.step, itertools.count()
+
+    def fail_on_the_second(stepper: Stepper, *args: Any, **kwargs: Any) -> None:
+        if next(calls) == 1:
+            raise ValueError("the update failed")
+        step(stepper, *args, **kwargs)
+
+    with patch.object(Stepper, "step", fail_on_the_second):
+        yield
+
+
+def _saved(loop: Loop) -> Any:
+    return copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
+
+
+def _values(loop: Loop) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in loop.model.parameters()]
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    local = [[getattr(t, "_local_tensor", t) for t in tensors] for tensors in (one, other)]
+    return all(map(torch.equal, *local))
+
+
+def _tear(source: str, way: str, directory: str) -> None:
+    wrap, options = SOURCES[source]
+    torch.manual_seed(0)
+    model = wrap(Blocks())
+    loop = Loop(model, torch.optim.AdamW(two_groups(model), lr=1e-2))
+    overlap = loop.overlap = instep.attach(model, loop.optimizer, **options)
+    for i in range(2):
+        loop.learn(i)
+    before, saved = _values(loop), _saved(loop)
+    if way == "load":
+        instep.save(directory, model, loop.optimizer)
+    with pytest.raises(ValueError, match="the update failed"), torn():
+        loop.learn(2)
+    with pytest.raises(TornStepError):
+        loop.optimizer.step()
+    assert not _same(before, _values(loop)), "the first bucket was updated, and its weights can be read"
+    _go_on(loop, way, saved, directory)
+    if way not in ("accept", "detach"):
+        assert _same(before, _values(loop))
+        assert overlap.step_count == 2 + (way == "load by hand")
+    for i in range(3, 6):
+        loop.learn(i)
+    overlap.synchronize()
+    overlap.detach()
+
+
+def _go_on(loop: Loop, way: str, saved: Any, directory: str) -> None:
+    loop.optimizer.zero_grad()
+    if way == "load by hand":
+        loop.model.load_state_dict(saved[0])
+        loop.optimizer.load_state_dict(saved[1])
+    if way == "load":
+        instep.load(directory, loop.model, loop.optimizer)
+    elif way == "resync":
+        loop.overlap.resync_from(0)
+    elif way == "detach":
+        loop.overlap.detach()
+    else:
+        loop.overlap.accept_torn()
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS_OUT if way != "resync"])
+@pytest.mark.parametrize("source", list(SOURCES))
+def test_way_out(two_ranks: RankPool, source: str, way: str, tmp_path: Path) -> None:
+    two_ranks.run(_tear, source, way, str(tmp_path))
+
+
+def _tear_one_rank(source: str) -> None:
+    """Another rank has the whole step: all take that."""
+    wrap, options = SOURCES[source]
+    torch.manual_seed(0)
+    model = wrap(Blocks())
+    loop = Loop(model, torch.optim.AdamW(two_groups(model), lr=1e-2))
+    overlap = instep.attach(model, loop.optimizer, **options)
+    loop.learn(0)
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="the update failed"), torn():
+            loop.learn(1)
+    else:
+        loop.learn(1)
+    overlap.resync_from(0)
+    mine = torch.cat([p.detach().flatten() for p in model.parameters()])
+    theirs = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(theirs, mine)
+    assert torch.equal(*theirs)
+    assert overlap.step_count == 2
+    loop.learn(2)
+    overlap.detach()
+
+
+@pytest.mark.parametrize("source", ["ddp", "ddp, views", "replicate"])
+def test_resync(two_ranks: RankPool, source: str) -> None:
+    two_ranks.run(_tear_one_rank, source)
