@@ -29,8 +29,11 @@ def main(how: str) -> str:
             p.register_post_accumulate_grad_hook(step)
     said: list[str] = []
 
+    both = threading.Barrier(2)
+
     def train() -> None:
-        for _ in range(STEPS):
+        both.wait()
+        for _ in range(50 * STEPS if how == "instep" else STEPS):  # with instep until one of them is refused
             try:
                 model(torch.randn(8, 16)).square().mean().backward()
                 if how == "instep":
