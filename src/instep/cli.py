@@ -1,7 +1,7 @@
 """The command ``instep``.
 
 Exit codes: 0 done, and what was claimed held; 1 it did not hold; 2 it could not run; 130 and 143 stopped by SIGINT and
-SIGTERM.
+SIGTERM, with a line that says so, or, while it imports and once its work is done, by the signal itself.
 """
 
 import io
