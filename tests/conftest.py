@@ -10,6 +10,7 @@ from zlib import crc32
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, settings
 
 from instep import attachment
 from tests.distributed.pool import RankPool
@@ -17,6 +18,10 @@ from tests.distributed.pool import RankPool
 # Of a test with more cases than this, about as many run by default, and the others nightly.
 CASES = 2
 LIGHT = ("tests/unit/", "tests/report/", "tests/mutation/", "tests/checkpoint/", "tests/faults/", "tests/test_")
+
+# By default an example may take 0.2 s, and drawing them 1 s or so: on a busy machine neither says anything.
+settings.register_profile("instep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("instep")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -7,8 +7,9 @@ from time import monotonic, sleep
 from unittest.mock import patch
 
 from instep._core.worker import Task, Worker
+from tests import net
 
-PATIENCE = 10.0
+PATIENCE = net.SECONDS / 10
 """Seconds after which an update runs although nobody has waited for it, and a wait for it ends. Both are errors."""
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import net
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SMALL = ["--rounds", "1", "--width", "48", "--depth", "1"]  # for six heads, and for eight
 needs_namespaces = pytest.mark.skipif(
@@ -21,7 +23,7 @@ def run(name: str, *options: str, ranks: int = 1) -> str:
         [*(command if ranks > 1 else [sys.executable]), str(BENCHMARKS / name), *options],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=net.SECONDS,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )

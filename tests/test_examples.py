@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.examples, pytest.mark.timeout(300)]
+from tests import net
+
+pytestmark = [pytest.mark.examples, pytest.mark.timeout(4 * net.SECONDS)]
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that wait for a busy core take ten times as long
@@ -15,7 +17,7 @@ ALONE = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that wait for a busy c
 
 def run(*command: str) -> str:
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=280, check=False, env=ALONE
+        [sys.executable, *command], capture_output=True, text=True, timeout=3 * net.SECONDS, check=False, env=ALONE
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,6 +1,15 @@
-"""``python -m instep``."""
+"""The command ``instep``, and ``python -m instep``."""
 
-from instep.cli import main
+from instep._signals import end_at_once
+
+
+def main() -> None:
+    """The console entry. Until a command has begun its work, and once it has done it, a signal ends the process."""
+    end_at_once()
+    from instep.cli import main as run
+
+    run()
+
 
 if __name__ == "__main__":  # a rank's process imports this module under another name
     main()

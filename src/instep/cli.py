@@ -1,23 +1,22 @@
 """The command ``instep``.
 
 Exit codes: 0 done, and what was claimed held; 1 it did not hold; 2 it could not run; 130 and 143 stopped by SIGINT and
-SIGTERM.
+SIGTERM, with a line that says so, or, while it imports and once its work is done, by the signal itself.
 """
 
 import io
 import json as jsonlib
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 
+from instep._signals import TerminatedError, raising
 from instep._version import __version__
-from instep.demo.errors import DemoError, TerminatedError
+from instep.demo.errors import DemoError
 from instep.demo.job import Size
 from instep.planning.errors import PlanError
 from instep.planning.job import Job
@@ -30,7 +29,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 
 def main() -> None:
-    """The console entry."""
+    """The command, with signals as they are."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without arrows gets a question mark
     app(prog_name="instep")
@@ -76,9 +75,9 @@ def demo(
     Both see the same batches. After every step all weights and the optimizer's state are compared, bit for bit; the
     command fails (exit code 1) if they differ.
     """
-    with _exit_codes("demo"):
-        from instep.demo.run import run
+    from instep.demo.run import run  # torch, too: a signal that comes meanwhile is not to raise
 
+    with _exit_codes("demo"):
         equal = run(model, steps, ranks, text, json, report, quiet)
     raise typer.Exit(0 if equal else NOT_EQUAL)
 
@@ -180,9 +179,9 @@ def plan(
         terabytes,
         forward_ms,
     )
-    with _exit_codes("plan"):
-        from instep.planning.run import run
+    from instep.planning.run import run
 
+    with _exit_codes("plan"):
         run(job, json, quiet)
 
 
@@ -190,7 +189,7 @@ def plan(
 def _exit_codes(command: str) -> Iterator[None]:
     """Turn errors and signals into one line and an exit code."""
     try:
-        with _sigterm_raises():
+        with raising():
             yield
     except (DemoError, PlanError, NotARecordingError, NotWrittenError) as error:
         _leave(command, str(error), CANNOT_RUN)
@@ -203,15 +202,3 @@ def _exit_codes(command: str) -> Iterator[None]:
 def _leave(command: str, message: str, code: int) -> None:
     typer.echo(f"instep {command}: {message}", err=True)
     raise typer.Exit(code)
-
-
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    def handle(number: int, frame: FrameType | None) -> None:
-        raise TerminatedError
-
-    before = signal.signal(signal.SIGTERM, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

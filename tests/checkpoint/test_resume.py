@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import net
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "resume.py"
 
 
@@ -24,7 +26,7 @@ def trained(path: Path, *arguments: str, restarts: int = 0) -> str:
         [*command, "--max-restarts", str(restarts), str(EXAMPLE), "--path", str(path), *arguments],
         capture_output=True,
         text=True,
-        timeout=60 + 60 * restarts,
+        timeout=net.SECONDS * (1 + restarts),
         check=False,
         env=environment,
     )
@@ -35,6 +37,7 @@ def trained(path: Path, *arguments: str, restarts: int = 0) -> str:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(5 * net.SECONDS)
 def test_killed_ranks_start_again_and_end_the_same(tmp_path: Path) -> None:
     expected = trained(tmp_path / "whole", "--steps", "12")
     kills = ["--kill-at", "5", "11"]

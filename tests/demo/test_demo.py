@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from instep.demo.launch import launch
 from instep.demo.memory import GradientProbe
 from instep.demo.model import CONTEXT, SHAPES, Shape
 from instep.demo.text import ROWS, Batches, load_text
+from tests import net
+from tests.demo import signalled
 
 DEMO = [sys.executable, "-m", "instep", "demo"]
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -45,7 +48,6 @@ def own_children() -> "list[multiprocessing.process.BaseProcess]":
     return [process for process in multiprocessing.active_children() if process.pid not in before]
 
 
-Training = tuple["subprocess.Popen[str]", set[int]]
 LOOP_KEYS = {
     "first_loss",
     "last_loss",
@@ -57,7 +59,7 @@ LOOP_KEYS = {
     "step_seconds",
 }
 
-pytestmark = pytest.mark.timeout(120)
+NET = net.SECONDS / 3
 
 
 @pytest.fixture
@@ -94,7 +96,7 @@ def test_trains_to_equal_weights(ranks: int, text: Path, tmp_path: Path) -> None
     options = ["--ranks", str(ranks), "--steps", "6", "--text", str(text), "--json", str(written)]
     options += ["--report", str(report)]
     environment = {**os.environ, **({} if ranks == 1 else ON_CPU)}
-    done = subprocess.run([*DEMO, *options], capture_output=True, text=True, timeout=100, env=environment)
+    done = subprocess.run([*DEMO, *options], capture_output=True, text=True, timeout=NET, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert "step 1/6: loss" in done.stdout
     assert "equal after every step" in done.stdout
@@ -122,69 +124,131 @@ def test_trains_to_equal_weights(ranks: int, text: Path, tmp_path: Path) -> None
         assert attached["peak_gradient_bytes"] == plain["peak_gradient_bytes"] >= numbers["gradient_bytes"]
 
 
-def processes() -> dict[int, tuple[int, str]]:
-    """All processes: parent and state by process id."""
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True)
-    rows = (line.split() for line in listed.stdout.splitlines())
-    return {int(pid): (int(parent), state) for pid, parent, state in rows}
+def alive(group: int) -> list[str]:
+    """The processes of a process group, without those that have ended."""
+    listed = subprocess.run(["ps", "-A", "-o", "pgid=,stat=,args="], capture_output=True, text=True, check=True)
+    rows = (line.split(maxsplit=2) for line in listed.stdout.splitlines())
+    return [row[-1] for row in rows if int(row[0]) == group and not row[1].startswith("Z")]
 
 
-def children(parent: int) -> set[int]:
-    return {pid for pid, (of, _) in processes().items() if of == parent}
-
-
-def alive(pids: set[int]) -> set[int]:
-    return {pid for pid, (_, state) in processes().items() if pid in pids and not state.startswith("Z")}
-
-
-def require_gone(pids: set[int], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while alive(pids) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not alive(pids)
+@contextmanager
+def as_from_a_terminal() -> Iterator[None]:
+    """What this process ignores, as a job in the background does, its children would ignore, too."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.fixture
-def training(text: Path, tmp_path: Path) -> Iterator[Training]:
-    """A command that has begun to train, at the head of a process group of its own, and its children."""
-    options = ["--ranks", "2", "--steps", "500", "--text", str(text)]
-    command = subprocess.Popen(
-        [*DEMO, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, **ON_CPU, "TMPDIR": str(tmp_path)},
-    )
-    try:
-        assert command.stdout is not None
-        assert any(line.startswith("step 1/500") for line in command.stdout)
-        pids = children(command.pid)
-        assert len(pids) >= 2
-        yield command, pids
-    finally:
+def start(text: Path, tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """Starts a command, at the head of a process group of its own. It must end, and leave nothing."""
+    running: list[subprocess.Popen[str]] = []
+
+    def start(*command: str, **environment: str) -> "subprocess.Popen[str]":
+        with as_from_a_terminal():
+            running.append(
+                subprocess.Popen(
+                    [*command, "--text", str(text)],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,
+                    cwd=tmp_path,
+                    env={**os.environ, **ON_CPU, "TMPDIR": str(tmp_path), **environment},
+                )
+            )
+        return running[-1]
+
+    yield start
+    for command in running:
         if command.poll() is None:
             os.killpg(command.pid, signal.SIGKILL)
         command.communicate()
 
 
-def test_ctrl_c_leaves_nothing(training: Training, tmp_path: Path) -> None:
-    command, pids = training
-    os.killpg(command.pid, signal.SIGINT)  # a terminal sends it to every process
-    _, errors = command.communicate(timeout=20)
-    assert command.returncode == 130
-    assert errors == "instep demo: interrupted\n"
-    require_gone(pids, 5)
-    assert not list(tmp_path.glob("instep-demo-*"))
+def ended(command: "subprocess.Popen[str]", directory: Path) -> tuple[int, str]:
+    """Exit code and standard error of a command of which no process and no file is left."""
+    _, errors = command.communicate(timeout=NET)  # all processes that it started have let go of both pipes
+    last = time.monotonic() + NET
+    while (left := alive(command.pid)) and time.monotonic() < last:
+        time.sleep(0.01)
+    assert not left
+    files = {
+        path.name for path in directory.iterdir() if not path.name.startswith("torchinductor_")
+    }  # a cache of torch's
+    assert files <= {"text.txt", "once", "instep-demo-report.html"}
+    return command.returncode, errors
+
+
+ENDS = {"Ctrl-C": (130, "interrupted"), "SIGTERM": (143, "terminated"), "SIGTERM to all": (143, "terminated")}
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def require_stopped(start: Start, directory: Path, point: str, how: str, ranks: int) -> None:
+    once = directory / "once"
+    environment = {"POINT": point, "HOW": how, "ONCE": str(once), "PYTHONPATH": os.pathsep.join(sys.path)}
+    program = [sys.executable, signalled.__file__, "demo", "--ranks", str(ranks), "--steps", "5"]
+    code, errors = ended(start(*program, **environment), directory)
+    assert once.exists(), "the point was never reached"
+    number, said = ENDS[how]
+    if point in signalled.AT_ONCE:
+        assert (code, errors) == (128 - number, "")
+    else:
+        assert (code, errors) == (number, f"instep demo: {said}\n")
+    assert (directory / "instep-demo-report.html").exists() == (point in ("writes its report", "ends"))
+
+
+@pytest.mark.parametrize("how", signalled.HOW)
+@pytest.mark.parametrize("point", [*signalled.POINTS, *signalled.IN_RANK])
+def test_a_signal_at_any_point(point: str, how: str, start: Start, tmp_path: Path) -> None:
+    require_stopped(start, tmp_path, point, how, 2)
 
 
 @pytest.mark.nightly
-def test_ranks_end_when_the_command_is_killed(training: Training, tmp_path: Path) -> None:
-    command, pids = training
+@pytest.mark.parametrize("point", sorted({*signalled.POINTS, *signalled.IN_RANK} - {*signalled.NEED_TWO_RANKS}))
+def test_a_signal_at_any_point_with_one_rank(point: str, start: Start, tmp_path: Path) -> None:
+    require_stopped(start, tmp_path, point, "Ctrl-C", 1)
+
+
+@pytest.mark.parametrize("point", ["started a rank", "a rank imports torch"])
+def test_ctrl_c_while_ranks_start(point: str, start: Start, tmp_path: Path) -> None:
+    require_stopped(start, tmp_path, point, "Ctrl-C", 2)
+
+
+def training(start: Start, **environment: str) -> "subprocess.Popen[str]":
+    """A command that has begun to train for ever."""
+    command = start(*DEMO, "--ranks", "2", "--steps", "1000000", **environment)
+    assert command.stdout is not None
+    assert any(line.startswith("step 1/") for line in command.stdout)
+    return command
+
+
+def test_ctrl_c_leaves_nothing(start: Start, tmp_path: Path) -> None:
+    command = training(start)
+    os.killpg(command.pid, signal.SIGINT)
+    assert ended(command, tmp_path) == (130, "instep demo: interrupted\n")
+
+
+@pytest.mark.nightly
+def test_ranks_end_when_the_command_is_killed(start: Start, tmp_path: Path) -> None:
+    command = training(start)
     command.kill()
-    command.wait(timeout=20)
-    require_gone(pids, 10)
-    assert not list(tmp_path.glob("instep-demo-*"))
+    assert ended(command, tmp_path) == (-signal.SIGKILL, "")
+
+
+@pytest.mark.nightly
+def test_what_is_ignored_stays_ignored(start: Start, tmp_path: Path) -> None:
+    """As in the background of a shell without job control, whose jobs do not get the Ctrl-C of the one in front."""
+    ignore = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    command = start(sys.executable, "-c", ignore, *DEMO, "--ranks", "2", "--steps", "50")
+    assert command.stdout is not None
+    assert any(line.startswith("step 1/") for line in command.stdout)
+    os.killpg(command.pid, signal.SIGINT)
+    assert ended(command, tmp_path) == (0, "")
 
 
 def test_sigterm_stops_the_ranks(monkeypatch: pytest.MonkeyPatch, text: Path) -> None:
@@ -405,4 +469,4 @@ def test_importing_the_library_imports_no_command() -> None:
     program = (
         "import sys, instep; sys.exit(any(m in sys.modules for m in ('typer', 'rich', 'instep.demo', 'instep.cli')))"
     )
-    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=NET).returncode == 0

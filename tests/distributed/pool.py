@@ -6,19 +6,23 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-START_SECONDS = 120
-BODY_SECONDS = 120
-GROUP_TIMEOUT = timedelta(seconds=30)
+from tests import net
+
+GROUP_SECONDS = 120
+"""Of a collective. Only a rank that hangs is waited for so long."""
+OTHERS_SECONDS = 5
+"""For the errors of the others, once a rank has failed: they may be waiting for it."""
 
 
 class BodyFailedError(AssertionError):
@@ -28,9 +32,12 @@ class BodyFailedError(AssertionError):
 class RankPool:
     """``world_size`` processes in one process group. Started when first used, and again after a failure."""
 
-    def __init__(self, world_size: int, body_seconds: float = BODY_SECONDS) -> None:
+    def __init__(
+        self, world_size: int, body_seconds: float = net.SECONDS, group_seconds: float = GROUP_SECONDS
+    ) -> None:
         self.world_size = world_size
         self._body_seconds = body_seconds
+        self._group_seconds = group_seconds
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -38,7 +45,7 @@ class RankPool:
     def run(self, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``body`` on every rank; its results in rank order. ``body`` is a module-level function."""
         self._send(body, args, kwargs)
-        answers = [self._answer(rank) for rank in range(self.world_size)]
+        answers = self._answers()
         failed = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(answers) if not ok]
         if failed:
             self.stop()  # the ranks may be at different collectives now
@@ -76,32 +83,47 @@ class RankPool:
         rendezvous = Path(self._directory.name) / "store"
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, str(rendezvous), theirs), daemon=True)
+            args = (rank, self.world_size, self._group_seconds, str(rendezvous), theirs)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
         for rank in range(self.world_size):
-            ok, value = self._answer(rank, START_SECONDS)
+            ok, value = self._answer(rank)
             assert ok, value
 
-    def _answer(self, rank: int, seconds: float | None = None) -> tuple[bool, Any]:
-        seconds = self._body_seconds if seconds is None else seconds
+    def _answers(self) -> list[tuple[bool, Any]]:
+        """Of all ranks, in rank order; or of some, once one has failed."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        last = time.monotonic() + self._body_seconds
+        while len(answers) < self.world_size:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
+            ready = wait(waiting, max(0.0, last - time.monotonic()))
+            if not ready:
+                break
+            for rank in [rank for rank, pipe in enumerate(self._pipes) if pipe in ready]:
+                answers[rank] = self._answer(rank)
+                if not answers[rank][0]:
+                    last = min(last, time.monotonic() + OTHERS_SECONDS)
+        return [answers.get(rank, (False, "no answer")) for rank in range(self.world_size)]
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
         pipe = self._pipes[rank]
-        if not pipe.poll(seconds):
+        if not pipe.poll(self._body_seconds):
             self.stop()
-            raise BodyFailedError(f"rank {rank} of {self.world_size} did not answer within {seconds} s")
+            raise BodyFailedError(f"rank {rank} of {self.world_size} did not answer within {self._body_seconds} s")
         try:
             answer: tuple[bool, Any] = pipe.recv()
         except EOFError:
-            self._processes[rank].join(5)
+            self._processes[rank].join(net.SECONDS)
             code = self._processes[rank].exitcode
             self.stop()
             raise BodyFailedError(f"rank {rank} of {self.world_size} died with exit code {code}") from None
         return answer
 
 
-def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, group_seconds: float, rendezvous: str, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
     faulthandler.enable()  # a rank that crashes says where
@@ -109,8 +131,9 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
     if torch.cuda.is_available():
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    timeout = timedelta(seconds=group_seconds)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timeout
     )
     # What torch has loaded is there for good. attach() asks the garbage collector for DDP's instances, and to look
     # through all of it takes longer than most bodies.

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import instep
 from instep.errors import AttachError, InstepError
 from instep.verification import first_difference, training_state
+from tests import net
 from tests.cases import Blocks, Sometimes, Tied, batch
 from tests.distributed.pool import RankPool
 from tests.distributed.test_ddp_parity import rank_device
@@ -257,14 +258,14 @@ def test_a_second_thread_is_refused() -> None:
     class Slow(Blocks):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             inside.set()
-            done.wait(20)
+            done.wait(net.SECONDS)
             return super().forward(x)
 
     model = Slow()
     overlap, _ = attached_low(model)
     first = threading.Thread(target=lambda: model(batch(0)[0]))
     first.start()
-    inside.wait(20)
+    assert inside.wait(net.SECONDS / 2)
     with pytest.raises(InstepError, match="a second thread called Slow"):
         model(batch(0)[0])
     done.set()

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import net
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp2.py"
-SECONDS = 150
 
 
 def ip(*arguments: str) -> None:
@@ -41,13 +42,13 @@ def one_node(*arguments: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False, env=environment
+        [*command, *arguments], capture_output=True, text=True, timeout=net.SECONDS, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr
     return weights_in(done.stdout)
 
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(4 * net.SECONDS)]
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,6 @@ def test_two_nodes(plain: str, schedule: str, tmp_path: Path) -> None:
             node = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
             stack.callback(node.kill)
             nodes.append(node)
-        said = [node.communicate(timeout=SECONDS) for node in nodes]
+        said = [node.communicate(timeout=net.SECONDS) for node in nodes]
         assert [node.returncode for node in nodes] == [0, 0], said
     assert weights_in(said[0][0]) == plain

@@ -18,6 +18,7 @@ import instep
 from instep.errors import AccumulationError, AttachError
 from instep.planning.live_bytes import LiveBytes
 from instep.sources.state_shards import StateShards
+from tests import net
 from tests.cases import Blocks, Sometimes, Tied, batch, optimizer_cases, two_groups, weights
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, loss_of, sampled
@@ -172,7 +173,7 @@ def kept_of_what_was_sent() -> int:
     with LiveBytes(parameters) as live:
         scattered = shards.scatter([torch.ones_like(p) for p in parameters], parts, 2, torch.float32)
         there = live.now
-        until = time.monotonic() + 30
+        until = time.monotonic() + net.SECONDS / 2
         while not scattered.let_go():
             assert time.monotonic() < until
             time.sleep(0.01)

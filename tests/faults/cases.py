@@ -6,10 +6,10 @@ ALL = -1
 """In place of a rank: every rank has the fault, at the same point."""
 
 STEPS = 5
-TIMEOUT = 4.0
+TIMEOUT = 8.0
 """Seconds after which a collective of these process groups gives up."""
 LIMIT = TIMEOUT + 5.0
-"""Seconds from a fault within which every surviving rank must have raised."""
+"""Seconds from a fault within which every surviving rank must have raised, by the clock of ``tests.pace``."""
 
 RAISES = {"raise": "InjectedError", "interrupt": "KeyboardInterrupt", "exit": "SystemExit", "late interrupt": "Alarm"}
 """Kinds that are an exception on the rank itself, and its class."""

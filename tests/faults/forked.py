@@ -10,14 +10,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.faults.cases import LIMIT, TIMEOUT
+from tests import net
+from tests.faults.cases import TIMEOUT
 from tests.faults.harness import preload
-
-SECONDS = 3 * LIMIT
 
 
 def forked(world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call ``body`` on ``world`` ranks of one group; what each returned. A rank that died, or took too long: ``None``.
+    """Call ``body`` on ``world`` ranks of one group; what each returned. A rank that died: ``None``.
 
     Raises ``AssertionError`` with the traceback if ``body`` raised.
     """
@@ -42,7 +41,7 @@ def forked(world: int, body: Callable[..., Any], *args: Any) -> list[Any]:
 
 def _answer(pipe: Connection) -> Any:
     try:
-        error, value = pipe.recv() if pipe.poll(SECONDS) else (None, None)
+        error, value = pipe.recv() if pipe.poll(net.SECONDS / 2) else (f"no answer in {net.SECONDS / 2} s", None)
     except EOFError:
         return None
     assert error is None, error

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -15,12 +16,12 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from tests.faults.cases import ALL, LIMIT, LOSES_A_RANK, NONFINITE, RAISES, ROWS, STEPS, TIMEOUT, Case
+from tests import net, pace
+from tests.faults.cases import ALL, LIMIT, LOSES_A_RANK, NONFINITE, RAISES, ROWS, STEPS, Case
 
-START_SECONDS = 90.0
 TRIES = 3
-AFTER_FAULT_SECONDS = 3 * TIMEOUT + 20.0
-"""For everything after a fault: raising, being watched, and doing the step again."""
+AFTER_FAULT_SECONDS = net.SECONDS / 5
+"""For everything after a fault: raising, being watched, and doing the step again. Who is not through then hangs."""
 
 OK = "ok"
 SILENT = "SILENT"
@@ -36,6 +37,8 @@ BROKEN = "BROKEN CASE"
 DDP_GIVES_UP = ("Expected to have finished reduction in the prior iteration", "!unmarked_param_indices.empty()")
 """What DDP raises for ever once its backward or its hook was interrupted, attached or not. Nothing is written."""
 BY_SEVERITY = (SILENT, LATE_WRITE, HANG, CRASH, NOT_REFUSED, WRONG_ERROR, STUCK, BROKEN)
+
+OUT_OF_TIME = re.compile("time(d )?out", re.IGNORECASE)
 
 ALL_TRAIN = ("Blocks", "Chain")
 """Models of which every step moves every parameter."""
@@ -53,7 +56,8 @@ class Verdict:
     Attributes:
         found: every way in which it broke the contract, with its outcome; empty if it did not.
         outcome: the worst of them, or ``ok``, ``not reached``, ``not built``.
-        seconds: from the fault to the last surviving rank's error; ``None`` if none had reason to raise.
+        seconds: from the fault to the last surviving rank's error, by the clock of ``tests.pace``; ``None`` if none had
+            reason to raise.
         said: what each rank saw, in words.
         traces: where the errors came from.
         torn: whether a rank said that the step is torn, and was asked for what that refuses.
@@ -98,7 +102,7 @@ class _Running:
             process = context.Process(target=serve, args=(case, rank, str(self.folder), spaces[rank]), daemon=True)
             process.start()
             self._processes.append(process)
-        self._deadline = time.monotonic() + START_SECONDS
+        self._deadline = time.monotonic() + net.SECONDS / 2
         self._faulty = False
         self._continued = False
         self.killed: set[int] = set()
@@ -132,9 +136,12 @@ class _Running:
             found.append([json.loads(line) for line in lines if line.endswith("}")])
         return found
 
-    def never_met(self) -> bool:
-        """Whether the ranks did not find each other within the timeout, which is short: this machine was busy."""
-        return not all(self.reports()) and any("init_process_group" in self.said(r) for r in range(self.case.world))
+    def ran_late(self) -> bool:
+        """Whether a collective ran out of time before any fault: the timeout is short, and this machine was busy."""
+        reports = self.reports()
+        never_met = not all(reports) and any("init_process_group" in self.said(r) for r in range(self.case.world))
+        errors = (one["text"] for report in reports for one in report if one["what"] == "raised")
+        return fault_in(reports) is None and (never_met or any(OUT_OF_TIME.search(text) for text in errors))
 
     def said(self, rank: int) -> str:
         file = self.folder / f"stderr{rank}"
@@ -195,7 +202,7 @@ def _run(cases: Iterable[Case], jobs: int) -> Iterator[_Running]:
                 running.append(_Running(waiting.popleft(), ExitStack()))
             time.sleep(0.03)
             for one in [one for one in running if one.is_over()]:
-                if one.never_met() and tries[one.case] < TRIES:
+                if one.ran_late() and tries[one.case] < TRIES:
                     tries[one.case] += 1
                     waiting.append(one.case)
                 else:
@@ -313,7 +320,7 @@ def judge_error(
     verdict: Verdict, rank: int, one: Mapping[str, Any], fault: float, broke: Callable[[str, str], None]
 ) -> None:
     case = verdict.case
-    seconds = one["raised"] - fault
+    seconds = pace.seconds(one["ticks"], fault, one["raised"])
     mine = rank in case.ranks
     if case.kind in RAISES:
         wrong = mine and RAISES[case.kind] not in one["chain"]

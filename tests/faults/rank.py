@@ -22,6 +22,7 @@ from instep.errors import TornStepError
 from tests.faults import program
 from tests.faults.cases import STEPS, TIMEOUT, Case
 from tests.faults.inject import SEAMS, Trigger
+from tests.pace import Pace
 
 QUIET = 1.0
 """Seconds after an error in which nothing may be written."""
@@ -37,7 +38,7 @@ class Run:
         phase: where in the loop this rank is.
     """
 
-    def __init__(self, case: Case, rank: int, file: Path, interface: str) -> None:
+    def __init__(self, case: Case, rank: int, file: Path, interface: str, pace: Pace) -> None:
         self.case = case
         self.rank = rank
         self.interface = interface
@@ -52,6 +53,7 @@ class Run:
         self._found_at = -1
         self.model, self.optimizer = program.build(case)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._pace = pace
         self.overlap: instep.Attachment | None = None
         if case.way == "torch":
             self.kept = program.with_torchs_own_overlap(self.model)
@@ -117,11 +119,12 @@ class Run:
 
     def _after(self, error: BaseException, step: int) -> tuple[bool, int]:
         """What became of an error. Returns whether to go on, and with which step."""
-        raised = time.monotonic()
+        raised, ticks = time.monotonic(), self._pace.ticks()
         found = program.fingerprint(self.optimizer)
         self.note(
             "raised",
             raised=raised,
+            ticks=ticks,
             step=step,
             phase=self.phase,
             type=type(error).__name__,
@@ -236,8 +239,8 @@ def serve(case: Case, rank: int, folder: str, namespace: str | None) -> None:
         method = f"file://{folder}/store"
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=case.world, timeout=timeout)
     trigger = Trigger(case, rank)
-    run = Run(case, rank, Path(folder) / str(rank), interface)
     with ExitStack() as stack:
+        run = Run(case, rank, Path(folder) / str(rank), interface, stack.enter_context(Pace()))
         if case.point:
             stack.enter_context(SEAMS[case.point](trigger, run))
         run.train(trigger)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests import net
 from tests.faults import sweep
 from tests.faults.cases import ALL, KINDS, LIMIT, POINTS, STEPS, Case
 from tests.faults.harness import (
@@ -29,6 +30,7 @@ from tests.faults.harness import (
     run_cases,
 )
 from tests.faults.inject import SEAMS
+from tests.pace import TICK
 
 SHORT = [
     Case(point="in the update", kind="raise", where=0),
@@ -55,6 +57,7 @@ def verdicts() -> Mapping[Case, Verdict]:
     return {verdict.case: verdict for verdict in run_cases(sweep.permitted(SHORT), jobs=6)}
 
 
+@pytest.mark.timeout(4 * net.SECONDS)  # the first of them runs all
 @pytest.mark.parametrize("case", SHORT, ids=str)
 def test_a_fault(verdicts: Mapping[Case, Verdict], case: Case) -> None:
     if case not in verdicts:
@@ -119,12 +122,18 @@ def whole(*steps: int) -> Report:
 
 
 def error(
-    at: float = 1.0, kind: str = "InjectedError", found: Any = MIXED, later: Any = None, torn: bool = True
+    at: float = 1.0,
+    kind: str = "InjectedError",
+    found: Any = MIXED,
+    later: Any = None,
+    torn: bool = True,
+    slower: int = 1,
 ) -> Report:
-    """What a rank tells of an error in its third step."""
+    """What a rank tells of an error in its third step. On a busy machine it is so many times ``slower``."""
     refused = "TornStepError" if torn else None
     names = ("model.state_dict", "optimizer.state_dict", "forward")
     raised = {"what": "raised", "time": at, "raised": at, "step": 2, "phase": "backward", "type": kind, "text": ""}
+    raised["ticks"] = [TICK * n for n in range(0, round(at / TICK), slower)]
     return [
         {**raised, "chain": [kind], "trace": "", "hash": found, "state": "open", "torn": False, "left": 0},
         {"what": "quiet", "time": at + 1, "same": later is None, "hash": later or found, "before": found, "step": 2},
@@ -153,7 +162,9 @@ def unrefused() -> Report:
         (SILENT, KILL, [*BEFORE, {**whole(3)[0], "hash": MIXED}, *END], BEFORE + FAULT),
         (SILENT, KILL, whole(*range(STEPS + 1)) + END, BEFORE + FAULT),
         (LATE_WRITE, KILL, BEFORE + error(kind="RuntimeError", later=("other", "bits")) + END, BEFORE + FAULT),
-        (HANG, KILL, BEFORE + error(at=1.1 + LIMIT) + END, BEFORE + FAULT),
+        (HANG, KILL, BEFORE + error(at=1.2 + LIMIT) + END, BEFORE + FAULT),
+        (HANG, KILL, BEFORE + error(at=1.2 + 2 * LIMIT, slower=2) + END, BEFORE + FAULT),
+        (OK, KILL, BEFORE + error(at=2 * LIMIT, slower=2) + END, BEFORE + FAULT),
         (HANG, KILL, BEFORE, BEFORE + FAULT),
         (NOT_REFUSED, DDP, BEFORE + error() + END, BEFORE + FAULT + unrefused() + END),
         (WRONG_ERROR, DDP, BEFORE + error() + END, BEFORE + FAULT + error(kind="RuntimeError") + END),

@@ -6,18 +6,20 @@ torch's side is observed, not assumed: where torch changes, these tests say so.
 import os
 import subprocess
 import sys
-import time
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import StaleAttachmentError, TornStepError
+from tests import net
 from tests.cases import Blocks, batch, weights
 from tests.faults import program
 from tests.faults.cases import ALL, Case
@@ -53,8 +55,8 @@ def test_d1_a_lost_peer(kind: str) -> None:
 
 
 def half_failing_update() -> tuple[str, bool, bool]:
-    """torch's own: the update of one bucket raises, those behind it are slow. Returns what backward raised, whether
-    weights had changed by then, and whether they changed in the second after."""
+    """torch's own: the update of the first bucket raises, and those behind it arrive once backward has raised. Returns
+    what backward raised, whether weights had changed by then, and whether they changed after."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
         _hook_then_optimizer,
@@ -63,34 +65,42 @@ def half_failing_update() -> tuple[str, bool, bool]:
 
     torch.manual_seed(0)
     model = DistributedDataParallel(Blocks(), bucket_cap_mb=program.BUCKET_MB)
-    failing = model.module.blocks[2][3].weight
+    fails, raised, written = (threading.Event() for _ in range(3))
 
     class Update:
-        steps = 0
-
         def step_param(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-            if parameter is failing and self.steps > 30:
+            if fails.is_set() and not raised.is_set():
                 raise ZeroDivisionError("the update")
-            self.steps += 1
-            time.sleep(0.02 if self.steps > 30 else 0)
             with torch.no_grad():
                 parameter.sub_(gradient, alpha=0.1)
+            if raised.is_set():
+                written.set()
+
+    def behind(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def late(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            assert raised.wait(net.SECONDS / 4)
+            return future.value()
+
+        sent = allreduce_hook(state, bucket)
+        return sent.then(late) if fails.is_set() and bucket.index() > 0 else sent
 
     state = _OptimizerHookState.__new__(_OptimizerHookState)
     state.functional_optimizer, state.params_to_optimize = Update(), None
-    model.register_comm_hook(None, _hook_then_optimizer(allreduce_hook, state))
+    model.register_comm_hook(None, _hook_then_optimizer(behind, state))
     error = "none"
     for seed in range(4):
         x, y = batch(seed)
         model.zero_grad()
         before = weights(model)
+        if seed == 3:
+            fails.set()
         try:
             nn.functional.cross_entropy(model(x), y).backward()
-        except RuntimeError as raised:
-            error = str(raised)
-            break
+        except RuntimeError as failed:
+            error = str(failed)
     at_once = weights(model)
-    time.sleep(1)
+    raised.set()
+    written.wait(net.SECONDS / 4)
     changed = [not all(map(torch.equal, a, b)) for a, b in ((before, at_once), (at_once, weights(model)))]
     return error, *changed
 
@@ -115,24 +125,27 @@ def restarted(way: str, folder: Path, fault: bool) -> str:
     environment["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     agent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
-        out, said = agent.communicate(timeout=200)
+        out, said = agent.communicate(timeout=net.SECONDS)
     finally:
         agent.terminate()  # one that is only killed leaves its ranks behind
-        agent.wait(60)
+        agent.wait(net.SECONDS)
     assert agent.returncode == 0, said[-3000:]
     return next(line for line in out.splitlines() if line.startswith("weights "))
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(6 * net.SECONDS)
 def test_d3_a_restart_resumes_from_right_weights(tmp_path: Path) -> None:
     """torch: the surviving rank saves what it trained alone, and the job goes on from that, and exits with 0."""
-    folders = {name: tmp_path / name for name in ("plain", "torch", "instep", "plain and a fault")}
+    folders = {
+        name: tmp_path / name for name in ("plain", "torch 0", "torch 1", "torch 2", "instep", "plain and a fault")
+    }
     for folder in folders.values():
         folder.mkdir()
     right = restarted("plain", folders["plain"], fault=False)
     assert restarted("plain", folders["plain and a fault"], fault=True) == right
-    assert restarted("torch", folders["torch"], fault=True) != right
+    # Unless torchrun ends the survivor before it has saved anything.
+    assert any(restarted("torch", folders[f"torch {number}"], fault=True) != right for number in range(3))
     assert restarted("instep", folders["instep"], fault=True) == right
 
 
@@ -250,11 +263,14 @@ def two_threads(how: str) -> tuple[int, str]:
     """The exit status and last line of a process in which two threads train one model."""
     environment = {**os.environ, **ENVIRONMENT}
     command = [sys.executable, str(HERE / "threads.py"), how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=net.SECONDS / 3, check=False, env=environment
+    )
     return done.returncode, (done.stdout.splitlines() or [""])[-1]
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(4 * net.SECONDS)
 def test_d7_two_threads_in_backward_of_one_model() -> None:
     """torch: the process dies, in most runs."""
     assert any(two_threads("hook")[0] < 0 for _ in range(4))

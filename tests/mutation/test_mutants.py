@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 import instep
+from tests import net
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(instep.__file__).parent
@@ -1219,7 +1220,7 @@ def test_the_defect_can_still_be_put_in(mutant: Mutant) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(4 * net.SECONDS)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_defect_is_caught(mutant: Mutant, tmp_path: Path) -> None:
     shutil.copytree(SOURCE, tmp_path / "instep", ignore=shutil.ignore_patterns("__pycache__"))
@@ -1233,7 +1234,7 @@ def test_the_defect_is_caught(mutant: Mutant, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(tmp_path), "INSTEP_TEST_ALL_CASES": "1"},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=3 * net.SECONDS,
         check=False,
     )
     assert done.returncode == SOME_TESTS_FAILED, done.stdout[-3000:]

@@ -32,6 +32,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import instep
 from instep.errors import StaleAttachmentError, TornStepError, UncommittedStepError
 from instep.verification import first_difference, training_state
+from tests import net
 from tests.cases import Blocks, Tied, batch, two_groups
 from tests.late import late_updates
 
@@ -1182,7 +1183,9 @@ def run_script(body: str) -> str:
             assert "pending" in repr(overlap)
     """
     code = textwrap.dedent(script) + textwrap.dedent(body)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=net.SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "Error" not in done.stderr
     return done.stdout
@@ -1209,7 +1212,7 @@ FORK = """
     step()
     child = os.fork()
     if child == 0:
-        signal.alarm(3)
+        signal.alarm(300)
         {in_the_child}
         os._exit(0)
     print(os.waitpid(child, 0)[1])

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import instep
 from instep.cli import app
+from tests import net
 
 HERE = "tests.planning.models"
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ def invoke(*words: object) -> tuple[int, str, str]:
 def test_in_a_pipe_it_is_plain_text_and_the_file_has_all_numbers(tmp_path: Path) -> None:
     written = tmp_path / "plan.json"
     command = [sys.executable, "-m", "instep", "plan", f"{HERE}:layers", "--inputs", f"{HERE}:rows", "--json", written]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, env={**os.environ})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=net.SECONDS, cwd=ROOT, env={**os.environ})
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     for said in ("Sequential with AdamW, one device", "backward, undo", "attach refuses", "Assumed: 400 TFLOP/s"):

@@ -23,6 +23,7 @@ from instep.planning.rehearsal import Rehearsal, order_of_gradients
 from instep.planning.scene import Scene, optimizer_makers
 from instep.report.estimate import EVERYTHING, Machine, PlannedBucket, times
 from instep.report.iteration import Link
+from tests import net
 from tests.planning import models
 
 HERE = "tests.planning.models"
@@ -67,13 +68,13 @@ def test_peaks_of_larger_models(name: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2 * net.SECONDS)
 def test_peaks_of_two_ranks() -> None:
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "gradient_memory.py")],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=net.SECONDS,
         check=True,
     )
     measured = {name: float(mib) for name, mib in re.findall(r"^\| (.+) \| ([\d.]+) \|$", done.stdout, re.MULTILINE)}

@@ -13,6 +13,7 @@ from instep.cli import app
 from instep.report.page import page
 from instep.report.run import NotARecordingError, Run, load
 from instep.report.spans import Span
+from tests import net
 from tests.report.runs import GLOO, MAIN, MIB, memory_of, run_of, span
 
 HOSTILE = "</title><script>alert(1)</script>&\"'"
@@ -69,7 +70,7 @@ def test_in_a_browser_nothing_overflows(width: int, tmp_path: Path) -> None:
     path.write_text(text.replace("</body>", probe))
     browser = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
     options = [f"--window-size={width},900", f"--user-data-dir={tmp_path}", "--dump-dom", path.as_uri()]
-    done = subprocess.run([*browser, *options], capture_output=True, text=True, timeout=90)
+    done = subprocess.run([*browser, *options], capture_output=True, text=True, timeout=net.SECONDS)
     assert "CONSOLE" not in done.stderr
     assert 'data-out="[]"' in done.stdout, re.findall(r"data-out=\S*", done.stdout)
     assert 'data-scrolls="false"' in done.stdout

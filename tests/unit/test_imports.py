@@ -13,7 +13,8 @@ ROOT = Path(instep.__file__).parent
 ALLOWED = {
     "errors": set(),
     "comm_hooks": set(),
-    "report": set(),
+    "_signals": set(),
+    "report": {"_signals"},
     "_core": {"errors"},
     "sources": {"_core", "_groups", "comm_hooks", "errors"},
     "_shards": {"_core"},
@@ -39,9 +40,9 @@ ALLOWED = {
     "checkpoint": {"attachment", "_shards", "_wrappers", "sources", "_core", "errors", "_version"},
     "replication": {"attachment", "sources", "errors"},
     "integrations": {"attachment", "sources", "_core", "errors"},
-    "demo": {"attachment", "verification", "report", "_version"},
+    "demo": {"attachment", "verification", "report", "_signals", "_version"},
     "planning": {"attachment", "sources", "report", "_core", "errors", "_version"},
-    "cli": {"demo", "planning", "report", "_version"},
+    "cli": {"demo", "planning", "report", "_signals", "_version"},
 }
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import instep
 from instep.errors import ConcurrentBackwardError
+from tests import net
 from tests.cases import Blocks, batch, weights
 from tests.parity.lockstep import SMALL, WAYS
 
@@ -25,7 +26,7 @@ def in_thread(do: Callable[[], Any]) -> list[BaseException]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(60)
+    thread.join(net.SECONDS)
     assert not thread.is_alive()
     return raised
 
@@ -102,7 +103,7 @@ def test_models_of_their_own(way: str, threads: int) -> None:
     for thread in running:
         thread.start()
     for thread in running:
-        thread.join(120)
+        thread.join(net.SECONDS)
     for (model, _), overlap in zip(models, overlaps, strict=True):
         overlap.detach()
         assert all(map(torch.equal, weights(plain), weights(model)))

@@ -6,7 +6,3 @@ class DemoError(Exception):
 
     It has a traceback only when a rank raised something unforeseen.
     """
-
-
-class TerminatedError(BaseException):
-    """SIGTERM arrived. No ``Exception``, as ``KeyboardInterrupt`` is none: nothing on the way may handle it."""

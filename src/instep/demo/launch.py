@@ -4,18 +4,24 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
+from instep._signals import blocked, waiting
 from instep.demo.errors import DemoError
 from instep.demo.job import Failed, Finished, Job, Progress
 from instep.demo.rank import TEXT_FILE, serve
 
-EXIT_SECONDS = 5.0
+EXIT_SECONDS = 20.0
+"""For a rank that has nothing more to do, or is dead. Only a rank that hangs takes so long: it is killed."""
+
+GRACE_SECONDS = 1.0
+"""For what makes a rank fail: the death of another one, which is the error to show."""
 
 _KEEP_MEMORY = {
     # glibc's malloc would hand the plain loop's gradients back to the kernel after each step and fault them in again.
@@ -29,10 +35,11 @@ _KEEP_MEMORY = {
 def launch(job: Job, text: bytes, tell: Callable[[Progress], None]) -> list[Finished]:
     """Run ``job`` in one process per rank; the ranks' answers in rank order.
 
-    However it ends, no process and no file of it is left. Raises ``DemoError`` when a rank dies or fails.
+    However it ends, no process and no file of it is left. Raises ``DemoError`` when a rank dies or fails. SIGINT and
+    SIGTERM stop it, and have their effect once nothing is left.
     """
-    with _workspace(text) as directory:
-        ranks = _Ranks()
+    with waiting() as signalled, _workspace(text) as directory:
+        ranks = _Ranks(signalled)
         try:
             ranks.start(job, directory)
             return ranks.listen(tell)
@@ -47,15 +54,20 @@ _QUIET = {
 }
 
 
+class _StoppedError(BaseException):
+    """A signal came."""
+
+
 class _Ranks:
-    def __init__(self) -> None:
+    def __init__(self, signalled: socket.socket) -> None:
+        self._signalled = signalled
         self._processes: list[SpawnProcess] = []
         self._answers: list[Connection] = []
 
     def start(self, job: Job, directory: Path) -> None:
         context = multiprocessing.get_context("spawn")
-        # What is ignored stays ignored in a new process: Ctrl-C must not interrupt it while it is importing.
-        with _environment({**_QUIET, **_KEEP_MEMORY}), _ignored(signal.SIGINT):
+        # A terminal sends Ctrl-C to all, and it must not interrupt a rank that is still importing.
+        with _environment({**_QUIET, **_KEEP_MEMORY}), blocked():
             for rank in range(job.placement.ranks):
                 ours, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=serve, args=(job, rank, directory, theirs), daemon=True)
@@ -66,12 +78,11 @@ class _Ranks:
 
     def listen(self, tell: Callable[[Progress], None]) -> list[Finished]:
         finished: dict[int, Finished] = {}
-        waiting: dict[object, int] = {answers: rank for rank, answers in enumerate(self._answers)}
-        while waiting:
-            for answers in multiprocessing.connection.wait([self._answers[rank] for rank in waiting.values()]):
-                message = self._receive(waiting[answers])
+        while len(finished) < len(self._answers):
+            for rank in self._ready(set(range(len(self._answers))) - finished.keys()):
+                message = self._receive(rank)
                 if isinstance(message, Finished):
-                    finished[waiting.pop(answers)] = message
+                    finished[rank] = message
                 else:
                     tell(message)
         for process in self._processes:
@@ -79,15 +90,20 @@ class _Ranks:
         return [finished[rank] for rank in sorted(finished)]
 
     def stop(self) -> None:
-        """End every process that is still there: by SIGTERM, then by SIGKILL."""
-        with _ignored(signal.SIGINT, signal.SIGTERM):
-            started = [process for process in self._processes if process.pid is not None]
-            for process in started:
-                process.terminate()
-            for process in started:
-                process.join(EXIT_SECONDS)
-                process.kill()
-                process.join()
+        """End every process that is still there. None of them holds anything that is not this one's to clean up."""
+        started = [process for process in self._processes if process.pid is not None]
+        for process in started:
+            process.kill()
+        for process in started:
+            process.join()
+
+    def _ready(self, ranks: Iterable[int]) -> list[int]:
+        """Wait for answers of any of ``ranks``, or for a signal. Returns those who have answered."""
+        by_answers: dict[object, int] = {self._answers[rank]: rank for rank in ranks}
+        ready = multiprocessing.connection.wait([self._signalled, *(self._answers[rank] for rank in ranks)])
+        if self._signalled in ready:
+            raise _StoppedError
+        return [by_answers[answers] for answers in ready]
 
     def _receive(self, rank: int) -> Progress | Finished:
         try:
@@ -97,10 +113,18 @@ class _Ranks:
             raise self._death(rank) from None
         if isinstance(message, Failed):
             # A rank that dies makes the others fail: theirs is not the error to show.
-            dead = [other for other, process in enumerate(self._processes) if process.exitcode]
-            raise self._death(dead[0]) if dead else DemoError(message.message)
+            dead = self._dead_beside(rank)
+            raise DemoError(message.message) if dead is None else self._death(dead)
         answer: Progress | Finished = message
         return answer
+
+    def _dead_beside(self, rank: int) -> int | None:
+        others = [process for other, process in enumerate(self._processes) if other != rank]
+        ended = multiprocessing.connection.wait([p.sentinel for p in others], GRACE_SECONDS) if others else []
+        for process in others:
+            if process.sentinel in ended:
+                process.join(EXIT_SECONDS)
+        return next((other for other, process in enumerate(self._processes) if process.exitcode), None)
 
     def _death(self, rank: int) -> DemoError:
         code = self._processes[rank].exitcode
@@ -135,13 +159,3 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             del os.environ[name]
-
-
-@contextmanager
-def _ignored(*signals: signal.Signals) -> Iterator[None]:
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

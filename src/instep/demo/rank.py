@@ -17,11 +17,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from instep._signals import STOPPING
 from instep.demo.errors import DemoError
 from instep.demo.job import Failed, Job, Progress
 from instep.demo.lockstep import train
 
-GROUP_TIMEOUT = timedelta(seconds=60)
+GROUP_TIMEOUT = timedelta(minutes=10)
+"""Long, for slow machines: the parent sees a rank that dies, and ends the others."""
 TEXT_FILE = "text"
 STORE_FILE = "store"
 
@@ -31,7 +33,8 @@ def serve(job: Job, rank: int, directory: Path, answers: Connection) -> None:
 
     ``directory`` holds the text, and is where the ranks meet.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all: the parent decides
+    for number in STOPPING:  # a terminal sends Ctrl-C to all: the parent decides
+        signal.signal(number, signal.SIG_IGN)
     _exit_with_parent(directory)
     try:
         device = _set_up(job, rank)

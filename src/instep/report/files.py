@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from instep._signals import waiting
+
 
 class NotWrittenError(Exception):
     """A file cannot be written. The message is for the user, and names the option that asked for it."""
@@ -16,13 +18,13 @@ def require_writable(option: str, path: Path) -> None:
         raise NotWrittenError(f"cannot write {option} {path}: it is there, and is no regular file")
     if os.path.exists(path) and not os.access(path, os.W_OK):
         raise NotWrittenError(f"cannot write {option} {path}: it is there, and may not be written")
-    with _said(option, path), _beside(path) as temporary:
+    with waiting(), _said(option, path), _beside(path) as temporary:
         temporary.touch()
 
 
 def write(option: str, path: Path, content: str) -> None:
-    """As ``write_whole``, with a ``NotWrittenError``."""
-    with _said(option, path):
+    """As ``write_whole``, with a ``NotWrittenError``. SIGINT and SIGTERM wait for its end."""
+    with waiting(), _said(option, path):
         write_whole(path, content.encode())
 
 

@@ -1,0 +1,90 @@
+"""SIGINT and SIGTERM, for the command: they end the process at once, raise, or wait.
+
+A signal that the process was started to ignore stays ignored: a job in the background of a shell, or under ``nohup``.
+"""
+
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+class TerminatedError(BaseException):
+    """SIGTERM arrived. No ``Exception``, as ``KeyboardInterrupt`` is none: nothing on the way may handle it."""
+
+
+def end_at_once() -> None:
+    """From now on either of them ends this process, without a word: there is nothing to clean up.
+
+    An exception would not do while modules are imported: extensions of torch's and NumPy's swallow one.
+    """
+    for number in _heard():
+        signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def raising() -> Iterator[None]:
+    """SIGINT raises ``KeyboardInterrupt``, SIGTERM ``TerminatedError``."""
+    with _handled_by(_raise):
+        yield
+
+
+@contextmanager
+def waiting() -> Iterator[socket.socket]:
+    """Both wait for the end of this block. The first that came has the effect then that it had before the block.
+
+    Yields a socket that becomes ready for reading when one has come.
+    """
+    came: list[int] = []
+    ready, tell = socket.socketpair()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if not came:
+            tell.send(b"\0")
+        came.append(number)
+
+    try:
+        with ready, tell, _handled_by(note):
+            yield ready
+    finally:
+        for number in came[:1]:
+            signal.raise_signal(number)
+
+
+@contextmanager
+def blocked() -> Iterator[None]:
+    """Processes that are started in this block get neither of them, for as long as they do not ask for it."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # else Python 3.11 unblocks both with the first process
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt if number == signal.SIGINT else TerminatedError
+
+
+@contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in _heard()}
+    try:
+        for number in before:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, was in before.items():
+            signal.signal(number, was)
+
+
+def _heard() -> list[signal.Signals]:
+    return [number for number in STOPPING if signal.getsignal(number) not in (signal.SIG_IGN, None)]

@@ -1,0 +1,120 @@
+"""``instep demo`` with a signal at a named point. In the environment: ``POINT``, ``HOW``, and ``ONCE``, a file to make.
+
+The ranks run this file, too, as the module that they were started from.
+"""
+
+import atexit
+import os
+import pkgutil
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+PARENT = __name__ == "__main__"
+HOW = ("Ctrl-C", "SIGTERM", "SIGTERM to all")
+
+
+def fire() -> None:
+    """Send the signal, if no process has done so yet."""
+    try:
+        os.close(os.open(os.environ["ONCE"], os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    send()
+
+
+def send() -> None:
+    how = os.environ["HOW"]
+    if how == "SIGTERM":
+        os.kill(os.getpid() if PARENT else os.getppid(), signal.SIGTERM)
+    else:  # a terminal sends Ctrl-C to every process
+        os.killpg(0, signal.SIGINT if how == "Ctrl-C" else signal.SIGTERM)
+
+
+def before(target: str) -> None:
+    """Fire when ``target`` is called."""
+    owner, name, real = _found(target)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        fire()
+        return real(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def after(target: str) -> None:
+    """Fire when ``target`` has returned."""
+    owner, name, real = _found(target)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        fire()
+        return result
+
+    setattr(owner, name, call)
+
+
+def _found(target: str) -> tuple[Any, str, Any]:
+    owner, _, name = target.rpartition(".")
+    return pkgutil.resolve_name(owner), name, pkgutil.resolve_name(target)
+
+
+def at_import(module: str) -> None:
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == module:
+                fire()
+
+    sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
+
+
+def again_while_it_stops() -> None:
+    before("instep.demo.display._line")
+    launch = pkgutil.resolve_name("instep.demo.launch")
+    stop = launch._Ranks.stop
+
+    def send_and_stop(ranks: Any) -> None:
+        send()
+        stop(ranks)
+        send()
+
+    launch._Ranks.stop = send_and_stop
+
+
+POINTS: dict[str, Callable[[], Any]] = {
+    "imports": partial(at_import, "typer"),
+    "imports torch": partial(at_import, "torch.nn"),
+    "reads its text": partial(before, "instep.demo.run.load_text"),
+    "tries its files": partial(after, "instep.report.files.Path.touch"),
+    "makes its directory": partial(after, "instep.demo.launch.tempfile.mkdtemp"),
+    "starts its first process": partial(after, "multiprocessing.util.spawnv_passfds"),
+    "starts a rank": partial(before, "multiprocessing.spawn.get_command_line"),
+    "started a rank": partial(after, "multiprocessing.popen_spawn_posix.Popen._launch"),
+    "started all ranks": partial(after, "instep.demo.launch._Ranks.start"),
+    "shows a step": partial(before, "instep.demo.display._line"),
+    "stops": again_while_it_stops,
+    "makes its report": partial(before, "instep.demo.run.page"),
+    "writes its report": partial(before, "instep.report.files.os.replace"),
+    "ends": partial(atexit.register, fire),
+}
+IN_RANK: dict[str, Callable[[], Any]] = {
+    "a rank begins": fire,
+    "a rank imports torch": partial(at_import, "torch.nn"),
+    "ranks meet": partial(before, "instep.demo.rank.dist.init_process_group"),
+    "ranks have met": partial(after, "instep.demo.rank.dist.init_process_group"),
+    "a rank has trained": partial(after, "instep.demo.rank.train"),
+    "a rank leaves": partial(before, "instep.demo.rank.dist.destroy_process_group"),
+}
+NEED_TWO_RANKS = ("ranks meet", "ranks have met", "a rank leaves")
+AT_ONCE = ("imports", "imports torch", "ends")
+"""Points at which nothing is there to clean up, and nothing is said."""
+
+if __name__ in ("__main__", "__mp_main__"):
+    (POINTS if PARENT else IN_RANK).get(os.environ["POINT"], lambda: None)()
+if PARENT:
+    from instep.__main__ import main
+
+    main()
