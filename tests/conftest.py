@@ -54,10 +54,15 @@ def _nothing_leaks() -> Iterator[None]:
     if attachment._attachments:
         gc.collect()  # slow with torch loaded, so only where something is left
     assert not list(attachment._attachments), "a model is still attached: detach it, or drop it"
-    # torch.compile shows progress with tqdm where it is installed, which keeps one thread.
-    left = {thread for thread in set(threading.enumerate()) - threads if thread.name != "tqdm_monitor"}
+    left = {thread for thread in set(threading.enumerate()) - threads if not _is_of_torch_compile(thread)}
     assert not left, "a thread was left running"
     assert not dist.is_initialized(), "a process group was left in this process"
+
+
+def _is_of_torch_compile(thread: threading.Thread) -> bool:
+    """It shows progress with tqdm where that is installed, which keeps one thread; torch 2.6 keeps one that reads what
+    its compiling processes say."""
+    return thread.name == "tqdm_monitor" or thread.name.endswith("(_read_thread)")
 
 
 def _pool(world_size: int) -> Iterator[RankPool]:
