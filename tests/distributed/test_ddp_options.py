@@ -120,9 +120,19 @@ def test_after_detach_the_mean_is_ddps(three_ranks: RankPool, option: dict[str, 
     three_ranks.run(detached, option, view)
 
 
-@each_option
-def test_across_the_iteration(three_ranks: RankPool, option: dict[str, Any]) -> None:
-    assert three_ranks.run(crossing.compare, ddp=option) == [None] * 3
+@batched
+def test_across_the_iteration(three_ranks: RankPool) -> None:
+    assert three_ranks.run(crossing.compare, ddp={"batched_grad_copy": True}) == [None] * 3
+
+
+def lazy_across_the_iteration() -> None:
+    with pytest.raises(AttachError, match="lazy_bucket_allocation=True"):
+        crossing.Loop(True, ddp={"lazy_bucket_allocation": True})
+
+
+@lazy
+def test_buckets_that_are_freed_do_not_cross(two_ranks: RankPool) -> None:
+    two_ranks.run(lazy_across_the_iteration)
 
 
 def sharded(way: str, option: dict[str, Any], view: bool) -> None:
