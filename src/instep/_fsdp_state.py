@@ -3,30 +3,31 @@
 FSDP, 1 and 2, keeps on its modules how far a forward or backward has come: which weights are gathered, which gradients
 are not reduced yet, what is in flight, and that the end of this backward is asked for. An exception leaves all of it
 as it was, and the next iteration takes it for its own: after a failed backward FSDP2 raises nothing, and trains
-nothing. torch 2.13 has ``reset_iter_state()`` of FSDP2 for this, to be called by the loop; it leaves this rank's own
-gradients where they are, and the next backward adds to them.
+nothing. Since torch 2.13 or so FSDP2 has ``reset_iter_state()`` for this, to be called by the loop. What becomes of
+gradients in it differs from one torch to the next: here they are kept or dropped, and it does the rest.
 
 All that is done here is local: peers may not have failed. Each private name of torch's that is used has a sentence;
 ``tests/distributed/test_fsdp_errors.py`` compares all state that FSDP has, and names what is not as before.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from instep._core.engine import graph_task
 from instep._core.hooks import BoundHook
+from instep._fsdp2_reset import reset_iter_state, wait_for, wait_for_work
 from instep._wrappers import fsdp1_in, fsdp2_groups, fsdp2_in, is_fsdp2
 
-# On which FSDP2's shared context, and each FSDP1 instance, let their communication run.
-_FSDP2_STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
+# On which each FSDP1 instance lets its communication run.
 _FSDP1_STREAMS = ("_pre_unshard_stream", "_unshard_stream", "_post_backward_stream", "_all_reduce_stream")
+# HSDP's sums among the shards that are not summed among the replicas yet, and where in them a parameter's are.
+_LAYOUT = "_partial_reduce_output_layout"
+_PARTIAL = ("_partial_reduce_output", _LAYOUT)
 
 
 class AfterErrors:
@@ -126,52 +127,81 @@ def rebuild_fsdp2(model: nn.Module, *, gradients: bool) -> None:
             have added to it, others have not, and ``zero_grad()`` does not reach it. Reduced gradients stay, as in any
             loop, until ``zero_grad()``.
     """
-    states: dict[int, Any] = {}
+    for root, states in _fsdp2_roots(model):
+        groups = [group for state in states for group in fsdp2_groups(state)]
+        # FSDP2's own reset drops all gradients (of torch 2.13: some).
+        kept = [KeptGradients(group, unreduced=not gradients) for group in groups]
+        if hasattr(root, "reset_iter_state"):
+            _reset_iter_state(root, groups)
+        else:
+            reset_iter_state(states)
+        for one in kept:
+            one.put_back()
+
+
+def _fsdp2_roots(model: nn.Module) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """The outermost modules that ``fully_shard`` was applied to, one of which may be above ``model``, each with what
+    ``fully_shard`` keeps of all modules in it."""
+    seen: set[int] = set()
     module: Any
     for module in fsdp2_in(model):
-        state = module._get_fsdp_state()  # what fully_shard keeps of a module
-        # One context of all states of a root, which may be above ``model``; empty before the first forward.
-        states |= {id(one): one for one in (state, *state._state_ctx.all_states)}
-    for state in states.values():
-        shared, communication = state._state_ctx, state._comm_ctx
-        shared.iter_forward_root = None  # whose forward is running: the next one would not be taken for a root's
-        shared.post_backward_final_callback_queued = False  # or no backward ever asks for its end again
-        _wait_for(communication, _FSDP2_STREAMS, state._device_handle)
-        communication.all_gather_state = None  # buffers that were kept for what is waited for now
-        if hasattr(communication, "reduce_scatter_states"):
-            communication.reduce_scatter_states.clear()
-            communication._last_post_reduce_events.clear()
-        else:  # before torch 2.12 or so
-            communication.reduce_scatter_state = None
-        communication.post_forward_order.clear()  # from which backward knows what to gather ahead
-        state._training_state = type(state._training_state).IDLE
-        state._modules_to_run_forward.clear()  # of a group of modules, those whose forward has not ended
-        for group in fsdp2_groups(state):
-            _rebuild_group(group, gradients)
+        state = module._get_fsdp_state()
+        context = state._state_ctx  # one of all states of a root; which these are is known after the first forward
+        if id(context) not in seen:
+            seen.add(id(context))
+            root = next((one for one in context.all_states if one._is_root), None)
+            yield (module, [state]) if root is None else (root._modules[0], context.all_states)
 
 
-def _rebuild_group(group: Any, gradients: bool) -> None:
-    if group._all_gather_result is not None:  # gathered ahead, and not used
-        _wait_for_work(group._all_gather_result.all_gather_work)
-        group._all_gather_result = None
-    # The rest of what was in flight, and events of streams that are waited for now.
-    group._post_reduce_event = group._all_reduce_state = group._reshard_after_forward_event = None
-    group._post_forward_indices.clear()  # its places in post_forward_order
-    if gradients:
-        group._partial_reduce_output = None  # HSDP: reduced among the shards, not among the replicas
-    for parameter in group.fsdp_params:
-        if gradients:
-            parameter.unsharded_accumulated_grad = None  # micro-batches, in reduce_dtype
-            if hasattr(parameter, "_unsharded_param"):  # since it was first gathered
-                parameter._unsharded_param.grad = None
-        if parameter.grad_offload_event is not None:  # a copy to the host
-            parameter.grad_offload_event.synchronize()
-            parameter.grad_offload_event = None
-        # Registers the parameter that the optimizer holds, and frees the gathered one. Asked of each: an interrupt may
-        # have come between two of a group.
-        parameter.to_sharded()
-    group._sharded_state = type(group._sharded_state).SHARDED
-    group._training_state = type(group._training_state).IDLE
+def _reset_iter_state(root: Any, groups: Sequence[Any]) -> None:
+    try:
+        root.reset_iter_state()
+    except RuntimeError:  # of weights gathered ahead, from a peer that is gone or did not come
+        for group in groups:
+            if group._all_gather_result is not None:
+                wait_for_work(group._all_gather_result.all_gather_work)
+                group._all_gather_result = None
+        root.reset_iter_state()
+
+
+class KeptGradients:
+    """The gradients of one of FSDP2's groups, to be put back.
+
+    Args:
+        unreduced: with those that are not reduced yet: of micro-batches and, in HSDP, among the replicas. They are
+            dropped otherwise.
+    """
+
+    def __init__(self, group: Any, *, unreduced: bool) -> None:
+        self._group = group
+        parameters = [p.sharded_param for p in group.fsdp_params]
+        gathered = [p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+        self._gradients = [(p, p.grad) for p in (*parameters, *(gathered if unreduced else ()))]
+        self._partial = {name: getattr(group, name) for name in _PARTIAL if unreduced and hasattr(group, name)}
+        if _LAYOUT in self._partial:
+            self._partial[_LAYOUT] = dict(self._partial[_LAYOUT])  # which is emptied
+        for parameter in group.fsdp_params if not unreduced else ():
+            _drop_unreduced(parameter)
+
+    def put_back(self) -> None:
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        for name, value in self._partial.items():
+            setattr(self._group, name, value)
+        for parameter in self._group.fsdp_params:
+            if parameter.grad_offload_event is not None:  # a copy to the host
+                parameter.grad_offload_event.synchronize()
+                parameter.grad_offload_event = None
+            # Registers the parameter that the optimizer holds, and frees the gathered one. Asked of each: an interrupt
+            # may have come between two of a group.
+            parameter.to_sharded()
+
+
+def _drop_unreduced(parameter: Any) -> None:
+    if hasattr(parameter, "_unsharded_param"):  # since it was first gathered
+        parameter._unsharded_param.grad = None
+    if "unsharded_accumulated_grad" in vars(parameter):  # until torch 2.13 or so: micro-batches, in reduce_dtype
+        parameter.unsharded_accumulated_grad = None
 
 
 def rebuild_fsdp1(model: nn.Module, *, gradients: bool, awaited: frozenset[int] = frozenset()) -> None:
@@ -183,7 +213,7 @@ def rebuild_fsdp1(model: nn.Module, *, gradients: bool, awaited: frozenset[int] 
     for wrapper in fsdp1_in(model):
         if wrapper._is_root is None:  # before its first forward
             continue
-        _wait_for(wrapper, _FSDP1_STREAMS, wrapper._device_handle)
+        wait_for(wrapper, _FSDP1_STREAMS, wrapper._device_handle)
         wrapper.training_state = type(wrapper.training_state).IDLE
         wrapper._unshard_event = None
         if wrapper._is_root:
@@ -226,18 +256,3 @@ def _rebuild_handle(handle: Any, gradients: bool, awaited: frozenset[int]) -> No
         handle._use_unsharded_grad_views()  # micro-batches, in no_sync
     else:
         handle._use_sharded_grad_views()
-
-
-def _wait_for(owner: Any, streams: Iterable[str], device_handle: Any) -> None:
-    """Let the device's current stream wait for ``owner``'s, before the memory they use is freed."""
-    for name in streams:
-        stream = getattr(owner, name, None)  # made in the first forward
-        if stream is not None:
-            device_handle.current_stream().wait_stream(stream)
-
-
-def _wait_for_work(work: Any) -> None:
-    if isinstance(work, dist.Work):
-        # Of a peer that is gone, or did not come: the error that is being handled is the one to tell.
-        with suppress(RuntimeError):
-            work.wait()

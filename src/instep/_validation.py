@@ -320,6 +320,11 @@ def refuse_cross_iteration(ddps: Sequence[DistributedDataParallel], options: Any
             "cross_iteration=True needs DistributedDataParallel(gradient_as_bucket_view=True): else DDP copies the "
             "gradients at the end of backward, before they are reduced"
         )
+    if any(getattr(ddp, "lazy_bucket_allocation", False) for ddp in ddps):  # of torch 2.15
+        raise AttachError(
+            "cross_iteration=True needs DDP's buckets after backward, and "
+            "DistributedDataParallel(lazy_bucket_allocation=True) frees them. Leave out one of the two"
+        )
     needs_all = {
         "clip": isinstance(options.clip, ClipNorm),
         "scaler": options.scaler is not None,

@@ -19,6 +19,7 @@ from tests.cases import Blocks, batch
 from tests.distributed.pool import RankPool
 from tests.distributed.test_comm_hooks import HOOKS
 from tests.distributed.test_mixed_precision import DTYPES, CastByHand, send_as
+from tests.functional import own_precision
 from tests.functional.cases import OPTIMIZERS, SOME, Functional, difference, hook_parity, loss, make
 
 
@@ -256,7 +257,8 @@ def upcast_parity(
     model = DistributedDataParallel(made, **options)
     if when == "after":
         instep.apply_optimizer_in_backward(cls, model.parameters(), kwargs)
-    state = instep.AllreduceUpcastHookState(weakref.ref(model), torch.Stream(), mixed_precision=policy)
+    stream = torch.Stream() if torch.accelerator.is_available() else None
+    state = instep.AllreduceUpcastHookState(weakref.ref(model), stream, mixed_precision=policy)
     model.register_comm_hook(state, instep.reducer_allreduce_and_upcast_hook)
     for i in range(4):
         for m in (plain, model):
@@ -308,13 +310,15 @@ def policies_missing_or_twice() -> list[str]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     native = torch.nn.parallel.distributed._MixedPrecision(torch.bfloat16)
     for own, given in ((None, None), (native, policy)):
-        ddp = DistributedDataParallel(Blocks(), mixed_precision=own)
+        with own_precision.constructor():
+            ddp = DistributedDataParallel(Blocks(), mixed_precision=own)
         with pytest.raises(AttachError) as caught:
-            instep.AllreduceUpcastHookState(weakref.ref(ddp), torch.Stream(), mixed_precision=given)
+            instep.AllreduceUpcastHookState(weakref.ref(ddp), None, mixed_precision=given)
         said.append(str(caught.value))
     return said
 
 
+@own_precision.needs_it
 def test_upcast_needs_one_policy(two_ranks: RankPool) -> None:
     for neither, both in two_ranks.run(policies_missing_or_twice):
         assert "neither has one" in neither

@@ -29,7 +29,9 @@ from instep.errors import AttachError
 from instep.functional import upcast
 from instep.functional.upcast import AllreduceUpcastHookState, reducer_allreduce_and_upcast_hook
 from tests.distributed.pool import RankPool
+from tests.functional import own_precision
 
+pytestmark = own_precision.needs_it
 STEPS = 6
 DTYPES = {
     "bf16": (torch.bfloat16, torch.bfloat16),
@@ -154,7 +156,8 @@ class Native:
             mock.patch.object(mixed_precision_hooks, "_reducer_allreduce_and_upcast_hook", spy),
         ):
             policy = _MixedPrecision(param, reduce, param)
-            self.ddp = DistributedDataParallel(net, mixed_precision=policy, **options)
+            with own_precision.constructor():
+                self.ddp = DistributedDataParallel(net, mixed_precision=policy, **options)
         # It would register a second hook, for parameters that have an optimizer.
         self.ddp._setup_in_backward_optimizers = lambda: None
 

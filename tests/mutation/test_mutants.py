@@ -863,15 +863,15 @@ MUTANTS = [
     Mutant(
         "keep FSDP2's gradients that are not reduced",
         "_fsdp_state.py",
-        "                parameter._unsharded_param.grad = None\n",
-        "                pass\n",
+        "        parameter._unsharded_param.grad = None\n",
+        "        pass\n",
         FSDP_ERRORS,
     ),
     Mutant(
         "drop FSDP2's gradients after a failed forward",
         "_fsdp_state.py",
-        '            if hasattr(parameter, "_unsharded_param"):',
-        '        if True:\n            if hasattr(parameter, "_unsharded_param"):',
+        "kept = [KeptGradients(group, unreduced=not gradients) for group in groups]",
+        "kept = [KeptGradients(group, unreduced=False) for group in groups]",
         FSDP_ERRORS,
     ),
     Mutant(

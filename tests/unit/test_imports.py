@@ -21,7 +21,8 @@ ALLOWED = {
     "_wrappers": set(),
     "_groups": {"errors"},
     "_votes": {"_core", "_groups"},
-    "_fsdp_state": {"_core", "_wrappers"},
+    "_fsdp2_reset": {"_wrappers"},
+    "_fsdp_state": {"_core", "_fsdp2_reset", "_wrappers"},
     "_validation": {"_wrappers", "sources", "_core", "errors"},
     "recording": {"_wrappers", "report", "_core", "errors", "_version"},
     "attachment": {

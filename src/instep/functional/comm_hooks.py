@@ -13,7 +13,7 @@ from instep.comm_hooks import mean_allreduce
 from instep.errors import AttachError
 from instep.functional.step import OPTIMIZERS, step_in_backward, stepping
 from instep.sources.hook_slot import CommHook
-from instep.sources.reductions import Divisor, Reduction, Reductions
+from instep.sources.reductions import Divisor, Reduction, Reductions, refuse_manual_finalization
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -47,11 +47,11 @@ class OptimInBackwardHookState:
     """Of one hook made by ``apply_optim_in_backward_hook``.
 
     Attributes:
-        optim_stream: where optimizers run on an accelerator of its device. Unused on CPU.
+        optim_stream: where optimizers run on an accelerator of its device. ``None`` where there is no accelerator.
         wait_for_optim_stream_enqueued: whether the running backward will wait for it at its end.
     """
 
-    optim_stream: torch.Stream
+    optim_stream: torch.Stream | None
     wait_for_optim_stream_enqueued: bool
 
 
@@ -97,7 +97,9 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool, *, comm_hook: Co
         gradient_is_bucket_view: DDP's option of that name. Gradients are handled alike, whatever it is.
         comm_hook: ``(state, hook)``, which reduces in place of DDP's mean.
     """
-    state = OptimInBackwardHookState(torch.Stream(), False)
+    # A build for an accelerator that is not there cannot make one.
+    stream = torch.Stream() if torch.accelerator.is_available() else None
+    state = OptimInBackwardHookState(stream, False)
     divisor = Divisor()
 
     def settled() -> None:
@@ -112,6 +114,7 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool, *, comm_hook: Co
                 "the state of apply_optim_in_backward_hook must be a weakref to the DistributedDataParallel: "
                 f"ddp.register_comm_hook(weakref.ref(ddp), …); it is {hook_state!r}"
             )
+        refuse_manual_finalization(ddp)
         if comm_hook is None:
             future = mean_allreduce(bucket.buffer(), ddp.process_group, divisor(ddp, bucket))
         else:

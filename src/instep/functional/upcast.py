@@ -98,7 +98,7 @@ class AllreduceUpcastHookState:
 
     Attributes:
         ddp_weakref: ``weakref.ref`` to the DDP instance.
-        upcast_stream: where gradients are cast and parameters stepped. Unused on CPU.
+        upcast_stream: where gradients are cast and parameters stepped. Unused on CPU, where it may be ``None``.
         wait_for_stream_enqueued: whether a backward has begun to reduce and has not ended.
         mixed_precision: what a plain DDP instance computes and reduces in; ``None``: it has a policy of its own.
 
@@ -108,7 +108,7 @@ class AllreduceUpcastHookState:
     """
 
     ddp_weakref: Any
-    upcast_stream: torch.Stream
+    upcast_stream: torch.Stream | None
     wait_for_stream_enqueued: bool = False
     mixed_precision: "MixedPrecisionPolicy | None" = None
     _streams: StepStreams = field(init=False, repr=False, compare=False)
@@ -124,8 +124,9 @@ class AllreduceUpcastHookState:
             found = "neither has" if self.mixed_precision is None else "both have"
             raise AttachError(
                 "mixed_precision must be given to AllreduceUpcastHookState or to DistributedDataParallel, and "
-                f"{found} one: AllreduceUpcastHookState(weakref.ref(ddp), torch.Stream(), "
-                "mixed_precision=MixedPrecisionPolicy(…)) for a DDP without"
+                f"{found} one: AllreduceUpcastHookState(weakref.ref(ddp), None, "
+                "mixed_precision=MixedPrecisionPolicy(…)) for a DDP without; on an accelerator with torch.Stream() in "
+                "place of None"
             )
         if self.mixed_precision is not None:
             cast = LowPrecision(ddp, self.mixed_precision)

@@ -13,7 +13,7 @@ from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AttachError
 from instep.sources.rebuilding import GradientsAside
 from instep.sources.reducer_group import ReducerGroup
-from instep.sources.reductions import Divisor, User, slices_of, value_of
+from instep.sources.reductions import Divisor, User, refuse_manual_finalization, slices_of, value_of
 
 CommHook = tuple[Any, Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]]
 """A DDP communication hook with its state, in the order in which ``register_comm_hook`` takes them."""
@@ -46,7 +46,7 @@ class _HookSlot:
         assert ddp is not None, "the reducer that calls this belongs to the DDP instance"
         if self.comm_hook is None:
             buffer, divisor = bucket.buffer(), self._divisor(ddp, bucket)
-            if self.reduce_dtype is None and self._divide_views(bucket, divisor):
+            if self.reduce_dtype is None and self._divide(ddp, bucket, divisor):
                 divisor = 1
             own = None if self.source is None else self.source.communicate(bucket, ddp.process_group, divisor)
             if own is None:
@@ -74,9 +74,12 @@ class _HookSlot:
                     and not gradient.is_sparse
                 }
 
-    def _divide_views(self, bucket: GradBucket, divisor: int) -> bool:
-        """Divide the bucket as the reducer does, if any of it was kept."""
+    def _divide(self, ddp: DistributedDataParallel, bucket: GradBucket, divisor: int) -> bool:
+        """Divide the bucket as the reducer does, if that is not to multiply all of it by ``1 / divisor``."""
         buffer = bucket.buffer()
+        if _divides_at_once(ddp) and not buffer.is_sparse:
+            buffer.div_(divisor)
+            return True
         if not self._views or buffer.is_sparse:
             return False
         parameters, storage = bucket.parameters(), buffer.untyped_storage().data_ptr()
@@ -89,6 +92,21 @@ class _HookSlot:
             else:
                 gradient.mul_(1.0 / divisor)
         return True
+
+
+def _divides_at_once(ddp: DistributedDataParallel) -> bool:
+    """Whether the reducer first fills a bucket and then divides it: with an option of torch 2.13."""
+    return bool(getattr(ddp, "batched_grad_copy", False))
+
+
+def _refuse_lazy_views(ddp: DistributedDataParallel) -> None:
+    """DDP (since torch 2.15) then multiplies some gradients by ``1 / divisor`` and divides others."""
+    if getattr(ddp, "lazy_bucket_allocation", False) and ddp.gradient_as_bucket_view:
+        raise AttachError(
+            "DistributedDataParallel(lazy_bucket_allocation=True, gradient_as_bucket_view=True) computes the mean in a "
+            "way that is not known here, and shard_state, mixed_precision and sparse gradients need to compute it. "
+            "Build it without one of the two"
+        )
 
 
 _asides: "weakref.WeakKeyDictionary[DistributedDataParallel, GradientsAside]" = weakref.WeakKeyDictionary()
@@ -109,6 +127,7 @@ def take(
 ) -> None:
     """Have ``source`` told of the buckets of ``ddp``. Where anything but DDP's own mean is wanted (``divides``: by the
     source) it takes DDP's communication hook, which is registered with the first one."""
+    refuse_manual_finalization(ddp)
     _take(ddp, source, comm_hook, reduce_dtype, divides)
     _asides[ddp] = GradientsAside(ddp)
 
@@ -127,6 +146,8 @@ def _take(
             group.connect()
             _slots[ddp] = group
             return
+        if comm_hook is None:
+            _refuse_lazy_views(ddp)
         slot = _HookSlot(ddp)
         try:
             ddp.register_comm_hook(slot, _communicate)
@@ -169,7 +190,8 @@ def release(ddp: DistributedDataParallel | None, source: User) -> None:
 def before_backward(ddp: DistributedDataParallel | None) -> None:
     """A backward of ``ddp`` begins: no gradient has changed yet."""
     slot = None if ddp is None else _slots.get(ddp)
-    if slot is not None:
+    if ddp is not None and slot is not None:
+        refuse_manual_finalization(ddp)  # may have been set since
         slot.before_backward()
 
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep._core.engine import at_end_of_backward, graph_task
-from instep.errors import InstepError
+from instep.errors import AttachError, InstepError
 
 
 class SomeBucket(Protocol):
@@ -209,6 +209,21 @@ class Divisor:
             dist.all_reduce(active, group=ddp.process_group)
             self._active = int(active.item())
         return self._active
+
+
+def refuse_manual_finalization(ddp: DistributedDataParallel) -> None:
+    """DDP (since torch 2.15) then writes gradients when the loop asks for it, over those that were applied where
+    backward ends.
+
+    Raises:
+        AttachError: ``ddp`` is set so.
+    """
+    if getattr(ddp, "require_manual_backward_finalization", False):
+        raise AttachError(
+            "DistributedDataParallel.require_manual_backward_finalization is set: gradients are written when "
+            "finalize_backward() is called, and here they are used where backward ends. Set it to False, or use "
+            "schedule='forward' without cross_iteration, shard_state, comm_hook, mixed_precision and clip"
+        )
 
 
 class _AsTheyAre(TorchDispatchMode):

@@ -1,0 +1,228 @@
+"""Options that DDP has in some versions of torch only."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import instep
+from instep.errors import AttachError
+from instep.verification import first_difference, training_state
+from tests.cases import Blocks, two_groups
+from tests.distributed import test_crossing as crossing
+from tests.distributed import test_ddp_parity as parity
+from tests.distributed import test_zero as zero
+from tests.distributed.pool import RankPool
+
+SMALL = {"bucket_cap_mb": 0.004}
+
+
+def has(option: str) -> bool:
+    return option in inspect.signature(DistributedDataParallel).parameters
+
+
+def needs(option: str) -> Any:
+    return pytest.mark.skipif(not has(option), reason=f"this torch's DistributedDataParallel has no {option}")
+
+
+each_view = pytest.mark.parametrize("view", [False, True])
+lazy = needs("lazy_bucket_allocation")
+batched = needs("batched_grad_copy")
+BOTH = [
+    pytest.param({"lazy_bucket_allocation": True}, id="lazy", marks=lazy),
+    pytest.param({"batched_grad_copy": True}, id="batched", marks=batched),
+    pytest.param(
+        {"lazy_bucket_allocation": True, "batched_grad_copy": True}, id="lazy and batched", marks=[lazy, batched]
+    ),
+]
+each_option = pytest.mark.parametrize("option", BOTH)
+
+
+@batched
+@each_view
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_stepped_in_backward(three_ranks: RankPool, view: bool, micro_batches: int) -> None:
+    options = {**SMALL, "batched_grad_copy": True, "gradient_as_bucket_view": view}
+    parity.assert_equal_on_all(
+        three_ranks, Blocks, parity._blocks_loss, "AdamW-0-foreach", options, micro_batches=micro_batches
+    )
+
+
+class Pair:
+    """A plain loop and an attached one."""
+
+    def __init__(self, wrapping: dict[str, Any], **options: Any) -> None:
+        self.models, self.optimizers = [], []
+        for _ in range(2):
+            torch.manual_seed(0)
+            self.models.append(DistributedDataParallel(Blocks(), **SMALL, **wrapping))
+            self.optimizers.append(torch.optim.AdamW(two_groups(self.models[-1]), lr=1e-2, foreach=True))
+        self.overlap = instep.attach(self.models[1], self.optimizers[1], **options)
+
+    def require_equal(
+        self, steps: int, after_backward: Callable[[Any], Any] = lambda model: None, **zeroing: Any
+    ) -> None:
+        for i in range(steps):
+            for model, optimizer in zip(self.models, self.optimizers, strict=True):
+                parity._blocks_loss(model, 1000 * dist.get_rank() + i).backward()
+                after_backward(model)
+                optimizer.step()
+                optimizer.zero_grad(**zeroing)
+            self.overlap.synchronize()
+            states = (training_state(m, o) for m, o in zip(self.models, self.optimizers, strict=True))
+            difference = first_difference(*states)
+            assert difference is None, f"iteration {i}: {difference}"
+        assert self.overlap.step_count == steps
+        self.overlap.detach()
+
+
+def in_a_way(option: dict[str, Any], view: bool, way: dict[str, Any], zeros: bool) -> None:
+    Pair({**option, "gradient_as_bucket_view": view}, **way).require_equal(4, set_to_none=not zeros)
+
+
+@each_option
+@each_view
+@pytest.mark.parametrize(
+    ("way", "zeros"),
+    [
+        ({}, False),
+        ({"schedule": "forward"}, False),
+        ({"undo": True}, False),
+        ({"undo": "host"}, False),
+        ({"undo": True}, True),  # gradients that are kept in DDP's buckets
+    ],
+)
+def test_each_way(three_ranks: RankPool, option: dict[str, Any], view: bool, way: dict[str, Any], zeros: bool) -> None:
+    three_ranks.run(in_a_way, option, view, way, zeros)
+
+
+def detached(option: dict[str, Any], view: bool) -> None:
+    """The hook that stays computes the mean, and must do so as DDP does."""
+    if view and option.get("lazy_bucket_allocation"):
+        with pytest.raises(AttachError, match="lazy_bucket_allocation=True, gradient_as_bucket_view=True"):
+            Pair({**option, "gradient_as_bucket_view": view}, shard_state=True)
+        return
+    pair = Pair({**option, "gradient_as_bucket_view": view}, shard_state=True)
+    pair.overlap.detach()
+    pair.overlap = instep.attach(pair.models[1], pair.optimizers[1], schedule="forward")
+    pair.require_equal(4)
+
+
+@each_option
+@each_view
+def test_after_detach_the_mean_is_ddps(three_ranks: RankPool, option: dict[str, Any], view: bool) -> None:
+    three_ranks.run(detached, option, view)
+
+
+@batched
+def test_across_the_iteration(three_ranks: RankPool) -> None:
+    assert three_ranks.run(crossing.compare, ddp={"batched_grad_copy": True}) == [None] * 3
+
+
+def lazy_across_the_iteration() -> None:
+    with pytest.raises(AttachError, match="lazy_bucket_allocation=True"):
+        crossing.Loop(True, ddp={"lazy_bucket_allocation": True})
+
+
+@lazy
+def test_buckets_that_are_freed_do_not_cross(two_ranks: RankPool) -> None:
+    two_ranks.run(lazy_across_the_iteration)
+
+
+def sharded(way: str, option: dict[str, Any], view: bool) -> None:
+    zero.both(way, wrap=partial(zero.ddp, gradient_as_bucket_view=view, **option))
+
+
+@pytest.mark.parametrize("way", ["backward", "forward"])
+@pytest.mark.parametrize(
+    ("option", "view"),
+    [
+        pytest.param({"lazy_bucket_allocation": True}, False, id="lazy", marks=lazy),
+        pytest.param({"batched_grad_copy": True}, True, id="batched", marks=batched),
+    ],
+)
+def test_sharded_state(two_ranks: RankPool, way: str, option: dict[str, Any], view: bool) -> None:
+    two_ranks.run(sharded, way, option, view)
+
+
+manual = pytest.mark.skipif(
+    not hasattr(DistributedDataParallel, "require_manual_backward_finalization"),
+    reason="this torch's DistributedDataParallel has no require_manual_backward_finalization",
+)
+
+
+def finalize(model: Any) -> None:
+    model.finalize_backward()
+
+
+def set_manual(model: Any) -> None:
+    model.require_manual_backward_finalization = True
+
+
+def finalized_by_hand(view: bool) -> None:
+    pair = Pair({"gradient_as_bucket_view": view}, schedule="forward")
+    for model in pair.models:
+        set_manual(model)
+    pair.require_equal(4, finalize)
+
+
+@manual
+@each_view
+def test_finalized_by_hand(two_ranks: RankPool, view: bool) -> None:
+    two_ranks.run(finalized_by_hand, view)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "backward": {},
+    "undo": {"undo": True},
+    "shard_state": {"shard_state": True},
+    "shard_state, forward": {"shard_state": True, "schedule": "forward"},
+    "cross_iteration": {"cross_iteration": True, "schedule": "forward"},
+    "comm_hook, forward": {"comm_hook": (None, allreduce_hook), "schedule": "forward"},
+    "clip, forward": {"clip": instep.ClipNorm(1.0), "schedule": "forward"},
+}
+
+
+def refused(way: dict[str, Any]) -> None:
+    model = DistributedDataParallel(Blocks(), **SMALL, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    set_manual(model)
+    with pytest.raises(AttachError, match="require_manual_backward_finalization is set"):
+        instep.attach(model, optimizer, **way)
+    model.require_manual_backward_finalization = False
+    with instep.attach(model, optimizer, **way):
+        set_manual(model)  # after attach
+        before = [p.detach().clone() for p in model.parameters()]
+        loss = parity._blocks_loss(model, 0)
+        with pytest.raises(AttachError, match="require_manual_backward_finalization is set"):
+            loss.backward()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@manual
+@pytest.mark.parametrize("way", REFUSED)
+def test_manual_finalization_is_refused(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(refused, REFUSED[way])
+
+
+def refused_in_backward() -> None:
+    """Of the functional API."""
+    module = Blocks()
+    instep.apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    model = DistributedDataParallel(module, **SMALL)
+    set_manual(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(AttachError, match="require_manual_backward_finalization is set"):
+        parity._blocks_loss(model, 0).backward()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@manual
+def test_in_backward_optimizers_refuse_manual_finalization(two_ranks: RankPool) -> None:
+    two_ranks.run(refused_in_backward)
