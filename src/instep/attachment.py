@@ -27,7 +27,7 @@ from instep._core.clipping import Clipping
 from instep._core.deferral import Deferral, Flight, Reader
 from instep._core.engine import after_all_of_backward, graph_task, runs
 from instep._core.finite import Policy
-from instep._core.hooks import BoundHook, first_of_post_hooks, last_of_pre_hooks
+from instep._core.hooks import BoundHook, first_of_post_hooks, last_of_pre_hooks, weakly
 from instep._core.outputs import nodes_of
 from instep._core.parameters import AttachedParameter, require_unchanged
 from instep._core.placeholders import SpentGradient
@@ -341,7 +341,7 @@ class Attachment:
             sink = self._step = Transaction(
                 self._steppers, self._ranks, self._accumulation, self._clipping, undo, scale, options.nonfinite
             )
-            self._step.on_open = self._begin_step
+            self._step.on_open = weakly(self._begin_step)
         # The thread whose forward the running backward, or the open step, belongs to.
         self._thread: int | None = None
         self._in_backward = False
@@ -629,7 +629,7 @@ class Attachment:
                 first_of_post_hooks(optimizer, handle)
                 self._handles.append(handle)
                 if self._zero is not None:
-                    self._handles += self._zero.connect(optimizer, lambda: self._step.parameters)
+                    self._handles += self._zero.connect(optimizer, functools.partial(_parameters_of, self._step))
                 if not self._options.steps_itself:
                     saving = BoundHook(functools.partial(self._before_state, stepper, True))
                     loading = BoundHook(functools.partial(self._before_state, stepper, False))
@@ -645,13 +645,12 @@ class Attachment:
                 # DDP's own hook is not called in no_sync.
                 for parameter in self._parameters():
                     if parameter.requires_grad:
-                        count = BoundHook(lambda _: self._accumulation.count())
+                        count = BoundHook(weakly(self._count))
                         self._handles.append(parameter.register_post_accumulate_grad_hook(count))
             if self._options.mixed_precision is not None:
                 self._precision = LowPrecision(model, self._options.mixed_precision)
             self._ranks.voting = self._voting(model)
-            communicates = weakref.WeakMethod(self._communicates)
-            self._ranks.communicates = lambda: (ask := communicates()) is not None and ask()
+            self._ranks.communicates = weakly(self._communicates)
         except BaseException:
             self.detach()
             raise
@@ -676,6 +675,9 @@ class Attachment:
             return True  # FSDP gathers the weights for autograd.grad, too
         with torch._C.DisableTorchFunctionSubclass():  # no value is used, and nobody who watches need be told
             return any(runs(get_gradient_edge(p).node) for p in self._parameters() if p.requires_grad)
+
+    def _count(self, parameter: torch.Tensor) -> None:
+        self._accumulation.count()
 
     def _begin_step(self) -> None:
         self._ask_for_step()
@@ -715,7 +717,7 @@ class Attachment:
         if isinstance(self._step, Deferral):
             # What this forward did not read: DDP's next backward writes the buckets that gradients may lie in.
             self._step.synchronize()
-        before_backward = functools.partial(self._before_backward, threading.get_ident())
+        before_backward = weakly(self._before_backward, threading.get_ident())
         for node in nodes_of(output):
             node.register_prehook(before_backward)
 
@@ -971,7 +973,7 @@ class Attachment:
             spec = ParameterSpec(index, name, parameter.shape, parameter.dtype, parameter.device, nbytes, group)
             spent = None
             if isinstance(self._step, Transaction) and not self._options.steps_itself and not self._options.undo:
-                spent = SpentGradient(parameter, name, functools.partial(self._step.misuse, spec))
+                spent = SpentGradient(parameter, name, weakly(self._step.misuse, spec))
             # A sharded model puts other tensors in the parameters' places while it computes.
             held = () if self._in_fsdp1 or (group is not None and is_sharded(parameter)) else places
             stepper = owner[id(parameter)]
@@ -992,6 +994,10 @@ def _parameters_in(optimizers: Sequence[Optimizer]) -> list[list[int]]:
 
 def _ddps_among(wrapped: Sequence[Wrapped]) -> list[DistributedDataParallel]:
     return [one for one in wrapped if isinstance(one, DistributedDataParallel)]
+
+
+def _parameters_of(step: "Transaction | Deferral") -> Sequence[AttachedParameter]:
+    return step.parameters
 
 
 def _recorder_of(step: "weakref.ref[Transaction | Deferral]") -> Recorder | None:
