@@ -28,6 +28,7 @@ from instep._core.deferral import Deferral, Flight, Reader
 from instep._core.engine import after_all_of_backward, graph_task, runs
 from instep._core.finite import Policy
 from instep._core.hooks import BoundHook, first_of_post_hooks, last_of_pre_hooks, weakly
+from instep._core.life import Owners
 from instep._core.outputs import nodes_of
 from instep._core.parameters import AttachedParameter, require_unchanged
 from instep._core.placeholders import SpentGradient
@@ -355,7 +356,7 @@ class Attachment:
             self._step.gather = self._zero.shards.gather
         self._step.parameters = tuple(self._gather(optimizers, names))
         self._precision: LowPrecision | None = None
-        self._handles: list[RemovableHandle | BeforeFSDP1Gathers] = []
+        self._handles: list[RemovableHandle | BeforeFSDP1Gathers | Owners] = []
         self._sources = self._make_sources(wrapped, fsdp1, sink)
         crossing = [s for s in self._sources if isinstance(s, CrossingSource)]
         if crossing and isinstance(self._step, Deferral):
@@ -649,6 +650,8 @@ class Attachment:
                         self._handles.append(parameter.register_post_accumulate_grad_hook(count))
             if self._options.mixed_precision is not None:
                 self._precision = LowPrecision(model, self._options.mixed_precision)
+            owners = [model, *(optimizer for ref in self._optimizers if (optimizer := ref()) is not None)]
+            self._handles.append(Owners(owners, weakly(self._step.abandon)))
             self._ranks.voting = self._voting(model)
             self._ranks.communicates = weakly(self._communicates)
         except BaseException:

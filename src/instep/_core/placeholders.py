@@ -89,8 +89,11 @@ class SpentGradient(Placeholder):
         error = self._explain(operation)
         if error is None and operation != CONVERSION:
             error = SpentGradientError(f"{operation} met the gradient of {self._of!r}: applied during backward, and freed")
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame
         return SpentGradient(self, self._of, self._explain, dtype, device)
 
 
