@@ -705,7 +705,7 @@ class Deferral:
             elif due.mark is not None:
                 self.streams.wait(due.mark)
         if self._due:
-            self._worker.run(self._let_go_of_all)
+            self._worker.last(self._let_go_of_all)
 
     def _let_go_of_all(self) -> None:
         with self._lock:

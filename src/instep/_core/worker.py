@@ -75,6 +75,11 @@ class Worker:
             self._tasks.put(task)
         return task
 
+    def last(self, do: Callable[[], None]) -> None:
+        """Have it run after what was given, if there is a thread. Nobody waits for it."""
+        if self._tasks is not None:
+            self._tasks.put(Task(do))
+
     def stop(self) -> None:
         """Finish what was given, and end the thread."""
         tasks, self._tasks = self._tasks, None
