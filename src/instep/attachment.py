@@ -31,6 +31,7 @@ from instep._core.hooks import BoundHook, first_of_post_hooks, last_of_pre_hooks
 from instep._core.life import Owners
 from instep._core.outputs import nodes_of
 from instep._core.parameters import AttachedParameter, require_unchanged
+from instep._core.pickles import PlainPickles
 from instep._core.placeholders import SpentGradient
 from instep._core.plan import MIB, ParameterSpec, Plan
 from instep._core.policies import ClipNorm, ClipValue
@@ -343,6 +344,7 @@ class Attachment:
                 self._steppers, self._ranks, self._accumulation, self._clipping, undo, scale, options.nonfinite
             )
             self._step.on_open = weakly(self._begin_step)
+        self._last_plan: Plan | None = None  # of one that is detached
         # The thread whose forward the running backward, or the open step, belongs to.
         self._thread: int | None = None
         self._in_backward = False
@@ -356,7 +358,7 @@ class Attachment:
             self._step.gather = self._zero.shards.gather
         self._step.parameters = tuple(self._gather(optimizers, names))
         self._precision: LowPrecision | None = None
-        self._handles: list[RemovableHandle | BeforeFSDP1Gathers | Owners] = []
+        self._handles: list[RemovableHandle | BeforeFSDP1Gathers | Owners | PlainPickles] = []
         self._sources = self._make_sources(wrapped, fsdp1, sink)
         crossing = [s for s in self._sources if isinstance(s, CrossingSource)]
         if crossing and isinstance(self._step, Deferral):
@@ -368,10 +370,16 @@ class Attachment:
     @property
     def plan(self) -> Plan:
         """The buckets as they are now. They change after the first steps, when the order of gradients is known."""
+        if self._last_plan is not None:
+            return self._last_plan
         if isinstance(self._step, Deferral):
             sent = [bucket for source in self._sources for bucket in source.buckets if self._options.cross_iteration]
             inside = {spec.index for bucket in sent for spec in bucket.parameters}
-            others = (a for a in self._step.parameters if a.get().requires_grad and a.spec.index not in inside)
+            others = (
+                a
+                for a in self._step.parameters
+                if a.spec.index not in inside and (p := a.peek()) is not None and p.requires_grad
+            )
             return Plan((*sent, *self._step.buckets_of(others)))
         return Plan(tuple(bucket for source in self._sources for bucket in source.buckets))
 
@@ -582,6 +590,10 @@ class Attachment:
         if isinstance(self._step, Deferral):
             self._arrival.close()
         self._step.close()
+        if not self._in_backward:
+            self._last_plan = self.plan
+            for attached in self._step.parameters:
+                attached.let_go()
 
     def __enter__(self) -> "Attachment":
         return self
@@ -652,6 +664,7 @@ class Attachment:
                 self._precision = LowPrecision(model, self._options.mixed_precision)
             owners = [model, *(optimizer for ref in self._optimizers if (optimizer := ref()) is not None)]
             self._handles.append(Owners(owners, weakly(self._step.abandon)))
+            self._handles.append(PlainPickles(model.modules()))
             self._ranks.voting = self._voting(model)
             self._ranks.communicates = weakly(self._communicates)
         except BaseException:
@@ -932,6 +945,7 @@ class Attachment:
         for source in self._sources:
             added = source.adopt(added)
         self._watch_readers(model, self._owners(added))
+        self._handles.append(PlainPickles(model.modules()))
 
     def _require_in_place(self, grouped: Sequence[Sequence[int]]) -> None:
         for stepper, found in zip(self._steppers, map(set, grouped), strict=True):

@@ -88,7 +88,9 @@ class SpentGradient(Placeholder):
     def _use(self, operation: str, args: Sequence[Any], dtype: Any, device: Any) -> torch.Tensor:
         error = self._explain(operation)
         if error is None and operation != CONVERSION:
-            error = SpentGradientError(f"{operation} met the gradient of {self._of!r}: applied during backward, and freed")
+            error = SpentGradientError(
+                f"{operation} met the gradient of {self._of!r}: applied during backward, and freed"
+            )
         try:
             if error is not None:
                 raise error
