@@ -27,9 +27,11 @@ from instep._core.clipping import Clipping
 from instep._core.deferral import Deferral, Flight, Reader
 from instep._core.engine import after_all_of_backward, graph_task, runs
 from instep._core.finite import Policy
-from instep._core.hooks import BoundHook, first_of_post_hooks, last_of_pre_hooks
+from instep._core.hooks import BoundHook, first_of_post_hooks, last_of_pre_hooks, weakly
+from instep._core.life import Owners
 from instep._core.outputs import nodes_of
 from instep._core.parameters import AttachedParameter, require_unchanged
+from instep._core.pickles import PlainPickles
 from instep._core.placeholders import SpentGradient
 from instep._core.plan import MIB, ParameterSpec, Plan
 from instep._core.policies import ClipNorm, ClipValue
@@ -341,7 +343,8 @@ class Attachment:
             sink = self._step = Transaction(
                 self._steppers, self._ranks, self._accumulation, self._clipping, undo, scale, options.nonfinite
             )
-            self._step.on_open = self._begin_step
+            self._step.on_open = weakly(self._begin_step)
+        self._last_plan: Plan | None = None  # of one that is detached
         # The thread whose forward the running backward, or the open step, belongs to.
         self._thread: int | None = None
         self._in_forward = self._in_backward = False
@@ -355,7 +358,7 @@ class Attachment:
             self._step.gather = self._zero.shards.gather
         self._step.parameters = tuple(self._gather(optimizers, names))
         self._precision: LowPrecision | None = None
-        self._handles: list[RemovableHandle | BeforeFSDP1Gathers] = []
+        self._handles: list[RemovableHandle | BeforeFSDP1Gathers | Owners | PlainPickles] = []
         self._sources = self._make_sources(wrapped, fsdp1, sink)
         crossing = [s for s in self._sources if isinstance(s, CrossingSource)]
         if crossing and isinstance(self._step, Deferral):
@@ -367,10 +370,16 @@ class Attachment:
     @property
     def plan(self) -> Plan:
         """The buckets as they are now. They change after the first steps, when the order of gradients is known."""
+        if self._last_plan is not None:
+            return self._last_plan
         if isinstance(self._step, Deferral):
             sent = [bucket for source in self._sources for bucket in source.buckets if self._options.cross_iteration]
             inside = {spec.index for bucket in sent for spec in bucket.parameters}
-            others = (a for a in self._step.parameters if a.get().requires_grad and a.spec.index not in inside)
+            others = (
+                a
+                for a in self._step.parameters
+                if a.spec.index not in inside and (p := a.peek()) is not None and p.requires_grad
+            )
             return Plan((*sent, *self._step.buckets_of(others)))
         return Plan(tuple(bucket for source in self._sources for bucket in source.buckets))
 
@@ -581,6 +590,10 @@ class Attachment:
         if isinstance(self._step, Deferral):
             self._arrival.close()
         self._step.close()
+        if not self._in_backward:
+            self._last_plan = self.plan
+            for attached in self._step.parameters:
+                attached.let_go()
 
     def __enter__(self) -> "Attachment":
         return self
@@ -629,7 +642,7 @@ class Attachment:
                 first_of_post_hooks(optimizer, handle)
                 self._handles.append(handle)
                 if self._zero is not None:
-                    self._handles += self._zero.connect(optimizer, lambda: self._step.parameters)
+                    self._handles += self._zero.connect(optimizer, functools.partial(_parameters_of, self._step))
                 if not self._options.steps_itself:
                     saving = BoundHook(functools.partial(self._before_state, stepper, True))
                     loading = BoundHook(functools.partial(self._before_state, stepper, False))
@@ -645,13 +658,15 @@ class Attachment:
                 # DDP's own hook is not called in no_sync.
                 for parameter in self._parameters():
                     if parameter.requires_grad:
-                        count = BoundHook(lambda _: self._accumulation.count())
+                        count = BoundHook(weakly(self._count))
                         self._handles.append(parameter.register_post_accumulate_grad_hook(count))
             if self._options.mixed_precision is not None:
                 self._precision = LowPrecision(model, self._options.mixed_precision)
+            owners = [model, *(optimizer for ref in self._optimizers if (optimizer := ref()) is not None)]
+            self._handles.append(Owners(owners, weakly(self._step.abandon)))
+            self._handles.append(PlainPickles(model.modules()))
             self._ranks.voting = self._voting(model)
-            communicates = weakref.WeakMethod(self._communicates)
-            self._ranks.communicates = lambda: (ask := communicates()) is not None and ask()
+            self._ranks.communicates = weakly(self._communicates)
         except BaseException:
             self.detach()
             raise
@@ -676,6 +691,9 @@ class Attachment:
             return True  # FSDP gathers the weights for autograd.grad, too
         with torch._C.DisableTorchFunctionSubclass():  # no value is used, and nobody who watches need be told
             return any(runs(get_gradient_edge(p).node) for p in self._parameters() if p.requires_grad)
+
+    def _count(self, parameter: torch.Tensor) -> None:
+        self._accumulation.count()
 
     def _begin_step(self) -> None:
         self._ask_for_step()
@@ -728,12 +746,13 @@ class Attachment:
 
         def see(part: nn.Module, args: object, output: object) -> None:
             once.remove()
-            self._see_backward_from(output)
+            see_backward_from(output)
 
+        see_backward_from = weakly(self._see_backward_from)
         once = part.register_forward_hook(BoundHook(see))
 
     def _see_backward_from(self, output: object) -> None:
-        before_backward = functools.partial(self._before_backward, threading.get_ident())
+        before_backward = weakly(self._before_backward, threading.get_ident())
         for node in nodes_of(output):
             node.register_prehook(before_backward)
 
@@ -949,6 +968,7 @@ class Attachment:
         for source in self._sources:
             added = source.adopt(added)
         self._watch_readers(model, self._owners(added))
+        self._handles.append(PlainPickles(model.modules()))
 
     def _require_in_place(self, grouped: Sequence[Sequence[int]]) -> None:
         for stepper, found in zip(self._steppers, map(set, grouped), strict=True):
@@ -993,7 +1013,7 @@ class Attachment:
             spec = ParameterSpec(index, name, parameter.shape, parameter.dtype, parameter.device, nbytes, group)
             spent = None
             if isinstance(self._step, Transaction) and not self._options.steps_itself and not self._options.undo:
-                spent = SpentGradient(parameter, name, functools.partial(self._step.misuse, spec))
+                spent = SpentGradient(parameter, name, weakly(self._step.misuse, spec))
             # A sharded model puts other tensors in the parameters' places while it computes.
             held = () if self._in_fsdp1 or (group is not None and is_sharded(parameter)) else places
             stepper = owner[id(parameter)]
@@ -1014,6 +1034,10 @@ def _parameters_in(optimizers: Sequence[Optimizer]) -> list[list[int]]:
 
 def _ddps_among(wrapped: Sequence[Wrapped]) -> list[DistributedDataParallel]:
     return [one for one in wrapped if isinstance(one, DistributedDataParallel)]
+
+
+def _parameters_of(step: "Transaction | Deferral") -> Sequence[AttachedParameter]:
+    return step.parameters
 
 
 def _recorder_of(step: "weakref.ref[Transaction | Deferral]") -> Recorder | None:

@@ -604,7 +604,7 @@ MUTANTS = [
     Mutant(
         "communicate for autograd.grad too",
         "sources/transient.py",
-        " or not _leads_to(node, mine)",
+        " or not _lead_to(inputs, mine)",
         " or True",
         REPLICATED,
     ),
@@ -688,7 +688,7 @@ MUTANTS = [
     Mutant(
         "step what FSDP1 has reduced once for each parameter",
         "sources/fsdp.py",
-        "self._reduced_now = {a.spec.index for a in members if a is not attached}",
+        "self._reduced_now = {a.spec.index for a in members} - {index}",
         "self._reduced_now = set()",
         "tests/distributed/test_fsdp1.py",
     ),

@@ -81,8 +81,11 @@ class Arrival:
 
     def raise_failure(self) -> None:
         error, self._failure = self._failure, None
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame, and to all that the loop holds
 
     def close(self) -> None:
         """``optimizer.step()`` is about to use the norms: those of gradients that have changed since are forgotten."""

@@ -9,7 +9,7 @@ accelerators. Before a module runs, and whenever anybody uses a parameter in Pyt
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from instep._core.accumulation import Accumulation
 from instep._core.clipping import Clip, Clipping
 from instep._core.engine import graph_task
 from instep._core.finite import Policy, ask_if_finite, nonfinite_error
+from instep._core.life import owe, settled
 from instep._core.parameters import AttachedParameter, part_of_gradient, together
 from instep._core.parts import memory_of
 from instep._core.placeholders import HeldGradient
@@ -31,7 +32,7 @@ from instep._core.streams import StepStreams
 from instep._core.torn import Torn
 from instep._core.transaction import Gather, Recorder
 from instep._core.watch import Watch, plain_type
-from instep._core.worker import Task, Worker
+from instep._core.worker import Task, Worker, ending
 from instep.errors import StepMismatchError, UncommittedStepError
 
 
@@ -144,7 +145,9 @@ class _Due:
         return [tensor._version for tensor in self._memory]
 
     def apply(self) -> None:
-        """Update the parameters, unless an earlier bucket of the step failed. An error is kept."""
+        """Update the parameters, once, unless an earlier bucket of the step failed. An error is kept."""
+        if self not in self.step.dues:
+            return
         self.step.hear()
         self.step.dues.remove(self)
         if self.step.failure is not None:
@@ -181,12 +184,13 @@ class _Due:
 
     def finish(self) -> None:
         """Do what is left to do."""
-        if self._receive is None:
+        receive, self._receive = self._receive, None
+        if receive is None:
             self.apply()
             return
         try:
             with torch._C.DisableTorchFunctionSubclass():
-                self._receive()
+                receive()
         except BaseException as error:
             self.step.failure = self.step.failure or error
 
@@ -279,10 +283,6 @@ class Deferral:
         self._placeholders: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._torn: Torn | None = None
 
-    def __del__(self) -> None:
-        with suppress(Exception):
-            self.close()
-
     # What the model reads.
 
     def before_forward(self) -> None:
@@ -342,6 +342,10 @@ class Deferral:
                 due.done.wait()
                 if self.recorder is not None:
                     self.recorder("waiting", due.names, started, perf_counter())
+        self._let_go(due)
+
+    def _let_go(self, due: _Due) -> None:
+        """It has been applied, or has failed."""
         self._watch.stop(due.tensors)
         for tensor in due.tensors:
             self._due.pop(id(tensor), None)
@@ -358,6 +362,8 @@ class Deferral:
             step.stepper.commit(step.optimizer())
             if (optimizer := step.optimizer()) is not None:
                 end_state(optimizer, step.stepped_here())
+        if not self._due:
+            settled(self)
 
     def _tear(self, step: _Frozen) -> None:
         for due in self._dues():
@@ -444,7 +450,7 @@ class Deferral:
             return
         traced = {a.spec.index for reader in self.readers if reader.traced for a in reader.parameters}
         flying = self._flying(mine)
-        put_off = in_loop and not self.at_once()
+        put_off = in_loop and not self.at_once() and not ending()
         waiting = {a: put_off and self._can_be_put_off(a, flying.get(a), traced) for a in with_gradient}
         for attached, flight in list(flying.items()):
             if not waiting[attached]:
@@ -550,7 +556,9 @@ class Deferral:
         clip: Clip | None,
     ) -> None:
         gradients = [(attached.get(), attached.get().grad) for attached in parameters]
+        owe(self)
         try:
+            self._worker.start()  # here, since whoever drops the model may be anywhere
             dues = self._take_over(stepper, parameters, flying, clip)
         except BaseException:  # such as Ctrl-C: nothing has been handed over
             for tensor, gradient in gradients:
@@ -559,6 +567,8 @@ class Deferral:
             self._placeholders.clear()
             self._owing.clear()
             self._flushing = None
+            if not self._due:
+                settled(self)
             raise
         self._begin(dues, parameters)
         for due in dues:
@@ -686,6 +696,31 @@ class Deferral:
         self._clipped.clear()
         self._clipping.begin()
         self._accumulation.stepped()
+
+    def settle(self) -> None:
+        """The interpreter is about to end, or to fork."""
+        self._finish(self._dues())
+
+    def abandon(self) -> None:
+        """Model and optimizer are gone. Others may have the parameters, so what is due is applied, and without waiting:
+        this may be called from anywhere."""
+        if not self._worker.started:
+            return  # whoever uses one of them waits for it, and so does the end of the process
+        for due in self._dues():
+            if due.device.type == "cpu":
+                due.done = due.done or self._worker.run(due.finish)
+            elif due.mark is not None:
+                self.streams.wait(due.mark)
+        if self._due:
+            self._worker.last(self._let_go_of_all)
+
+    def _let_go_of_all(self) -> None:
+        with self._lock:
+            failed = [due.step.failure for due in self._dues() if due.step.failure is not None]
+            for due in self._dues():
+                self._let_go(due)
+        if failed:
+            raise failed[0]  # nobody else will be told
 
     def close(self) -> None:
         """Finish what is due, and end the thread."""

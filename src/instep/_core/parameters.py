@@ -68,6 +68,10 @@ class AttachedParameter:
         """The parameter, ``None`` if it is gone."""
         return self._ref()
 
+    def let_go(self) -> None:
+        """Refer to it no more, not even weakly: ``torch.utils.swap_tensors`` takes no tensor that anybody refers to."""
+        self._ref = _nothing
+
     def get(self) -> torch.Tensor:
         """The parameter; ``StaleAttachmentError`` if it is gone."""
         parameter = self._ref()
@@ -78,6 +82,10 @@ class AttachedParameter:
                 "build the optimizer, then attach"
             )
         return parameter
+
+
+def _nothing() -> None:
+    return None
 
 
 def _itself(parameter: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from instep.errors import InstepError
+from instep.errors import InstepError, SpentGradientError
 
 CONVERSION = "_to_copy"
 """What ``model.to()`` does to each gradient. It needs no values, only the new dtype and device."""
@@ -63,7 +63,7 @@ class SpentGradient(Placeholder):
         like: the parameter whose gradient it stands for, or another spent gradient.
         name: of the parameter, for its ``repr``.
         explain: makes the error to raise from the name of the operation that was tried; ``None`` lets a
-            conversion pass.
+            conversion pass, and is all that is said once the attachment is gone.
     """
 
     _of: str
@@ -90,8 +90,15 @@ class SpentGradient(Placeholder):
 
     def _use(self, operation: str, args: Sequence[Any], dtype: Any, device: Any) -> torch.Tensor:
         error = self._explain(operation)
-        if error is not None:
-            raise error
+        if error is None and operation != CONVERSION:
+            error = SpentGradientError(
+                f"{operation} met the gradient of {self._of!r}: applied during backward, and freed"
+            )
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame
         return SpentGradient(self, self._of, self._explain, dtype, device)
 
 

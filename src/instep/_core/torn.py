@@ -12,6 +12,7 @@ class Torn:
     Attributes:
         step: its number, counted from 1.
         applied: names of the parameters that were updated.
+        cause: what stopped it, without the frames it was raised in: these refer to the model, which this outlives.
         pending: names of those that were to be, and were not.
         accepted: how many steps were taken, once it is accepted.
         in_part: whether this rank may have neither the weights of before nor those of after the step.
@@ -27,6 +28,18 @@ class Torn:
     in_part: bool = False
     task: int | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cause", _without_frames(self.cause))
+
     def error(self) -> TornStepError:
         """A new one each time: whoever catches an error adds frames to it."""
         return TornStepError(self.step, self.applied, self.pending, self.rank, self.cause)
+
+
+def _without_frames(error: BaseException | None) -> BaseException | None:
+    if error is None:
+        return None
+    # No constructor runs: its arguments need not be those of the error.
+    copied = type(error).__new__(type(error), *error.args)
+    vars(copied).update(vars(error))
+    return copied

@@ -20,6 +20,7 @@ from instep._core.accumulation import Accumulation
 from instep._core.clipping import Clipping
 from instep._core.engine import graph_task
 from instep._core.finite import Policy, all_finite, ask_if_finite, nonfinite_error
+from instep._core.life import owe, settled
 from instep._core.parameters import AttachedParameter, together
 from instep._core.parts import memory_of
 from instep._core.placeholders import ACCUMULATE, CONVERSION, UNSCALE, HeldGradient, Placeholder
@@ -265,6 +266,8 @@ class Transaction:
                 self.fail(error, writing=writing)
                 return False
             self._applied.update([attached.spec.index for attached in bucket])
+            if self._undo is not None:
+                owe(self)
             for parameter, attached in zip(parameters, bucket, strict=True):
                 attached.version = _version(attached, parameter)
             self.streams.keep(p.grad for p in parameters if p.grad is not None)
@@ -366,8 +369,11 @@ class Transaction:
     def raise_failure(self) -> None:
         """At the end of a backward: raise what stopped the step, with its own type."""
         error, self._failure = self._failure, None
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame, and to all that the loop holds
 
     def _stop(self, cause: BaseException | None, writing: bool) -> None:
         if self._torn is not None:
@@ -685,6 +691,20 @@ class Transaction:
             self.put_back()
         self.forget(gradients=False)
 
+    def settle(self) -> None:
+        """The interpreter is about to end, or to fork: a step on trial is not the plain loop's."""
+        self._end_commit()
+        if self._undo is not None and self._applied and self._torn is None:
+            self.put_back()
+
+    def abandon(self) -> None:
+        """Model and optimizer are gone: nobody can commit the step that is open."""
+        try:
+            self.settle()
+        finally:
+            for stepper in self._steppers:
+                stepper.abort()
+
     def synchronize(self) -> None:
         self.streams.join()
         self._hear(wait=True)
@@ -714,6 +734,7 @@ class Transaction:
                 if stepper is not self._flushing:
                     stepper.abort()
             self._applied.clear()
+            settled(self)
             self._clipping.forget_norms()
             self._plain = True
             self.redo_count += 1
@@ -945,6 +966,7 @@ class Transaction:
         self._clipping.begin()
         if self._undo is not None:
             self._undo.forget_all()
+            settled(self)
         for stepper in self._steppers:
             stepper.abort()
 

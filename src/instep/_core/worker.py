@@ -1,8 +1,6 @@
 """One thread that steps while the user's thread goes on. It lives from its first task until it is stopped."""
 
 import _thread
-import atexit
-import os
 import threading
 import traceback
 import weakref
@@ -53,14 +51,34 @@ class Worker:
         self._tasks: SimpleQueue[Task | None] | None = None
         _workers.add(self)
 
-    def run(self, do: Callable[[], None]) -> Task:
-        if self._tasks is None:
+    @property
+    def started(self) -> bool:
+        """Whether there is a thread."""
+        return self._tasks is not None
+
+    def start(self) -> None:
+        """Have a thread, unless the interpreter is about to end: then there may be none any more."""
+        if self._tasks is None and not _ending:
             tasks: SimpleQueue[Task | None] = SimpleQueue()
             _thread.start_new_thread(_start, (tasks,))
+            # Who drops this worker does not wait for the thread, which finishes what it was given.
+            weakref.finalize(self, tasks.put, None).atexit = False
             self._tasks = tasks
+
+    def run(self, do: Callable[[], None]) -> Task:
+        """Have it run: in the thread, or here, where there can be none."""
+        self.start()
         task = Task(do)
-        self._tasks.put(task)
+        if self._tasks is None:
+            task()
+        else:
+            self._tasks.put(task)
         return task
+
+    def last(self, do: Callable[[], None]) -> None:
+        """Have it run after what was given, if there is a thread. Nobody waits for it."""
+        if self._tasks is not None:
+            self._tasks.put(Task(do))
 
     def stop(self) -> None:
         """Finish what was given, and end the thread."""
@@ -78,7 +96,7 @@ class Worker:
 
 
 def _start(tasks: "SimpleQueue[Task | None]") -> None:
-    # It ends with the process, which finishes its tasks before: see _stop_all.
+    # It ends with the process, which finishes its tasks before.
     threading.Thread(target=_serve, args=(tasks,), name=NAME, daemon=True).start()
 
 
@@ -94,14 +112,21 @@ def _serve(tasks: "SimpleQueue[Task | None]") -> None:
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 
-def _stop_all() -> None:
+_ending = False
+
+
+def stop_all() -> None:
+    """Finish what all of them were given, and end their threads."""
     for worker in list(_workers):
         worker.stop()
 
 
-atexit.register(_stop_all)
+def start_no_more() -> None:
+    """The interpreter is about to end. A thread that is started now may never run, and who waits for it never end."""
+    global _ending
+    _ending = True
 
 
-if hasattr(os, "register_at_fork"):
-    # A forked child has none of its parent's threads, and would wait for ever for one that was in the middle of a task.
-    os.register_at_fork(before=_stop_all)
+def ending() -> bool:
+    """Whether nothing is to be put off any more."""
+    return _ending

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from instep._core.engine import at_end_of_backward, graph_task
-from instep._core.hooks import BoundHook
+from instep._core.hooks import BoundHook, weakly
 from instep._core.order import Timed, best_order, deepest_then_shallowest
 from instep._core.parameters import AttachedParameter
 from instep._core.placeholders import BeforeUse, HeldGradient
@@ -149,7 +149,7 @@ class CrossingSource:
         except BaseException:
             release(ddp, self)
             raise
-        self._handle = ddp.module.register_forward_hook(BoundHook(self._after_forward))
+        self._handle = ddp.module.register_forward_hook(BoundHook(weakly(self._after_forward)))
 
     def disconnect(self) -> None:
         if self._handle is not None:

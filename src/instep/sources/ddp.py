@@ -44,7 +44,7 @@ class DDPSource:
         # What is in a bucket's slices has the layout of .grad itself there.
         self._final = ddp.gradient_as_bucket_view or ddp.device_type == "cpu"
         self._by_id = {id(attached.get()): attached for attached in parameters}
-        self._reductions = Reductions(self._step, self._settle, lambda _: sink.backward_raised())
+        self._reductions = Reductions(self._step, self._settle, self._raised)
         # Until DDP has shown its buckets: the one that holds everything, as in its first backward.
         self._buckets = {0: Bucket("ddp", tuple(attached.spec for attached in parameters))}
 
@@ -95,6 +95,9 @@ class DDPSource:
         known = [self._by_id[id(parameter)] for parameter in bucket.parameters() if id(parameter) in self._by_id]
         self._buckets[reduction.index] = Bucket("ddp", tuple(attached.spec for attached in known))
         record_arrival(self._sink, known, future)
+
+    def _raised(self, reductions: Sequence[Reduction]) -> None:
+        self._sink.backward_raised()
 
     def _step(self, reductions: Sequence[Reduction]) -> None:
         if self._sink.waits_for_all:

@@ -5,11 +5,10 @@ It never calls hooks on the original parameters. It has one seam: it steps what 
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from instep._core.engine import at_end_of_backward
-from instep._core.hooks import BoundHook
+from instep._core.hooks import BoundHook, weakly
 from instep._core.parameters import AttachedParameter
 from instep._core.plan import Bucket, fill_buckets
 from instep.errors import AttachError
@@ -43,24 +42,25 @@ class FSDP1Source:
 
     def __init__(self, sink: Sink, parameters: Sequence[AttachedParameter], wrappers: Sequence[Any]) -> None:
         self._sink = sink
-        self._parameters = tuple(parameters)
+        self._parameters = {attached.spec.index: attached for attached in parameters}
         self._reduced_now: set[int] = set()
         self._applied: dict[int, AttachedParameter] = {}
         self._refuse(wrappers)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        return fill_buckets("fsdp", (a.spec for a in reversed(self._parameters)), bucket_bytes=1)
+        return fill_buckets("fsdp", (a.spec for a in reversed(self._parameters.values())), bucket_bytes=1)
 
     def connect(self) -> None:
-        for attached in self._parameters:
+        for attached in self._parameters.values():
             stand_in = _InPlaceOfOptimizer(
-                BoundHook(partial(self._reduced, attached)), BoundHook(partial(self._done, attached))
+                BoundHook(weakly(self._reduced, attached.spec.index)),
+                BoundHook(weakly(self._done, attached.spec.index)),
             )
             attached.get()._in_backward_optimizers = [stand_in]  # type: ignore[attr-defined]
 
     def disconnect(self) -> None:
-        for attached in self._parameters:
+        for attached in self._parameters.values():
             parameter = attached.peek()
             if parameter is not None and hasattr(parameter, "_in_backward_optimizers"):
                 del parameter._in_backward_optimizers
@@ -77,23 +77,24 @@ class FSDP1Source:
     def begin_step(self) -> None:
         """Nothing is counted from step to step."""
 
-    def _reduced(self, attached: AttachedParameter) -> None:
-        """FSDP1 is about to step ``attached``."""
-        if attached.spec.index in self._reduced_now:
-            self._reduced_now.discard(attached.spec.index)
+    def _reduced(self, index: int) -> None:
+        """FSDP1 is about to step this parameter."""
+        if index in self._reduced_now:
+            self._reduced_now.discard(index)
             return
-        members = [a for a in self._parameters if a.spec.group == attached.spec.group and a.get().grad is not None]
-        self._reduced_now = {a.spec.index for a in members if a is not attached}
+        group = self._parameters[index].spec.group
+        members = [a for a in self._parameters.values() if a.spec.group == group and a.get().grad is not None]
+        self._reduced_now = {a.spec.index for a in members} - {index}
         if self._sink.arrive(members) and self._sink.apply(members):
             if not self._applied:
                 at_end_of_backward(self._end, self._raised)
             self._applied.update((a.spec.index, a) for a in members)
         self._sink.raise_failure()
 
-    def _done(self, attached: AttachedParameter) -> None:
-        """FSDP1 has stepped ``attached``. It lets go of an instance's gradients when none is left."""
-        if attached.spec.index in self._applied and self._sink.frees_gradients:
-            attached.get().grad = None
+    def _done(self, index: int) -> None:
+        """FSDP1 has stepped this parameter. It lets go of an instance's gradients when none is left."""
+        if index in self._applied and self._sink.frees_gradients:
+            self._applied[index].get().grad = None
 
     def _end(self) -> None:
         # Asked for here, it runs after FSDP1's own end, which handles the parameters and their gradients once more.

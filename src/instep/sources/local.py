@@ -14,7 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from instep._core.engine import at_end_of_backward, graph_task
-from instep._core.hooks import BoundHook
+from instep._core.hooks import BoundHook, weakly
 from instep._core.parameters import AttachedParameter
 from instep._core.plan import Bucket, fill_buckets
 from instep.errors import InstepError
@@ -60,6 +60,7 @@ class LocalSource:
         self._parameters = tuple(parameters)
         self._bucket_bytes = bucket_bytes
         self._handles: dict[int, RemovableHandle] = {}
+        self._listened: dict[int, AttachedParameter] = {}  # with a hook; by index, since a hook must not hold one
         self._trainable: list[AttachedParameter] = []
         self._observed: list[AttachedParameter] = []
         self._follows_observed = False
@@ -88,6 +89,7 @@ class LocalSource:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        self._listened.clear()
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
         self._parameters += tuple(parameters)
@@ -111,13 +113,13 @@ class LocalSource:
             self._speakers_only = False
         for attached in self._trainable:
             if attached.spec.index not in self._handles:
-                self._listen(attached, partial(self._accumulated, attached))
+                self._listen(attached, weakly(self._accumulated, attached.spec.index))
 
     def _listen_to_speakers(self) -> None:
         speakers = {self._bucket_of[attached.spec.index]: attached for attached in self._observed}
         self.disconnect()
         for number, attached in speakers.items():
-            self._listen(attached, partial(self._bucket_accumulated, number, attached))
+            self._listen(attached, weakly(self._bucket_accumulated, number, attached.spec.index))
         self._speakers_only = True
         self._observed = []
         self._began = None
@@ -125,6 +127,7 @@ class LocalSource:
     def _listen(self, attached: AttachedParameter, call: Callable[[torch.Tensor], None]) -> None:
         handle = attached.get().register_post_accumulate_grad_hook(BoundHook(call))
         self._handles[attached.spec.index] = handle
+        self._listened[attached.spec.index] = attached
 
     def before_backward(self) -> None:
         if not self._speakers_only:
@@ -157,17 +160,17 @@ class LocalSource:
         self._bucket_of = {a.spec.index: number for number, members in enumerate(self._members) for a in members}
         self._missing = [len(members) for members in self._members]
 
-    def _accumulated(self, attached: AttachedParameter, parameter: torch.Tensor) -> None:
+    def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
         with self._sink.lock:  # the gradients of another device arrive on a thread of their own
-            self._count(attached)
+            self._count(self._listened[index])
 
     def _count(self, attached: AttachedParameter) -> None:
+        index, task = attached.spec.index, graph_task()
         if self._uses is not None and self._uses.several(attached.spec.group):
             if not self._in_parts:
                 at_end_of_backward(self._apply_whole, self._drop_parts)
-            self._in_parts[attached.spec.index] = attached
+            self._in_parts[index] = attached
             return
-        index, task = attached.spec.index, graph_task()
         if task != self._began:
             self._in_order = False  # in a backward nested in another, or one that the model's outputs are no part of
         noted = self._open_in is not None and self._open_in == task and index not in self._noted
@@ -187,16 +190,16 @@ class LocalSource:
             if self._sink.apply(members):
                 self._sink.spend(members)
 
-    def _bucket_accumulated(self, number: int, speaker: AttachedParameter, parameter: torch.Tensor) -> None:
+    def _bucket_accumulated(self, number: int, speaker: int, parameter: torch.Tensor) -> None:
         with self._sink.lock:
             self._count_bucket(number, speaker)
 
-    def _count_bucket(self, number: int, speaker: AttachedParameter) -> None:
+    def _count_bucket(self, number: int, speaker: int) -> None:
         members = self._members[number]
         if self._began != graph_task() or any(attached.get().grad is None for attached in members):
             self._in_order = False
         if not self._in_order:
-            members = (speaker,)
+            members = (self._listened[speaker],)
         self._announced.update([attached.spec.index for attached in members])
         if not self._sink.arrive(members):
             self._in_order = False

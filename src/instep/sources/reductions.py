@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep._core.engine import at_end_of_backward, graph_task
+from instep._core.hooks import weakly
 from instep.errors import AttachError, InstepError
 
 
@@ -114,9 +115,8 @@ class Reductions:
         settle: Callable[[Sequence[Reduction]], None],
         raised: Callable[[Sequence[Reduction]], None],
     ) -> None:
-        self._step = step
-        self._settle = settle
-        self._raised = raised
+        # Weakly: their owner has this.
+        self._step, self._settle, self._raised = weakly(step), weakly(settle), weakly(raised)
         self._under_way: list[Reduction] = []
         self._task: int | None = None
 

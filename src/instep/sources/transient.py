@@ -7,7 +7,7 @@ whatever the order in which their own gradients arrive.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from instep._core.engine import at_end_of_backward, runs
-from instep._core.hooks import BoundHook
+from instep._core.hooks import BoundHook, weakly
 from instep._core.outputs import nodes_of
 from instep._core.placeholders import Placeholder
 from instep.comm_hooks import mean_allreduce
@@ -143,7 +143,7 @@ class TransientBuckets:
             return
         for number in trainable:
             if number not in self._handles:
-                hook = BoundHook(_weakly(self._accumulated, number))
+                hook = BoundHook(weakly(self._accumulated, number))
                 self._handles[number] = self._parameters[number].register_post_accumulate_grad_hook(hook)
         self._trainable = trainable
         if trainable not in self._layouts:
@@ -165,21 +165,22 @@ class TransientBuckets:
         self.refresh()
         if reduces:
             for node in nodes_of(output):
-                node.register_prehook(partial(self._reached, node))
+                # Not with the node itself, which would refer to itself for good.
+                node.register_prehook(partial(self._reached, _before(node)))
 
     # What autograd calls.
 
-    def _reached(self, node: Node, gradients: object) -> None:
+    def _reached(self, inputs: Sequence[Node], gradients: object) -> None:
         """Backward comes to an output. Without this, a rank whose backward uses none of the parameters would leave the
         others waiting."""
-        if self._backward is None and self._reduces and self._gives_gradients(node):
+        if self._backward is None and self._reduces and self._gives_gradients(inputs):
             self._begin()
 
-    def _gives_gradients(self, node: Node) -> bool:
+    def _gives_gradients(self, inputs: Sequence[Node]) -> bool:
         """Not in ``autograd.grad``, nor in ``backward(inputs=…)`` of other tensors. Some ranks may run these alone."""
         mine = [self._parameters[number] for number in self._trainable]
         with torch._C.DisableTorchFunctionSubclass():  # no value is used, and nobody who watches need be told
-            return any(runs(get_gradient_edge(p).node) for p in mine) or not _leads_to(node, mine)
+            return any(runs(get_gradient_edge(p).node) for p in mine) or not _lead_to(inputs, mine)
 
     def _begin(self) -> None:
         backward = self._backward = _Backward(self._layout)
@@ -385,29 +386,22 @@ def _future_of(work: dist.Work | None) -> torch.futures.Future[Any]:
     return future
 
 
-def _leads_to(node: Node, parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether the graph above ``node`` comes to any of ``parameters``."""
+def _before(node: Node) -> list[Node]:
+    return [following for following, _ in node.next_functions if following is not None]
+
+
+def _lead_to(nodes: Sequence[Node], parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether the graph from ``nodes`` on comes to any of ``parameters``."""
     looked_for = {id(parameter) for parameter in parameters}
-    found, seen = [node], {node}
+    found, seen = list(nodes), set(nodes)
     while found:
         node = found.pop()
         if id(getattr(node, "variable", None)) in looked_for:
             return True
-        new = {following for following, _ in node.next_functions if following is not None} - seen
+        new = set(_before(node)) - seen
         seen |= new
         found.extend(new)
     return False
-
-
-def _weakly(method: Callable[..., None], *args: Any) -> Callable[..., None]:
-    ref = weakref.WeakMethod(method)
-
-    def call(*more: Any) -> None:
-        alive = ref()
-        if alive is not None:
-            alive(*args, *more)
-
-    return call
 
 
 def _remove(handles: dict[int, RemovableHandle]) -> None:

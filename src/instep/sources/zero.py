@@ -52,7 +52,7 @@ class ZeroSource:
         self._by_id = {id(attached.get()): attached for attached in parameters}
         # Which parameters other ranks have used is known only where DDP's own end of backward has been.
         self._late = not sink.frees_gradients or ddp.find_unused_parameters or ddp.static_graph
-        self._reductions = Reductions(self._step, self._settle, lambda _: sink.backward_raised())
+        self._reductions = Reductions(self._step, self._settle, self._raised)
         # DDP's own buckets are needed no more once they are sent, unless .grad is handed out and is no view of them.
         self._in_place = ddp.gradient_as_bucket_view or not self._late
         self._rooms: dict[int, torch.Tensor] = {}
@@ -128,6 +128,9 @@ class ZeroSource:
         part = self._by_id[id(parameter)].part
         assert isinstance(part, Part)
         return part
+
+    def _raised(self, reductions: Sequence[Reduction]) -> None:
+        self._sink.backward_raised()
 
     def _step(self, reductions: Sequence[Reduction]) -> None:
         if self._late:
