@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import instep
-from instep.errors import InstepError
+from instep.errors import InstepError, UnsupportedOptimizerError
 from instep.verification import first_difference
 from tests.late import late_updates
 from tests.parity.programs import Loop, Program, unwrapped
@@ -100,6 +100,8 @@ class Trail:
     def assert_told(self, attached: Loop, error: InstepError) -> None:
         """It is as the plain loop was at some moment, or every later use raises."""
         assert attached.overlap is not None
+        if isinstance(error, UnsupportedOptimizerError):
+            return  # at the first step that shows it, and at every later one
         try:
             attached.overlap.synchronize()
         except InstepError:

@@ -92,3 +92,21 @@ everything = st.one_of(
     wild(names=all_names, edits=edits, calls=any_call, outputs=any_output),
     wild(names=no_names, recipe=recipes, edits=edits, calls=any_call, outputs=any_output).map(longer),
 )
+
+
+@st.composite
+def plain_steps(draw: Any, names: Any = ours, ways: tuple[str, ...] = RIGHT) -> Program:
+    """Nothing but steps: between them there is no moment at which something else has been done."""
+    program = draw(programs(ways))
+    steps = tuple(replace(step, overflow=False, event=None) for step in program.steps)
+    return replace(
+        program,
+        optimizer=draw(names),
+        steps=(steps * 4)[: max(3, len(steps))],
+        dtype=torch.float32,
+        decay=None,
+        scaler=None,
+        clip=program.clip if str(program.clip).startswith("norm") else None,  # by value torch wants a gradient
+        clear="none",
+        call=draw(any_call),
+    )
