@@ -98,10 +98,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "two_pass": {},
     "forward": {"schedule": "forward"},
     "late": {"schedule": "forward"},  # no update runs before somebody waits for it
+    "crossing": {"schedule": "forward", "cross_iteration": True},
+    "shard_state": {"shard_state": True},
     "undo": {"undo": True},
     "undo on the host": {"undo": "host"},
 }
-SPENDING = ("backward", "two_pass")
+SPENDING = ("backward", "two_pass", "shard_state")
 RIGHT = ("backward", "two_pass", "forward", "undo", "undo on the host")
 
 
@@ -394,7 +396,10 @@ class Loop:
 
     def trained(self) -> Iterator[tuple[str, Any]]:
         """What training changes."""
-        yield from training_state(self.model, self.optimizer)
+        if self.program.way == "shard_state":  # the optimizer's own is this rank's part
+            yield from self.model.named_parameters()
+        else:
+            yield from training_state(self.model, self.optimizer)
         if isinstance(self.optimizer, Made):
             yield from self.optimizer.outside()
         yield "scale", self.scaler.get_scale()
@@ -416,29 +421,35 @@ def run(program: Program) -> None:
 
 
 def run_on_this_rank(program: Program, view: bool) -> None:
-    """The same under DistributedDataParallel, which takes no freezing after it is built.
+    """The same under DistributedDataParallel."""
+    rank = torch.distributed.get_rank()
+    program, wrap = on_this_rank(program, view, find_unused=True)
+    _lockstep(program, Loop(program, False, wrap, rank), Loop(program, True, wrap, rank))
 
-    Layers but the first are used or not, differently on each rank.
+
+def on_this_rank(program: Program, view: bool, find_unused: bool) -> tuple[Program, Callable[[nn.Module], nn.Module]]:
+    """What DistributedDataParallel can run, which takes no freezing after it is built, and how to build it.
+
+    With ``find_unused`` layers but the first are used or not, differently on each rank; without, all are used.
     """
     rank = torch.distributed.get_rank()
 
     def used(run: tuple[bool, ...]) -> tuple[bool, ...]:
-        return (True, *run[1 + rank :], *run[1 : 1 + rank])
+        return (True, *run[1 + rank :], *run[1 : 1 + rank]) if find_unused else (True,) * len(run)
 
     steps = tuple(
         replace(step, micro_batches=tuple(map(used, step.micro_batches)), frozen=frozenset()) for step in program.steps
     )
-    program = replace(program, steps=steps)
 
     def wrap(net: nn.Module) -> nn.Module:
         return DistributedDataParallel(
             net,
-            find_unused_parameters=True,
+            find_unused_parameters=find_unused,
             gradient_as_bucket_view=view,
             bucket_cap_mb=program.bucket_bytes / 2**20,
         )
 
-    _lockstep(program, Loop(program, False, wrap, rank), Loop(program, True, wrap, rank))
+    return replace(program, steps=steps), wrap
 
 
 def _lockstep(program: Program, plain: Loop, attached: Loop) -> None:

@@ -82,7 +82,6 @@ def longer(program: Program) -> Program:
 
 any_call = st.sampled_from(sorted(CALLS))
 any_output = st.sampled_from(sorted(OUTPUTS))
-outputs_under_ddp = st.sampled_from(sorted(set(OUTPUTS) - {"special"}))
 made = wild(names=no_names, recipe=recipes).map(longer)
 drawn_optimizers = wild(names=all_names)
 edited = wild(names=st.one_of(ours, all_names), edits=edits)
@@ -92,6 +91,15 @@ everything = st.one_of(
     wild(names=all_names, edits=edits, calls=any_call, outputs=any_output),
     wild(names=no_names, recipe=recipes, edits=edits, calls=any_call, outputs=any_output).map(longer),
 )
+
+WAYS_ON_RANKS = ("backward", "forward", "undo", "crossing", "shard_state")
+
+
+@st.composite
+def on_ranks(draw: Any) -> Program:
+    """For ranks: the model is called as a whole, since DDP is not there for its parts."""
+    program = draw(wild(edits=edits, outputs=any_output, ways=WAYS_ON_RANKS))
+    return replace(program, no_sync=draw(st.sampled_from([False, False, False, True])))
 
 
 @st.composite
