@@ -29,7 +29,10 @@ def run_or_refuse(program: Program, wrap: Any = unwrapped, rank: int = 0) -> str
     with warnings.catch_warnings():
         # What other people's optimizers warn of.
         warnings.simplefilter("ignore")
-        plain = Loop(program, False, wrap, rank)
+        try:
+            plain = Loop(program, False, wrap, rank)
+        except Exception:
+            return "cannot be made"
         try:
             attached = Loop(program, True, wrap, rank)
         except InstepError:

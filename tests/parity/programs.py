@@ -399,10 +399,20 @@ class Loop:
         if self.program.way == "shard_state":  # the optimizer's own is this rank's part
             yield from self.model.named_parameters()
         else:
-            yield from training_state(self.model, self.optimizer)
+            for name, value in training_state(self.model, self.optimizer):
+                yield from _opened(name, value)
         if isinstance(self.optimizer, Made):
             yield from self.optimizer.outside()
         yield "scale", self.scaler.get_scale()
+
+
+def _opened(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object of a package holds that has no equality of its own."""
+    if hasattr(value, "__dict__") and type(value).__eq__ is object.__eq__ and not callable(value):
+        for key, item in vars(value).items():
+            yield from _opened(f"{name}.{key}", item)
+    else:
+        yield name, value
 
 
 def seed_everything(seed: int) -> None:
