@@ -22,11 +22,10 @@ def broken(ranks: RankPool, **changed: Any) -> str | None:
 
 
 def test_crossing_whatever_the_model_returns(two_ranks: RankPool) -> None:
-    steps = (TAKEN, TAKEN, TAKEN, LEFT_OUT, TAKEN, LEFT_OUT, TAKEN)
+    """Large enough that buckets are still on their way when the step is left out."""
+    steps = (TAKEN, TAKEN, TAKEN, TAKEN, LEFT_OUT, TAKEN)
     found = [
-        broken(two_ranks, way="crossing", output=output, steps=steps, every=every)
-        for output in OUTPUTS
-        for every in (True, False)
+        broken(two_ranks, way="crossing", output=output, steps=steps, every=False, width=128) for output in OUTPUTS
     ]
     assert not any(found), "\n".join(filter(None, found))
 
