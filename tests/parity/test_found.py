@@ -6,7 +6,12 @@ from itertools import chain, product
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import instep
+from instep.errors import InstepError
+from tests.parity.dropping import run_dropped
 from tests.parity.edits import MOMENTS
 from tests.parity.made import Recipe
 from tests.parity.oracle import run_or_refuse
@@ -192,3 +197,50 @@ def test_every_output() -> None:
 
 def test_every_call() -> None:
     none(*(broken(*ALL, call=call) for call in CALLS))
+
+
+# Dropped, and interrupted.
+
+
+def test_dropped_at_every_moment() -> None:
+    found = []
+    for way, moment, kept in product((*ALL[:2], *ALL[3:]), MOMENTS, ((), ("optimizer",), ("overlap",))):
+        try:
+            run_dropped(replace(BASE, way=way), moment, frozenset(kept))
+        except AssertionError as error:
+            found.append(f"{way}, kept {kept}: {error}")
+    assert not found, "\n".join(found)
+
+
+class Interrupted(torch.optim.SGD):
+    """Ctrl-C before the ``at``-th parameter."""
+
+    at = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.at -= 1
+                if self.at == 0:
+                    raise KeyboardInterrupt
+                p.sub_(p.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("undo", [True, "host"])
+def test_interrupted_while_a_step_is_done_again(undo: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = Interrupted(model.parameters(), lr=0.1)
+    with instep.attach(model, optimizer, undo=undo, bucket_bytes=1):
+        before = [p.detach().clone() for p in model.parameters()]
+        model(torch.ones(2, 4)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.at = 3
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        optimizer.zero_grad()
+        try:
+            model(torch.ones(2, 4))
+        except InstepError:
+            return
+        assert all(map(torch.equal, before, model.parameters()))
