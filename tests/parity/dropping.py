@@ -13,7 +13,7 @@ from instep.errors import InstepError
 from tests.parity.programs import Loop, Program
 
 KEPT = ("optimizer", "overlap", "scheduler")
-PATIENCE = 5.0
+PATIENCE = 1.0
 """Seconds for updates under way on a thread of instep's."""
 
 
