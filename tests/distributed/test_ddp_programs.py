@@ -5,6 +5,8 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from tests.distributed.pool import RankPool
+from tests.parity import wild
+from tests.parity.oracle import run_or_refuse_on_this_rank
 from tests.parity.programs import Program, Step, programs, run_on_this_rank
 
 # Ranks that disagree after a failure have to be started again, which makes shrinking take an hour.
@@ -33,6 +35,20 @@ KEPT_WHILE_BUCKETS_ARE_MADE = Program(
 @settings(EVERYTHING, max_examples=20, derandomize=True)
 def test_drawn_programs_on_three_ranks(three_ranks: RankPool, program: Program, view: bool) -> None:
     three_ranks.run(run_on_this_rank, program, view)
+
+
+@given(wild.on_ranks(), st.booleans())
+@settings(EVERYTHING, max_examples=30, derandomize=True)
+def test_wild_programs_on_two_ranks(two_ranks: RankPool, program: Program, view: bool) -> None:
+    assert len(set(two_ranks.run(run_or_refuse_on_this_rank, program, view))) == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(10_800)
+@given(wild.on_ranks(), st.booleans())
+@settings(EVERYTHING, max_examples=1_000)
+def test_many_wild_programs_on_two_ranks(two_ranks: RankPool, program: Program, view: bool) -> None:
+    assert len(set(two_ranks.run(run_or_refuse_on_this_rank, program, view))) == 1
 
 
 @pytest.mark.nightly

@@ -1,13 +1,17 @@
 """Small training programs, drawn at random: a model, an optimizer, a loop. Each is run plain and attached."""
 
 import copy
+import random
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.functional import linear
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -16,6 +20,10 @@ from instep import ClipNorm, ClipValue
 from instep.errors import InstepError
 from instep.verification import first_difference, training_state
 from tests.cases import optimizer_cases
+from tests.parity.edits import EDITS
+from tests.parity.made import Made, Recipe
+from tests.parity.outputs import OUTPUTS
+from tests.parity.zoo import into_training, maker
 
 OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
 
@@ -28,16 +36,32 @@ class Step:
         overflow: an infinite loss.
         event: ``"skip"``: the loop leaves out ``optimizer.step()``. Between the step and the next: ``"evaluate"``,
             ``"read"`` or ``"write"`` weights, ``"reload"`` model and optimizer.
+        edits: at which moment the loop does what to its optimizer, gradients or weights (``edits.py``).
     """
 
     micro_batches: tuple[tuple[bool, ...], ...]
     frozen: frozenset[int] = frozenset()
     overflow: bool = False
     event: str | None = None
+    edits: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
 class Program:
+    """A model, an optimizer, a loop.
+
+    Attributes:
+        recipe: of a hand-written optimizer, in place of the one named.
+        call: how the loop calls the model (``CALLS``), ``"pipeline"``: all forwards before all backwards.
+        output: what the model returns (``outputs.py``).
+        closure: whether ``step()`` is given the forward and backward.
+        scale: of the loss, and so of all gradients.
+        leave_out: whether the optimizer is built without the last parameter, for an edit to add.
+        every: whether the loops are compared after every step, which finishes all updates, or after the last.
+        check_steps: for ``attach``.
+        no_sync: under DDP, whether all micro-batches are in ``no_sync()``.
+    """
+
     optimizer: str
     width: int
     depth: int
@@ -57,20 +81,34 @@ class Program:
     scaler: str | None = None
     give_scaler: bool = True
     clear: str = "none"
+    recipe: Recipe | None = None
+    call: str = "whole"
+    output: str = "tensor"
+    closure: bool = False
+    nonfinite: str = "allow"
+    scale: float = 1.0
+    leave_out: bool = False
+    every: bool = True
+    check_steps: int = 0
+    no_sync: bool = False
 
 
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {},
     "two_pass": {},
     "forward": {"schedule": "forward"},
+    "late": {"schedule": "forward"},  # no update runs before somebody waits for it
+    "crossing": {"schedule": "forward", "cross_iteration": True},
+    "shard_state": {"shard_state": True},
     "undo": {"undo": True},
     "undo on the host": {"undo": "host"},
 }
-SPENDING = ("backward", "two_pass")
+SPENDING = ("backward", "two_pass", "shard_state")
+RIGHT = ("backward", "two_pass", "forward", "undo", "undo on the host")
 
 
 @st.composite
-def programs(draw: Any, ways: tuple[str, ...] = tuple(WAYS)) -> Program:
+def programs(draw: Any, ways: tuple[str, ...] = RIGHT) -> Program:
     optimizer = draw(st.sampled_from(tuple(OPTIMIZERS)))
     # torch's SGD in bfloat16 is left out of two forms. Fused on CPU: parameters stay unwritten and momentum
     # uninitialised, so that two plain loops differ. Foreach: in a step where one parameter gets its first momentum,
@@ -122,21 +160,49 @@ def programs(draw: Any, ways: tuple[str, ...] = tuple(WAYS)) -> Program:
 
 
 class Net(nn.Module):
+    stored: torch.Tensor
+
     def __init__(self, program: Program) -> None:
         super().__init__()
         self.residual = program.residual
+        self.wrap, self.take = OUTPUTS[program.output]
         self.layers = nn.ModuleList(
             nn.Linear(program.width, program.width, bias=program.bias) for _ in range(program.depth)
         )
         for layer in program.tied:
             self.layers[layer].weight = self.layers[0].weight
 
-    def forward(self, x: torch.Tensor, run: tuple[bool, ...]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, run: tuple[bool, ...]) -> Any:
+        return self.wrap(self, self.parts(x, run))
+
+    def parts(self, x: torch.Tensor, run: tuple[bool, ...], call: Callable[..., Any] = lambda m, x: m(x)) -> Any:
         for layer, runs in zip(self.layers, run, strict=True):
             if runs:
-                y = torch.tanh(layer(x))
+                y = torch.tanh(call(layer, x))
                 x = x + y if self.residual else y
         return x
+
+
+def _functional(loop: "Loop", x: torch.Tensor, run: tuple[bool, ...]) -> Any:
+    named = dict(loop.model.named_parameters())
+    return loop.net.take(loop.net, torch.func.functional_call(loop.model, named, (x, run)))
+
+
+def _checkpointed(loop: "Loop", x: torch.Tensor, run: tuple[bool, ...]) -> Any:
+    return loop.net.take(loop.net, torch.utils.checkpoint.checkpoint(loop.model, x, run, use_reentrant=False))
+
+
+# The model; its forward alone; its layers; not even these.
+CALLS: dict[str, Callable[["Loop", torch.Tensor, tuple[bool, ...]], Any]] = {
+    "whole": lambda loop, x, run: loop.net.take(loop.net, loop.model(x, run)),
+    "twice": lambda loop, x, run: sum(loop.net.take(loop.net, loop.model(x * i, run)) for i in (1, 2)),
+    "forward": lambda loop, x, run: loop.net.take(loop.net, loop.model.forward(x, run)),
+    "parts": lambda loop, x, run: loop.net.parts(x, run),
+    "pipeline": lambda loop, x, run: loop.net.parts(x, run),
+    "weights": lambda loop, x, run: loop.net.parts(x, run, lambda m, x: linear(x, m.weight, m.bias)),
+    "functional": _functional,
+    "checkpointed": _checkpointed,
+}
 
 
 class Loop:
@@ -146,28 +212,45 @@ class Loop:
         torch.manual_seed(program.seed)
         self.program = program
         self.rank = rank
+        self.number = 0
         self.seen: torch.Tensor | None = None
         self.net = Net(program).to(program.dtype)
         self.model = wrap(self.net)
-        cls, kwargs = OPTIMIZERS[program.optimizer]
-        parameters = list(self.model.parameters())
-        count = len(program.groups)
-        groups = [
-            {"params": parameters[i::count], "lr": kwargs["lr"] * scale}
-            for i, scale in enumerate(program.groups)
-            if parameters[i::count]
-        ]
-        self.optimizer = cls(groups, **kwargs)
+        self.left_out: list[Any] = []
+        self.optimizer = self._make_optimizer()
         self.scheduler = None if program.decay is None else ExponentialLR(self.optimizer, program.decay)
         # Odd, and of few steps: neither power of two nor out of the way.
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_factor=1.5, growth_interval=2)
         self.norm: torch.Tensor | None = None
-        self.overlap = self._attach(wrap is _unwrapped) if attach else None
+        self.returned: Any = None
+        self.at: Callable[[str], None] = lambda moment: None
+        self._local = wrap is unwrapped
+        self.overlap = self._attach() if attach else None
 
-    def _attach(self, local: bool) -> instep.Attachment:
+    def _make_optimizer(self) -> Any:
+        program = self.program
+        named = list(self.model.named_parameters())
+        if program.leave_out and len(named) > 1:
+            self.left_out = [named.pop()[1]]
+        own = OPTIMIZERS.get(program.optimizer)
+        rate = own[1]["lr"] if own else 0.01
+        count = len(program.groups)
+        groups = [
+            {"params": named[i::count], "lr": rate * scale} for i, scale in enumerate(program.groups) if named[i::count]
+        ]
+        if program.recipe is not None:
+            return Made(groups, rate, program.recipe)
+        unnamed = [{**group, "params": [p for _, p in group["params"]]} for group in groups]
+        if own is None:
+            optimizer = maker(program.optimizer)(unnamed)
+            into_training(optimizer)
+            return optimizer
+        return own[0](unnamed, **own[1])
+
+    def _attach(self) -> instep.Attachment:
         program = self.program
         options = dict(WAYS[program.way])
-        if local:
+        if self._local:
             options["bucket_bytes"] = program.bucket_bytes
         if program.clip == "norm":
             options["clip"] = ClipNorm(program.limit, mode="two_pass" if program.way == "two_pass" else "exact")
@@ -175,29 +258,67 @@ class Loop:
             options["clip"] = ClipValue(program.limit)
         if program.scaler is not None and program.give_scaler:
             options["scaler"] = self.scaler
+        if program.nonfinite != "allow":
+            options["nonfinite"] = program.nonfinite
+        if program.check_steps:
+            options["check_steps"] = program.check_steps
         return instep.attach(self.model, self.optimizer, **options)
+
+    def attach_again(self) -> None:
+        if self.overlap is not None:
+            self.overlap.detach()
+            self.overlap = self._attach()
 
     def step(self, number: int) -> None:
         step = self.program.steps[number]
+        self.number = number
+        seed_everything(number)
         for i, layer in enumerate(self.net.layers):
             layer.requires_grad_(i not in step.frozen)
-        for micro, run in enumerate(step.micro_batches):
-            last = micro == len(step.micro_batches) - 1
-            generator = torch.Generator().manual_seed(1000 * self.rank + 10 * number + micro)
-            x = torch.randn(3, self.program.width, generator=generator, dtype=torch.float64).to(self.program.dtype)
-            with self._hold(last):
-                loss = self.model(x, run).square().sum()
-                if step.overflow:
-                    loss = loss * float("inf")
-                if loss.requires_grad:
-                    self._backward(loss)
-        if step.event != "skip":
-            self._step()
-            if self.scheduler is not None:
-                self.scheduler.step()
+        self._at("begin")
+        if self.program.closure:
+            self._step(lambda: self._forward_and_backward(step))
+        else:
+            self._forward_and_backward(step)
+            if step.event != "skip":
+                self._step()
+        if step.event != "skip" and self.scheduler is not None:
+            self.scheduler.step()
+        self._at("step")
         if step.event == "skip" or self.program.clear != "never":
             self.optimizer.zero_grad(set_to_none=step.event == "skip" or self.program.clear == "none")
+        self._at("end")
         self._between(step.event)
+
+    def _at(self, moment: str) -> None:
+        self.at(moment)
+        for when, edit in self.program.steps[self.number].edits:
+            if when == moment:
+                EDITS[edit](self)
+
+    def _forward_and_backward(self, step: Step) -> torch.Tensor | None:
+        loss: torch.Tensor | None = None
+        forwards = enumerate(step.micro_batches)
+        if self.program.call == "pipeline":
+            losses = [self._loss(step, *batch) for batch in forwards]
+            forwards = enumerate(losses)
+        for micro, given in forwards:
+            with self._hold(micro == len(step.micro_batches) - 1):
+                loss = given if isinstance(given, torch.Tensor) else self._loss(step, micro, given)
+                if micro == len(step.micro_batches) - 1:
+                    self._at("forward")
+                if loss.requires_grad:
+                    self._backward(loss)
+        self._at("backward")
+        return None if loss is None else loss.detach()
+
+    def _loss(self, step: Step, micro: int, run: tuple[bool, ...]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * self.rank + 10 * self.number + micro)
+        x = torch.randn(3, self.program.width, generator=generator, dtype=torch.float64).to(self.program.dtype)
+        loss: torch.Tensor = CALLS[self.program.call](self, x, run).square().sum()
+        if self.program.scale != 1.0:
+            loss = loss * self.program.scale
+        return loss * float("inf") if step.overflow else loss
 
     def _backward(self, loss: torch.Tensor) -> None:
         if self.program.scaler is not None:
@@ -207,28 +328,37 @@ class Loop:
         else:
             self.overlap.backward(loss)
 
-    def _step(self) -> None:
+    def _step(self, *closure: Callable[[], Any]) -> None:
         program, parameters = self.program, list(self.model.parameters())
-        clips = program.clip is not None and (self.overlap is None or program.clip.endswith("in the loop"))
+        in_the_loop = program.clip is not None and program.clip.endswith("in the loop")
+        clips = program.clip is not None and (self.overlap is None or in_the_loop)
         if program.scaler == "unscale" or (program.scaler and clips):
             self.scaler.unscale_(self.optimizer)
-        if clips and program.clip.startswith("norm"):
+        if self._left_out() and not in_the_loop:
+            return
+        if clips and str(program.clip).startswith("norm"):
             self.norm = torch.nn.utils.clip_grad_norm_(parameters, program.limit)
         elif clips:
             torch.nn.utils.clip_grad_value_(parameters, program.limit)
+        if self._left_out():
+            return
         if program.scaler is None:
-            self.optimizer.step()
+            self.returned = self.optimizer.step(*closure)
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+
+    def _left_out(self) -> bool:
+        """Whether the plain loop leaves a step out for a gradient that is not finite."""
+        if self.program.nonfinite == "allow" or self.overlap is not None:
+            return False
+        return not all(bool(p.grad.isfinite().all()) for p in self.model.parameters() if p.grad is not None)
 
     @torch.no_grad()
     def _between(self, event: str | None) -> None:
         layer = self.net.layers[-1]
         if event == "evaluate":
-            self.seen = self.net(
-                torch.ones(1, self.program.width, dtype=self.program.dtype), (True,) * self.program.depth
-            )
+            self.seen = self.net.take(self.net, self.net(*self.example()))
         elif event == "read":
             self.seen = layer.weight.sum()
         elif event == "write":
@@ -238,56 +368,98 @@ class Loop:
             self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
 
     def _hold(self, last: bool) -> Any:
+        if self.program.no_sync and not self._local:
+            return self.model.no_sync()
         if last or self.program.accumulate == "plain":
             return nullcontext()
         return self.overlap.accumulate() if self.overlap else getattr(self.model, "no_sync", nullcontext)()
 
-    def state(self) -> Any:
+    def state(self) -> Iterator[tuple[str, Any]]:
         if self.overlap is not None:
             self.overlap.synchronize()
-        yield from training_state(self.model, self.optimizer)
-        yield "scale", self.scaler.get_scale()
+        yield from self.trained()
+        yield "torch's generator", torch.get_rng_state()
+        kind, keys, *rest = np.random.get_state()
+        yield "NumPy's generator", (kind, keys.tobytes(), *rest)  # type: ignore[union-attr]
+        yield "Python's generator", random.getstate()
         yield "read", self.seen
-        if self.program.clip == "norm" and self.program.scaler is None:
+        yield "what step() returned", self.returned
+        if self.program.clip == "norm" and self.program.scaler is None and self.program.nonfinite == "allow":
             yield "norm", self.norm if self.overlap is None else self.overlap.grad_norm
         if self.program.way not in SPENDING:
             for name, parameter in self.model.named_parameters():
                 yield f"gradient of {name}", parameter.grad
 
+    def example(self) -> tuple[torch.Tensor, tuple[bool, ...]]:
+        """Something to call the model with."""
+        return torch.ones(1, self.program.width, dtype=self.program.dtype), (True,) * self.program.depth
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+    def trained(self) -> Iterator[tuple[str, Any]]:
+        """What training changes."""
+        if self.program.way == "shard_state":  # the optimizer's own is this rank's part
+            yield from self.model.named_parameters()
+        else:
+            for name, value in training_state(self.model, self.optimizer):
+                yield from _opened(name, value)
+        if isinstance(self.optimizer, Made):
+            yield from self.optimizer.outside()
+        yield "scale", self.scaler.get_scale()
+
+
+def _opened(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object of a package holds that has no equality of its own."""
+    if hasattr(value, "__dict__") and type(value).__eq__ is object.__eq__ and not callable(value):
+        for key, item in vars(value).items():
+            yield from _opened(f"{name}.{key}", item)
+    else:
+        yield name, value
+
+
+def seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
 def run(program: Program) -> None:
     """Fail at the first difference between the two loops."""
-    _lockstep(program, Loop(program, False, _unwrapped), Loop(program, True, _unwrapped))
+    _lockstep(program, Loop(program, False, unwrapped), Loop(program, True, unwrapped))
 
 
 def run_on_this_rank(program: Program, view: bool) -> None:
-    """The same under DistributedDataParallel, which takes no freezing after it is built.
+    """The same under DistributedDataParallel."""
+    rank = torch.distributed.get_rank()
+    program, wrap = on_this_rank(program, view, find_unused=True)
+    _lockstep(program, Loop(program, False, wrap, rank), Loop(program, True, wrap, rank))
 
-    Layers but the first are used or not, differently on each rank.
+
+def on_this_rank(program: Program, view: bool, find_unused: bool) -> tuple[Program, Callable[[nn.Module], nn.Module]]:
+    """What DistributedDataParallel can run, which takes no freezing after it is built, and how to build it.
+
+    With ``find_unused`` layers but the first are used or not, differently on each rank; without, all are used.
     """
     rank = torch.distributed.get_rank()
 
     def used(run: tuple[bool, ...]) -> tuple[bool, ...]:
-        return (True, *run[1 + rank :], *run[1 : 1 + rank])
+        return (True, *run[1 + rank :], *run[1 : 1 + rank]) if find_unused else (True,) * len(run)
 
     steps = tuple(
         replace(step, micro_batches=tuple(map(used, step.micro_batches)), frozen=frozenset()) for step in program.steps
     )
-    program = replace(program, steps=steps)
 
     def wrap(net: nn.Module) -> nn.Module:
         return DistributedDataParallel(
             net,
-            find_unused_parameters=True,
+            find_unused_parameters=find_unused,
             gradient_as_bucket_view=view,
             bucket_cap_mb=program.bucket_bytes / 2**20,
         )
 
-    _lockstep(program, Loop(program, False, wrap, rank), Loop(program, True, wrap, rank))
+    return replace(program, steps=steps), wrap
 
 
 def _lockstep(program: Program, plain: Loop, attached: Loop) -> None:

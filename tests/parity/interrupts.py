@@ -1,0 +1,167 @@
+"""Ctrl-C at any point of a step at which Python runs a signal's handler, in instep's code, torch's and the loop's."""
+
+import copy
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any, Literal
+
+import instep
+from instep.errors import InstepError, UncommittedStepError
+from instep.verification import first_difference
+from tests.parity.oracle import snapshot
+from tests.parity.programs import Loop, Program
+
+WayOut = Literal["accept_torn", "load"]
+HANDLED = ("call", "c_return")
+"""Python runs handlers when a function begins, and when one of C has returned."""
+
+
+class Interrupter:
+    """Raises ``KeyboardInterrupt`` at the ``where``-th point. Counts the points it passes."""
+
+    def __init__(self, where: int | None = None) -> None:
+        self.points = 0
+        self.place: CodeType | None = None
+        self._where = where
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event not in HANDLED or "importlib" in frame.f_code.co_filename:
+            return
+        self.points += 1
+        if self.points - 1 == self._where:
+            self.place = frame.f_code
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        # A handler that runs while an object is freed raises into nothing.
+        before, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        sys.setprofile(self)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            sys.unraisablehook = before
+
+
+def run_interrupted(program: Program, number: int, share: float, way_out: WayOut) -> str:
+    """Interrupt step ``number`` after ``share`` of it, go on, and compare. What the loop was told.
+
+    The step is then not taken, or taken as a whole; or an ``InstepError`` says that it is torn, and the documented
+    way out of that works.
+    """
+    where = int(share * _points(program, number))
+    loop = Loop(program, True)
+    assert loop.overlap is not None
+    with loop.overlap, tempfile.TemporaryDirectory(prefix="instep-interrupted-") as directory:
+        for before in range(number):
+            loop.step(before)
+        loop.overlap.synchronize()
+        instep.save(directory, loop.model, loop.optimizer)
+        interrupter = Interrupter(where)
+        try:
+            with interrupter.watching():
+                loop.step(number)
+        except KeyboardInterrupt:
+            pass
+        except InstepError:
+            # What is told at once, where the interrupt was lost. Without one, nothing is refused.
+            if interrupter.place is None:
+                raise
+        try:
+            return _go_on(program, loop, number, directory, way_out)
+        except AssertionError as error:
+            raise AssertionError(f"interrupted at point {where}, in {interrupter.place}: {error}") from error
+
+
+def _points(program: Program, number: int) -> int:
+    loop = Loop(program, True)
+    assert loop.overlap is not None
+    with loop.overlap:
+        for before in range(number):
+            loop.step(before)
+        interrupter = Interrupter()
+        with interrupter.watching():
+            loop.step(number)
+        return interrupter.points
+
+
+def _go_on(program: Program, loop: Loop, number: int, directory: str, way_out: WayOut) -> str:
+    without, whole = (_plain(program, number, skip=skip) for skip in (True, False))
+    assert loop.overlap is not None
+    try:
+        loop.optimizer.zero_grad()
+        # Who uses the model is told; with undo, a step that is not committed is put back.
+        loop.model(*loop.example())
+        loop.overlap.synchronize()
+        taken = _taken(loop, number, without, whole)
+        _compare_the_rest(loop, number, (without, whole)[taken])
+        return ("not taken", "taken")[taken]
+    except InstepError as error:
+        told = error
+    left_open = isinstance(told, UncommittedStepError)
+    # The plain loop that was compared may have gone on.
+    committed = _plain(program, number, skip=False) if left_open else None
+    return _out(program, loop, number, directory, way_out, told, committed)
+
+
+def _out(
+    program: Program, loop: Loop, number: int, directory: str, way_out: WayOut, told: InstepError, whole: Loop | None
+) -> str:
+    """The documented way out: a checkpoint is loaded; a step that was only left uncommitted is committed."""
+    assert loop.overlap is not None
+    reached = _plain(program, number, skip=True)
+    try:
+        if way_out == "load":
+            instep.load(directory, loop.model, loop.optimizer)
+        elif whole is None or not _committed(loop):
+            _load_by_hand(loop, reached)
+            loop.overlap.accept_torn()
+        else:
+            reached = whole
+        loop.optimizer.zero_grad()
+        _compare_the_rest(loop, number, reached)
+    except InstepError as error:
+        raise AssertionError(f"after {told!r} the way out by {way_out} does not work: {error!r}") from error
+    return type(told).__name__
+
+
+def _committed(loop: Loop) -> bool:
+    try:
+        loop.optimizer.step()
+    except InstepError:
+        return False  # torn, or torn now: its gradients have been cleared
+    return True
+
+
+def _plain(program: Program, number: int, skip: bool) -> Loop:
+    """A plain loop that has taken its steps up to ``number``, with or without that one."""
+    loop = Loop(program, False)
+    for before in range(number if skip else number + 1):
+        loop.step(before)
+    return loop
+
+
+def _taken(loop: Loop, number: int, without: Loop, whole: Loop) -> bool:
+    found = snapshot(loop)
+    differences = [first_difference(iter(snapshot(one).items()), iter(found.items())) for one in (without, whole)]
+    assert None in differences, f"step {number + 1} was taken in part, and nobody says so: {differences}"
+    return differences[0] is not None
+
+
+def _compare_the_rest(loop: Loop, number: int, plain: Loop) -> None:
+    assert loop.overlap is not None
+    for rest in range(number + 1, len(loop.program.steps)):
+        plain.step(rest)
+        loop.step(rest)
+        loop.overlap.synchronize()
+        difference = first_difference(iter(snapshot(plain).items()), iter(snapshot(loop).items()))
+        assert difference is None, f"after step {rest + 1}, after the interrupt: {difference}"
+
+
+def _load_by_hand(loop: Loop, other: Loop) -> None:
+    loop.model.load_state_dict(other.model.state_dict())
+    loop.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))

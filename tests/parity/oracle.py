@@ -1,0 +1,150 @@
+"""The plain loop beside the attached one, which may refuse, but not differ in silence.
+
+After every step parameters, state, groups, gradients and random generators are equal; or an ``InstepError`` has been
+raised while nothing differed from the plain loop; or the error has come with the first write that differs, and every
+later use says so. Nothing else may be raised that the plain loop does not raise.
+"""
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+import instep
+from instep.errors import InstepError, UnsupportedOptimizerError
+from instep.verification import first_difference
+from tests.late import late_updates
+from tests.parity.outputs import FOUND_BY_DDP
+from tests.parity.programs import SPENDING, Loop, Program, on_this_rank, unwrapped
+
+CAN_CHECK = "check_steps" in inspect.signature(instep.attach).parameters
+State = dict[str, Any]
+
+
+def run_or_refuse(program: Program, wrap: Any = unwrapped, rank: int = 0) -> str:
+    """Fail unless the attached loop is the plain one, or says that it cannot be. What has become of the program."""
+    with warnings.catch_warnings():
+        # What other people's optimizers warn of.
+        warnings.simplefilter("ignore")
+        try:
+            plain = Loop(program, False, wrap, rank)
+        except Exception:
+            return "cannot be made"
+        try:
+            attached = Loop(program, True, wrap, rank)
+        except InstepError:
+            return "refused at attach"
+        assert attached.overlap is not None
+        try:
+            with updates(program):
+                outcome = _side_by_side(program, plain, attached)
+                # Whoever is waited for late is waited for at the latest here.
+                return _finished(attached) if outcome == "plain raised" else outcome
+        finally:
+            attached.overlap.detach()
+
+
+def run_or_refuse_on_this_rank(program: Program, view: bool) -> str:
+    """The same under DistributedDataParallel, which looks for unused parameters only in outputs that it knows."""
+    found_by_ddp = program.output in FOUND_BY_DDP and program.way != "crossing"
+    program, wrap = on_this_rank(program, view or program.way == "crossing", find_unused=found_by_ddp)
+    return run_or_refuse(program, wrap, torch.distributed.get_rank())
+
+
+def updates(program: Program) -> AbstractContextManager[Any]:
+    return late_updates() if program.way == "late" else nullcontext()
+
+
+def _side_by_side(program: Program, plain: Loop, attached: Loop) -> str:
+    for number in range(len(program.steps)):
+        trail = Trail(plain)
+        try:
+            plain.step(number)
+        except Exception:
+            return "plain raised"
+        trail.add()
+        try:
+            attached.step(number)
+            if program.every or number == len(program.steps) - 1:
+                difference = first_difference(plain.state(), attached.state())
+            else:
+                continue
+        except RuntimeError as error:
+            if not (isinstance(error, InstepError) or _is_autograds_own(program, error)):
+                raise
+            trail.assert_told(attached, error)
+            return "refused"
+        if difference is not None and excused(program, attached):
+            return "unproven"
+        assert difference is None, f"after step {number + 1}: {difference}"
+    return "equal"
+
+
+def _is_autograds_own(program: Program, error: Exception) -> bool:
+    """A graph that is used after a weight that it has saved was updated: nobody else sees that in time."""
+    return program.way in SPENDING and "modified by an inplace operation" in str(error)
+
+
+def _finished(attached: Loop) -> str:
+    try:
+        attached.overlap.synchronize()  # type: ignore[union-attr]
+    except InstepError:
+        return "refused"
+    return "plain raised"
+
+
+def excused(program: Program, attached: Loop) -> bool:
+    """Whether nobody could have seen that this optimizer differs, and the attachment says so."""
+    proven = CAN_CHECK and "unproven" not in repr(attached.overlap)
+    foreign = program.recipe.hidden if program.recipe is not None else "." in program.optimizer
+    return CAN_CHECK and foreign and not proven and program.check_steps < len(program.steps)
+
+
+class Trail:
+    """What the plain loop's training was at each moment of a step."""
+
+    def __init__(self, plain: Loop) -> None:
+        self._plain = plain
+        self._states: list[State] = []
+        self.add()
+        plain.at = self.add
+
+    def add(self, moment: str = "") -> None:
+        self._states.append(snapshot(self._plain))
+
+    def assert_told(self, attached: Loop, error: Exception) -> None:
+        """It is as the plain loop was at some moment, or every later use raises."""
+        assert attached.overlap is not None
+        if isinstance(error, UnsupportedOptimizerError):
+            return  # at the first step that shows it, and at every later one
+        try:
+            attached.overlap.synchronize()
+        except InstepError:
+            return
+        if self._has(attached):
+            return
+        try:
+            attached.model(*attached.example())  # with undo, a step that is not committed is put back
+        except InstepError:
+            return
+        if self._has(attached):
+            return
+        raise AssertionError(f"neither as the plain loop was, nor torn, after {error!r}")
+
+    def _has(self, attached: Loop) -> bool:
+        found = snapshot(attached)
+        return any(first_difference(iter(state.items()), iter(found.items())) is None for state in self._states)
+
+
+def snapshot(loop: Loop) -> State:
+    """Copies of what training changes, as it is in memory."""
+    return dict(_copies(loop))
+
+
+def _copies(loop: Loop) -> Iterator[tuple[str, Any]]:
+    with torch._C.DisableTorchFunctionSubclass():
+        for name, value in loop.trained():
+            yield name, value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,246 @@
+"""Programs that were found to differ in silence, or to fail with something that says nothing, each in all ways."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain, product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep.errors import InstepError
+from tests.parity.dropping import run_dropped
+from tests.parity.edits import MOMENTS
+from tests.parity.made import Recipe
+from tests.parity.oracle import run_or_refuse
+from tests.parity.outputs import OUTPUTS
+from tests.parity.programs import CALLS, Program, Step
+from tests.parity.wild import LARGE
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+BOTH = (True, True)
+FIVE = (Step((BOTH,)),) * 5
+BASE = Program("AdamW-0-fused", 4, 2, FIVE)
+EXACT = ("forward", "late", "undo", "undo on the host")
+ALL = ("backward", *EXACT)
+GENERATORS = ("torch", "numpy", "random", "torch generator", "numpy generator", "random generator")
+
+
+def broken(*ways: str, **changed: Any) -> Iterator[str]:
+    """What the program does against the contract, in each way."""
+    for way in ways:
+        program = replace(BASE, way=way, **changed)
+        try:
+            run_or_refuse(program)
+        except Exception as error:
+            yield f"{way}: {type(error).__name__}: {str(error)[:200]}"
+
+
+def broken_made(*ways: str, steps: int = 5, clip: str | None = None, **recipe: Any) -> Iterator[str]:
+    """An optimizer made by hand, small gradients and large, small parameters and large."""
+    for width, scale in ((4, 1.0), (LARGE, 1.0), (4, 1e4)):
+        made = Recipe(**recipe)
+        found = broken(
+            *ways, steps=FIVE[:1] * steps, clip=clip, recipe=made, width=width, scale=scale, optimizer="made"
+        )
+        yield from (f"{recipe}, width {width}, loss * {scale}: {one}" for one in found)
+
+
+def broken_by_edits(
+    edits: Iterable[str], *ways: str, moments: Iterable[str] = MOMENTS, **changed: Any
+) -> Iterator[str]:
+    """Each of the edits, at each moment, in two steps of five, with two groups."""
+    for edit, moment in product(edits, moments):
+        edited = replace(FIVE[0], edits=((moment, edit),))
+        steps = (FIVE[0], edited, FIVE[0], edited, FIVE[0])
+        for way in ways:
+            # A comparison finishes what is due, so that the next step begins with nothing due.
+            every = way not in ("forward", "late")
+            found = broken(way, **{"steps": steps, "groups": (1.0, 0.5), "every": every, **changed})
+            yield from (f"{edit!r} at {moment!r}: {one}" for one in found)
+
+
+def none(*found: Iterator[str]) -> None:
+    everything = list(chain.from_iterable(found))
+    assert not everything, "\n".join(everything)
+
+
+# Optimizers.
+
+
+@pytest.mark.parametrize("clip", ["norm", "norm in the loop"])
+def test_gradients_written_by_the_update(clip: str) -> None:
+    none(*(broken_made(*EXACT, gradient=kind, clip=clip) for kind in ("decayed", "centralized", "replaced")))
+
+
+def test_parameters_without_gradient_are_written() -> None:
+    none(broken_made(*ALL, decays_all=True))
+
+
+def test_coupling_from_the_first_step() -> None:
+    none(broken_made(*ALL, couples="always"))
+
+
+def test_coupling_that_begins_late() -> None:
+    none(broken_made(*ALL, couples="always", since=5, steps=8))
+
+
+def test_coupling_of_what_is_large() -> None:
+    none(broken_made(*ALL, couples="size"), broken_made(*ALL, couples="scale"))
+
+
+def test_coupling_with_memory_by_parameter() -> None:
+    none(broken_made(*ALL, couples="always", since=4, memory="parameter"))
+
+
+def test_random_numbers_from_the_first_step() -> None:
+    none(*(broken_made(*ALL, draws=draws) for draws in GENERATORS))
+
+
+def test_random_numbers_for_what_is_large() -> None:
+    none(*(broken_made(*ALL, draws=draws, draws_for="large") for draws in GENERATORS))
+
+
+def test_random_numbers_that_begin_late() -> None:
+    none(*(broken_made(*ALL, draws=draws, since=5, steps=8) for draws in GENERATORS))
+
+
+def test_memory_of_every_kind() -> None:
+    none(*(broken_made(*ALL, memory=kind) for kind in ("position", "name", "parameter", "group", "nowhere")))
+
+
+def test_counters_of_every_kind() -> None:
+    none(*(broken_made(*ALL, counts=kind) for kind in ("group", "attribute", "tensor", "object", "list", "state")))
+
+
+def test_a_step_that_returns_what_it_did() -> None:
+    none(broken_made(*ALL, returns=True))
+
+
+# Edits.
+
+
+def test_a_parameter_moved_to_another_group() -> None:
+    none(broken_by_edits(["move"], *ALL))
+
+
+def test_a_tensor_rate_changed_where_no_version_tells() -> None:
+    edits = ("tensor in place", "tensor through data", "tensor through NumPy")
+    none(broken_by_edits(edits, *ALL, moments=("forward", "backward", "step"), optimizer="SGD tensor rate"))
+
+
+def test_a_setting_inside_an_object() -> None:
+    for settings in ("object", "object in the group"):
+        recipe = Recipe(settings=settings)
+        none(broken_by_edits(["inside an object"], *ALL, moments=("forward", "backward", "step"), recipe=recipe))
+
+
+def test_state_changed_by_hand() -> None:
+    edits = ("pop state", "replace state", "write state", "replace a state tensor")
+    none(broken_by_edits(edits, *ALL, moments=MOMENTS[1:]))
+
+
+def test_state_cleared_by_hand() -> None:
+    none(broken_by_edits(["clear state"], *ALL))
+
+
+def test_gradients_changed_by_hand() -> None:
+    edits = ("write a gradient", "replace a gradient", "set a gradient", "drop a gradient", "clear")
+    none(broken_by_edits(edits, *ALL))
+
+
+def test_groups_changed_by_hand() -> None:
+    none(broken_by_edits(("value", "another value", "a new key", "load the optimizer"), *ALL))
+
+
+def test_parameters_taken_out_or_put_in_another_order() -> None:
+    none(broken_by_edits(("other order", "new lists", "remove"), *ALL))
+
+
+def test_a_group_added() -> None:
+    none(broken_by_edits(["add"], *ALL, leave_out=True))
+
+
+def test_weights_changed_by_hand() -> None:
+    none(broken_by_edits(("write a weight", "write a weight through data", "replace the data", "freeze"), *ALL))
+
+
+def test_attached_again() -> None:
+    none(broken_by_edits(["attach again"], *ALL))
+
+
+# Calls and outputs.
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_nonfinite_where_no_module_is_called(nonfinite: str) -> None:
+    steps = (FIVE[0], replace(FIVE[0], overflow=True), FIVE[0])
+    calls = ("whole", "forward", "parts", "weights")
+    none(*(broken("forward", "late", "undo", steps=steps, nonfinite=nonfinite, call=call) for call in calls))
+
+
+def test_nonfinite_with_weights_that_are_shared() -> None:
+    overflow = Step(((True, True, False),), frozenset({0, 2}), overflow=True)
+    none(broken(*EXACT, depth=3, steps=(overflow, overflow), tied=(1, 0), nonfinite="skip", call="weights"))
+
+
+def test_two_forwards_of_parts_before_two_backwards() -> None:
+    steps = (Step((BOTH, BOTH)),) * 3
+    none(*(broken(*ALL, steps=steps, call="pipeline", accumulate=how) for how in ("hold", "plain")))
+
+
+def test_every_output() -> None:
+    none(*(broken(*ALL, output=output) for output in OUTPUTS))
+
+
+def test_every_call() -> None:
+    none(*(broken(*ALL, call=call) for call in CALLS))
+
+
+# Dropped, and interrupted.
+
+
+def test_dropped_at_every_moment() -> None:
+    found = []
+    for way, moment, kept in product((*ALL[:2], *ALL[3:]), MOMENTS, ((), ("optimizer",), ("overlap",))):
+        try:
+            run_dropped(replace(BASE, way=way), moment, frozenset(kept))
+        except AssertionError as error:
+            found.append(f"{way}, kept {kept}: {error}")
+    assert not found, "\n".join(found)
+
+
+class Interrupted(torch.optim.SGD):
+    """Ctrl-C before the ``at``-th parameter."""
+
+    at = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.at -= 1
+                if self.at == 0:
+                    raise KeyboardInterrupt
+                p.sub_(p.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("undo", [True, "host"])
+def test_interrupted_while_a_step_is_done_again(undo: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = Interrupted(model.parameters(), lr=0.1)
+    with instep.attach(model, optimizer, undo=undo, bucket_bytes=1):
+        before = [p.detach().clone() for p in model.parameters()]
+        model(torch.ones(2, 4)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.at = 3
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        optimizer.zero_grad()
+        try:
+            model(torch.ones(2, 4))
+        except InstepError:
+            return
+        assert all(map(torch.equal, before, model.parameters()))

@@ -1,0 +1,78 @@
+"""Drawn programs that may do what instep refuses: it refuses, or the attached loop is the plain loop."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, event, given, settings
+
+from tests.parity import wild
+from tests.parity.oracle import run_or_refuse
+from tests.parity.programs import Program
+from tests.parity.zoo import installed
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # other people's optimizers, and schedulers that come first
+EVERYTHING = settings(deadline=None, suppress_health_check=list(HealthCheck))
+SOME = settings(EVERYTHING, max_examples=60, derandomize=True)
+DRAWN: Counter[str] = Counter()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_is_compiled() -> Iterator[None]:
+    """Some packages compile their update, which takes longer than all the rest."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def run(program: Program) -> None:
+    outcome = run_or_refuse(program)
+    DRAWN[program.optimizer or "made by hand"] += 1
+    event(outcome)
+
+
+@given(wild.made)
+@SOME
+def test_optimizers_made_by_hand(program: Program) -> None:
+    run(program)
+
+
+@given(wild.drawn_optimizers)
+@settings(SOME, max_examples=120)
+def test_drawn_optimizers(program: Program) -> None:
+    run(program)
+
+
+@given(wild.edited)
+@SOME
+def test_edits_in_the_middle_of_a_step(program: Program) -> None:
+    run(program)
+
+
+@given(wild.edited_made)
+@SOME
+def test_edits_of_optimizers_made_by_hand(program: Program) -> None:
+    run(program)
+
+
+@given(wild.called)
+@SOME
+def test_parts_and_outputs(program: Program) -> None:
+    run(program)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(10_800)
+@given(wild.everything)
+@settings(EVERYTHING, max_examples=20_000)
+def test_many_wild_programs(program: Program) -> None:
+    run(program)
+
+
+def test_what_was_drawn(record_property: Callable[[str, object], None]) -> None:
+    """Kept in the report: ``--junit-xml`` has it, and ``-s`` shows it."""
+    packages = installed()
+    record_property("optimizers by package", packages)
+    record_property("optimizers drawn", dict(DRAWN))
+    print(f"{sum(packages.values())} optimizers: {packages}; {len(DRAWN)} of them drawn")
+    assert packages["torch"] >= 40
