@@ -515,7 +515,8 @@ class Deferral:
 
     def _in_loop(self, optimizer: Optimizer, with_gradient: Iterable[AttachedParameter]) -> bool:
         """Whether this is a step of a training loop: else who made the gradients wants the step now."""
-        return self._went_back or not asks_for_state(optimizer, map(_gradient, with_gradient))
+        first = self.step_count == 0
+        return self._went_back or not asks_for_state(optimizer, map(_gradient, with_gradient), first=first)
 
     def _can_be_put_off(self, attached: AttachedParameter, flight: Flight | None, traced: Container[int]) -> bool:
         gradient = _gradient(attached, flight)

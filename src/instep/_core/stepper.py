@@ -394,11 +394,16 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE
 
 
-def asks_for_state(optimizer: Optimizer, gradients: Iterable[torch.Tensor]) -> bool:
-    """Whether a ``step()`` with these gradients is none of a training loop: DCP has an optimizer without state step
-    with gradients of zeros and a learning rate of 0, for the state that this makes
-    (``torch/distributed/checkpoint/state_dict.py``, ``_init_optim_state``)."""
-    if optimizer.state or any(float(group.get("lr", 0)) != 0 for group in optimizer.param_groups):
+def asks_for_state(optimizer: Optimizer, gradients: Iterable[torch.Tensor], *, first: bool) -> bool:
+    """Whether a ``step()`` with these gradients is none of a training loop. Some tools have an optimizer without state
+    step with gradients of zeros, for the state that this makes: before training, or, as DCP does, with a learning rate
+    of 0 (``torch/distributed/checkpoint/state_dict.py``, ``_init_optim_state``).
+
+    Args:
+        first: whether no step has been taken.
+    """
+    still = all(float(group.get("lr", 0)) == 0 for group in optimizer.param_groups)
+    if optimizer.state or not (first or still):
         return False
     return not any(bool(memory_of(gradient).any()) for gradient in gradients)
 

@@ -547,7 +547,7 @@ class Transaction:
     def _count_unannounced(self, optimizer: Optimizer) -> None:
         """Gradients that no source has told of make a step, too."""
         found = [(a.stepper, g) for a in self.parameters if (g := self._real_gradient(a)) is not None]
-        if not asks_for_state(optimizer, (gradient for _, gradient in found)):
+        if not asks_for_state(optimizer, (gradient for _, gradient in found), first=self.step_count == 0):
             self._added_up = bool(found)
             self._uncommitted.update(stepper for stepper, _ in found)
 
