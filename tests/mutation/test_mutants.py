@@ -53,6 +53,8 @@ RECORDING = "tests/report/test_recording.py"
 RECORDING_RANKS = "tests/distributed/test_recording.py"
 PAGE = "tests/report/test_page.py"
 SPEAKERS = "tests/parity/test_speakers.py"
+UNSEEN = "tests/parity/test_unseen_backwards.py"
+UNSEEN_RANKS = "tests/distributed/test_unseen_backwards.py"
 
 MUTANTS = [
     Mutant(
@@ -142,8 +144,8 @@ MUTANTS = [
     Mutant(
         "swallow an error in the update",
         "_core/transaction.py",
-        "        if error is not None:\n            raise error",
-        "        return",
+        "            if error is not None:\n                raise error\n        finally:",
+        "            pass\n        finally:",
         REFUSALS,
     ),
     Mutant(
@@ -597,7 +599,7 @@ MUTANTS = [
     Mutant(
         "wait for a gradient before backward is told of",
         "sources/transient.py",
-        "                node.register_prehook(partial(self._reached, node))\n",
+        "                node.register_prehook(partial(self._reached, _before(node)))\n",
         "                pass\n",
         REPLICATED,
     ),
@@ -1209,6 +1211,76 @@ MUTANTS = [
         "        order = sorted(range(len(positions)), key=positions.__getitem__)",
         "        order = list(range(len(positions)))",
         "tests/parity/test_odd_optimizers.py",
+    ),
+    Mutant(
+        "step on trial in a backward that nobody has seen to begin",
+        "_core/transaction.py",
+        " and (self._undo is None or self._running is not None)",
+        "",
+        UNSEEN,
+    ),
+    Mutant(
+        "do not hear of backwards of parts that run by themselves",
+        "attachment.py",
+        "        once = part.register_forward_hook(BoundHook(see))",
+        "        once = part.register_forward_hook(BoundHook(None))",
+        UNSEEN,
+    ),
+    Mutant(
+        "take every use of a spent gradient in backward for a second one",
+        "_core/transaction.py",
+        "if graph_task() is not None and operation in ACCUMULATE:",
+        "if graph_task() is not None:",
+        UNSEEN,
+    ),
+    Mutant(
+        "take a step whose backward was not seen for none of the loop's",
+        "_core/deferral.py",
+        "        return self._went_back or not asks_for_state(",
+        "        return self._went_back and not asks_for_state(",
+        UNSEEN,
+    ),
+    Mutant(
+        "keep norms of a backward before one that was not seen",
+        "_core/arrival.py",
+        "if parameter.grad is not gradient or gradient._version != version:",
+        "if False:",
+        UNSEEN,
+    ),
+    Mutant(
+        "leave buckets on their way when a forward has ended",
+        "sources/crossing.py",
+        "        if torch.is_grad_enabled() and graph_task() is None and not torch.compiler.is_compiling():",
+        "        if False:",
+        UNSEEN_RANKS,
+    ),
+    Mutant(
+        "do not hear in step() what another rank said",
+        "_core/transaction.py",
+        "        self._hear(wait=True)  # for a backward that nobody has seen to begin",
+        "        pass",
+        UNSEEN_RANKS,
+    ),
+    Mutant(
+        "step rows with gradients that were never reduced",
+        "sources/zero.py",
+        "                if written:",
+        "                if False:",
+        UNSEEN_RANKS,
+    ),
+    Mutant(
+        "watch weights again when the step is torn",
+        "_core/transaction.py",
+        "            if self._torn is None:  # else weights are there to be read, and loaded anew",
+        "            if True:",
+        "tests/distributed/test_ways_out.py",
+    ),
+    Mutant(
+        "count the gradients of several devices without a lock",
+        "sources/local.py",
+        "        with self._sink.lock:  # the gradients of another device arrive on a thread of their own",
+        "        if True:",
+        "tests/unit/test_threads.py",
     ),
 ]
 

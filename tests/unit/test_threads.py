@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -107,3 +108,45 @@ def test_models_of_their_own(way: str, threads: int) -> None:
     for (model, _), overlap in zip(models, overlaps, strict=True):
         overlap.detach()
         assert all(map(torch.equal, weights(plain), weights(model)))
+
+
+class Held:
+    """A lock that knows how often it is held."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self.times += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.times -= 1
+        self._lock.release()
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "forward", "clip": instep.ClipNorm(1.0)}], ids=["step", "norms"])
+def test_gradients_are_counted_under_the_lock_that_applies_them(options: Any) -> None:
+    """The engine has a thread for each accelerator, and the gradients of one model may arrive on several: what the
+    hooks count must not change between two lines of theirs. Here there is one thread, and the lock tells."""
+    model, optimizer = make()
+    overlap = instep.attach(model, optimizer, bucket_bytes=SMALL, **options)
+    (source,) = overlap._sources
+    sink = source._sink
+    held = sink.lock = Held()
+    seen: list[int] = []
+    arrive, apply = type(sink).arrive, type(sink).apply
+
+    def look(call: Callable[..., Any]) -> Callable[..., Any]:
+        def looked(*args: Any, **kwargs: Any) -> Any:
+            seen.append(held.times)
+            return call(*args, **kwargs)
+
+        return looked
+
+    with patch.object(type(sink), "arrive", look(arrive)), patch.object(type(sink), "apply", look(apply)):
+        train(model, optimizer, 4)  # with a hook on each parameter, and with one on each bucket
+    overlap.detach()
+    assert len(seen) > 8
+    assert min(seen) == 1
