@@ -60,7 +60,8 @@ def run_interrupted(program: Program, number: int, share: float, way_out: WayOut
         for before in range(number):
             loop.step(before)
         loop.overlap.synchronize()
-        instep.save(directory, loop.model, loop.optimizer)
+        if way_out == "load":
+            instep.save(directory, loop.model, loop.optimizer)
         interrupter = Interrupter(where)
         try:
             with interrupter.watching():
