@@ -596,7 +596,7 @@ MUTANTS = [
     Mutant(
         "wait for a gradient before backward is told of",
         "sources/transient.py",
-        "                node.register_prehook(partial(self._reached, node))\n",
+        "                node.register_prehook(UntracedHook(partial(self._reached, node)))\n",
         "                pass\n",
         REPLICATED,
     ),
@@ -1208,6 +1208,27 @@ MUTANTS = [
         "        order = sorted(range(len(positions)), key=positions.__getitem__)",
         "        order = list(range(len(positions)))",
         "tests/parity/test_odd_optimizers.py",
+    ),
+    Mutant(
+        "a compiled step is not noticed",
+        "attachment.py",
+        "        elif compiled.yes:\n",
+        "        elif False:\n",
+        "tests/parity/test_compiled_steps.py",
+    ),
+    Mutant(
+        "hooks of a DDP that is compiled later are traced away",
+        "attachment.py",
+        "            hook = UntracedHook if isinstance(model, DistributedDataParallel) else BoundHook\n",
+        "            hook = BoundHook\n",
+        "tests/distributed/test_compiled_ddp.py",
+    ),
+    Mutant(
+        "torch.compile traces the process group of a reducer",
+        "sources/reducer_group.py",
+        "    @untraced\n    def broadcast(",
+        "    def broadcast(",
+        "tests/distributed/test_compiled_ddp.py",
     ),
 ]
 

@@ -411,8 +411,8 @@ class Deferral:
         self._clipped.clear()
         return True
 
-    def refuse_arguments(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` was given arguments of its own: this step is taken at once, by torch, with them."""
+    def leave_to_optimizer(self, stepper: Stepper, error: object) -> None:
+        """``optimizer.step()`` is about to do otherwise than an update that is put off: this step is taken at once."""
         self._now = True
 
     def begin_flush(self, stepper: Stepper) -> None:

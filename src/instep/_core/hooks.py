@@ -8,6 +8,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from instep._core.tracing import untraced
+
 
 class BoundHook:
     """A callable for torch's hook tables whose copies do nothing.
@@ -29,6 +31,16 @@ class BoundHook:
 
     def __reduce__(self) -> tuple[type["BoundHook"], tuple[None]]:
         return BoundHook, (None,)
+
+
+class UntracedHook(BoundHook):
+    """A hook that torch.compile does not trace. Not for the forward hooks of modules: see ``untraced``."""
+
+    __slots__ = ()
+
+    @untraced
+    def __call__(self, *args: Any) -> Any:
+        return super().__call__(*args)
 
 
 # torch has public ways to register a step hook, and none to say where among the others it runs.
@@ -57,6 +69,7 @@ _last: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
 _global_hook: RemovableHandle | None = None
 
 
+@untraced
 def _move_last(optimizer: Optimizer, *_: object) -> None:
     """Global hooks run before the optimizer's own, which may still be put in order then."""
     hooks: Any = optimizer._optimizer_step_pre_hooks

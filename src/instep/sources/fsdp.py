@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from instep._core.engine import at_end_of_backward
-from instep._core.hooks import BoundHook
+from instep._core.hooks import UntracedHook
 from instep._core.parameters import AttachedParameter
 from instep._core.plan import Bucket, fill_buckets
 from instep.errors import AttachError
@@ -20,7 +20,7 @@ class _InPlaceOfOptimizer:
     """What FSDP1 asks of an entry of ``_in_backward_optimizers``
     (``torch/distributed/fsdp/_runtime_utils.py``, ``_post_backward_use_sharded_grad_views``)."""
 
-    def __init__(self, reduced: BoundHook, done: BoundHook) -> None:
+    def __init__(self, reduced: UntracedHook, done: UntracedHook) -> None:
         self._reduced = reduced
         self._done = done
 
@@ -31,7 +31,7 @@ class _InPlaceOfOptimizer:
         self._done()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _InPlaceOfOptimizer, (BoundHook(None), BoundHook(None))
+        return _InPlaceOfOptimizer, (UntracedHook(None), UntracedHook(None))
 
 
 class FSDP1Source:
@@ -55,7 +55,7 @@ class FSDP1Source:
     def connect(self) -> None:
         for attached in self._parameters:
             stand_in = _InPlaceOfOptimizer(
-                BoundHook(partial(self._reduced, attached)), BoundHook(partial(self._done, attached))
+                UntracedHook(partial(self._reduced, attached)), UntracedHook(partial(self._done, attached))
             )
             attached.get()._in_backward_optimizers = [stand_in]  # type: ignore[attr-defined]
 

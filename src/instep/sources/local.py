@@ -14,7 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from instep._core.engine import at_end_of_backward, graph_task
-from instep._core.hooks import BoundHook
+from instep._core.hooks import UntracedHook
 from instep._core.parameters import AttachedParameter
 from instep._core.plan import Bucket, fill_buckets
 from instep.errors import InstepError
@@ -123,7 +123,7 @@ class LocalSource:
         self._began = None
 
     def _listen(self, attached: AttachedParameter, call: Callable[[torch.Tensor], None]) -> None:
-        handle = attached.get().register_post_accumulate_grad_hook(BoundHook(call))
+        handle = attached.get().register_post_accumulate_grad_hook(UntracedHook(call))
         self._handles[attached.spec.index] = handle
 
     def before_backward(self) -> None:

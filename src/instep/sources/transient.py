@@ -20,7 +20,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from instep._core.engine import at_end_of_backward, runs
-from instep._core.hooks import BoundHook
+from instep._core.hooks import UntracedHook
 from instep._core.outputs import nodes_of
 from instep._core.placeholders import Placeholder
 from instep.comm_hooks import mean_allreduce
@@ -143,7 +143,7 @@ class TransientBuckets:
             return
         for number in trainable:
             if number not in self._handles:
-                hook = BoundHook(_weakly(self._accumulated, number))
+                hook = UntracedHook(_weakly(self._accumulated, number))
                 self._handles[number] = self._parameters[number].register_post_accumulate_grad_hook(hook)
         self._trainable = trainable
         if trainable not in self._layouts:
@@ -165,7 +165,7 @@ class TransientBuckets:
         self.refresh()
         if reduces:
             for node in nodes_of(output):
-                node.register_prehook(partial(self._reached, node))
+                node.register_prehook(UntracedHook(partial(self._reached, node)))
 
     # What autograd calls.
 
