@@ -40,8 +40,7 @@ def test_links_paths_and_tests_lead_somewhere(page: Path) -> None:
     text = documentation.text_of(page)
     for link in re.findall(r"\]\(([^)#]+)\)", text):
         assert "://" in link or (page.parent / link).exists(), link
-    for path in re.findall(r"`((?:src|tests|docs|examples|benchmarks)/[\w./]+)`", text):
-        assert (ROOT / path).exists(), path
+    assert not missing_paths(text)
     files: dict[str, list[Path]] = {}
     for path in TESTS:
         files.setdefault(path.stem.removeprefix("test_"), []).append(path)
@@ -155,6 +154,23 @@ def test_the_reference_has_every_public_name() -> None:
     hooks = {f"comm_hooks.{name}" for name in ("mean_allreduce", "cast_mean_allreduce")}
     hooks.add("recording.Recording")  # what record() returns
     assert sorted(listed) == sorted({*instep.__all__, *(f"errors.{name}" for name in errors.__all__), *hooks})
+
+
+def missing_paths(text: str) -> list[str]:
+    """The paths of the repository that ``text`` names, and that are not there."""
+    named = re.findall(r"`((?:src|tests|docs|examples|benchmarks)/[\w./]+)", text)
+    return [path for path in named if not (ROOT / path).exists()]
+
+
+def test_paths_in_the_sources_lead_somewhere() -> None:
+    missing = {str(p): found for p in (ROOT / "src").rglob("*.py") if (found := missing_paths(p.read_text("utf-8")))}
+    assert not missing
+
+
+def test_a_path_that_leads_nowhere_is_found() -> None:
+    assert missing_paths("``tests/test_docs.py`` and `docs/index.md`, ``tests/unit/test_nothing.py`` fails") == [
+        "tests/unit/test_nothing.py"
+    ]
 
 
 def test_docstrings_name_things_as_code() -> None:

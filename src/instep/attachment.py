@@ -27,7 +27,7 @@ from instep._core.clipping import Clipping
 from instep._core.deferral import Deferral, Flight, Reader
 from instep._core.engine import after_all_of_backward, graph_task, runs
 from instep._core.finite import Policy
-from instep._core.hooks import BoundHook, first_of_post_hooks, last_of_pre_hooks, weakly
+from instep._core.hooks import BoundHook, UntracedHook, first_of_post_hooks, last_of_pre_hooks, weakly
 from instep._core.life import Owners
 from instep._core.outputs import nodes_of
 from instep._core.parameters import AttachedParameter, require_unchanged
@@ -40,6 +40,7 @@ from instep._core.probe import require_separable
 from instep._core.ranks import Ranks
 from instep._core.scaling import LossScale
 from instep._core.stepper import Stepper
+from instep._core.tracing import Traced
 from instep._core.transaction import Recorder, Transaction
 from instep._core.undo import Undo
 from instep._fsdp_state import AfterErrors
@@ -65,9 +66,11 @@ from instep._wrappers import BeforeFSDP1Gathers, FSDP1Sync, FSDP2Sync, fsdp1_in,
 from instep.errors import (
     AttachError,
     ConcurrentBackwardError,
+    HyperparameterChangedError,
     InstepError,
     StaleAttachmentError,
     UncommittedStepError,
+    UnsupportedOptimizerError,
 )
 from instep.sources import Sink, Source
 from instep.sources.crossing import CrossingSource
@@ -628,9 +631,11 @@ class Attachment:
             for source in self._sources:
                 source.connect()
             # Before FSDP2's, which gathers the weights.
-            before = BoundHook(self._before_forward)
+            # DDP's own forward is not traced: these may run where it does.
+            hook = UntracedHook if isinstance(model, DistributedDataParallel) else BoundHook
+            before = hook(self._before_forward)
             self._handles.append(model.register_forward_pre_hook(before, prepend=bool(self._groups)))
-            self._handles.append(model.register_forward_hook(BoundHook(self._after_forward)))
+            self._handles.append(model.register_forward_hook(hook(self._after_forward)))
             self._watch_readers(model, self._owners(self._step.parameters))
             self._watch_groups()
             if self._groups:
@@ -638,17 +643,20 @@ class Attachment:
             for ref, stepper in zip(self._optimizers, self._steppers, strict=True):
                 optimizer = ref()
                 assert optimizer is not None
-                handle = optimizer.register_step_post_hook(BoundHook(functools.partial(self._after_step, stepper)))
+                handle = optimizer.register_step_post_hook(UntracedHook(functools.partial(self._after_step, stepper)))
                 first_of_post_hooks(optimizer, handle)
                 self._handles.append(handle)
                 if self._zero is not None:
                     self._handles += self._zero.connect(optimizer, functools.partial(_parameters_of, self._step))
                 if not self._options.steps_itself:
-                    saving = BoundHook(functools.partial(self._before_state, stepper, True))
-                    loading = BoundHook(functools.partial(self._before_state, stepper, False))
+                    saving = UntracedHook(functools.partial(self._before_state, stepper, True))
+                    loading = UntracedHook(functools.partial(self._before_state, stepper, False))
                     self._handles.append(optimizer.register_state_dict_pre_hook(saving))
                     self._handles.append(optimizer.register_load_state_dict_pre_hook(loading))
-                handle = optimizer.register_step_pre_hook(BoundHook(functools.partial(self._before_step, stepper)))
+                compiled = Traced()
+                self._handles.append(optimizer.register_step_pre_hook(compiled))
+                before_step = UntracedHook(functools.partial(self._before_step, stepper, compiled))
+                handle = optimizer.register_step_pre_hook(before_step)
                 last_of_pre_hooks(optimizer, handle)
                 self._handles.append(handle)
             for saved in {model, *(ddp.module for ref in self._ddps if (ddp := ref()) is not None)}:
@@ -658,7 +666,7 @@ class Attachment:
                 # DDP's own hook is not called in no_sync.
                 for parameter in self._parameters():
                     if parameter.requires_grad:
-                        count = BoundHook(weakly(self._count))
+                        count = UntracedHook(weakly(self._count))
                         self._handles.append(parameter.register_post_accumulate_grad_hook(count))
             if self._options.mixed_precision is not None:
                 self._precision = LowPrecision(model, self._options.mixed_precision)
@@ -752,7 +760,7 @@ class Attachment:
         once = part.register_forward_hook(BoundHook(see))
 
     def _see_backward_from(self, output: object) -> None:
-        before_backward = weakly(self._before_backward, threading.get_ident())
+        before_backward = UntracedHook(weakly(self._before_backward, threading.get_ident()))
         for node in nodes_of(output):
             node.register_prehook(before_backward)
 
@@ -822,11 +830,13 @@ class Attachment:
             )
 
     def _before_step(
-        self, stepper: Stepper, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, stepper: Stepper, compiled: Traced, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if len(args) > 2 or kwargs.keys() - {"closure"} or (closure is not None and not callable(closure)):
-            self._step.refuse_arguments(stepper)
+            self._step.leave_to_optimizer(stepper, _called_with_arguments(stepper))
+        elif compiled.yes:
+            self._step.leave_to_optimizer(stepper, _compiled(stepper))
         if not callable(closure):
             self._flush(stepper)
             return None
@@ -1022,6 +1032,21 @@ class Attachment:
                 part = self._zero.shards.part_of(parameter, stepper.optimizer())
             parameters.append(AttachedParameter(parameter, spec, held, stepper, spent, part, mesh_of(parameter)))
         return tuple(parameters)
+
+
+def _called_with_arguments(stepper: Stepper) -> InstepError:
+    return HyperparameterChangedError(
+        f"{stepper.name}.step() was called with arguments, but backward had already stepped parameters without "
+        "them. Use undo=True or schedule='forward'"
+    )
+
+
+def _compiled(stepper: Stepper) -> InstepError:
+    return UnsupportedOptimizerError(
+        f"{stepper.name}.step() was compiled (torch.compile), but backward had already stepped parameters without the "
+        "compiler, which computes some values in another way. Call optimizer.step() outside of what is compiled; or "
+        "use undo=True or schedule='forward', with which a compiled step() steps all parameters"
+    )
 
 
 def _parameters_in(optimizers: Sequence[Optimizer]) -> list[list[int]]:

@@ -599,7 +599,7 @@ MUTANTS = [
     Mutant(
         "wait for a gradient before backward is told of",
         "sources/transient.py",
-        "                node.register_prehook(partial(self._reached, _before(node)))\n",
+        "                node.register_prehook(UntracedHook(partial(self._reached, _before(node))))\n",
         "                pass\n",
         REPLICATED,
     ),
@@ -1281,6 +1281,27 @@ MUTANTS = [
         "        with self._sink.lock:  # the gradients of another device arrive on a thread of their own",
         "        if True:",
         "tests/unit/test_threads.py",
+    ),
+    Mutant(
+        "a compiled step is not noticed",
+        "attachment.py",
+        "        elif compiled.yes:\n",
+        "        elif False:\n",
+        "tests/parity/test_compiled_steps.py",
+    ),
+    Mutant(
+        "hooks of a DDP that is compiled later are traced away",
+        "attachment.py",
+        "            hook = UntracedHook if isinstance(model, DistributedDataParallel) else BoundHook\n",
+        "            hook = BoundHook\n",
+        "tests/distributed/test_compiled_ddp.py",
+    ),
+    Mutant(
+        "torch.compile traces the process group of a reducer",
+        "sources/reducer_group.py",
+        "    @untraced\n    def broadcast(",
+        "    def broadcast(",
+        "tests/distributed/test_compiled_ddp.py",
     ),
 ]
 

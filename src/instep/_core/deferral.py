@@ -423,8 +423,8 @@ class Deferral:
             self._torn = Torn(self.step_count, names, [], self._ranks.rank(), error, self.step_count)
             raise error if isinstance(error, StepMismatchError) else self._torn.error()
 
-    def refuse_arguments(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` was given arguments of its own: this step is taken at once, by torch, with them."""
+    def leave_to_optimizer(self, stepper: Stepper, error: object) -> None:
+        """``optimizer.step()`` is about to do otherwise than an update that is put off: this step is taken at once."""
         self._now = True
 
     def begin_flush(self, stepper: Stepper) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
+from instep._core.tracing import untraced
+
 _NO_GRAPH_TASK = -1
 
 
@@ -42,10 +44,12 @@ class _EndOfBackward:
         self._end = end
         self._failed: Callable[[], None] | None = failed
 
+    @untraced
     def __call__(self) -> None:
         self._failed = None
         self._end()
 
+    @untraced
     def __del__(self) -> None:
         if self._failed is not None:
             self._failed()

@@ -8,6 +8,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from instep._core.tracing import untraced
+
 
 class BoundHook:
     """A callable for torch's hook tables whose copies do nothing.
@@ -46,6 +48,16 @@ def weakly(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     return call
 
 
+class UntracedHook(BoundHook):
+    """A hook that torch.compile does not trace. Not for the forward hooks of modules: see ``untraced``."""
+
+    __slots__ = ()
+
+    @untraced
+    def __call__(self, *args: Any) -> Any:
+        return super().__call__(*args)
+
+
 # torch has public ways to register a step hook, and none to say where among the others it runs.
 
 
@@ -72,6 +84,7 @@ _last: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
 _global_hook: RemovableHandle | None = None
 
 
+@untraced
 def _move_last(optimizer: Optimizer, *_: object) -> None:
     """Global hooks run before the optimizer's own, which may still be put in order then."""
     hooks: Any = optimizer._optimizer_step_pre_hooks

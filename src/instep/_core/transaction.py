@@ -475,17 +475,13 @@ class Transaction:
         if self._torn is not None:
             raise self._torn.error()
 
-    def refuse_arguments(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` was given arguments of its own: backward has stepped without them."""
+    def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
+        """``optimizer.step()`` is about to do otherwise than backward has done: ``error`` says how."""
         if not self._applied_by(stepper) or self._torn is not None:
             return
         if self._undo is not None:
             self.put_back()
             return
-        error = HyperparameterChangedError(
-            f"{stepper.name}.step() was called with arguments, but backward had already stepped parameters without "
-            "them. Use undo=True or schedule='forward'"
-        )
         self._tear(error)
         raise error
 

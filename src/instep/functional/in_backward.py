@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from instep._core.hooks import BoundHook
+from instep._core.hooks import UntracedHook
 from instep._core.stepper import same
 from instep._wrappers import fsdp1_of
 from instep.attachment import attached_parameters
@@ -169,7 +169,7 @@ def _hook(parameter: torch.Tensor) -> None:
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)  # torch takes no hook on a frozen tensor, but keeps one that is there
     # It finds all it needs on the parameter, so nothing of it keeps anything alive.
-    _hooks[parameter] = parameter.register_post_accumulate_grad_hook(BoundHook(_accumulated))
+    _hooks[parameter] = parameter.register_post_accumulate_grad_hook(UntracedHook(_accumulated))
     if frozen:
         parameter.requires_grad_(False)
 

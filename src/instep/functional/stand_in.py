@@ -1,6 +1,6 @@
 """The two functions of torch that instep stands in for, once ``apply_optimizer_in_backward`` has been called.
 
-Both do what torch's own do, unless a parameter is instep's. ``tests/functional/test_stand_in.py`` fails clearly when
+Both do what torch's own do, unless a parameter is instep's. ``tests/functional/test_names.py`` fails clearly when
 torch changes them.
 """
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from instep._core.engine import at_end_of_backward
-from instep._core.hooks import BoundHook, weakly
+from instep._core.hooks import UntracedHook, weakly
 from instep._core.parameters import AttachedParameter
 from instep._core.plan import Bucket, fill_buckets
 from instep.errors import AttachError
@@ -19,7 +19,7 @@ class _InPlaceOfOptimizer:
     """What FSDP1 asks of an entry of ``_in_backward_optimizers``
     (``torch/distributed/fsdp/_runtime_utils.py``, ``_post_backward_use_sharded_grad_views``)."""
 
-    def __init__(self, reduced: BoundHook, done: BoundHook) -> None:
+    def __init__(self, reduced: UntracedHook, done: UntracedHook) -> None:
         self._reduced = reduced
         self._done = done
 
@@ -30,7 +30,7 @@ class _InPlaceOfOptimizer:
         self._done()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _InPlaceOfOptimizer, (BoundHook(None), BoundHook(None))
+        return _InPlaceOfOptimizer, (UntracedHook(None), UntracedHook(None))
 
 
 class FSDP1Source:
@@ -54,8 +54,8 @@ class FSDP1Source:
     def connect(self) -> None:
         for attached in self._parameters.values():
             stand_in = _InPlaceOfOptimizer(
-                BoundHook(weakly(self._reduced, attached.spec.index)),
-                BoundHook(weakly(self._done, attached.spec.index)),
+                UntracedHook(weakly(self._reduced, attached.spec.index)),
+                UntracedHook(weakly(self._done, attached.spec.index)),
             )
             attached.get()._in_backward_optimizers = [stand_in]  # type: ignore[attr-defined]
 

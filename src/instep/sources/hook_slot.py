@@ -9,6 +9,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # export
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._core.placeholders import Placeholder
+from instep._core.tracing import untraced
 from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AttachError
 from instep.sources.rebuilding import GradientsAside
@@ -113,6 +114,7 @@ _asides: "weakref.WeakKeyDictionary[DistributedDataParallel, GradientsAside]" = 
 _slots: "weakref.WeakKeyDictionary[DistributedDataParallel, _HookSlot | ReducerGroup]" = weakref.WeakKeyDictionary()
 
 
+@untraced  # a compiled function may call backward()
 def _communicate(slot: _HookSlot, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     return slot.reduce(bucket)
 

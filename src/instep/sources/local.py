@@ -14,7 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from instep._core.engine import at_end_of_backward, graph_task
-from instep._core.hooks import BoundHook, weakly
+from instep._core.hooks import UntracedHook, weakly
 from instep._core.parameters import AttachedParameter
 from instep._core.plan import Bucket, fill_buckets
 from instep.errors import InstepError
@@ -125,7 +125,7 @@ class LocalSource:
         self._began = None
 
     def _listen(self, attached: AttachedParameter, call: Callable[[torch.Tensor], None]) -> None:
-        handle = attached.get().register_post_accumulate_grad_hook(BoundHook(call))
+        handle = attached.get().register_post_accumulate_grad_hook(UntracedHook(call))
         self._handles[attached.spec.index] = handle
         self._listened[attached.spec.index] = attached
 

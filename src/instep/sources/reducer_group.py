@@ -16,7 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from instep._core.hooks import BoundHook
+from instep._core.hooks import UntracedHook
+from instep._core.tracing import untraced
 from instep.errors import AttachError
 from instep.sources.reductions import User, buckets_of
 
@@ -94,7 +95,7 @@ class ReducerGroup(dist.ProcessGroup):
         assert ddp is not None
         self._look(ddp)
         ddp.reducer._update_process_group(self)
-        self._handle = ddp.register_forward_hook(BoundHook(self._after_forward))
+        self._handle = ddp.register_forward_hook(UntracedHook(self._after_forward))
 
     def disconnect(self) -> None:
         ddp = self._ddp()
@@ -111,11 +112,12 @@ class ReducerGroup(dist.ProcessGroup):
         if ddp is not None and any(known.storage.expired() for known in self._buckets.values()):
             self._look(ddp)
 
-    # What the reducer calls.
+    # What the reducer calls: in a forward or backward of what was compiled, too, where torch.compile would trace it.
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return self._group._get_backend_name()
 
+    @untraced
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]  # the one of its forms
         known = self._buckets.get((tensors[0].device, tensors[0].data_ptr()))
         if known is None or known.storage.expired():
@@ -133,6 +135,7 @@ class ReducerGroup(dist.ProcessGroup):
     def _reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
         return self._group.allreduce(tensors, opts)
 
+    @untraced
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]  # the one of its forms
         return self._group.broadcast(tensors, opts)
 

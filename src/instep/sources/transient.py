@@ -20,7 +20,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from instep._core.engine import at_end_of_backward, runs
-from instep._core.hooks import BoundHook, weakly
+from instep._core.hooks import UntracedHook, weakly
 from instep._core.outputs import nodes_of
 from instep._core.placeholders import Placeholder
 from instep.comm_hooks import mean_allreduce
@@ -143,7 +143,7 @@ class TransientBuckets:
             return
         for number in trainable:
             if number not in self._handles:
-                hook = BoundHook(weakly(self._accumulated, number))
+                hook = UntracedHook(weakly(self._accumulated, number))
                 self._handles[number] = self._parameters[number].register_post_accumulate_grad_hook(hook)
         self._trainable = trainable
         if trainable not in self._layouts:
@@ -166,7 +166,7 @@ class TransientBuckets:
         if reduces:
             for node in nodes_of(output):
                 # Not with the node itself, which would refer to itself for good.
-                node.register_prehook(partial(self._reached, _before(node)))
+                node.register_prehook(UntracedHook(partial(self._reached, _before(node))))
 
     # What autograd calls.
 

@@ -1,0 +1,34 @@
+"""What torch.compile sees of instep: it traces the hooks of modules and optimizers, and where a compiled function calls
+``backward()``, each function that autograd calls."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def untraced(function: Function) -> Function:
+    """``function``, run as it is inside of what was compiled, with all that it calls.
+
+    Not for the forward hooks of modules: a model could not be compiled as one graph with them.
+    """
+    disable: Any = torch.compiler.disable  # which has no types
+    return disable(function)  # type: ignore[no-any-return]
+
+
+class Traced:
+    """A hook that says whether torch.compile has traced it, and with it the ``step()`` that it was registered for.
+
+    It does nothing else and uses none of its arguments: torch.compile makes few versions of one function, and gives up.
+    """
+
+    __slots__ = ("yes",)
+
+    def __init__(self) -> None:
+        self.yes = False  # set by the compiled code, each time
+
+    def __call__(self, *_: object) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            self.yes = True
