@@ -52,6 +52,7 @@ RECORDING = "tests/report/test_recording.py"
 RECORDING_RANKS = "tests/distributed/test_recording.py"
 PAGE = "tests/report/test_page.py"
 SPEAKERS = "tests/parity/test_speakers.py"
+CHANGED = "tests/parity/test_changed_between.py"
 
 MUTANTS = [
     Mutant(
@@ -71,15 +72,15 @@ MUTANTS = [
     Mutant(
         "read the learning rate when the optimizer was built",
         "_core/stepper.py",
-        "group = {k: _private(v) for k, v in live.items()",
-        "group = {k: _private(v) for k, v in {**live, **optimizer.defaults}.items()",
+        "group = {k: private(v) for k, v in live.items()",
+        "group = {k: private(v) for k, v in {**live, **optimizer.defaults}.items()",
         PARITY,
     ),
     Mutant(
         "use another group's hyper-parameters",
         "_core/stepper.py",
-        "group = {k: _private(v) for k, v in live.items()",
-        "group = {k: _private(v) for k, v in optimizer.param_groups[0].items()",
+        "group = {k: private(v) for k, v in live.items()",
+        "group = {k: private(v) for k, v in optimizer.param_groups[0].items()",
         PARITY,
     ),
     Mutant(
@@ -1208,6 +1209,48 @@ MUTANTS = [
         "        order = sorted(range(len(positions)), key=positions.__getitem__)",
         "        order = list(range(len(positions)))",
         "tests/parity/test_odd_optimizers.py",
+    ),
+    Mutant(
+        "do not look who is in which group",
+        "_core/stepper.py",
+        "        self._require_members(optimizer)\n",
+        "",
+        CHANGED,
+    ),
+    Mutant(
+        "know small tensors by their versions alone",
+        "_core/changes.py",
+        "            return same_bits(self._copy, other._copy)\n",
+        "            return self._version == other._version\n",
+        CHANGED,
+    ),
+    Mutant(
+        "do not look into objects",
+        "_core/changes.py",
+        "    return found or None\n",
+        "    return None\n",
+        CHANGED,
+    ),
+    Mutant(
+        "do not look into slots",
+        "_core/changes.py",
+        "    found = {name: getattr(value, name) for name in names if hasattr(value, name)}\n",
+        "    found: dict[Any, Any] = {}\n",
+        CHANGED,
+    ),
+    Mutant(
+        "put off a step with settings that cannot be copied",
+        "_core/deferral.py",
+        " and can_be_frozen(stepper.optimizer())",
+        "",
+        CHANGED,
+    ),
+    Mutant(
+        "never read what was compared on the device",
+        "_core/stepper.py",
+        "            if flag.item():",
+        "            if False:",
+        CHANGED,
     ),
 ]
 

@@ -26,7 +26,7 @@ from instep._core.placeholders import HeldGradient
 from instep._core.plan import Bucket, fill_buckets
 from instep._core.ranks import Ranks, Vote, error_of
 from instep._core.scaling import found_inf, take_off_here
-from instep._core.stepper import Stepper, begin_state, end_state, frozen, remember_settings
+from instep._core.stepper import Stepper, begin_state, can_be_frozen, end_state, frozen, remember_settings
 from instep._core.streams import StepStreams
 from instep._core.torn import Torn
 from instep._core.transaction import Gather, Recorder
@@ -434,7 +434,7 @@ class Deferral:
             return
         traced = {a.spec.index for reader in self.readers if reader.traced for a in reader.parameters}
         flying = self._flying(mine)
-        put_off = in_loop and not self.at_once()
+        put_off = in_loop and not self.at_once() and can_be_frozen(stepper.optimizer())
         waiting = {a: put_off and self._can_be_put_off(a, flying.get(a), traced) for a in with_gradient}
         for attached, flight in list(flying.items()):
             if not waiting[attached]:
