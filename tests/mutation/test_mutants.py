@@ -53,6 +53,7 @@ RECORDING_RANKS = "tests/distributed/test_recording.py"
 PAGE = "tests/report/test_page.py"
 SPEAKERS = "tests/parity/test_speakers.py"
 CHANGED = "tests/parity/test_changed_between.py"
+WRITTEN = "tests/parity/test_written_gradients.py"
 
 MUTANTS = [
     Mutant(
@@ -1251,6 +1252,34 @@ MUTANTS = [
         "            if flag.item():",
         "            if False:",
         CHANGED,
+    ),
+    Mutant(
+        "let a trial write the loop's gradients",
+        "_core/transaction.py",
+        "            if not is_torchs_own(attached.stepper.optimizer())\n",
+        "            if False\n",
+        WRITTEN,
+    ),
+    Mutant(
+        "forget what the update has made of a gradient",
+        "_core/transaction.py",
+        "                        self._outcomes[attached.spec.index] = outcome\n",
+        "                        pass\n",
+        WRITTEN,
+    ),
+    Mutant(
+        "know a written gradient by its version alone",
+        "_core/lending.py",
+        " or not _is_known_equal(self._given, self._like)",
+        "",
+        WRITTEN,
+    ),
+    Mutant(
+        "do not notice a gradient that was replaced in a step that was put off",
+        "_core/deferral.py",
+        "        replaced = not all(map(is_, found, given))\n",
+        "        replaced = False\n",
+        WRITTEN,
     ),
 ]
 

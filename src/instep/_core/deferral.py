@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from operator import is_
 from time import perf_counter
 from typing import Protocol
 
@@ -26,13 +27,21 @@ from instep._core.placeholders import HeldGradient
 from instep._core.plan import Bucket, fill_buckets
 from instep._core.ranks import Ranks, Vote, error_of
 from instep._core.scaling import found_inf, take_off_here
-from instep._core.stepper import Stepper, begin_state, can_be_frozen, end_state, frozen, remember_settings
+from instep._core.stepper import (
+    Stepper,
+    begin_state,
+    can_be_frozen,
+    end_state,
+    frozen,
+    is_torchs_own,
+    remember_settings,
+)
 from instep._core.streams import StepStreams
 from instep._core.torn import Torn
 from instep._core.transaction import Gather, Recorder
 from instep._core.watch import Watch, plain_type
 from instep._core.worker import Task, Worker
-from instep.errors import StepMismatchError, UncommittedStepError
+from instep.errors import StepMismatchError, UncommittedStepError, UnsupportedOptimizerError
 
 
 class Reader:
@@ -83,9 +92,8 @@ class _Frozen:
         self.stepper = Stepper(self._frozen)
         # torch.compiler.is_compiling() is true for all threads while one of them compiles, and a step then computes
         # its bias corrections in another way. Fused kernels do not.
-        self.at_any_time = type(optimizer).__module__.startswith("torch.optim.") and all(
-            group.get("fused") for group in optimizer.param_groups
-        )
+        self.known = is_torchs_own(optimizer)
+        self.at_any_time = self.known and all(group.get("fused") for group in optimizer.param_groups)
         self.dues: list[_Due] = []  # that are still to be applied
         self.pending = [attached.spec.name for attached in parameters]
         self.applied: list[str] = []
@@ -204,7 +212,21 @@ class _Due:
                 with self._noticed_by_none():
                     self._clip(call.tensors)
             self.step.written = True
+            gradients = [tensor.grad for tensor in call.tensors]
             call.step(self.step.stepper)
+            if not self.step.known:
+                self._require_contained([tensor.grad for tensor in call.tensors], gradients)
+
+    def _require_contained(self, found: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None]) -> None:
+        """What the update left elsewhere would have been there when ``optimizer.step()`` returned."""
+        stepper = self.step.stepper
+        replaced = not all(map(is_, found, given))
+        if replaced or stepper.wrote_elsewhere:
+            where = "the gradient of a parameter" if replaced else "a value of its groups, its attributes or its state"
+            raise UnsupportedOptimizerError(
+                f"{stepper.name} replaced {where} in step(), for the first time in a step that was put off: until now "
+                "the loop would have found the old one. Use schedule='backward', or this optimizer without instep"
+            )
 
     @contextmanager
     def _noticed_by_none(self) -> Iterator[None]:

@@ -352,9 +352,9 @@ def is_torchs_own(optimizer: Optimizer) -> bool:
 
 def can_be_frozen(optimizer: Optimizer) -> bool:
     """Whether ``frozen`` has a copy of all that the update reads, parameters and state aside."""
-    return all(
-        is_plain(value) for group in optimizer.param_groups for key, value in group.items() if key not in _PER_PARAMETER
-    ) and all(map(is_immutable, _read_by_update(optimizer).values()))
+    groups = [value for group in optimizer.param_groups for key, value in group.items() if key not in _PER_PARAMETER]
+    attributes = [value for name, value in _read_by_update(optimizer).items() if name != "defaults"]
+    return all(map(is_plain, groups)) and is_plain(optimizer.defaults) and all(map(is_immutable, attributes))
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
@@ -395,6 +395,7 @@ def frozen(optimizer: Optimizer) -> Optimizer:
     ]
     copied = shadow_of(optimizer, groups, {})
     copied.state = optimizer.state
+    copied.defaults = private(optimizer.defaults)
     for name in ("grad_scale", "found_inf"):
         if isinstance(value := vars(copied).get(name), torch.Tensor):
             setattr(copied, name, value.detach().clone())

@@ -20,13 +20,14 @@ from instep._core.accumulation import Accumulation
 from instep._core.clipping import Clipping
 from instep._core.engine import graph_task
 from instep._core.finite import Policy, all_finite, ask_if_finite, nonfinite_error
+from instep._core.lending import Lent, Outcome
 from instep._core.parameters import AttachedParameter, together
 from instep._core.parts import memory_of
 from instep._core.placeholders import CONVERSION, UNSCALE, HeldGradient, Placeholder
 from instep._core.plan import ParameterSpec
 from instep._core.ranks import Ranks
 from instep._core.scaling import LossScale, found_inf, is_power_of_two, kernel_scale, take_off_here
-from instep._core.stepper import Stepper, remember_settings
+from instep._core.stepper import Stepper, is_torchs_own, remember_settings
 from instep._core.streams import StepStreams
 from instep._core.torn import Torn
 from instep._core.undo import Undo
@@ -116,6 +117,7 @@ class Transaction:
         self._torn: Torn | None = None
         # With undo: the gradients of applied parameters, with their version; and whether the step was put back.
         self._kept: dict[int, tuple[torch.Tensor, int]] = {}
+        self._outcomes: dict[int, Outcome] = {}  # of those that their update wrote
         self._plain = False
         self._added_up = False  # whether there are gradients since the last step, of which a source told
         # With two passes: which of them is running.
@@ -284,12 +286,30 @@ class Transaction:
         if final and self._pass is None:
             self._clipping.measure(bucket, made)
         self._clipping.clip(parameters)
+        lent = self._lend(bucket, parameters, made)
         try:
-            yield made
+            yield [lent[a].given if a in lent else gradient for a, gradient in zip(bucket, made, strict=True)]
         finally:
             if self._undo is not None:
+                for attached, one in lent.items():
+                    if (outcome := one.outcome()) is not None:
+                        self._outcomes[attached.spec.index] = outcome
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient
+
+    def _lend(
+        self, bucket: Sequence[AttachedParameter], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> dict[AttachedParameter, Lent]:
+        """On trial an update must leave the plain loop's gradients alone. torch's own optimizers do."""
+        if self._undo is None:
+            return {}
+        lent = {
+            attached: Lent(parameter, gradient)
+            for attached, parameter, gradient in zip(bucket, parameters, gradients, strict=True)
+            if not is_torchs_own(attached.stepper.optimizer())
+        }
+        self.streams.keep(one.given for one in lent.values())
+        return lent
 
     def spend(self, bucket: Iterable[AttachedParameter]) -> None:
         """The gradients of applied parameters have served: free them, leaving spent ones. With ``undo`` they stay.
@@ -611,9 +631,11 @@ class Transaction:
         if self._undo is not None:
             for attached in applied:
                 self._undo.forget([attached.get()])
-                attached.get().grad = self._kept[attached.spec.index][0]
+                gradient, outcome = self._kept[attached.spec.index][0], self._outcomes.get(attached.spec.index)
+                attached.get().grad = gradient if outcome is None else outcome.of(gradient)
                 self._applied.discard(attached.spec.index)
                 self._kept.pop(attached.spec.index)
+                self._outcomes.pop(attached.spec.index, None)
         else:
             for attached in applied:
                 attached.get().grad = attached.spent
@@ -694,6 +716,7 @@ class Transaction:
                 if stepper is not self._flushing:
                     stepper.abort()
             self._applied.clear()
+            self._outcomes.clear()
             self._clipping.forget_norms()
             self._plain = True
             self.redo_count += 1
@@ -915,6 +938,7 @@ class Transaction:
         self._plain = self._added_up = False
         self._taken = self._settings = None
         self._kept.clear()
+        self._outcomes.clear()
         self._stepped_here.clear()
         self._clipping.begin()
         if self._undo is not None:
