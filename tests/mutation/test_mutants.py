@@ -54,6 +54,8 @@ PAGE = "tests/report/test_page.py"
 SPEAKERS = "tests/parity/test_speakers.py"
 CHANGED = "tests/parity/test_changed_between.py"
 WRITTEN = "tests/parity/test_written_gradients.py"
+STATE = "tests/parity/test_state_changed.py"
+IN_TRAINING = "tests/parity/test_found_in_training.py"
 
 MUTANTS = [
     Mutant(
@@ -1280,6 +1282,55 @@ MUTANTS = [
         "        replaced = not all(map(is_, found, given))\n",
         "        replaced = False\n",
         WRITTEN,
+    ),
+    Mutant(
+        "let optimizer.state be read while steps are due",
+        "_core/deferral.py",
+        "            self._state_watch.start(stepper.optimizer())\n",
+        "            pass\n",
+        STATE,
+    ),
+    Mutant(
+        "do not look for state written through an older reference",
+        "_core/deferral.py",
+        "if self._entries.written or not self._entries.are(",
+        "if not self._entries.are(",
+        STATE,
+    ),
+    Mutant(
+        "do not look for values of state that were replaced",
+        "_core/entries.py",
+        "            or not all(map(is_, values, self._values))\n",
+        "",
+        STATE,
+    ),
+    Mutant(
+        "do not look whether an update draws",
+        "_core/stepper.py",
+        "if generators is not None and generators.advanced():",
+        "if False:",
+        IN_TRAINING,
+    ),
+    Mutant(
+        "leave generators as a trial has left them",
+        "_core/stepper.py",
+        "            generators.restore()\n",
+        "",
+        IN_TRAINING,
+    ),
+    Mutant(
+        "take what another thread draws for the update's",
+        "_core/generators.py",
+        "        if all(t is threading.current_thread()",
+        "        if True or all(t is threading.current_thread()",
+        IN_TRAINING,
+    ),
+    Mutant(
+        "do not look whether step() writes what backward has updated",
+        "_core/transaction.py",
+        "            self._require_at_rest(stepper)\n",
+        "",
+        IN_TRAINING,
     ),
 ]
 

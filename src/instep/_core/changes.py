@@ -136,6 +136,16 @@ def fingerprint(value: Any) -> Any:
     return _Look().at(value, DEPTH)
 
 
+def held_in(value: Any, kinds: tuple[type, ...], depth: int = DEPTH) -> Iterator[Any]:
+    """What there is of ``kinds`` where ``fingerprint`` looks."""
+    if isinstance(value, kinds):
+        yield value
+    elif depth and not is_immutable(value) and not isinstance(value, (torch.Tensor, *_CLOSED)):
+        items = _items_of(value) or {}
+        for item in items.values() if len(items) <= MOST else ():
+            yield from held_in(item, kinds, depth - 1)
+
+
 def alike(a: Any, b: Any) -> bool:
     """Whether two fingerprints are of values that hold the same."""
     if a is b:

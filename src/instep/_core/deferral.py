@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from instep._core.accumulation import Accumulation
 from instep._core.clipping import Clip, Clipping
 from instep._core.engine import graph_task
+from instep._core.entries import Entries, Entry
 from instep._core.finite import Policy, ask_if_finite, nonfinite_error
 from instep._core.parameters import AttachedParameter, part_of_gradient, together
 from instep._core.parts import memory_of
@@ -39,6 +40,7 @@ from instep._core.stepper import (
 from instep._core.streams import StepStreams
 from instep._core.torn import Torn
 from instep._core.transaction import Gather, Recorder
+from instep._core.waiting import StateWatch
 from instep._core.watch import Watch, plain_type
 from instep._core.worker import Task, Worker
 from instep.errors import StepMismatchError, UncommittedStepError, UnsupportedOptimizerError
@@ -103,6 +105,10 @@ class _Frozen:
         self._vote = vote
         self._parameters = tuple(parameters)
 
+    def entries_of(self, parameters: Iterable[torch.Tensor]) -> list[Entry]:
+        """Of its state."""
+        return list(map(self._frozen.state.get, parameters))
+
     def hear(self) -> None:
         """Wait until all ranks stand behind this step, before anything of it is written."""
         vote, self._vote = self._vote, None
@@ -146,6 +152,7 @@ class _Due:
         # Kept, not looked up again: whoever reads the local tensor of a watched DTensor waits for this very update.
         self._memory = [memory_of(tensor) for tensor in (*self.tensors, *self.gradients)]
         self._versions = self._found()
+        self._entries = Entries(step.entries_of(self.tensors))
         step.dues.append(self)
 
     def _found(self) -> list[int]:
@@ -166,7 +173,7 @@ class _Due:
         except BaseException as error:
             self.step.failure = error
             return
-        self.gradients, self._memory, self._calls = [], [], []
+        self.gradients, self._memory, self._calls, self._entries = [], [], [], Entries(())
         self.step.applied += self.names
         if self._recorder is not None:
             self._recorder("step", self.names, started, perf_counter())
@@ -207,6 +214,12 @@ class _Due:
                     "the update was applied: in the plain loop it had been applied by then. Call "
                     "overlap.synchronize() before such a write"
                 )
+        if self._entries.written or not self._entries.are(self.step.entries_of(self.tensors)):
+            raise UncommittedStepError(
+                f"the state of {self.names[0]!r}, or of another parameter of its bucket, was written after "
+                "optimizer.step(), through a reference that was taken before, before the update was applied: in the "
+                "plain loop it had been applied by then. Call overlap.synchronize() before such a write"
+            )
         for call in self._calls:
             if self._clip is not None:
                 with self._noticed_by_none():
@@ -289,6 +302,7 @@ class Deferral:
         self._lock = threading.RLock()
         self._watch = Watch(values=self._used)
         self._gradient_watch = Watch(values=self._used_spread_gradient)
+        self._state_watch = StateWatch(self._used_state)
         self._when_used = weakref.WeakMethod(self._used_gradient)
         self._due: dict[int, _Due] = {}  # by the parameter's id
         self._read: dict[int, None] = {}  # in the order in which forwards read them
@@ -373,13 +387,13 @@ class Deferral:
             elif tensor.grad is not None:
                 self._gradient_watch.stop([tensor.grad])
         step = due.step
-        if (
-            len(step.applied) == len(step.pending)
-            and step.failure is None
-            and all(d.step is not step for d in self._dues())
-        ):
-            step.stepper.commit(step.optimizer())
-            if (optimizer := step.optimizer()) is not None:
+        if any(d.step is step for d in self._dues()):
+            return
+        if (optimizer := step.optimizer()) is not None:
+            self._state_watch.stop(optimizer)
+        if len(step.applied) == len(step.pending) and step.failure is None:
+            step.stepper.commit(optimizer)
+            if optimizer is not None:
                 end_state(optimizer, step.stepped_here())
 
     def _tear(self, step: _Frozen) -> None:
@@ -397,6 +411,10 @@ class Deferral:
         self._finish([self._due.get(id(parameter))])
         self._watch.stop([parameter])
         self.require_whole()
+
+    def _used_state(self, optimizer: Optimizer) -> None:
+        """Somebody is about to read, replace or copy an optimizer's ``state``."""
+        self._finish(due for due in self._dues() if due.step.optimizer() is optimizer)
 
     def _held(self, gradient: torch.Tensor) -> torch.Tensor:
         """What stands in ``.grad`` until ``gradient`` has been applied."""
@@ -471,8 +489,9 @@ class Deferral:
         if not later:
             self._flushing = stepper
         else:
+            first = not stepper.optimizer().state and not is_torchs_own(stepper.optimizer())
             self._put_off(stepper, later, flying, clip)
-            if not stepper.optimizer().state:  # its first step: one bucket of it makes state, see begin_state
+            if first:  # one bucket of it makes state, see begin_state
                 self._finish([self._due.get(id(later[0].get()))])
             self._finish([self._due.get(id(a.get())) for a, can_wait in waiting.items() if not can_wait])
 
@@ -628,6 +647,8 @@ class Deferral:
             for tensor, gradient in self._placeholders:
                 if tensor.grad is None:  # the plain loop's is still there, until the user clears it
                     tensor.grad = self._held(gradient) if id(tensor) in self._due else gradient
+        if any(due.step.optimizer() is stepper.optimizer() for due in self._dues()):
+            self._state_watch.start(stepper.optimizer())
         self._accumulation.stepped()
         self._clipped.discard(stepper)
         self._clipping.stepped(stepper)

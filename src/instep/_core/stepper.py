@@ -21,7 +21,10 @@ import torch
 from torch.optim import Optimizer
 
 from instep._core.changes import Snapshot, alike, changes, fingerprint, is_immutable, is_plain, private, same
-from instep._core.parts import Part, memory_of
+from instep._core.entries import Entries
+from instep._core.generators import Generators
+from instep._core.parts import Part
+from instep._core.waiting import class_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
 
 _PER_PARAMETER = ("params", "param_names")
@@ -78,9 +81,7 @@ class Stepper:
         self._shared_state: dict[Any, Any] = {}
         self._used: dict[int, Snapshot] = {}
         self._left: list[torch.Tensor] = []
-        self._left_entries: list[Any] = []
-        self._left_tensors: list[torch.Tensor] = []
-        self._left_versions: list[int] = []
+        self._left_entries = Entries(())
         self._written: dict[str, dict[Any, Any]] = {}
 
     def step(
@@ -112,6 +113,9 @@ class Stepper:
         before_step = list(shadow.state.values())
         base = dict(vars(shadow))
         contents = {name: fingerprint(base[name]) for name in self._containers}
+        generators = None
+        if not is_torchs_own(optimizer):
+            generators = Generators(self._settings_of(shadow), parameters[0].device)
         try:
             with torch.no_grad(), without_autocast(parameters[0].device.type):
                 undecorated_step(type(optimizer))(shadow)
@@ -131,16 +135,13 @@ class Stepper:
             if parts is not None:
                 torch.autograd.graph.increment_version(owned)
         self._left += owned
-        self._left_entries += entries
-        tensors = [
-            value if type(value) is torch.Tensor else memory_of(value)
-            for entry in entries
-            if entry
-            for value in entry.values()
-            if isinstance(value, torch.Tensor)
-        ]
-        self._left_tensors += tensors
-        self._left_versions += [tensor._version for tensor in tensors]
+        self._left_entries.add(entries)
+        if generators is not None and generators.advanced():
+            generators.restore()
+            raise UnsupportedOptimizerError(
+                f"{self.name} draws random numbers in step(): bucket by bucket they would go to other parameters than "
+                "in the plain loop. Use this optimizer without instep"
+            )
         for index, before in given.items():
             live = optimizer.param_groups[index]
             self._collect(f"param_groups[{index}]", before.changes(shadow.param_groups[index]), live)
@@ -166,7 +167,7 @@ class Stepper:
         for where, before, now in looks:
             self._require_settings(where, before, now)
         self._require_unflagged(looks)
-        if self.state_was_written or not all(map(is_, map(optimizer.state.get, self._left), self._left_entries)):
+        if self.state_was_written or not self._left_entries.are(list(map(optimizer.state.get, self._left))):
             raise HyperparameterChangedError(
                 f"the state of {self.name} was written between backward() and optimizer.step(), but backward had "
                 "already updated it: the plain loop would have written the old one. Write it after optimizer.step() "
@@ -185,8 +186,8 @@ class Stepper:
 
     @property
     def state_was_written(self) -> bool:
-        """Whether somebody has written a state tensor since the update."""
-        return [tensor._version for tensor in self._left_tensors] != self._left_versions
+        """Whether somebody has written the state of a parameter since the update."""
+        return self._left_entries.written
 
     @property
     def wrote_elsewhere(self) -> bool:
@@ -304,6 +305,9 @@ class Stepper:
                 "Change hyper-parameters (and call the scheduler) after optimizer.step() or before backward(), not in "
                 "between"
             )
+
+    def _settings_of(self, shadow: Optimizer) -> list[Any]:
+        return [_read_by_update(shadow), _shared(shadow.state), *shadow.param_groups]
 
     def _writes_in_place(self, what: str) -> UnsupportedOptimizerError:
         return UnsupportedOptimizerError(
@@ -430,7 +434,7 @@ def remember_settings(optimizer: Optimizer) -> Callable[[], None]:
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether it updates each element of a parameter from that element's gradient and state alone, so that a part of
     a parameter may be stepped by itself. Classes of others that inherit from these may do otherwise."""
-    return type(optimizer) in _ELEMENTWISE
+    return class_of(optimizer) in _ELEMENTWISE
 
 
 def begin_state(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:

@@ -40,6 +40,7 @@ from instep.errors import (
     SpentGradientError,
     StepMismatchError,
     UncommittedStepError,
+    UnsupportedOptimizerError,
 )
 
 
@@ -118,6 +119,7 @@ class Transaction:
         # With undo: the gradients of applied parameters, with their version; and whether the step was put back.
         self._kept: dict[int, tuple[torch.Tensor, int]] = {}
         self._outcomes: dict[int, Outcome] = {}  # of those that their update wrote
+        self._at_rest: list[tuple[AttachedParameter, int]] = []
         self._plain = False
         self._added_up = False  # whether there are gradients since the last step, of which a source told
         # With two passes: which of them is running.
@@ -254,6 +256,12 @@ class Transaction:
                                 self._undo.save([a.get() for a, _ in mine], stepper.optimizer())
                             for call in together(mine, alias=False):
                                 call.step(stepper)
+            except UnsupportedOptimizerError as error:
+                if self._undo is None or not writing:
+                    self.fail(error, writing=writing)
+                else:
+                    self.put_back()  # and left to optimizer.step(), which steps all of them together
+                return False
             except BaseException as error:
                 self.fail(error, writing=writing)
                 return False
@@ -543,6 +551,8 @@ class Transaction:
         self._apply_rest(stepper, left)
         for parameter in parameters:
             parameter.grad = None
+        known = is_torchs_own(stepper.optimizer())
+        self._at_rest = [] if known else [(a, _version(a, p)) for a, p in zip(applied, parameters, strict=True)]
         self._flushing = stepper
 
     def _apply_rest(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
@@ -610,8 +620,22 @@ class Transaction:
     def commit(self, stepper: Stepper) -> None:
         """``optimizer.step()`` returned. The step is committed when every optimizer with gradients has stepped."""
         if self._flushing is stepper:
+            self._require_at_rest(stepper)
             self._committing = stepper, self.step_count + 1, self.skip_count + 1
             self._end_commit()
+
+    def _require_at_rest(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` has found no gradient of what backward had applied, and must have left it alone."""
+        at_rest, self._at_rest = self._at_rest, []
+        for attached, version in at_rest:
+            if _version(attached, attached.get()) != version:
+                error = UnsupportedOptimizerError(
+                    f"{stepper.name}.step() writes parameters without a gradient too: {attached.spec.name!r}, which "
+                    "backward had updated, was written a second time. Use this optimizer without instep"
+                )
+                self._flushing = None
+                self._tear(error)
+                raise error
 
     def _end_commit(self) -> None:
         """Commit. Who is interrupted in it (Ctrl-C) does it again, at the next use: the step stands."""
