@@ -188,3 +188,39 @@ def test_a_step_that_begins_to_write_parameters_without_gradient(options: dict[s
         assert overlap.step_count == LATER - 1
         with pytest.raises(TornStepError):
             optimizer.step()
+
+
+class SharesLater(torch.optim.Optimizer):
+    """State that all parameters share: read by each, and written by each from the fourth step on."""
+
+    def __init__(self, params: Any, written: bool) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.written = written
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    entry = self.state[p]
+                    entry["count"] = entry.get("count", 0) + 1
+                    p.sub_(p.grad, alpha=group["lr"])
+                    if "scale" in entry:
+                        p.mul_(entry["scale"])
+                        if self.written and entry["count"] >= LATER:
+                            entry["scale"].mul_(0.999)
+
+
+@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize("way", ["backward", "forward", "late", *UNDO])
+def test_state_that_parameters_share(way: str, written: bool) -> None:
+    def build() -> Any:
+        model = Blocks(depth=2)
+        optimizer = SharesLater(two_groups(model), written)
+        scale = torch.full((), 0.999)
+        for p in model.parameters():
+            optimizer.state[p]["scale"] = scale
+        return model, optimizer
+
+    refused = {way: torn("several parameters share")} if written and way not in UNDO else None
+    lockstep("undo" if way in UNDO else way, build, learn, 6, refused, **UNDO.get(way, {}))

@@ -10,7 +10,7 @@ committed.
 import weakref
 from bisect import bisect_left
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, chain
 from operator import is_
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from instep._core.changes import Snapshot, alike, changes, fingerprint, is_immutable, is_plain, private, same
 from instep._core.entries import Entries
 from instep._core.generators import Generators
-from instep._core.parts import Part
+from instep._core.parts import Part, memory_of
 from instep._core.waiting import class_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
 
@@ -82,6 +82,7 @@ class Stepper:
         self._used: dict[int, Snapshot] = {}
         self._left: list[torch.Tensor] = []
         self._left_entries = Entries(())
+        self._owners: dict[int, int] = {}  # of state tensors, which are held above, by their address
         self._written: dict[str, dict[Any, Any]] = {}
 
     def step(
@@ -113,9 +114,10 @@ class Stepper:
         before_step = list(shadow.state.values())
         base = dict(vars(shadow))
         contents = {name: fingerprint(base[name]) for name in self._containers}
-        generators = None
+        generators, versions = None, {}
         if not is_torchs_own(optimizer):
             generators = Generators(self._settings_of(shadow), parameters[0].device)
+            versions = {id(tensor): tensor._version for _, tensor in _tensors_in(owned, entries)}
         try:
             with torch.no_grad(), without_autocast(parameters[0].device.type):
                 undecorated_step(type(optimizer))(shadow)
@@ -136,6 +138,8 @@ class Stepper:
                 torch.autograd.graph.increment_version(owned)
         self._left += owned
         self._left_entries.add(entries)
+        if generators is not None:
+            self._require_state_of_one(owned, entries, versions)
         if generators is not None and generators.advanced():
             generators.restore()
             raise UnsupportedOptimizerError(
@@ -305,6 +309,18 @@ class Stepper:
                 "Change hyper-parameters (and call the scheduler) after optimizer.step() or before backward(), not in "
                 "between"
             )
+
+    def _require_state_of_one(
+        self, owned: Sequence[torch.Tensor], entries: Sequence[Any], versions: Mapping[int, int]
+    ) -> None:
+        """Raise ``UnsupportedOptimizerError`` if state that several parameters share was written."""
+        for own, tensor in _tensors_in(owned, entries):
+            first = self._owners.setdefault(tensor.data_ptr(), id(own))
+            if first != id(own) and versions.get(id(tensor)) != tensor._version:
+                raise UnsupportedOptimizerError(
+                    f"{self.name} writes a state tensor that several parameters share, in an order that bucket by "
+                    "bucket is not that of the plain loop. Use this optimizer without instep"
+                )
 
     def _settings_of(self, shadow: Optimizer) -> list[Any]:
         return [_read_by_update(shadow), _shared(shadow.state), *shadow.param_groups]
@@ -478,6 +494,14 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 def _part_of(entry: dict[Any, Any], part: Part | None) -> dict[Any, Any]:
     return entry if part is None else {key: part.of_state(value) for key, value in entry.items()}
+
+
+def _tensors_in(owned: Sequence[torch.Tensor], entries: Sequence[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The tensors of some parameters' state, each with its parameter."""
+    for own, entry in zip(owned, entries, strict=True):
+        for value in (entry or {}).values():
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
+                yield own, memory_of(value)
 
 
 def _whole_of(stepped: dict[Any, Any], entry: dict[Any, Any] | None, part: Part) -> dict[Any, Any]:
