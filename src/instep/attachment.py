@@ -485,7 +485,7 @@ class Attachment:
 
         With ``schedule="backward"`` this is so when ``backward()`` has returned: call it before reading weights from
         another stream. With ``"forward"``, call it before reading weights or optimizer state in a way that Python
-        does not see: an alias made earlier (``weight.detach()``, a NumPy array), ``optimizer.state[p]``.
+        does not see: an alias made earlier (``weight.detach()``, a NumPy array, an entry of ``optimizer.state``).
         """
         self._step.synchronize()
 

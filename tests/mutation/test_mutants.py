@@ -55,6 +55,10 @@ PAGE = "tests/report/test_page.py"
 SPEAKERS = "tests/parity/test_speakers.py"
 UNSEEN = "tests/parity/test_unseen_backwards.py"
 UNSEEN_RANKS = "tests/distributed/test_unseen_backwards.py"
+CHANGED = "tests/parity/test_changed_between.py"
+WRITTEN = "tests/parity/test_written_gradients.py"
+STATE = "tests/parity/test_state_changed.py"
+IN_TRAINING = "tests/parity/test_found_in_training.py"
 
 MUTANTS = [
     Mutant(
@@ -74,15 +78,15 @@ MUTANTS = [
     Mutant(
         "read the learning rate when the optimizer was built",
         "_core/stepper.py",
-        "group = {k: _private(v) for k, v in live.items()",
-        "group = {k: _private(v) for k, v in {**live, **optimizer.defaults}.items()",
+        "group = {k: private(v) for k, v in live.items()",
+        "group = {k: private(v) for k, v in {**live, **optimizer.defaults}.items()",
         PARITY,
     ),
     Mutant(
         "use another group's hyper-parameters",
         "_core/stepper.py",
-        "group = {k: _private(v) for k, v in live.items()",
-        "group = {k: _private(v) for k, v in optimizer.param_groups[0].items()",
+        "group = {k: private(v) for k, v in live.items()",
+        "group = {k: private(v) for k, v in optimizer.param_groups[0].items()",
         PARITY,
     ),
     Mutant(
@@ -1302,6 +1306,132 @@ MUTANTS = [
         "    @untraced\n    def broadcast(",
         "    def broadcast(",
         "tests/distributed/test_compiled_ddp.py",
+    ),
+    Mutant(
+        "do not look who is in which group",
+        "_core/stepper.py",
+        "        self._require_members(optimizer)\n",
+        "",
+        CHANGED,
+    ),
+    Mutant(
+        "know small tensors by their versions alone",
+        "_core/changes.py",
+        "            return same_bits(self._copy, other._copy)\n",
+        "            return self._version == other._version\n",
+        CHANGED,
+    ),
+    Mutant(
+        "do not look into objects",
+        "_core/changes.py",
+        "    return found or None\n",
+        "    return None\n",
+        CHANGED,
+    ),
+    Mutant(
+        "do not look into slots",
+        "_core/changes.py",
+        "    found = {name: getattr(value, name) for name in names if hasattr(value, name)}\n",
+        "    found: dict[Any, Any] = {}\n",
+        CHANGED,
+    ),
+    Mutant(
+        "put off a step with settings that cannot be copied",
+        "_core/deferral.py",
+        " and can_be_frozen(stepper.optimizer())",
+        "",
+        CHANGED,
+    ),
+    Mutant(
+        "never read what was compared on the device",
+        "_core/stepper.py",
+        "            if flag.item():",
+        "            if False:",
+        CHANGED,
+    ),
+    Mutant(
+        "let a trial write the loop's gradients",
+        "_core/transaction.py",
+        "            if not is_torchs_own(attached.stepper.optimizer())\n",
+        "            if False\n",
+        WRITTEN,
+    ),
+    Mutant(
+        "forget what the update has made of a gradient",
+        "_core/transaction.py",
+        "                        self._outcomes[attached.spec.index] = outcome\n",
+        "                        pass\n",
+        WRITTEN,
+    ),
+    Mutant(
+        "know a written gradient by its version alone",
+        "_core/lending.py",
+        " or not _is_known_equal(self._given, self._like)",
+        "",
+        WRITTEN,
+    ),
+    Mutant(
+        "do not notice a gradient that was replaced in a step that was put off",
+        "_core/deferral.py",
+        "        replaced = not all(map(is_, found, given))\n",
+        "        replaced = False\n",
+        WRITTEN,
+    ),
+    Mutant(
+        "let optimizer.state be read while steps are due",
+        "_core/deferral.py",
+        "            self._state_watch.start(stepper.optimizer())\n",
+        "            pass\n",
+        STATE,
+    ),
+    Mutant(
+        "do not look for state written through an older reference",
+        "_core/deferral.py",
+        "if self._entries.written or not self._entries.are(",
+        "if not self._entries.are(",
+        STATE,
+    ),
+    Mutant(
+        "do not look for values of state that were replaced",
+        "_core/entries.py",
+        "            or not all(map(is_, values, self._values))\n",
+        "",
+        STATE,
+    ),
+    Mutant(
+        "do not look whether an update draws",
+        "_core/stepper.py",
+        "if generators is not None and generators.advanced():",
+        "if False:",
+        IN_TRAINING,
+    ),
+    Mutant(
+        "leave generators as a trial has left them",
+        "_core/stepper.py",
+        "            generators.restore()\n",
+        "",
+        IN_TRAINING,
+    ),
+    Mutant(
+        "take what another thread draws for the update's",
+        "_core/generators.py",
+        "        if all(t is threading.current_thread()",
+        "        if True or all(t is threading.current_thread()",
+        IN_TRAINING,
+    ),
+    Mutant(
+        "do not look whether step() writes what backward has updated",
+        "_core/transaction.py",
+        "            self._require_at_rest(stepper)\n",
+        "",
+        IN_TRAINING,
+    ),
+    Mutant(
+        "let parameters share the state that they write",
+        "_core/stepper.py",
+        "            if first != id(own) and versions.get(id(tensor)) != tensor._version:\n",
+        "            if False:\n",
+        IN_TRAINING,
     ),
 ]
 

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import is_
 from time import perf_counter
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 from instep._core.accumulation import Accumulation
 from instep._core.clipping import Clip, Clipping
 from instep._core.engine import graph_task
+from instep._core.entries import Entries, Entry
 from instep._core.finite import Policy, ask_if_finite, nonfinite_error
 from instep._core.life import owe, settled
 from instep._core.parameters import AttachedParameter, part_of_gradient, together
@@ -27,13 +29,23 @@ from instep._core.placeholders import HeldGradient
 from instep._core.plan import Bucket, fill_buckets
 from instep._core.ranks import Ranks, Vote, error_of
 from instep._core.scaling import found_inf, take_off_here
-from instep._core.stepper import Stepper, asks_for_state, begin_state, end_state, frozen, remember_settings
+from instep._core.stepper import (
+    Stepper,
+    asks_for_state,
+    begin_state,
+    can_be_frozen,
+    end_state,
+    frozen,
+    is_torchs_own,
+    remember_settings,
+)
 from instep._core.streams import StepStreams
 from instep._core.torn import Torn
 from instep._core.transaction import Gather, Recorder
+from instep._core.waiting import StateWatch
 from instep._core.watch import Watch, plain_type
 from instep._core.worker import Task, Worker, ending
-from instep.errors import StepMismatchError, UncommittedStepError
+from instep.errors import StepMismatchError, UncommittedStepError, UnsupportedOptimizerError
 
 
 class Reader:
@@ -84,9 +96,8 @@ class _Frozen:
         self.stepper = Stepper(self._frozen)
         # torch.compiler.is_compiling() is true for all threads while one of them compiles, and a step then computes
         # its bias corrections in another way. Fused kernels do not.
-        self.at_any_time = type(optimizer).__module__.startswith("torch.optim.") and all(
-            group.get("fused") for group in optimizer.param_groups
-        )
+        self.known = is_torchs_own(optimizer)
+        self.at_any_time = self.known and all(group.get("fused") for group in optimizer.param_groups)
         self.dues: list[_Due] = []  # that are still to be applied
         self.pending = [attached.spec.name for attached in parameters]
         self.applied: list[str] = []
@@ -95,6 +106,10 @@ class _Frozen:
         self.refused = False  # by the other ranks
         self._vote = vote
         self._parameters = tuple(parameters)
+
+    def entries_of(self, parameters: Iterable[torch.Tensor]) -> list[Entry]:
+        """Of its state."""
+        return list(map(self._frozen.state.get, parameters))
 
     def hear(self) -> None:
         """Wait until all ranks stand behind this step, before anything of it is written."""
@@ -139,6 +154,7 @@ class _Due:
         # Kept, not looked up again: whoever reads the local tensor of a watched DTensor waits for this very update.
         self._memory = [memory_of(tensor) for tensor in (*self.tensors, *self.gradients)]
         self._versions = self._found()
+        self._entries = Entries(step.entries_of(self.tensors))
         step.dues.append(self)
 
     def _found(self) -> list[int]:
@@ -161,7 +177,7 @@ class _Due:
         except BaseException as error:
             self.step.failure = error
             return
-        self.gradients, self._memory, self._calls = [], [], []
+        self.gradients, self._memory, self._calls, self._entries = [], [], [], Entries(())
         self.step.applied += self.names
         if self._recorder is not None:
             self._recorder("step", self.names, started, perf_counter())
@@ -203,12 +219,32 @@ class _Due:
                     "the update was applied: in the plain loop it had been applied by then. Call "
                     "overlap.synchronize() before such a write"
                 )
+        if self._entries.written or not self._entries.are(self.step.entries_of(self.tensors)):
+            raise UncommittedStepError(
+                f"the state of {self.names[0]!r}, or of another parameter of its bucket, was written after "
+                "optimizer.step(), through a reference that was taken before, before the update was applied: in the "
+                "plain loop it had been applied by then. Call overlap.synchronize() before such a write"
+            )
         for call in self._calls:
             if self._clip is not None:
                 with self._noticed_by_none():
                     self._clip(call.tensors)
             self.step.written = True
+            gradients = [tensor.grad for tensor in call.tensors]
             call.step(self.step.stepper)
+            if not self.step.known:
+                self._require_contained([tensor.grad for tensor in call.tensors], gradients)
+
+    def _require_contained(self, found: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None]) -> None:
+        """What the update left elsewhere would have been there when ``optimizer.step()`` returned."""
+        stepper = self.step.stepper
+        replaced = not all(map(is_, found, given))
+        if replaced or stepper.wrote_elsewhere:
+            where = "the gradient of a parameter" if replaced else "a value of its groups, its attributes or its state"
+            raise UnsupportedOptimizerError(
+                f"{stepper.name} replaced {where} in step(), for the first time in a step that was put off: until now "
+                "the loop would have found the old one. Use schedule='backward', or this optimizer without instep"
+            )
 
     @contextmanager
     def _noticed_by_none(self) -> Iterator[None]:
@@ -271,6 +307,7 @@ class Deferral:
         self._lock = threading.RLock()
         self._watch = Watch(values=self._used)
         self._gradient_watch = Watch(values=self._used_spread_gradient)
+        self._state_watch = StateWatch(self._used_state)
         self._when_used = weakref.WeakMethod(self._used_gradient)
         self._due: dict[int, _Due] = {}  # by the parameter's id
         self._read: dict[int, None] = {}  # in the order in which forwards read them
@@ -354,13 +391,13 @@ class Deferral:
             elif tensor.grad is not None:
                 self._gradient_watch.stop([tensor.grad])
         step = due.step
-        if (
-            len(step.applied) == len(step.pending)
-            and step.failure is None
-            and all(d.step is not step for d in self._dues())
-        ):
-            step.stepper.commit(step.optimizer())
-            if (optimizer := step.optimizer()) is not None:
+        if any(d.step is step for d in self._dues()):
+            return
+        if (optimizer := step.optimizer()) is not None:
+            self._state_watch.stop(optimizer)
+        if len(step.applied) == len(step.pending) and step.failure is None:
+            step.stepper.commit(optimizer)
+            if optimizer is not None:
                 end_state(optimizer, step.stepped_here())
         if not self._due:
             settled(self)
@@ -380,6 +417,10 @@ class Deferral:
         self._finish([self._due.get(id(parameter))])
         self._watch.stop([parameter])
         self.require_whole()
+
+    def _used_state(self, optimizer: Optimizer) -> None:
+        """Somebody is about to read, replace or copy an optimizer's ``state``."""
+        self._finish(due for due in self._dues() if due.step.optimizer() is optimizer)
 
     def _held(self, gradient: torch.Tensor) -> torch.Tensor:
         """What stands in ``.grad`` until ``gradient`` has been applied."""
@@ -450,7 +491,7 @@ class Deferral:
             return
         traced = {a.spec.index for reader in self.readers if reader.traced for a in reader.parameters}
         flying = self._flying(mine)
-        put_off = in_loop and not self.at_once() and not ending()
+        put_off = in_loop and not self.at_once() and not ending() and can_be_frozen(stepper.optimizer())
         waiting = {a: put_off and self._can_be_put_off(a, flying.get(a), traced) for a in with_gradient}
         for attached, flight in list(flying.items()):
             if not waiting[attached]:
@@ -465,8 +506,9 @@ class Deferral:
         if not later:
             self._flushing = stepper
         else:
+            first = not stepper.optimizer().state and not is_torchs_own(stepper.optimizer())
             self._put_off(stepper, later, flying, clip)
-            if not stepper.optimizer().state:  # its first step: one bucket of it makes state, see begin_state
+            if first:  # one bucket of it makes state, see begin_state
                 self._finish([self._due.get(id(later[0].get()))])
             self._finish([self._due.get(id(a.get())) for a, can_wait in waiting.items() if not can_wait])
 
@@ -624,6 +666,8 @@ class Deferral:
             for tensor, gradient in self._placeholders:
                 if tensor.grad is None:  # the plain loop's is still there, until the user clears it
                     tensor.grad = self._held(gradient) if id(tensor) in self._due else gradient
+        if any(due.step.optimizer() is stepper.optimizer() for due in self._dues()):
+            self._state_watch.start(stepper.optimizer())
         self._accumulation.stepped()
         self._clipped.discard(stepper)
         self._clipping.stepped(stepper)

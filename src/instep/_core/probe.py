@@ -68,14 +68,19 @@ def require_separable(optimizer: Optimizer) -> bool:
 
 
 def _takes_aliases(optimizer: Optimizer, plain: Optimizer) -> bool:
-    """Whether it can be stepped on other tensors of the same memory. Some know a parameter by the object it is."""
+    """Whether it can be stepped on other tensors of the same memory. Some know a parameter by the object it is, or
+    replace its gradient."""
     twin = _twin(optimizer)
     try:
         for step in range(STEPS):
             _set_gradients(twin, step)
             stepper = Stepper(twin)
             for parameter in _parameters(twin):
-                stepper.step([alias_of(parameter, parameter.grad)], [parameter])
+                gradient = parameter.grad
+                alias = alias_of(parameter, gradient)
+                stepper.step([alias], [parameter])
+                if alias.grad is not gradient:
+                    return False  # the loop would find the old one in .grad
             stepper.commit()
     except Exception:
         return False

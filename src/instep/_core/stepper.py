@@ -7,24 +7,26 @@ taken from the shadows, must be the same for all of them, and is written into th
 committed.
 """
 
-import copy
 import weakref
 from bisect import bisect_left
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, chain
 from operator import is_
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from instep._core.changes import Snapshot, alike, changes, fingerprint, is_immutable, is_plain, private, same
+from instep._core.entries import Entries
+from instep._core.generators import Generators
 from instep._core.parts import Part, memory_of
+from instep._core.waiting import class_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
 
-_ABSENT = object()
-_IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _PER_PARAMETER = ("params", "param_names")
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -35,6 +37,8 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 _OWN = ("param_groups", "state", "defaults", *_HOOKS)
+# Which torch itself, its schedulers and GradScaler write on any optimizer, at any time.
+_TORCHS = ("_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured", "grad_scale", "found_inf")
 
 
 _ELEMENTWISE = frozenset(
@@ -63,6 +67,7 @@ class Stepper:
         self.name = type(optimizer).__name__
         # Kept from step to step, and made anew when the groups hold others: parameters by their position among all
         # of the optimizer's, and where each group's begin and end.
+        self._flags: list[tuple[str, torch.Tensor]] = []
         self._grouped: list[list[int]] = []
         self._position: dict[int, int] = {}
         self._bounds: list[int] = [0]
@@ -74,11 +79,10 @@ class Stepper:
         self._state: Any = None
         self._state_size = 0
         self._shared_state: dict[Any, Any] = {}
-        self._used: dict[int, _Snapshot] = {}
+        self._used: dict[int, Snapshot] = {}
         self._left: list[torch.Tensor] = []
-        self._left_entries: list[Any] = []
-        self._left_tensors: list[torch.Tensor] = []
-        self._left_versions: list[int] = []
+        self._left_entries = Entries(())
+        self._owners: dict[int, int] = {}  # of state tensors, which are held above, by their address
         self._written: dict[str, dict[Any, Any]] = {}
 
     def step(
@@ -106,10 +110,14 @@ class Stepper:
         if parts is not None:
             entries = [e if e is None else _part_of(e, part) for e, part in zip(entries, parts, strict=True)]
         state = {p: entry for p, entry in zip(parameters, entries, strict=True) if entry is not None}
-        shadow = shadow_of(optimizer, list(groups.values()), {**_private(self._shared_state), **state})
+        shadow = shadow_of(optimizer, list(groups.values()), {**private(self._shared_state), **state})
         before_step = list(shadow.state.values())
         base = dict(vars(shadow))
-        contents = {name: _content(base[name]) for name in self._containers}
+        contents = {name: fingerprint(base[name]) for name in self._containers}
+        generators, versions = None, {}
+        if not is_torchs_own(optimizer):
+            generators = Generators(self._settings_of(shadow), parameters[0].device)
+            versions = {id(tensor): tensor._version for _, tensor in _tensors_in(owned, entries)}
         try:
             with torch.no_grad(), without_autocast(parameters[0].device.type):
                 undecorated_step(type(optimizer))(shadow)
@@ -129,26 +137,23 @@ class Stepper:
             if parts is not None:
                 torch.autograd.graph.increment_version(owned)
         self._left += owned
-        self._left_entries += entries
-        tensors = [
-            value if type(value) is torch.Tensor else memory_of(value)
-            for entry in entries
-            if entry
-            for value in entry.values()
-            if isinstance(value, torch.Tensor)
-        ]
-        self._left_tensors += tensors
-        self._left_versions += [tensor._version for tensor in tensors]
+        self._left_entries.add(entries)
+        if generators is not None:
+            self._require_state_of_one(owned, entries, versions)
+        if generators is not None and generators.advanced():
+            generators.restore()
+            raise UnsupportedOptimizerError(
+                f"{self.name} draws random numbers in step(): bucket by bucket they would go to other parameters than "
+                "in the plain loop. Use this optimizer without instep"
+            )
         for index, before in given.items():
-            self._collect(f"param_groups[{index}]", before.changes(shadow.param_groups[index]))
+            live = optimizer.param_groups[index]
+            self._collect(f"param_groups[{index}]", before.changes(shadow.param_groups[index]), live)
         for name, content in contents.items():
-            if vars(shadow).get(name) is base[name] and _content(base[name]) != content:
-                raise UnsupportedOptimizerError(
-                    f"{self.name} changes its attribute {name!r} in place in every step, which bucket by bucket would "
-                    "happen once per bucket. Use this optimizer without instep"
-                )
-        self._collect("state", _changes(_shared(shadow.state), self._shared_state))
-        self._collect("attribute", _changes(vars(shadow), base))
+            if vars(shadow).get(name) is base[name] and not alike(fingerprint(base[name]), content):
+                raise self._writes_in_place(f"its attribute {name!r}")
+        self._collect("state", self._shared.changes(_shared(shadow.state)), self._shared_state)
+        self._collect("attribute", changes(_attributes(shadow), base))
 
     def require_unchanged(self) -> None:
         """Raise ``HyperparameterChangedError`` if groups or state are not those the buckets were stepped with."""
@@ -158,15 +163,15 @@ class Stepper:
                 f"the state of {self.name} was replaced (load_state_dict?) after backward had already stepped "
                 "parameters with the old one. Load before backward() or after optimizer.step()"
             )
-        for index in self._used:
-            self._require_same(index, optimizer.param_groups[index])
+        self._require_members(optimizer)
+        looks = [(f"param_groups[{index}]", used, optimizer.param_groups[index]) for index, used in self._used.items()]
         if self._open:
-            for name, value in self._attributes.changes(_settings(optimizer)).items():
-                raise HyperparameterChangedError(
-                    f"the attribute {name!r} of {self.name} changed to {value!r} after backward had already stepped "
-                    "parameters with the old value. Change it after optimizer.step() or before backward()"
-                )
-        if self.state_was_written or not all(map(is_, map(optimizer.state.get, self._left), self._left_entries)):
+            looks.append(("attribute ", self._attributes, _read_by_update(optimizer)))
+            looks.append(("state", self._shared, _shared(optimizer.state)))
+        for where, before, now in looks:
+            self._require_settings(where, before, now)
+        self._require_unflagged(looks)
+        if self.state_was_written or not self._left_entries.are(list(map(optimizer.state.get, self._left))):
             raise HyperparameterChangedError(
                 f"the state of {self.name} was written between backward() and optimizer.step(), but backward had "
                 "already updated it: the plain loop would have written the old one. Write it after optimizer.step() "
@@ -185,8 +190,8 @@ class Stepper:
 
     @property
     def state_was_written(self) -> bool:
-        """Whether somebody has written a state tensor since the update."""
-        return [tensor._version for tensor in self._left_tensors] != self._left_versions
+        """Whether somebody has written the state of a parameter since the update."""
+        return self._left_entries.written
 
     @property
     def wrote_elsewhere(self) -> bool:
@@ -233,12 +238,10 @@ class Stepper:
             self._grouped = grouped
             self._position = {key: position for position, key in enumerate(chain.from_iterable(grouped))}
             self._bounds = [0, *accumulate(map(len, grouped))]
-        self._containers = [
-            name
-            for name, value in vars(optimizer).items()
-            if name not in _OWN and isinstance(value, (torch.Tensor, dict, list, set))
-        ]
-        self._attributes = _Snapshot(_settings(optimizer))
+        read = _read_by_update(optimizer)
+        self._containers = [name for name, value in read.items() if name != "defaults" and not is_immutable(value)]
+        self._attributes = Snapshot(read)
+        self._shared = Snapshot(_shared(optimizer.state))
         self._state = optimizer.state
         self._state_size = len(optimizer.state)
         self._shared_state = _shared(optimizer.state)
@@ -267,23 +270,71 @@ class Stepper:
             if index in self._used:
                 self._require_same(index, live)
             elif members:
-                self._used[index] = _Snapshot(live)
-            group = {k: _private(v) for k, v in live.items() if k not in _PER_PARAMETER}
+                self._used[index] = Snapshot(live)
+            group = {k: private(v) for k, v in live.items() if k not in _PER_PARAMETER}
             group["params"] = members
             if "param_names" in live:
                 group["param_names"] = [live["param_names"][at - first] for at in positions[mine]]
             groups[index] = group
         return groups
 
-    def _require_same(self, index: int, live: dict[str, Any]) -> None:
-        for key, value in self._used[index].changes(live).items():
+    def _require_members(self, optimizer: Optimizer) -> None:
+        """Parameters may be added meanwhile, and are left to ``step()``."""
+        found = [list(map(id, group["params"])) for group in optimizer.param_groups[: len(self._grouped)]]
+        if self._open and [now[: len(then)] for now, then in zip(found, self._grouped, strict=False)] != self._grouped:
             raise HyperparameterChangedError(
-                f"{self.name}.param_groups[{index}][{key!r}] changed to {value!r} after backward had already "
-                "stepped parameters with the old value. Change hyper-parameters (and call the scheduler) "
-                "after optimizer.step() or before backward(), not in between"
+                f"parameters of {self.name} were moved within its param_groups after backward had already stepped "
+                "parameters with the groups as they were. Move them after optimizer.step() or before backward()"
             )
 
-    def _collect(self, where: str, changes: dict[Any, Any]) -> None:
+    def _require_same(self, index: int, live: dict[str, Any]) -> None:
+        self._require_settings(f"param_groups[{index}]", self._used[index], live)
+
+    def _require_unflagged(self, looks: Sequence[tuple[str, Snapshot, Mapping[Any, Any]]]) -> None:
+        """What the host cannot know without waiting for an accelerator is found out there, and read a step later."""
+        flags, self._flags = self._flags, []
+        self._flags = [(f"{where}[{key!r}]", flag) for where, then, now in looks for key, flag in then.flags(now)]
+        for name, flag in flags:
+            if flag.item():
+                raise HyperparameterChangedError(
+                    f"{name} in {self.name} was written, in the step before, after backward had already stepped "
+                    "parameters with what it was. Change hyper-parameters after optimizer.step() or before backward()"
+                )
+
+    def _require_settings(self, where: str, before: Snapshot, now: Mapping[str, Any]) -> None:
+        difference = before.difference(now)
+        if difference is not None:
+            raise HyperparameterChangedError(
+                f"{where}{difference} in {self.name} after backward had already stepped parameters with what it was. "
+                "Change hyper-parameters (and call the scheduler) after optimizer.step() or before backward(), not in "
+                "between"
+            )
+
+    def _require_state_of_one(
+        self, owned: Sequence[torch.Tensor], entries: Sequence[Any], versions: Mapping[int, int]
+    ) -> None:
+        """Raise ``UnsupportedOptimizerError`` if state that several parameters share was written."""
+        for own, tensor in _tensors_in(owned, entries):
+            first = self._owners.setdefault(tensor.data_ptr(), id(own))
+            if first != id(own) and versions.get(id(tensor)) != tensor._version:
+                raise UnsupportedOptimizerError(
+                    f"{self.name} writes a state tensor that several parameters share, in an order that bucket by "
+                    "bucket is not that of the plain loop. Use this optimizer without instep"
+                )
+
+    def _settings_of(self, shadow: Optimizer) -> list[Any]:
+        return [_read_by_update(shadow), _shared(shadow.state), *shadow.param_groups]
+
+    def _writes_in_place(self, what: str) -> UnsupportedOptimizerError:
+        return UnsupportedOptimizerError(
+            f"{self.name} changes {what} in place in every step, which bucket by bucket would happen once per bucket. "
+            "Use this optimizer without instep"
+        )
+
+    def _collect(self, where: str, changes: dict[Any, Any], live: Mapping[Any, Any] = MappingProxyType({})) -> None:
+        for key, value in changes.items():
+            if value is live.get(key):  # an object that the shadows share
+                raise self._writes_in_place(f"{where}[{key!r}]")
         first = self._written.setdefault(where, changes)
         for key in first.keys() | changes.keys():
             if key not in first or key not in changes or not same(first[key], changes[key]):
@@ -301,27 +352,6 @@ class Stepper:
             optimizer.state[key] = optimizer.state.pop(key)
 
 
-class _Snapshot:
-    """A group's values at one moment, parameters aside, to find out later what has changed."""
-
-    def __init__(self, group: dict[str, Any]) -> None:
-        self._values = {key: value for key, value in group.items() if key not in _PER_PARAMETER}
-        self._mutable = {k: _fingerprint(v) for k, v in self._values.items() if not _is_immutable(v)}
-
-    def of_copy(self, group: dict[str, Any]) -> "_Snapshot":
-        """The snapshot of a private copy of the same group."""
-        return _Snapshot(group) if self._mutable else self
-
-    def changes(self, group: dict[str, Any]) -> dict[str, Any]:
-        """What ``group`` has in place of, or on top of, these values."""
-        return {key: value for key, value in group.items() if key not in _PER_PARAMETER and not self._has(key, value)}
-
-    def _has(self, key: str, value: Any) -> bool:
-        if key in self._mutable:
-            return same(_fingerprint(value), self._mutable[key])
-        return same(value, self._values.get(key, _ABSENT))
-
-
 def shadow_of(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Any, Any]) -> Optimizer:
     """An optimizer of the same class with the same attributes over other groups and state, without step hooks."""
     # object.__new__: no constructor runs, so nothing is validated, registered or patched a second time.
@@ -335,6 +365,34 @@ def shadow_of(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[An
     return shadow
 
 
+def is_torchs_own(optimizer: Optimizer) -> bool:
+    """Whether it is exactly one of ``torch.optim``: what it reads and writes is known."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def can_be_frozen(optimizer: Optimizer) -> bool:
+    """Whether ``frozen`` has a copy of all that the update reads, parameters and state aside."""
+    groups = [value for group in optimizer.param_groups for key, value in group.items() if key not in _PER_PARAMETER]
+    attributes = [value for name, value in _read_by_update(optimizer).items() if name != "defaults"]
+    return all(map(is_plain, groups)) and is_plain(optimizer.defaults) and all(map(is_immutable, attributes))
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: value for name, value in vars(optimizer).items() if name not in _OWN}
+
+
+def _read_by_update(optimizer: Optimizer) -> dict[str, Any]:
+    """What beside groups and state an update may read. torch's own read nothing; others, their attributes, those aside
+    that stand in for a method."""
+    if is_torchs_own(optimizer):
+        return {}
+    return {"defaults": optimizer.defaults} | {
+        name: value
+        for name, value in _attributes(optimizer).items()
+        if name not in _TORCHS and not callable(getattr(type(optimizer), name, None))
+    }
+
+
 def _settings(optimizer: Optimizer) -> dict[str, Any]:
     """The numbers and tensors that a loop may set on an optimizer beside its groups. The underscore is torch's own."""
     return {
@@ -342,7 +400,7 @@ def _settings(optimizer: Optimizer) -> dict[str, Any]:
         for name, value in vars(optimizer).items()
         if not name.startswith("_")
         and name not in ("grad_scale", "found_inf")
-        and (isinstance(value, torch.Tensor) or _is_immutable(value))
+        and (isinstance(value, torch.Tensor) or is_immutable(value))
     }
 
 
@@ -352,11 +410,12 @@ def frozen(optimizer: Optimizer) -> Optimizer:
     What a fused ``GradScaler`` step sets for the duration of ``step()`` is copied: it is updated in place later.
     """
     groups = [
-        {key: list(value) if key in _PER_PARAMETER else _private(value) for key, value in group.items()}
+        {key: list(value) if key in _PER_PARAMETER else private(value) for key, value in group.items()}
         for group in optimizer.param_groups
     ]
     copied = shadow_of(optimizer, groups, {})
     copied.state = optimizer.state
+    copied.defaults = private(optimizer.defaults)
     for name in ("grad_scale", "found_inf"):
         if isinstance(value := vars(copied).get(name), torch.Tensor):
             setattr(copied, name, value.detach().clone())
@@ -370,11 +429,11 @@ def remember_settings(optimizer: Optimizer) -> Callable[[], None]:
         What puts it back.
     """
     places: list[tuple[Any, dict[Any, Any]]] = [
-        (group, {key: _private(value) for key, value in group.items() if key not in _PER_PARAMETER})
+        (group, {key: private(value) for key, value in group.items() if key not in _PER_PARAMETER})
         for group in optimizer.param_groups
     ]
-    places.append((optimizer.state, {key: _private(value) for key, value in _shared(optimizer.state).items()}))
-    places.append((vars(optimizer), {key: _private(value) for key, value in _settings(optimizer).items()}))
+    places.append((optimizer.state, {key: private(value) for key, value in _shared(optimizer.state).items()}))
+    places.append((vars(optimizer), {key: private(value) for key, value in _settings(optimizer).items()}))
 
     def put_back() -> None:
         for place, before in places:
@@ -391,7 +450,7 @@ def remember_settings(optimizer: Optimizer) -> Callable[[], None]:
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether it updates each element of a parameter from that element's gradient and state alone, so that a part of
     a parameter may be stepped by itself. Classes of others that inherit from these may do otherwise."""
-    return type(optimizer) in _ELEMENTWISE
+    return class_of(optimizer) in _ELEMENTWISE
 
 
 def asks_for_state(optimizer: Optimizer, gradients: Iterable[torch.Tensor], *, first: bool) -> bool:
@@ -411,7 +470,7 @@ def asks_for_state(optimizer: Optimizer, gradients: Iterable[torch.Tensor], *, f
 def begin_state(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
     """Show that an optimizer without state is about to have some: DCP asks an optimizer for it, of which nobody tells
     us, and where it finds none has it take a step of its own. torch's optimizers fill an entry that is empty."""
-    if not optimizer.state and type(optimizer).__module__.startswith("torch.optim."):
+    if not optimizer.state and is_torchs_own(optimizer):
         mine = {id(p) for p in parameters}
         for group in optimizer.param_groups:
             optimizer.state.update((p, {}) for p in group["params"] if id(p) in mine)
@@ -451,6 +510,14 @@ def _part_of(entry: dict[Any, Any], part: Part | None) -> dict[Any, Any]:
     return entry if part is None else {key: part.of_state(value) for key, value in entry.items()}
 
 
+def _tensors_in(owned: Sequence[torch.Tensor], entries: Sequence[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The tensors of some parameters' state, each with its parameter."""
+    for own, entry in zip(owned, entries, strict=True):
+        for value in (entry or {}).values():
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
+                yield own, memory_of(value)
+
+
 def _whole_of(stepped: dict[Any, Any], entry: dict[Any, Any] | None, part: Part) -> dict[Any, Any]:
     """The parameter's own entry, with what the update of its part has added or replaced."""
     entry = {} if entry is None else entry
@@ -462,52 +529,3 @@ def _whole_of(stepped: dict[Any, Any], entry: dict[Any, Any] | None, part: Part)
 
 def _shared(state: dict[Any, Any]) -> dict[Any, Any]:
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
-
-
-def _is_immutable(value: Any) -> bool:
-    return isinstance(value, _IMMUTABLE) or (isinstance(value, tuple) and all(map(_is_immutable, value)))
-
-
-def _private(value: Any) -> Any:
-    """A copy that may be changed in place without its origin seeing it. What cannot be changed is shared."""
-    if _is_immutable(value):
-        return value
-    if type(value) is dict:
-        return {key: _private(item) for key, item in value.items()}
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return copy.deepcopy(value) if isinstance(value, (list, tuple, set)) else value
-
-
-def _content(value: Any) -> Any:
-    """What an attribute holds, to notice a change in place. Entries kept by parameter are per-parameter state."""
-    if isinstance(value, torch.Tensor):
-        return id(value) if value.requires_grad else (id(value), value._version)
-    if isinstance(value, dict):
-        return {key: _content(item) for key, item in value.items() if not isinstance(key, torch.Tensor)}
-    if isinstance(value, (list, tuple, set)):
-        return [_content(item) for item in value]
-    return value if isinstance(value, _IMMUTABLE) else id(value)
-
-
-def _fingerprint(value: Any) -> Any:
-    """Something to compare later. A tensor's values are read only if another stands in its place by then: on an
-    accelerator that would wait for them."""
-    return (value, value._version) if isinstance(value, torch.Tensor) else _private(value)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether two values of a group or of state are equal, tensors bit for bit."""
-    if a is b:
-        return True
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return isinstance(a, (*_IMMUTABLE, set)) and type(a) is type(b) and bool(a == b)
-
-
-def _changes(now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
-    return {k: v for k, v in now.items() if k not in _OWN and not same(v, before.get(k, _ABSENT))}

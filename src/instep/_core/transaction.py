@@ -20,6 +20,7 @@ from instep._core.accumulation import Accumulation
 from instep._core.clipping import Clipping
 from instep._core.engine import graph_task
 from instep._core.finite import Policy, all_finite, ask_if_finite, nonfinite_error
+from instep._core.lending import Lent, Outcome
 from instep._core.life import owe, settled
 from instep._core.parameters import AttachedParameter, together
 from instep._core.parts import memory_of
@@ -27,7 +28,7 @@ from instep._core.placeholders import ACCUMULATE, CONVERSION, UNSCALE, HeldGradi
 from instep._core.plan import ParameterSpec
 from instep._core.ranks import Ranks
 from instep._core.scaling import LossScale, found_inf, is_power_of_two, kernel_scale, take_off_here
-from instep._core.stepper import Stepper, asks_for_state, remember_settings
+from instep._core.stepper import Stepper, asks_for_state, is_torchs_own, remember_settings
 from instep._core.streams import StepStreams
 from instep._core.torn import Torn
 from instep._core.undo import Undo
@@ -40,6 +41,7 @@ from instep.errors import (
     SpentGradientError,
     StepMismatchError,
     UncommittedStepError,
+    UnsupportedOptimizerError,
 )
 
 
@@ -119,6 +121,8 @@ class Transaction:
         self._torn: Torn | None = None
         # With undo: the gradients of applied parameters, with their version; and whether the step was put back.
         self._kept: dict[int, tuple[torch.Tensor, int]] = {}
+        self._outcomes: dict[int, Outcome] = {}  # of those that their update wrote
+        self._at_rest: list[tuple[AttachedParameter, int]] = []
         self._plain = False
         self._added_up = False  # whether there are gradients since the last step
         # With two passes: which of them is running.
@@ -262,6 +266,12 @@ class Transaction:
                                 self._undo.save([a.get() for a, _ in mine], stepper.optimizer())
                             for call in together(mine, alias=False):
                                 call.step(stepper)
+            except UnsupportedOptimizerError as error:
+                if self._undo is None or not writing:
+                    self.fail(error, writing=writing)
+                else:
+                    self.put_back()  # and left to optimizer.step(), which steps all of them together
+                return False
             except BaseException as error:
                 self.fail(error, writing=writing)
                 return False
@@ -296,12 +306,30 @@ class Transaction:
         if final and self._pass is None:
             self._clipping.measure(bucket, made)
         self._clipping.clip(parameters)
+        lent = self._lend(bucket, parameters, made)
         try:
-            yield made
+            yield [lent[a].given if a in lent else gradient for a, gradient in zip(bucket, made, strict=True)]
         finally:
             if self._undo is not None:
+                for attached, one in lent.items():
+                    if (outcome := one.outcome()) is not None:
+                        self._outcomes[attached.spec.index] = outcome
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient
+
+    def _lend(
+        self, bucket: Sequence[AttachedParameter], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> dict[AttachedParameter, Lent]:
+        """On trial an update must leave the plain loop's gradients alone. torch's own optimizers do."""
+        if self._undo is None:
+            return {}
+        lent = {
+            attached: Lent(parameter, gradient)
+            for attached, parameter, gradient in zip(bucket, parameters, gradients, strict=True)
+            if not is_torchs_own(attached.stepper.optimizer())
+        }
+        self.streams.keep(one.given for one in lent.values())
+        return lent
 
     def spend(self, bucket: Iterable[AttachedParameter]) -> None:
         """The gradients of applied parameters have served: free them, leaving spent ones. With ``undo`` they stay.
@@ -538,6 +566,8 @@ class Transaction:
         self._apply_rest(stepper, left)
         for parameter in parameters:
             parameter.grad = None
+        known = is_torchs_own(stepper.optimizer())
+        self._at_rest = [] if known else [(a, _version(a, p)) for a, p in zip(applied, parameters, strict=True)]
         self._flushing = stepper
 
     def _count_unannounced(self, optimizer: Optimizer) -> None:
@@ -612,8 +642,22 @@ class Transaction:
     def commit(self, stepper: Stepper) -> None:
         """``optimizer.step()`` returned. The step is committed when every optimizer with gradients has stepped."""
         if self._flushing is stepper:
+            self._require_at_rest(stepper)
             self._committing = stepper, self.step_count + 1, self.skip_count + 1
             self._end_commit()
+
+    def _require_at_rest(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` has found no gradient of what backward had applied, and must have left it alone."""
+        at_rest, self._at_rest = self._at_rest, []
+        for attached, version in at_rest:
+            if _version(attached, attached.get()) != version:
+                error = UnsupportedOptimizerError(
+                    f"{stepper.name}.step() writes parameters without a gradient too: {attached.spec.name!r}, which "
+                    "backward had updated, was written a second time. Use this optimizer without instep"
+                )
+                self._flushing = None
+                self._tear(error)
+                raise error
 
     def _end_commit(self) -> None:
         """Commit. Who is interrupted in it (Ctrl-C) does it again, at the next use: the step stands."""
@@ -633,9 +677,11 @@ class Transaction:
         if self._undo is not None:
             for attached in applied:
                 self._undo.forget([attached.get()])
-                attached.get().grad = self._kept[attached.spec.index][0]
+                gradient, outcome = self._kept[attached.spec.index][0], self._outcomes.get(attached.spec.index)
+                attached.get().grad = gradient if outcome is None else outcome.of(gradient)
                 self._applied.discard(attached.spec.index)
                 self._kept.pop(attached.spec.index)
+                self._outcomes.pop(attached.spec.index, None)
         else:
             for attached in applied:
                 attached.get().grad = attached.spent
@@ -731,6 +777,7 @@ class Transaction:
                     stepper.abort()
             self._applied.clear()
             settled(self)
+            self._outcomes.clear()
             self._clipping.forget_norms()
             self._plain = True
             self.redo_count += 1
@@ -958,6 +1005,7 @@ class Transaction:
         self._plain = self._added_up = False
         self._taken = self._settings = None
         self._kept.clear()
+        self._outcomes.clear()
         self._stepped_here.clear()
         self._clipping.begin()
         if self._undo is not None:

@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from instep._core.changes import same
 from instep._core.hooks import UntracedHook
-from instep._core.stepper import same
 from instep._wrappers import fsdp1_of
 from instep.attachment import attached_parameters
 from instep.errors import AttachError, UnsupportedOptimizerError

@@ -1,0 +1,155 @@
+"""Two ranks: what the loop changes between backward and step, and what an update does to gradients and generators."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import instep
+from instep.errors import HyperparameterChangedError, TornStepError, UnsupportedOptimizerError
+from instep.verification import first_difference, training_state
+from tests.cases import Blocks, batch, two_groups
+from tests.distributed.pool import RankPool
+from tests.parity.test_changed_between import Plain, configured, move_one, through_data
+from tests.parity.test_found_in_training import DRAWS
+from tests.parity.test_state_changed import pop, put_another_tensor
+from tests.parity.test_written_gradients import Decays, Replaces
+
+EXACT: list[dict[str, Any]] = [{"undo": True}, {"schedule": "forward"}]
+
+
+def made(optimizer: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Blocks(depth=2), bucket_cap_mb=0.004, gradient_as_bucket_view=True)
+    return model, optimizer(model)
+
+
+def adamw(model: nn.Module) -> Any:
+    groups = [{**group, "lr": torch.tensor(0.02)} for group in two_groups(model)]
+    return torch.optim.AdamW(groups, foreach=False)
+
+
+def write_lr(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        through_data(group["lr"], 0.01)
+
+
+CHANGES = {"lr": write_lr, "members": partial(move_one, i=0), "entry": pop, "state": put_another_tensor}
+
+
+def iteration(model: Any, optimizer: Any, i: int, before: Any = None, after: Any = None, clip: bool = False) -> Any:
+    x, y = batch(100 * dist.get_rank() + i)
+    nn.functional.cross_entropy(model(x), y).backward()
+    if before is not None:
+        before(optimizer)
+    if clip:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    if after is not None:
+        after(optimizer)
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()] if clip else []
+    optimizer.zero_grad()
+    return gradients
+
+
+def body_changes(name: str, options: dict[str, Any], when: str) -> str | None:
+    plain, model = made(adamw), made(adamw)
+    with instep.attach(*model, **options) as overlap:
+        for i in range(4):
+            change = {when: CHANGES[name]} if i == 2 else {}
+            iteration(*plain, i, **change)
+            iteration(*model, i, **change)
+        overlap.synchronize()
+        return first_difference(training_state(*plain), training_state(*model))
+
+
+@pytest.mark.parametrize("options", EXACT, ids=str)
+@pytest.mark.parametrize("name", ["lr", "members", "entry"])
+def test_changes_before_the_step(two_ranks: RankPool, name: str, options: dict[str, Any]) -> None:
+    assert two_ranks.run(body_changes, name, options, "before") == [None, None]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_while_steps_are_due(two_ranks: RankPool, name: str) -> None:
+    assert two_ranks.run(body_changes, name, {"schedule": "forward"}, "after") == [None, None]
+
+
+def body_refused(name: str) -> bool:
+    model, optimizer = made(adamw)
+    with instep.attach(model, optimizer):
+        for i in range(2):
+            iteration(model, optimizer, i)
+        with pytest.raises(HyperparameterChangedError):
+            iteration(model, optimizer, 2, CHANGES[name])
+        with pytest.raises(TornStepError):
+            iteration(model, optimizer, 3)
+    return True
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_before_the_step_are_refused_by_default(two_ranks: RankPool, name: str) -> None:
+    assert two_ranks.run(body_refused, name) == [True, True]
+
+
+def body_writes_gradients(kind: Any, options: dict[str, Any], clip: bool) -> str | None:
+    plain, model = (made(lambda m: kind(two_groups(m))) for _ in range(2))
+    with instep.attach(*model, **options) as overlap:
+        for i in range(5):
+            expected = iteration(*plain, i, clip=clip)
+            found = iteration(*model, i, clip=clip)
+            assert all(map(torch.equal, expected, found))
+        overlap.synchronize()
+        return first_difference(training_state(*plain), training_state(*model))
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("kind", [Decays, Replaces])
+@pytest.mark.parametrize("options", EXACT, ids=str)
+def test_gradients_that_the_update_writes(two_ranks: RankPool, options: Any, kind: Any, clip: bool) -> None:
+    assert two_ranks.run(body_writes_gradients, kind, options, clip) == [None, None]
+
+
+def body_draws() -> bool:
+    torch.manual_seed(0)
+    _, drawing = DRAWS["torch"]()
+    model, optimizer = made(lambda m: type(drawing)(two_groups(m)))
+    with instep.attach(model, optimizer):
+        for i in range(3):
+            iteration(model, optimizer, i)
+        with pytest.raises(UnsupportedOptimizerError, match="draws random numbers"):
+            iteration(model, optimizer, 3)
+    return True
+
+
+def test_an_update_that_begins_to_draw(two_ranks: RankPool) -> None:
+    assert two_ranks.run(body_draws) == [True, True]
+
+
+def body_objects() -> str | None:
+    def give(optimizer: Any) -> None:
+        optimizer.cfg = Plain()
+
+    def change(optimizer: Any) -> None:
+        optimizer.cfg.lr = 0.01
+
+    _, kind = configured(lambda o, g: o.cfg.lr, give)()
+
+    def build(model: Any) -> Any:
+        optimizer = type(kind)(two_groups(model), kind.read)
+        give(optimizer)
+        return optimizer
+
+    plain, model = made(build), made(build)
+    with instep.attach(*model, undo=True):
+        for i in range(3):
+            iteration(*plain, i, change)
+            iteration(*model, i, change)
+        return first_difference(training_state(*plain), training_state(*model))
+
+
+def test_settings_inside_of_objects(two_ranks: RankPool) -> None:
+    assert two_ranks.run(body_objects) == [None, None]

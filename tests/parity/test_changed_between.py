@@ -1,0 +1,394 @@
+"""What an update reads, changed by the loop between backward and step, or while a step is due: the plain loop's result,
+or an error that names it."""
+
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep.errors import HyperparameterChangedError, TornStepError, UnsupportedOptimizerError
+from tests.cases import Blocks, batch, two_groups
+from tests.parity.lockstep import SMALL, Lane, Refused, lockstep, loss_of
+from tests.parity.test_undo import WAYS as UNDO
+
+CHANGED = Refused(HyperparameterChangedError, "torn")
+WAYS: dict[str, dict[str, Any]] = {"backward": {}, "forward": {}, "late": {}, **UNDO}
+in_these_ways = pytest.mark.parametrize("way", WAYS)
+WHEN = pytest.mark.parametrize("when", ["before step", "while due"])
+Change = Callable[[Any, int], Any]
+
+
+def compare(way: str, build: Any, change: Change, when: str = "before step", refused: Refused | None = CHANGED) -> Lane:
+    """Change something in iterations 1 and 3."""
+
+    def step(lane: Lane, i: int) -> Any:
+        x, y = batch(i)
+        loss = loss_of(lane.model(x), y)
+        lane.backward(loss)
+        if when == "before step" and i in (1, 3):
+            change(lane.optimizer, i)
+        lane.step()
+        if when == "while due" and i in (1, 3):
+            change(lane.optimizer, i)
+        lane.zero_grad()
+        return loss.detach()
+
+    expected = {"backward": refused} if refused is not None and when == "before step" else None
+    return lockstep("undo" if way in UNDO else way, build, step, 5, expected, **WAYS[way])
+
+
+# Groups: who is in which.
+
+
+def adamw() -> Any:
+    model = Blocks(depth=2)
+    return model, torch.optim.AdamW(two_groups(model), lr=1e-2)
+
+
+def move_one(optimizer: Any, i: int) -> None:
+    first, second = optimizer.param_groups
+    second["params"].append(first["params"].pop(0))
+
+
+def remove_and_add(optimizer: Any, i: int) -> None:
+    moved = optimizer.param_groups[0]["params"].pop()
+    optimizer.add_param_group({"params": [moved], "lr": 0.1})
+
+
+def replace_the_list(optimizer: Any, i: int) -> None:
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = [*first["params"], second["params"][0]], second["params"][1:]
+
+
+def reorder_groups(optimizer: Any, i: int) -> None:
+    optimizer.param_groups.reverse()
+
+
+def reorder_equal_groups(optimizer: Any, i: int) -> None:
+    optimizer.param_groups[1]["lr"] = optimizer.param_groups[0]["lr"]
+    optimizer.param_groups.reverse()
+
+
+def reorder_parameters(optimizer: Any, i: int) -> None:
+    optimizer.param_groups[0]["params"].reverse()
+
+
+MOVES = [move_one, remove_and_add, replace_the_list, reorder_groups, reorder_equal_groups, reorder_parameters]
+
+
+@WHEN
+@pytest.mark.parametrize("move", MOVES)
+@in_these_ways
+def test_parameters_moved_within_the_groups(way: str, move: Change, when: str) -> None:
+    compare(way, adamw, move, when)
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_groups_moved_in_the_first_step(move: Change) -> None:
+    """State is made in it, in the order of the groups."""
+
+    def step(lane: Lane, i: int) -> Any:
+        x, y = batch(i)
+        lane.backward(loss_of(lane.model(x), y))
+        if i == 0:
+            move(lane.optimizer, i)
+        lane.step()
+        lane.zero_grad()
+        names = {id(p): name for name, p in lane.model.named_parameters()}
+        if lane.overlap is not None:
+            lane.overlap.synchronize()
+        return torch.tensor([list(names.values()).index(names[id(p)]) for p in lane.optimizer.state])
+
+    lockstep("undo", adamw, step)
+    lockstep("forward", adamw, step)
+
+
+def test_an_error_for_moved_parameters_names_what_was_done() -> None:
+    model, optimizer = adamw()
+    with instep.attach(model, optimizer, bucket_bytes=SMALL):
+        loss_of(model(batch(0)[0]), batch(0)[1]).backward()
+        move_one(optimizer, 0)
+        with pytest.raises(HyperparameterChangedError, match="moved within its param_groups"):
+            optimizer.step()
+        with pytest.raises(TornStepError):
+            optimizer.step()
+
+
+# Values that are written without a version, and settings inside of objects.
+
+
+@dataclass
+class Settings:
+    lr: float = 0.05
+    more: Any = None
+
+
+@dataclass(slots=True)
+class Slotted:
+    lr: float = 0.05
+    more: Any = None
+
+
+class Compared:
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.lr == other.lr  # type: ignore[attr-defined]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Plain(Compared):
+    def __init__(self, lr: float = 0.05, more: Any = None) -> None:
+        self.lr, self.more = lr, more
+
+
+class Private(Compared):
+    """Slots, and a name that Python changes."""
+
+    __slots__ = ("__lr", "more")
+
+    def __init__(self, lr: float = 0.05, more: Any = None) -> None:
+        self.__lr, self.more = lr, more
+
+    @property
+    def lr(self) -> float:
+        return self.__lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self.__lr = value
+
+
+Pair = namedtuple("Pair", "inside other")
+
+
+@dataclass
+class Cyclic:
+    lr: float = 0.05
+    itself: Any = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.itself = self
+
+
+class Configured(torch.optim.Optimizer):
+    """Reads its learning rate, and a factor, from wherever it was given them."""
+
+    def __init__(self, params: Any, read: Callable[[Any, dict[str, Any]], float], **defaults: Any) -> None:
+        super().__init__(params, defaults)
+        self.read = read
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    momentum.lerp_(p.grad, 0.1)
+                    p.sub_(momentum, alpha=float(self.read(self, group)))
+
+
+def configured(read: Callable[[Any, dict[str, Any]], float], give: Callable[[Any], None]) -> Callable[[], Any]:
+    def build() -> Any:
+        model = Blocks(depth=2)
+        optimizer = Configured(two_groups(model), read)
+        give(optimizer)
+        return model, optimizer
+
+    return build
+
+
+def in_groups(make: Callable[[], Any]) -> Callable[[Any], None]:
+    def give(optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["cfg"] = make()
+
+    return give
+
+
+def as_attribute(make: Callable[[], Any], name: str = "cfg") -> Callable[[Any], None]:
+    return lambda optimizer: setattr(optimizer, name, make())
+
+
+def set_lr(found: Any, i: int) -> None:
+    found.lr = 0.01 / i
+
+
+CFG = {
+    "a dataclass": Settings,
+    "a slotted dataclass": Slotted,
+    "an object": Plain,
+    "slots": Private,
+    "a cycle": Cyclic,
+}
+IN_OBJECTS: dict[str, tuple[Callable[[], Any], Change]] = {
+    f"{name} in {where}": (
+        configured(lambda o, g: g["cfg"].lr, in_groups(make))
+        if where == "groups"
+        else configured(lambda o, g: o.cfg.lr, as_attribute(make)),
+        (lambda o, i: [set_lr(g["cfg"], i) for g in o.param_groups])
+        if where == "groups"
+        else (lambda o, i: set_lr(o.cfg, i)),
+    )
+    for name, make in CFG.items()
+    for where in ("groups", "an attribute")
+}
+IN_OBJECTS |= {
+    "an object in an object": (
+        configured(lambda o, g: o.cfg.more.lr, as_attribute(lambda: Plain(more=Slotted()))),
+        lambda o, i: set_lr(o.cfg.more, i),
+    ),
+    "an object in a namedtuple": (
+        configured(lambda o, g: o.cfg.inside.lr, as_attribute(lambda: Pair(Plain(), 1))),
+        lambda o, i: set_lr(o.cfg.inside, i),
+    ),
+    "a namedtuple in a group": (
+        configured(lambda o, g: g["cfg"].inside, in_groups(lambda: Pair(0.05, 1))),
+        lambda o, i: o.param_groups[0].update(cfg=Pair(0.01 / i, 1)),
+    ),
+    "a list": (configured(lambda o, g: o.cfg[0], as_attribute(lambda: [0.05])), lambda o, i: o.cfg.insert(0, 0.01 / i)),
+    "a private list": (
+        configured(lambda o, g: o._cfg[0], as_attribute(lambda: [0.05], "_cfg")),
+        lambda o, i: o._cfg.insert(0, 0.01 / i),
+    ),
+    "a private number": (
+        configured(lambda o, g: o._lr, as_attribute(lambda: 0.05, "_lr")),
+        lambda o, i: setattr(o, "_lr", 0.01 / i),
+    ),
+    "a dict in a dict": (
+        configured(lambda o, g: o.cfg["a"]["lr"], as_attribute(lambda: {"a": {"lr": 0.05}})),
+        lambda o, i: o.cfg["a"].update(lr=0.01 / i),
+    ),
+    "a list of objects in a group": (
+        configured(lambda o, g: g["cfg"][0].lr, in_groups(lambda: [Plain()])),
+        lambda o, i: [set_lr(g["cfg"][0], i) for g in o.param_groups],
+    ),
+    "a NumPy array": (
+        configured(lambda o, g: o.cfg[0], as_attribute(lambda: torch.full((3,), 0.05).numpy())),
+        lambda o, i: o.cfg.fill(0.01 / i),
+    ),
+    "an object that was replaced": (
+        configured(lambda o, g: o.cfg.lr, as_attribute(Plain)),
+        lambda o, i: setattr(o, "cfg", Plain(0.01 / i)),
+    ),
+    "a setting that was removed": (
+        configured(lambda o, g: g.get("cfg", 0.01), in_groups(lambda: 0.05)),
+        lambda o, i: o.param_groups[0].pop("cfg", None),
+    ),
+    "the defaults": (
+        configured(lambda o, g: o.defaults["lr"], lambda o: o.defaults.update(lr=0.05)),
+        lambda o, i: o.defaults.update(lr=0.01 / i),
+    ),
+}
+
+
+@WHEN
+@pytest.mark.parametrize("name", IN_OBJECTS)
+@in_these_ways
+def test_settings_inside_of_objects(way: str, name: str, when: str) -> None:
+    compare(way, *IN_OBJECTS[name], when)
+
+
+def through_data(lr: torch.Tensor, value: float) -> None:
+    lr.data.fill_(value)
+
+
+def through_numpy(lr: torch.Tensor, value: float) -> None:
+    lr.detach().numpy().fill(value)
+
+
+def through_set(lr: torch.Tensor, value: float) -> None:
+    lr.set_(torch.tensor(value))  # type: ignore[call-overload]
+
+
+def by_other_data(lr: torch.Tensor, value: float) -> None:
+    lr.data = torch.tensor(value)
+
+
+def in_place(lr: torch.Tensor, value: float) -> None:
+    lr.fill_(value)
+
+
+def with_tensor_lr() -> Any:
+    model = Blocks(depth=2)
+    groups = [{**group, "lr": torch.tensor(0.02)} for group in two_groups(model)]
+    return model, torch.optim.AdamW(groups, foreach=False)
+
+
+WRITES = [through_data, through_numpy, through_set, by_other_data, in_place]
+
+
+def write_lr(write: Callable[[torch.Tensor, float], None], optimizer: Any, i: int) -> None:
+    for group in optimizer.param_groups:
+        write(group["lr"], 0.01 / i)
+
+
+@WHEN
+@pytest.mark.parametrize("write", WRITES)
+@in_these_ways
+def test_a_tensor_hyperparameter_written_in_any_way(way: str, write: Any, when: str) -> None:
+    compare(way, with_tensor_lr, partial(write_lr, write), when)
+
+
+@WHEN
+@pytest.mark.parametrize("write", WRITES)
+@in_these_ways
+def test_a_tensor_in_an_attribute_written_in_any_way(way: str, write: Any, when: str) -> None:
+    build = configured(lambda o, g: o.cfg, as_attribute(lambda: torch.tensor(0.05)))
+    compare(way, build, lambda o, i: write(o.cfg, 0.01 / i), when)
+
+
+def test_a_value_that_is_written_again_has_not_changed() -> None:
+    compare("backward", with_tensor_lr, lambda o, i: write_lr(lambda lr, _: lr.fill_(lr.item()), o, i), refused=None)
+
+
+def test_an_update_that_counts_in_an_object_of_its_group_is_refused() -> None:
+    """Bucket by bucket it would count once per bucket."""
+
+    def read(optimizer: Any, group: dict[str, Any]) -> float:
+        group["cfg"].lr *= 0.9
+        return 0.1
+
+    model, optimizer = configured(read, in_groups(Plain))()
+    match = r"changes param_groups\[.\]\['cfg'\] in place"
+    with pytest.raises(UnsupportedOptimizerError, match=match), instep.attach(model, optimizer, bucket_bytes=SMALL):
+        loss_of(model(batch(0)[0]), batch(0)[1]).backward()
+
+
+def test_modules_and_long_lists_are_not_looked_into() -> None:
+    """The bound that docs/limits.md names."""
+
+    class Holder:
+        def __init__(self) -> None:
+            self.module = nn.Linear(2, 2)
+            self.long = [0.05] * 5000
+
+    def change(optimizer: Any, i: int) -> None:
+        optimizer.cfg.module.extra = i
+        optimizer.cfg.long[1] = i
+
+    compare("backward", configured(lambda o, g: o.cfg.long[0], as_attribute(Holder)), change, refused=None)
+
+
+# On an accelerator the host must not wait for a value: a flag is made there, and read by the next step().
+
+
+def test_a_value_that_the_host_cannot_read_is_compared_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instep._core.changes._can_be_read", lambda tensor: False)
+    model, optimizer = with_tensor_lr()
+    with instep.attach(model, optimizer, bucket_bytes=SMALL) as overlap:
+        for i in range(3):
+            loss_of(model(batch(i)[0]), batch(i)[1]).backward()
+            if i == 1:
+                write_lr(through_data, optimizer, 1)
+            if i < 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        with pytest.raises(HyperparameterChangedError, match=r"'lr'.* in the step before"):
+            optimizer.step()
+        assert "torn" in repr(overlap)

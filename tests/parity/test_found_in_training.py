@@ -1,0 +1,226 @@
+"""What shows only in training: an update that begins to draw random numbers, or to write what is not its to write."""
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import instep
+from instep.errors import TornStepError, UnsupportedOptimizerError
+from tests.cases import Blocks, batch, two_groups
+from tests.parity.lockstep import SMALL, Refused, learn, lockstep, loss_of
+from tests.parity.test_undo import WAYS as UNDO
+
+LATER = 4  # an optimizer is tried out for three steps
+
+
+def train(model: Any, optimizer: Any, steps: int) -> None:
+    for i in range(steps):
+        loss_of(model(batch(i)[0]), batch(i)[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def torn(match: str) -> Refused:
+    return Refused(UnsupportedOptimizerError, "torn", match=match)
+
+
+class Later(torch.optim.Optimizer):
+    """SGD; from its fourth step on it does something more with each parameter."""
+
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        super().__init__(params, {"lr": 0.05, **defaults})
+
+    def factor(self, p: torch.Tensor, group: dict[str, Any]) -> float:
+        return 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    entry = self.state[p]
+                    entry["count"] = entry.get("count", 0) + 1
+                    p.sub_(p.grad * (self.factor(p, group) if entry["count"] >= LATER else 1.0), alpha=group["lr"])
+
+
+def drawing(draw: Callable[[Any, dict[str, Any]], float], give: Callable[[Any], None] = lambda o: None) -> Any:
+    class Draws(Later):
+        def factor(self, p: torch.Tensor, group: dict[str, Any]) -> float:
+            return draw(self, group)
+
+    def build() -> Any:
+        random.seed(0)
+        np.random.seed(0)
+        model = Blocks(depth=2)
+        optimizer = Draws(two_groups(model))
+        give(optimizer)
+        return model, optimizer
+
+    return build
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.inside = [torch.Generator().manual_seed(0)]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Holder)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def holders_in_groups(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        group["holder"] = Holder()
+
+
+DRAWS = {
+    "torch": drawing(lambda o, g: float(torch.rand(()))),
+    "random": drawing(lambda o, g: random.random()),
+    "NumPy": drawing(lambda o, g: float(np.random.rand())),
+    "its own": drawing(
+        lambda o, g: float(torch.rand((), generator=o.generator)),
+        lambda o: setattr(o, "generator", torch.Generator().manual_seed(0)),
+    ),
+    "in an object": drawing(
+        lambda o, g: float(torch.rand((), generator=o.holder.inside[0])), lambda o: setattr(o, "holder", Holder())
+    ),
+    "in its groups": drawing(lambda o, g: float(torch.rand((), generator=g["holder"].inside[0])), holders_in_groups),
+    "Python's, its own": drawing(
+        lambda o, g: float(o.generator.random()), lambda o: setattr(o, "generator", random.Random(0))
+    ),
+}
+
+
+def seeded(lane: Any, i: int) -> Any:
+    """Both loops start from the same generators."""
+    random.seed(i)
+    np.random.seed(i)
+    learn(lane, i)
+    return [torch.rand(()), torch.tensor(random.random()), torch.tensor(np.random.rand())]
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_an_update_that_begins_to_draw_is_torn_at_once(name: str) -> None:
+    lane = lockstep("backward", DRAWS[name], seeded, 6, refused={"backward": torn("draws random numbers")})
+    assert lane.overlap.step_count == LATER - 1
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("way", UNDO)
+def test_an_update_that_begins_to_draw_is_put_back(way: str, name: str) -> None:
+    lane = lockstep("undo", DRAWS[name], seeded, 6, **UNDO[way])
+    assert lane.overlap.redo_count == 6 - (LATER - 1)
+
+
+@pytest.mark.parametrize("name", [name for name in DRAWS if name not in ("its own", "in an object", "in its groups")])
+@pytest.mark.parametrize("way", ["forward", "late"])
+def test_an_update_that_begins_to_draw_behind_the_forward(way: str, name: str) -> None:
+    build = DRAWS[name]
+    if name == "Python's, its own":  # settings that cannot be copied: stepped at once, as the plain loop does
+        lockstep(way, build, seeded, 6)
+    else:
+        lockstep(way, build, seeded, 6, refused={way: torn("draws random numbers")})
+
+
+@pytest.mark.parametrize("name", ["its own", "in an object", "in its groups"])
+@pytest.mark.parametrize("way", ["forward", "late"])
+def test_generators_of_its_own_are_stepped_at_once(way: str, name: str) -> None:
+    lockstep(way, DRAWS[name], seeded, 6)
+
+
+def test_another_thread_that_draws_is_no_update() -> None:
+    torch.manual_seed(0)
+    model = Blocks(depth=2)
+    optimizer = Later(two_groups(model))
+    end, began = threading.Event(), threading.Event()
+
+    def draw() -> None:
+        while not end.is_set():
+            random.random()
+            torch.rand(())
+            began.set()
+
+    with instep.attach(model, optimizer, bucket_bytes=SMALL) as overlap:
+        thread = threading.Thread(target=draw)
+        thread.start()
+        try:
+            began.wait()
+            train(model, optimizer, 6)
+            assert overlap.step_count == 6
+        finally:
+            end.set()
+            thread.join()
+
+
+class DecaysAllLater(torch.optim.Optimizer):
+    """All parameters, with a gradient or without."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                entry = self.state[p]
+                if p.grad is not None:
+                    entry["count"] = entry.get("count", 0) + 1
+                    p.sub_(p.grad, alpha=group["lr"])
+                if entry.get("count", 0) >= LATER:
+                    p.mul_(0.9)
+
+
+@pytest.mark.parametrize("options", [{}, {"undo": True}], ids=str)
+def test_a_step_that_begins_to_write_parameters_without_gradient(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Blocks(depth=2)
+    optimizer = DecaysAllLater(two_groups(model))
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, **options) as overlap:
+        train(model, optimizer, LATER - 1)
+        with pytest.raises(UnsupportedOptimizerError, match=r"without a gradient too: '\w+\.weight'"):
+            train(model, optimizer, 1)
+        assert overlap.step_count == LATER - 1
+        with pytest.raises(TornStepError):
+            optimizer.step()
+
+
+class SharesLater(torch.optim.Optimizer):
+    """State that all parameters share: read by each, and written by each from the fourth step on."""
+
+    def __init__(self, params: Any, written: bool) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.written = written
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    entry = self.state[p]
+                    entry["count"] = entry.get("count", 0) + 1
+                    p.sub_(p.grad, alpha=group["lr"])
+                    if "scale" in entry:
+                        p.mul_(entry["scale"])
+                        if self.written and entry["count"] >= LATER:
+                            entry["scale"].mul_(0.999)
+
+
+@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize("way", ["backward", "forward", "late", *UNDO])
+def test_state_that_parameters_share(way: str, written: bool) -> None:
+    def build() -> Any:
+        model = Blocks(depth=2)
+        optimizer = SharesLater(two_groups(model), written)
+        scale = torch.full((), 0.999)
+        for p in model.parameters():
+            optimizer.state[p]["scale"] = scale
+        return model, optimizer
+
+    refused = {way: torn("several parameters share")} if written and way not in UNDO else None
+    lockstep("undo" if way in UNDO else way, build, learn, 6, refused, **UNDO.get(way, {}))

@@ -1,0 +1,256 @@
+"""``optimizer.state`` read, written, popped and replaced by hand, between backward and step and while steps are due."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import instep
+from instep.errors import HyperparameterChangedError, UncommittedStepError
+from tests.cases import Blocks, batch, two_groups
+from tests.late import late_updates
+from tests.parity.lockstep import SMALL, Lane, Refused, lockstep, loss_of
+from tests.parity.test_undo import WAYS as UNDO
+
+CHANGED = Refused(HyperparameterChangedError, "torn")
+PUT_BACK = Refused(HyperparameterChangedError, "open", match="put back")
+LATE = Refused(UncommittedStepError, "torn", match="overlap.synchronize()")
+in_forward = pytest.mark.parametrize("way", ["forward", "late"])
+
+
+def build() -> Any:
+    model = Blocks(depth=2)
+    return model, torch.optim.AdamW(two_groups(model), lr=1e-2)
+
+
+def fresh() -> Any:
+    torch.manual_seed(0)
+    return build()
+
+
+def first(optimizer: Any) -> Any:
+    return optimizer.param_groups[0]["params"][0]
+
+
+def pop(optimizer: Any) -> None:
+    optimizer.state.pop(first(optimizer))
+
+
+def delete(optimizer: Any) -> None:
+    del optimizer.state[first(optimizer)]
+
+
+def put_another_entry(optimizer: Any) -> None:
+    shape = first(optimizer).shape
+    zeros = {"exp_avg": torch.zeros(shape), "exp_avg_sq": torch.zeros(shape)}
+    optimizer.state[first(optimizer)] = {"step": torch.tensor(0.0), **zeros}
+
+
+def clear(optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def put_another_mapping(optimizer: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def put_another_tensor(optimizer: Any) -> None:
+    entry = optimizer.state[first(optimizer)]
+    entry["exp_avg"] = torch.zeros_like(entry["exp_avg"])
+
+
+def write_a_tensor(optimizer: Any) -> None:
+    optimizer.state[first(optimizer)]["exp_avg"].zero_()
+
+
+def clear_an_entry(optimizer: Any) -> None:
+    optimizer.state[first(optimizer)].clear()
+
+
+def reset_a_count(optimizer: Any) -> None:
+    optimizer.state[first(optimizer)]["step"] = torch.tensor(1.0)
+
+
+OF_THE_MAPPING = [pop, delete, put_another_entry, clear, put_another_mapping]
+OF_AN_ENTRY = [put_another_tensor, write_a_tensor, clear_an_entry, reset_a_count]
+Change = Callable[[Any], None]
+
+
+def iteration(change: Change, when: str, lane: Lane, i: int) -> Any:
+    lane.backward(loss_of(lane.model(batch(i)[0]), batch(i)[1]))
+    if i in (1, 3) and when == "before step":
+        change(lane.optimizer)
+    lane.step()
+    if i in (1, 3) and when == "while due":
+        change(lane.optimizer)
+    lane.zero_grad()
+
+
+@pytest.mark.parametrize("change", [*OF_THE_MAPPING, *OF_AN_ENTRY])
+@pytest.mark.parametrize("way", ["backward", *UNDO])
+def test_state_changed_between_backward_and_step(way: str, change: Change) -> None:
+    refused = {"backward": CHANGED} | ({"undo": PUT_BACK} if change in OF_AN_ENTRY else {})
+    name = "undo" if way in UNDO else way
+    lockstep(name, build, lambda lane, i: iteration(change, "before step", lane, i), 5, refused, **UNDO.get(way, {}))
+
+
+@pytest.mark.parametrize("when", ["before step", "while due"])
+@pytest.mark.parametrize("change", [*OF_THE_MAPPING, *OF_AN_ENTRY])
+@in_forward
+def test_state_changed_around_a_step_that_is_put_off(way: str, change: Change, when: str) -> None:
+    lockstep(way, build, lambda lane, i: iteration(change, when, lane, i))
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "an entry": lambda o: o.state[first(o)]["exp_avg"],
+    "all": lambda o: torch.stack([entry["exp_avg"].sum() for entry in o.state.values()]),
+    "its length": lambda o: torch.tensor(len(o.state)),
+    "a copy": lambda o: torch.stack([e["exp_avg"].sum() for e in copy.deepcopy(o).state.values()]),
+    "a shallow copy": lambda o: torch.stack([e["exp_avg"].sum() for e in copy.copy(o).state.values()]),
+    "getattr": lambda o: getattr(o, "state")[first(o)]["exp_avg"],  # noqa: B009
+}
+
+
+@pytest.mark.parametrize("read", READERS)
+@in_forward
+def test_state_read_right_after_the_step(way: str, read: str) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        lane.backward(loss_of(lane.model(batch(i)[0]), batch(i)[1]))
+        lane.step()
+        lane.zero_grad()
+        return READERS[read](lane.optimizer).clone()
+
+    lockstep(way, build, step)
+
+
+def test_an_optimizer_is_of_its_own_class_when_nothing_is_due() -> None:
+    model, optimizer = build()
+    with late_updates(), instep.attach(model, optimizer, schedule="forward", bucket_bytes=SMALL) as overlap:
+        for i in range(3):
+            assert type(optimizer) is torch.optim.AdamW
+            loss_of(model(batch(i)[0]), batch(i)[1]).backward()
+            assert type(optimizer) is torch.optim.AdamW
+            optimizer.step()
+            assert "pending" in repr(overlap)
+            assert isinstance(optimizer, torch.optim.AdamW)
+            assert (type(optimizer).__name__, type(optimizer).__module__) == ("AdamW", torch.optim.AdamW.__module__)
+            if i == 1:
+                assert len(optimizer.state) == len(list(model.parameters()))
+                assert "pending" not in repr(overlap)
+            optimizer.zero_grad()
+            overlap.synchronize()
+    assert type(optimizer) is torch.optim.AdamW
+
+
+def test_a_subclass_that_counts_its_subclasses_has_none_more() -> None:
+    class Registers(torch.optim.AdamW):
+        found: list[type] = []  # noqa: RUF012
+
+        def __init_subclass__(cls) -> None:
+            Registers.found.append(cls)
+
+    Registers.__module__ = torch.optim.AdamW.__module__  # taken for torch's own
+    model = Blocks(depth=1)
+    optimizer = Registers(model.parameters())
+    with late_updates(), instep.attach(model, optimizer, schedule="forward") as overlap:
+        loss_of(model(batch(0)[0]), batch(0)[1]).backward()
+        optimizer.step()
+        assert "pending" in repr(overlap)
+        overlap.synchronize()
+    assert Registers.found == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state, entry: state.clear(),
+        lambda state, entry: state.popitem(),
+        lambda state, entry: entry.clear(),
+        lambda state, entry: entry.update(exp_avg=torch.zeros_like(entry["exp_avg"])),
+        lambda state, entry: entry["exp_avg"].zero_(),
+        lambda state, entry: entry.update(step=torch.tensor(0.0)),
+    ],
+)
+def test_state_written_through_an_older_reference_while_a_step_is_due(change: Any) -> None:
+    """Nobody is asked for what was read before."""
+
+    def step(lane: Lane, i: int) -> Any:
+        lane.backward(loss_of(lane.model(batch(i)[0]), batch(i)[1]))
+        state = lane.optimizer.state
+        entry = state.get(first(lane.optimizer))
+        lane.step()
+        if i == 2:
+            change(state, entry)
+        lane.zero_grad()
+
+    lockstep("late", build, step, refused={"late": LATE})
+
+
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+def test_state_written_through_data_is_not_seen(schedule: str) -> None:
+    """The limit that docs/limits.md and docs/forward.md name: no version tells."""
+
+    def train(**options: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        model, optimizer = build()
+        with late_updates(), instep.attach(model, optimizer, bucket_bytes=SMALL, **options) as overlap:
+            for i in range(2):
+                loss_of(model(batch(i)[0]), batch(i)[1]).backward()
+                entries = vars(optimizer)["state"]
+                if options["schedule"] == "backward" and i:
+                    entries[first(optimizer)]["exp_avg"].data.zero_()
+                optimizer.step()
+                if options["schedule"] == "forward" and i:
+                    entries[first(optimizer)]["exp_avg"].data.zero_()
+                optimizer.zero_grad()
+            overlap.synchronize()
+        found: torch.Tensor = optimizer.state[first(optimizer)]["exp_avg"]
+        return found
+
+    plain_model, plain = fresh()
+    for i in range(2):
+        loss_of(plain_model(batch(i)[0]), batch(i)[1]).backward()
+        if schedule == "backward" and i:
+            plain.state[first(plain)]["exp_avg"].data.zero_()
+        plain.step()
+        if schedule == "forward" and i:
+            plain.state[first(plain)]["exp_avg"].data.zero_()
+        plain.zero_grad()
+    assert not torch.equal(train(schedule=schedule), plain.state[first(plain)]["exp_avg"])
+
+
+class KeepsLists(torch.optim.Optimizer):
+    """State that is no tensor, and a value that all parameters share."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    norms = self.state[p].setdefault("norms", [])
+                    norms.append(float(p.grad.norm()))
+                    p.sub_(p.grad, alpha=group["lr"] * sum(norms) * self.state.get("factor", 1.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "undone"),
+    [
+        (lambda o: o.state[first(o)]["norms"].append(1.0), PUT_BACK),
+        (lambda o: o.state.update(factor=0.5), None),
+    ],
+)
+@pytest.mark.parametrize("way", ["backward", "forward", "late", *UNDO])
+def test_lists_in_state_and_state_of_no_parameter(way: str, change: Change, undone: Refused | None) -> None:
+    def lists() -> Any:
+        model = Blocks(depth=2)
+        return model, KeepsLists(two_groups(model))
+
+    refused = {"backward": CHANGED} | ({"undo": undone} if undone else {})
+    name = "undo" if way in UNDO else way
+    lockstep(name, lists, lambda lane, i: iteration(change, "before step", lane, i), 5, refused, **UNDO.get(way, {}))
