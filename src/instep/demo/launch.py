@@ -67,7 +67,8 @@ class _Ranks:
     def start(self, job: Job, directory: Path) -> None:
         context = multiprocessing.get_context("spawn")
         # A terminal sends Ctrl-C to all, and it must not interrupt a rank that is still importing.
-        with _environment({**_QUIET, **_KEEP_MEMORY}), blocked():
+        # Files that torch makes in a rank go with the directory: a rank that is killed removes none.
+        with _environment({**_QUIET, **_KEEP_MEMORY, **os.environ, "TMPDIR": str(directory)}), blocked():
             for rank in range(job.placement.ranks):
                 ours, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=serve, args=(job, rank, directory, theirs), daemon=True)
@@ -151,11 +152,12 @@ def _workspace(text: bytes) -> Iterator[Path]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set those of ``values`` that the user has not set, for processes started meanwhile."""
-    added = values.keys() - os.environ.keys()
-    os.environ.update({name: values[name] for name in added})
+    """Set ``values`` for processes started meanwhile."""
+    before = dict(os.environ)
+    os.environ.update(values)
     try:
         yield
     finally:
-        for name in added:
+        for name in values.keys() - before.keys():
             del os.environ[name]
+        os.environ.update(before)
