@@ -13,13 +13,11 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from instep import attachment
+from tests import missing
 from tests.distributed.pool import RankPool
 
 # Of a test with more cases than this, about as many run by default, and the others nightly.
 CASES = 2
-# On the CPU since torch 2.7 or so; by the name of the test, or of its file but for its cases of FSDP1.
-FSDP2_RUNS = torch.cuda.is_available() or hasattr(torch.cpu.Stream, "record_event")
-OF_FSDP2 = ("test_fsdp2.py", "test_meshes.py", "test_fsdp_errors.py", "test_sharded_corners.py")
 LIGHT = ("tests/unit/", "tests/report/", "tests/mutation/", "tests/checkpoint/", "tests/faults/", "tests/test_")
 
 # By default an example may take 0.2 s, and drawing them 1 s or so: on a busy machine neither says anything.
@@ -29,8 +27,7 @@ settings.load_profile("instep")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in filter(_needs_fsdp2, () if FSDP2_RUNS else items):
-        item.add_marker(pytest.mark.skip(reason="this torch's fully_shard records events, of which its CPU has none"))
+    missing.skip(items)
     if os.environ.get("INSTEP_TEST_ALL_CASES"):
         return
     of_one_test = Counter(item.nodeid.partition("[")[0] for item in items)
@@ -39,10 +36,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # By the name, so that the same ones run everywhere; none of the parameters is left out as a whole.
         if not item.nodeid.startswith(LIGHT) and crc32(item.nodeid.encode()) % count >= CASES:
             item.add_marker(pytest.mark.nightly)
-
-
-def _needs_fsdp2(item: pytest.Item) -> bool:
-    return "fsdp1" not in item.nodeid and ("fsdp2" in item.nodeid or any(name in item.nodeid for name in OF_FSDP2))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -750,7 +750,7 @@ def mistakes() -> list[str]:
     alone = Blocks()
     model = ddp(Blocks())
     attach = partial(instep.attach, shard_state=True)
-    turned = ddp(Complex())
+    turned = ddp(Complex(), init_sync=False)  # gloo of torch 2.6 sends no complex numbers
     found = [
         said(AttachError, lambda: attach(alone, adamw(alone))),
         said(AttachError, lambda: attach(model, OfMine(model.parameters()), clip=instep.ClipValue(0.1))),

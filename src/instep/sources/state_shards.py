@@ -5,7 +5,7 @@ divides them. Otherwise (Muon, Adafactor, optimizers of others) each parameter i
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -252,7 +252,7 @@ class StateShards:
             work.wait()
             _used_on_this_stream(received)
             # The step has counted as a write of the parameter already.
-            with grad_mode._unsafe_preserve_version_counter(tuple(tensors)):
+            with _uncounted(tensors):
                 _copy([(rows, flat) for flat, rows in _in_rows(received, members)])
 
         return work, finish
@@ -268,7 +268,7 @@ class StateShards:
             _used_on_this_stream(sent)
             if owner != self._rank:
                 # The step has counted as a write of the parameter already.
-                with grad_mode._unsafe_preserve_version_counter(tuple(tensors)):
+                with _uncounted(tensors):
                     _copy([(own, flat) for flat, own in _in_line(sent, tensors)])
 
         return work, finish
@@ -410,6 +410,14 @@ def _copy(pairs: _Pairs) -> None:
     """Copy into the first of each pair. One call costs less than one each."""
     into, source = zip(*pairs, strict=True)
     torch._foreach_copy_(into, source)
+
+
+def _uncounted(tensors: Iterable[torch.Tensor]) -> ExitStack:
+    """Inside of it writes to ``tensors`` do not count as such for autograd. One by one: torch 2.6 takes no several."""
+    stack = ExitStack()
+    for tensor in tensors:
+        stack.enter_context(grad_mode._unsafe_preserve_version_counter(tensor))
+    return stack
 
 
 def _used_on_this_stream(*tensors: torch.Tensor) -> None:

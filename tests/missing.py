@@ -1,0 +1,36 @@
+"""What a test asks of torch that some versions have not got."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+# Since torch 2.7 or so.
+_FSDP2_ON_CPU = torch.cuda.is_available() or hasattr(torch.cpu.Stream, "record_event")
+_GLOO_SENDS_COMPLEX = TorchVersion(torch.__version__) >= (2, 7)
+
+# All of it but for cases of FSDP1.
+_OF_FSDP2 = ("test_fsdp2.py", "test_meshes.py", "test_fsdp_errors.py", "test_sharded_corners.py")
+_COMPLEX = ("complex", "Rotations")
+_ON_ONE_DEVICE = ("tests/parity/", "tests/checkpoint/", "on_one_device")
+
+
+def from_torch(nodeid: str) -> str | None:
+    """Why a test cannot run with this torch; by its name, or that of its file or case."""
+    if not _FSDP2_ON_CPU and _names(nodeid, ("fsdp2", *_OF_FSDP2)) and "fsdp1" not in nodeid:
+        return "this torch's fully_shard records events, of which its CPU has none"
+    if not _GLOO_SENDS_COMPLEX and _names(nodeid, _COMPLEX) and not _names(nodeid, _ON_ONE_DEVICE):
+        return "this torch's gloo does not send complex parameters"
+    return None
+
+
+def _names(nodeid: str, words: Iterable[str]) -> bool:
+    return any(word in nodeid for word in words)
+
+
+def skip(items: list[pytest.Item]) -> None:
+    for item in items:
+        reason = from_torch(item.nodeid)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
