@@ -116,6 +116,21 @@ def refuse_policies(schedule: str, clip: Any, accumulation_steps: Any, scaler: A
         )
 
 
+def refuse_disabled(options: Any) -> None:
+    """What needs an attachment, and changes the numbers of the plain loop: ``INSTEP_DISABLE=1`` cannot leave it out."""
+    if isinstance(options.clip, ClipNorm) and options.clip.mode == "per_bucket":
+        raise AttachError(
+            "INSTEP_DISABLE is set, and clip=ClipNorm(mode='per_bucket') clips bucket by bucket: the plain loop has no "
+            "buckets. Use another mode, or unset INSTEP_DISABLE"
+        )
+    for name in ("comm_hook", "mixed_precision"):
+        if getattr(options, name) is not None:
+            raise AttachError(
+                f"INSTEP_DISABLE is set, and {name} changes the numbers of the plain loop, which cannot have it from "
+                "instep. Leave it out (register_comm_hook and torch.autocast are torch's own), or unset INSTEP_DISABLE"
+            )
+
+
 def compiled_in(model: nn.Module) -> list[nn.Module]:
     """The modules in ``model`` that ``torch.compile`` has wrapped."""
     dynamo = sys.modules.get("torch._dynamo")  # not imported: not used

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,6 +33,7 @@ from instep._core.outputs import nodes_of
 from instep._core.parameters import AttachedParameter, require_unchanged
 from instep._core.pickles import PlainPickles
 from instep._core.placeholders import SpentGradient
+from instep._core.plain import PlainSteps
 from instep._core.plan import MIB, ParameterSpec, Plan
 from instep._core.policies import ClipNorm, ClipValue
 from instep._core.precision import LowPrecision
@@ -51,6 +52,7 @@ from instep._validation import (
     name_parameters,
     refuse_communication,
     refuse_cross_iteration,
+    refuse_disabled,
     refuse_optimizers,
     refuse_options,
     refuse_parameters,
@@ -178,12 +180,10 @@ def attach(
         AttachError: something about the arguments, named in the message; a ``ValueError``. No hook was left behind.
         UnsupportedOptimizerError: the optimizer's update couples parameters, or it wraps another optimizer.
 
-    With ``INSTEP_DISABLE=1`` in the environment nothing is attached, and a warning says so.
+    With ``INSTEP_DISABLE=1`` in the environment the same training runs without overlap, and a warning says so: torch
+    takes each step, and gradients are clipped and looked at where ``optimizer.step()`` begins. What cannot be had that
+    way is refused: ``ClipNorm(mode="per_bucket")``, ``comm_hook`` and ``mixed_precision``.
     """
-    if os.environ.get("INSTEP_DISABLE", "") not in ("", "0"):
-        lost = "" if clip is None else f", and {clip!r} is not applied"
-        _logger.warning("INSTEP_DISABLE is set: attach() left the model and the optimizer as they are%s", lost)
-        return Attachment(model, [], {}, _wrapped_in(model), Options())
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     refuse_options(model, optimizers, schedule, bucket_bytes)
     if scaler is not None and isinstance(scaler, GradScaler) and not scaler.is_enabled():
@@ -202,6 +202,8 @@ def attach(
         cross_iteration,
         shard_state,
     )
+    if os.environ.get("INSTEP_DISABLE", "") not in ("", "0"):
+        return _attach_plainly(model, optimizers, options)
     return _attach(model, optimizers, options)
 
 
@@ -232,6 +234,16 @@ class Options:
     cross_iteration: bool = False
     shard_state: bool = False
     steps_itself: bool = False
+    disabled: bool = False
+
+
+def _attach_plainly(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> "Attachment":
+    refuse_optimizers(optimizers)
+    refuse_disabled(options)
+    names = name_parameters(model)
+    refuse_parameters(names, optimizers, attached_parameters())
+    _logger.warning("INSTEP_DISABLE is set: %s trains without overlap", type(model).__name__)
+    return _connected(model, optimizers, names, _wrapped_in(model), replace(options, disabled=True))
 
 
 def _attach(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> "Attachment":
@@ -252,6 +264,12 @@ def _attach(model: nn.Module, optimizers: Sequence[Optimizer], options: Options)
     refuse_wrappers(model, names)
     if not options.steps_itself:
         refuse_shared_memory(names, optimizers)
+    return _connected(model, optimizers, names, wrapped, options)
+
+
+def _connected(
+    model: nn.Module, optimizers: Sequence[Optimizer], names: Names, wrapped: Sequence[Wrapped], options: Options
+) -> "Attachment":
     attachment = Attachment(model, optimizers, names, wrapped, options)
     attachment._connect()
     _attachments[model] = attachment
@@ -283,7 +301,17 @@ def record(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], steps: 
     if found is not None:
         return found.record(steps)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    return _recording(model, optimizers, steps, lambda: ("plain", {}, [], None), lambda recorder: None)
+    return _recording(model, optimizers, steps, *_PLAIN)
+
+
+def _said_of_plain() -> _Described:
+    return "plain", {}, [], None
+
+
+def _nobody_listens(recorder: Recorder | None) -> None: ...
+
+
+_PLAIN = _said_of_plain, _nobody_listens
 
 
 def _recording(
@@ -330,10 +358,13 @@ class Attachment:
         self._accumulation = Accumulation(options.accumulation_steps, _living(self._ddps, syncs))
         self._clipping = Clipping(options.clip)
         self._ranks = Ranks(_rank)
-        contained = [stepper for stepper in self._steppers if require_separable(stepper.optimizer())]
-        self._step: Transaction | Deferral
+        self._step: Transaction | Deferral | PlainSteps
         sink: Sink | None
-        if options.schedule == "forward":
+        if options.disabled:
+            self._step = PlainSteps(self._ranks, self._accumulation, self._clipping, options.nonfinite)
+            sink = None
+        elif options.schedule == "forward":
+            contained = [stepper for stepper in self._steppers if require_separable(stepper.optimizer())]
             bucket_bytes = options.bucket_bytes or DEFAULT_BUCKET_BYTES
             self._step = Deferral(
                 contained, self._ranks, self._accumulation, self._clipping, bucket_bytes, options.nonfinite
@@ -341,6 +372,8 @@ class Attachment:
             self._arrival = Arrival(self._accumulation, self._clipping, self._begin_step)
             sink = self._arrival if isinstance(options.clip, ClipNorm) else None
         else:
+            for stepper in self._steppers:
+                require_separable(stepper.optimizer())
             undo = Undo(host=options.undo == "host") if options.undo else None
             scale = None if options.scaler is None else LossScale(options.scaler)
             sink = self._step = Transaction(
@@ -356,13 +389,13 @@ class Attachment:
         # Nobody else need hold an optimizer whose step() nobody calls.
         self._kept = list(optimizers) if options.steps_itself else []
         self._grouped = _parameters_in(optimizers)
-        self._zero = _zero(_ddps_among(wrapped)[0]) if options.shard_state else None
+        self._zero = _zero(_ddps_among(wrapped)[0]) if options.shard_state and not options.disabled else None
         if self._zero is not None:
             self._step.gather = self._zero.shards.gather
         self._step.parameters = tuple(self._gather(optimizers, names))
         self._precision: LowPrecision | None = None
         self._handles: list[RemovableHandle | BeforeFSDP1Gathers | Owners | PlainPickles] = []
-        self._sources = self._make_sources(wrapped, fsdp1, sink)
+        self._sources = [] if options.disabled else self._make_sources(wrapped, fsdp1, sink)
         crossing = [s for s in self._sources if isinstance(s, CrossingSource)]
         if crossing and isinstance(self._step, Deferral):
             self._step.flights = functools.partial(_flights, crossing)
@@ -424,7 +457,9 @@ class Attachment:
         model = self._model()
         optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         if model is None or not optimizers:
-            raise InstepError("there is nothing to record: the model or the optimizer is gone, or nothing was attached")
+            raise InstepError("there is nothing to record: the model or the optimizer is gone")
+        if self._options.disabled:
+            return _recording(model, optimizers, steps, *_PLAIN)
         return _recording(model, optimizers, steps, self._described, functools.partial(setattr, self, "recorder"))
 
     def _described(self) -> _Described:
@@ -627,6 +662,9 @@ class Attachment:
     def _connect(self) -> None:
         model = self._model()
         assert model is not None
+        if self._options.disabled:
+            self._connect_plainly(model)
+            return
         try:
             for source in self._sources:
                 source.connect()
@@ -643,9 +681,7 @@ class Attachment:
             for ref, stepper in zip(self._optimizers, self._steppers, strict=True):
                 optimizer = ref()
                 assert optimizer is not None
-                handle = optimizer.register_step_post_hook(UntracedHook(functools.partial(self._after_step, stepper)))
-                first_of_post_hooks(optimizer, handle)
-                self._handles.append(handle)
+                self._watch_steps(stepper, optimizer)
                 if self._zero is not None:
                     self._handles += self._zero.connect(optimizer, functools.partial(_parameters_of, self._step))
                 if not self._options.steps_itself:
@@ -653,21 +689,10 @@ class Attachment:
                     loading = UntracedHook(functools.partial(self._before_state, stepper, False))
                     self._handles.append(optimizer.register_state_dict_pre_hook(saving))
                     self._handles.append(optimizer.register_load_state_dict_pre_hook(loading))
-                compiled = Traced()
-                self._handles.append(optimizer.register_step_pre_hook(compiled))
-                before_step = UntracedHook(functools.partial(self._before_step, stepper, compiled))
-                handle = optimizer.register_step_pre_hook(before_step)
-                last_of_pre_hooks(optimizer, handle)
-                self._handles.append(handle)
             for saved in {model, *(ddp.module for ref in self._ddps if (ddp := ref()) is not None)}:
                 before_state = BoundHook(self._before_model_state)
                 self._handles.append(saved.register_state_dict_pre_hook(before_state))
-            if self._options.accumulation_steps > 1 and self._ddps:
-                # DDP's own hook is not called in no_sync.
-                for parameter in self._parameters():
-                    if parameter.requires_grad:
-                        count = UntracedHook(weakly(self._count))
-                        self._handles.append(parameter.register_post_accumulate_grad_hook(count))
+            self._count_in_no_sync()
             if self._options.mixed_precision is not None:
                 self._precision = LowPrecision(model, self._options.mixed_precision)
             owners = [model, *(optimizer for ref in self._optimizers if (optimizer := ref()) is not None)]
@@ -678,6 +703,52 @@ class Attachment:
         except BaseException:
             self.detach()
             raise
+
+    def _connect_plainly(self, model: nn.Module) -> None:
+        self._handles.append(model.register_forward_pre_hook(BoundHook(self._before_plain_forward)))
+        self._handles.append(model.register_forward_hook(BoundHook(self._after_plain_forward)))
+        for ref, stepper in zip(self._optimizers, self._steppers, strict=True):
+            optimizer = ref()
+            assert optimizer is not None
+            self._watch_steps(stepper, optimizer)
+        self._handles.append(PlainPickles(model.modules()))
+        self._count_in_no_sync()
+        if self._options.nonfinite != "allow":
+            self._ranks.voting = self._voting(model)
+
+    def _before_plain_forward(self, module: nn.Module, args: object) -> None:
+        if not torch.compiler.is_compiling() and graph_task() is None and torch.is_grad_enabled():
+            self._accumulation.decide()
+
+    def _after_plain_forward(self, module: nn.Module, args: object, output: object) -> None:
+        if not torch.compiler.is_compiling() and graph_task() is None:
+            before_backward = UntracedHook(weakly(self._before_plain_backward))
+            for node in nodes_of(output):
+                node.register_prehook(before_backward)
+
+    def _before_plain_backward(self, gradients: object) -> None:
+        if self._step.begin_backward() and self._groups:
+            self._accumulation.decide()
+            self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
+
+    def _watch_steps(self, stepper: Stepper, optimizer: Optimizer) -> None:
+        handle = optimizer.register_step_post_hook(UntracedHook(functools.partial(self._after_step, stepper)))
+        first_of_post_hooks(optimizer, handle)
+        self._handles.append(handle)
+        compiled = Traced()
+        self._handles.append(optimizer.register_step_pre_hook(compiled))
+        before_step = UntracedHook(functools.partial(self._before_step, stepper, compiled))
+        handle = optimizer.register_step_pre_hook(before_step)
+        last_of_pre_hooks(optimizer, handle)
+        self._handles.append(handle)
+
+    def _count_in_no_sync(self) -> None:
+        if self._options.accumulation_steps > 1 and self._ddps:
+            # DDP's own hook is not called in no_sync.
+            for parameter in self._parameters():
+                if parameter.requires_grad:
+                    count = UntracedHook(weakly(self._count))
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(count))
 
     def _voting(self, model: nn.Module) -> GroupVotes | None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -900,6 +971,8 @@ class Attachment:
     def _watch_readers(self, model: nn.Module, owners: Sequence[tuple[nn.Module, list[AttachedParameter]]]) -> None:
         """Hooks on the modules that hold attached parameters themselves."""
         step = self._step
+        if isinstance(step, PlainSteps):
+            return
         if isinstance(step, Transaction):
             for owner, mine in owners:
                 if owner is not model:
@@ -1061,11 +1134,11 @@ def _ddps_among(wrapped: Sequence[Wrapped]) -> list[DistributedDataParallel]:
     return [one for one in wrapped if isinstance(one, DistributedDataParallel)]
 
 
-def _parameters_of(step: "Transaction | Deferral") -> Sequence[AttachedParameter]:
+def _parameters_of(step: "Transaction | Deferral | PlainSteps") -> Sequence[AttachedParameter]:
     return step.parameters
 
 
-def _recorder_of(step: "weakref.ref[Transaction | Deferral]") -> Recorder | None:
+def _recorder_of(step: "weakref.ref[Transaction | Deferral | PlainSteps]") -> Recorder | None:
     return None if (found := step()) is None else found.recorder
 
 

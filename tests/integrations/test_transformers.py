@@ -349,11 +349,15 @@ def test_a_loss_scale(tmp_path: Path) -> None:
     require_same(*found)
 
 
-def test_disabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "limit"), [({"schedule": "backward"}, 0.0), ({}, 1.5), ({"schedule": "backward", "undo": True}, 1.5)]
+)
+def test_disabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], limit: float) -> None:
+    """Gradients are clipped once: by the Trainer, or in its place."""
     monkeypatch.setenv("INSTEP_DISABLE", "1")
-    plain = trainer(tmp_path, None, max_grad_norm=0.0)
+    plain = trainer(tmp_path, None, max_grad_norm=limit)
     plain.train()
-    other = trainer(tmp_path, InstepCallback(schedule="backward"), max_grad_norm=0.0)
+    other = trainer(tmp_path, InstepCallback(**options), max_grad_norm=limit)
     other.train()
     require_same(plain, other)
 

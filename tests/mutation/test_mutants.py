@@ -1433,6 +1433,28 @@ MUTANTS = [
         "            if False:\n",
         IN_TRAINING,
     ),
+    Mutant(
+        "disabled, clip again for each optimizer",
+        "_core/plain.py",
+        "        self._owing = {a.stepper for a, _ in found}\n",
+        "        self._owing = {a.stepper for a, _ in found if a.stepper.optimizer() is optimizer}\n",
+        "tests/unit/test_disabled.py",
+    ),
+    Mutant(
+        "disabled, clip gradients that are still scaled",
+        "_core/plain.py",
+        "                take_off_here(optimizer, [g for a, g in found if a.stepper.optimizer() is optimizer])\n",
+        "",
+        "tests/unit/test_disabled.py",
+    ),
+    Mutant(
+        "disabled, let each rank's backward communicate",
+        "attachment.py",
+        "        if not torch.compiler.is_compiling() and graph_task() is None and torch.is_grad_enabled():\n"
+        "            self._accumulation.decide()\n",
+        "        pass\n",
+        "tests/distributed/test_disabled_ranks.py",
+    ),
 ]
 
 

@@ -1,7 +1,6 @@
 """What attach refuses: a typed error that names the parameter and the cure, and no hook left behind."""
 
 import copy
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -261,22 +260,6 @@ def test_parts_of_one_model_are_attached_separately() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         assert overlap.step_count == 2
-
-
-def test_disabled_by_the_environment(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setenv("INSTEP_DISABLE", "1")
-    model = Blocks()
-    optimizer = sgd(model.parameters())
-    before = hooks_of(model, optimizer)
-    with caplog.at_level(logging.WARNING):
-        overlap = instep.attach(model, optimizer)
-    assert "INSTEP_DISABLE" in caplog.text
-    assert hooks_of(model, optimizer) == before
-    assert "detached" in repr(overlap)
-    with overlap.accumulate():
-        model(batch(0)[0]).sum().backward()
-    optimizer.step()
-    overlap.detach()
 
 
 def test_what_the_attachment_says_of_itself() -> None:

@@ -112,7 +112,7 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             nonfinite=self._nonfinite,
         )
         self.overlap = overlap
-        if clip is None or attached(model) is not overlap:  # INSTEP_DISABLE=1
+        if clip is None:
             return
         self._accelerator = accelerator
         accelerator.clip_grad_norm_ = self._norm_to_come

@@ -53,7 +53,9 @@ def _require_sensible(job: Job) -> None:
     if job.world_size == 1 and job.bucket_cap_mb is not None:
         raise PlanError("--bucket-cap-mb is for --world-size above 1: the buckets of one device have --bucket-bytes")
     if os.environ.get("INSTEP_DISABLE", "") not in ("", "0"):
-        raise PlanError("INSTEP_DISABLE is set, with which attach() does nothing: unset it to see what it would do")
+        raise PlanError(
+            "INSTEP_DISABLE is set, with which torch takes every step: unset it to see what attach() would do"
+        )
 
 
 class _Planning:

@@ -1,0 +1,166 @@
+"""``INSTEP_DISABLE=1``: torch takes every step, and gradients are clipped, and looked at, where ``step()`` begins."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from instep._core.accumulation import Accumulation
+from instep._core.clipping import Clipping
+from instep._core.engine import graph_task
+from instep._core.finite import Policy, ask_if_finite, nonfinite_error
+from instep._core.parameters import AttachedParameter
+from instep._core.ranks import Ranks
+from instep._core.scaling import found_inf, take_off_here
+from instep._core.stepper import Stepper, remember_settings
+from instep._core.transaction import Gather, Recorder
+
+
+class PlainSteps:
+    """The steps of a model that would be attached, as the plain loop takes them.
+
+    Attributes:
+        step_count: how many steps were taken: calls of ``optimizer.step()`` with gradients; with several optimizers,
+            rounds of them.
+        skip_count: how many steps were left out, for a gradient that was not finite.
+    """
+
+    redo_count = 0
+    state = "disabled"
+
+    def __init__(self, ranks: Ranks, accumulation: Accumulation, clipping: Clipping, nonfinite: Policy) -> None:
+        self.parameters: tuple[AttachedParameter, ...] = ()
+        self.step_count = 0
+        self.skip_count = 0
+        self.recorder: Recorder | None = None
+        self.gather: Gather | None = None
+        self._ranks = ranks
+        self._accumulation = accumulation
+        self._clipping = clipping
+        self._nonfinite = nonfinite
+        self._owing: set[Stepper] = set()  # with gradients of this step, not yet stepped
+        self._taken = True
+        self._backward: int | None = None
+        self._flushing: Stepper | None = None
+        self._left_out: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._settings: Callable[[], None] | None = None
+
+    def begin_backward(self) -> bool:
+        """An output of the model is about to get its gradient. Returns whether this is the first of them in the
+        running backward."""
+        if self._backward == graph_task():
+            return False
+        self._backward = graph_task()
+        self._accumulation.begin()
+        self._put_back()  # of a step() that raised
+        self._flushing = None
+        self._owing.clear()
+        return True
+
+    def begin_flush(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is about to update."""
+        if self._flushing is stepper:
+            return  # a step() that calls its parent class's step(), where torch runs the hooks again
+        self._accumulation.require_reduced()
+        if stepper not in self._owing:
+            self._begin(stepper.optimizer())
+        self._flushing = stepper
+        if not self._taken:
+            self._leave_out(stepper)
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        """The first of the step's optimizers. The plain loop clips the gradients of all of them before it."""
+        found = [(a, gradient) for a in self.parameters if (gradient := a.get().grad) is not None]
+        if not found:
+            self._taken = True
+        elif not found_inf(optimizer):  # else the kernel skips its update, of gradients as they are
+            self._taken = self._is_taken([(a.spec.name, gradient) for a, gradient in found])
+            if self._clipping.policy is not None:
+                take_off_here(optimizer, [g for a, g in found if a.stepper.optimizer() is optimizer])
+                self._clip([a.get() for a, _ in found])
+        self._owing = {a.stepper for a, _ in found}
+
+    def _clip(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._clipping.begin()
+        self._clipping.know_total(self.parameters, lambda a: a.get().grad)
+        if self._taken:
+            self._clipping.clip(parameters)
+
+    def _is_taken(self, gradients: Sequence[tuple[str, torch.Tensor]]) -> bool:
+        if self._nonfinite == "allow":
+            return True
+        rank = ask_if_finite(gradients, self._ranks, self.step_count + 1)
+        if rank is not None and self._nonfinite == "raise":
+            raise nonfinite_error(gradients, rank, "Nothing of the step was applied")
+        return rank is None
+
+    def _leave_out(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` finds no gradient, and what it writes nevertheless is put back."""
+        self._settings = remember_settings(stepper.optimizer())
+        for attached in self.parameters:
+            parameter = attached.get()
+            if attached.stepper is stepper and parameter.grad is not None:
+                self._left_out.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def _put_back(self) -> None:
+        for parameter, gradient in self._left_out:
+            parameter.grad = gradient
+        if self._settings is not None:
+            self._settings()
+        self._left_out, self._settings = [], None
+
+    def commit(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` returned."""
+        if self._flushing is not stepper:
+            return
+        self._flushing = None
+        self._put_back()
+        self._accumulation.stepped()
+        if stepper in self._owing:
+            self._owing.discard(stepper)
+            if not self._owing:
+                self.step_count += self._taken
+                self.skip_count += not self._taken
+
+    def leave_to_optimizer(self, stepper: Stepper, error: object) -> None: ...
+
+    def end_backward(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def before_forward(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def require_whole(self) -> None: ...
+
+    def is_applied(self, attached: AttachedParameter) -> bool:
+        return False
+
+    def whole_step(self) -> int:
+        return self.step_count
+
+    def accept(self) -> None: ...
+
+    def rollback(self) -> None:
+        """Clear the gradients: nothing of them has been written."""
+        self.forget(gradients=True)
+
+    def forget(self, *, gradients: bool) -> None:
+        """Begin anew; with ``gradients``, clear all of them."""
+        self._put_back()
+        for attached in self.parameters:
+            if gradients and (parameter := attached.peek()) is not None:
+                parameter.grad = None
+        self._flushing = None
+        self._owing.clear()
+        self._accumulation.stepped()
+
+    def before_save(self) -> None: ...
+
+    def before_state(self, *_: Any, **__: Any) -> None: ...
+
+    def close(self) -> None:
+        self.forget(gradients=False)
