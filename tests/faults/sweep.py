@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
+from tests import missing
 from tests.faults.cases import ALL, Case
 from tests.faults.harness import BY_SEVERITY, NOT_REACHED, OK, Summary, Verdict, can_partition, run_cases
 
@@ -181,9 +182,9 @@ def everything() -> list[Case]:
 
 
 def permitted(cases: Iterable[Case]) -> list[Case]:
-    """Without those that need what this machine does not let us do."""
+    """Without those that need what this machine does not let us do, or this torch has not got."""
     cuts = can_partition()
-    return [case for case in cases if cuts or case.kind != "partition"]
+    return [case for case in cases if (cuts or case.kind != "partition") and missing.from_torch(case.source) is None]
 
 
 def spread(cases: Sequence[Case], number: int) -> list[Case]:
