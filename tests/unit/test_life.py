@@ -2,6 +2,8 @@
 
 import gc
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -9,40 +11,152 @@ import torch
 from torch import nn
 
 import instep
-from instep.errors import StaleAttachmentError
+from instep.errors import StaleAttachmentError, TornStepError
 from tests.cases import Blocks, batch
+from tests.living import POINTS, LoopError, Made, no_gc, settle, stepped, survivors, train
 
 
 def live_tensors() -> int:
     return sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects())
 
 
-@pytest.fixture
-def no_gc() -> Any:
-    gc.collect()
-    # The first optimizer of a process has torch import its compiler, and the frames of that are kept with it.
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+SMALL = 2_000  # bytes: several buckets even in these models
+OPTIONS: dict[str, dict[str, Any]] = {
+    "backward": {},
+    "undo": {"undo": True},
+    "host": {"undo": "host"},
+    "forward": {"schedule": "forward"},
+    "clipped": {"schedule": "forward", "clip": instep.ClipNorm(1.0)},
+    "nonfinite": {"schedule": "forward", "nonfinite": "skip"},
+    "undo clipped": {"undo": True, "clip": instep.ClipNorm(1.0), "nonfinite": "skip"},
+    "two_pass": {"clip": instep.ClipNorm(1.0, mode="two_pass")},
+    "accumulation": {"accumulation_steps": 2},
+}
+
+
+def make(way: str | None, fused: bool = False) -> Made:
+    model = Blocks()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+    return (
+        model,
+        optimizer,
+        None if way is None else instep.attach(model, optimizer, bucket_bytes=SMALL, **OPTIONS[way]),
+    )
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["attachment kept", "attachment dropped"])
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_dropped_model_is_freed_by_reference_count(no_gc: None, keep: bool, steps: int) -> None:
-    model = Blocks()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    overlap = instep.attach(model, optimizer)
-    if not keep:
-        del overlap
-    for i in range(steps):
-        model(batch(i)[0]).sum().backward()
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("way", [None, *OPTIONS])
+def test_a_dropped_model_is_freed_by_reference_count(way: str | None, point: str, keep: bool) -> None:
+    assert survivors(lambda: make(way), point, keep=keep) == []
+    assert survivors(lambda: make(way, fused=True), point, keep=keep) == []
+
+
+class Fails(torch.optim.SGD):
+    failing = False
+
+    def step(self, closure: Any = None) -> Any:
+        if Fails.failing and any(p.shape == (24, 16) for group in self.param_groups for p in group["params"]):
+            raise LoopError
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("way", ["backward", "undo", "forward"])
+def test_nothing_is_kept_by_an_error_in_the_update(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def one() -> list[Callable[[], object]]:
+        model = Blocks()
+        optimizer = Fails(model.parameters(), lr=0.1)
+        instep.attach(model, optimizer, bucket_bytes=SMALL, **OPTIONS[way])
+        model(batch(0)[0]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    gone = weakref.ref(model), weakref.ref(model.inner.weight), weakref.ref(optimizer)
-    del model, optimizer
-    assert [ref() for ref in gone] == [None, None, None]
+        monkeypatch.setattr(Fails, "failing", True)
+        with suppress(LoopError):
+            model(batch(0)[0]).sum().backward()
+            optimizer.step()
+            model(batch(0)[0])
+        monkeypatch.setattr(Fails, "failing", False)
+        with suppress(TornStepError):
+            model(batch(0)[0])
+        return [weakref.ref(model), weakref.ref(optimizer), *map(weakref.ref, model.parameters())]
+
+    with no_gc():
+        assert [ref() for ref in one() if ref() is not None] == []
+
+
+@pytest.mark.parametrize("way", OPTIONS)
+def test_the_core_does_not_keep_a_graph_s_optimizer(way: str) -> None:
+    with no_gc():
+        model, optimizer, _ = make(way)
+        train((model, optimizer, instep.attached(model)))
+        loss = model(batch(0)[0]).sum()
+        gone = weakref.ref(optimizer), weakref.ref(model)
+        weight = model.inner.weight
+        del model, optimizer, _
+        settle()
+        assert [ref() for ref in gone] == [None, None]
+    loss.backward()  # there is nobody to step
+    assert type(weight.grad) is torch.Tensor
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("way", ["forward", "clipped", "nonfinite"])
+def test_a_parameter_that_is_kept_alone_gets_what_was_due(way: str, fused: bool) -> None:
+    """Also where the collector finds the model, in a cycle."""
+
+    def weight_of(way: str | None, cycle: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        made = make(way, fused)
+        stepped(made)
+        model: Any = made[0]
+        if cycle:
+            model.itself = [model]
+        return model.inner.weight
+
+    for cycle in (False, True):
+        plain, found = weight_of(None, cycle).detach(), weight_of(way, cycle)
+        gc.collect()
+        if way != "clipped":  # the plain loop does not clip
+            assert torch.equal(found, plain)
+        settle()
+        assert type(found) is nn.Parameter
+        if way != "clipped":
+            assert torch.equal(found.detach(), plain)
+
+
+@pytest.mark.parametrize("way", ["undo", "host"])
+def test_a_parameter_that_is_kept_alone_has_no_step_on_trial(way: str) -> None:
+    def weight_of(way: str | None, cycle: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        made = make(way)
+        POINTS["backward"](made)
+        model: Any = made[0]
+        if cycle:
+            model.itself = [model]
+        return model.inner.weight
+
+    for cycle in (False, True):
+        plain, found = weight_of(None, cycle), weight_of(way, cycle)
+        gc.collect()
+        assert type(found) is nn.Parameter
+        assert torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("way", OPTIONS)
+def test_lives_do_not_grow(way: str) -> None:
+    """Each ends where its gradients have just been applied, or are to be."""
+
+    def lives(count: int) -> int:
+        for i in range(count):
+            made = make(way)
+            POINTS[("first backward", "backward", "raised", "stepped")[i % 4]](made)
+        del made
+        settle()
+        gc.collect()
+        return live_tensors()
+
+    before = lives(4)
+    assert lives(12) == before
 
 
 def test_it_lives_as_long_as_the_model() -> None:
@@ -103,4 +217,24 @@ def test_a_dropped_optimizer_is_named() -> None:
         model(batch(0)[0]).sum().backward()
     overlap = instep.attached(model)
     assert overlap is not None
+    overlap.detach()
+
+
+@pytest.mark.parametrize("way", OPTIONS)
+def test_tensors_are_swapped_after_detach(way: str) -> None:
+    model, optimizer, overlap = make(way)
+    assert overlap is not None
+    train((model, optimizer, overlap))
+    plan = overlap.plan
+    with pytest.raises(RuntimeError, match="weakref"):  # torch's own: nothing was changed
+        torch.utils.swap_tensors(model.inner.weight, nn.Parameter(torch.zeros(24, 16)))
+    train((model, optimizer, overlap))
+    overlap.detach()
+    weight = model.inner.weight
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.zeros(24, 16)))
+    assert model.inner.weight is weight
+    assert not weight.any()
+    assert overlap.plan == plan
+    assert "detached" in repr(overlap)
+    overlap.synchronize()
     overlap.detach()

@@ -363,9 +363,18 @@ class Deferral:
                     self._wait(due)
                     if due.step.failure is not None and self._torn is None:
                         self._tear(due.step)
-                        if not due.step.refused or isinstance(due.step.failure, StepMismatchError):
-                            raise due.step.failure
-                        self.require_whole()
+                        self._raise_failure(due.step)
+
+    def _raise_failure(self, step: _Frozen) -> None:
+        """Nothing keeps what is raised here: its frames refer to the model."""
+        assert self._torn is not None
+        failure, step.failure = step.failure, self._torn.cause
+        try:
+            if failure is not None and (not step.refused or isinstance(failure, StepMismatchError)):
+                raise failure
+        finally:
+            del failure
+        self.require_whole()
 
     def _wait(self, due: _Due) -> None:
         if due.mark is not None:

@@ -1,0 +1,146 @@
+"""What is still there once a loop has let go of its model and optimizer, at some point of a step."""
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+import instep
+from instep._core import life
+from instep._core.worker import NAME
+from tests.cases import batch
+
+PATIENCE, A_MOMENT = 10.0, 2.0
+Made = tuple[nn.Module, torch.optim.Optimizer, instep.Attachment | None]
+
+
+class LoopError(Exception):
+    """Of the loop's own model."""
+
+
+def backward(made: Made, seed: int) -> None:
+    model, _, overlap = made
+    loss = model(batch(seed)[0]).sum()
+    if overlap is None:
+        loss.backward()
+    else:
+        overlap.backward(loss)
+
+
+def train(made: Made, steps: int = 2) -> None:
+    for seed in range(steps):
+        backward(made, seed)
+        made[1].step()
+        made[1].zero_grad()
+
+
+def raised(made: Made) -> None:
+    """In the middle of backward; who goes on is told, if the step is torn."""
+    train(made)
+    first = next(made[0].parameters())
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise LoopError
+
+    handle = first.register_hook(fail)
+    with suppress(LoopError):
+        backward(made, 2)
+    handle.remove()
+    with suppress(instep.errors.InstepError):
+        made[0](batch(3)[0])
+
+
+def stepped(made: Made) -> None:
+    train(made)
+    backward(made, 2)
+    made[1].step()
+
+
+def detached(made: Made) -> None:
+    stepped(made)
+    if made[2] is not None:
+        made[2].detach()
+
+
+def detached_in_a_step(made: Made) -> None:
+    train(made)
+    backward(made, 2)
+    if made[2] is not None:
+        made[2].detach()
+
+
+POINTS: dict[str, Callable[[Made], Any]] = {
+    "attached": lambda made: None,
+    "forward": lambda made: made[0](batch(0)[0]),  # whose graph is still there
+    "first backward": lambda made: backward(made, 0),
+    "backward": lambda made: (train(made), backward(made, 2)),
+    "raised": raised,
+    "stepped": stepped,
+    "zeroed": train,
+    "detached": detached,
+    "detached in a step": detached_in_a_step,
+}
+
+
+@contextmanager
+def no_gc() -> Iterator[None]:
+    # The first optimizer of a process has torch import its compiler, and the frames of that are kept with it.
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def settle() -> None:
+    """Return when nothing is due any more, of those whom nobody waits for."""
+    patience = time.monotonic() + PATIENCE
+    while life._unsettled:
+        assert time.monotonic() < patience, "what is due is not applied"
+        time.sleep(0.001)
+
+
+def _references(made: Made) -> dict[str, Callable[[], object]]:
+    model, optimizer, _ = made
+    found: dict[str, Callable[[], object]] = {"model": weakref.ref(model), "optimizer": weakref.ref(optimizer)}
+    found |= {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        entry = optimizer.state.get(parameter, {})
+        found |= {f"{name} {key}": weakref.ref(value) for key, value in list(entry.items())}
+    return found
+
+
+def survivors(make: Callable[[], Made], point: str, *, keep: bool = False, collect: bool = False) -> list[str]:
+    """What is not freed with the last reference to model and optimizer, or with ``collect`` not by the collector.
+
+    Args:
+        keep: whether the attachment is kept.
+    """
+    with no_gc():
+        made = make()
+        output = POINTS[point](made)
+        found = _references(made)
+        kept = made[2] if keep else None
+        del made, output
+        settle()
+        if collect:
+            gc.collect()
+        left = _left(found)
+        patience = time.monotonic() + A_MOMENT
+        while left and any(thread.name == NAME for thread in threading.enumerate()) and time.monotonic() < patience:
+            time.sleep(0.001)  # the thread that has just applied what was due lets go of it
+            left = _left(found)
+        del kept
+        return left
+
+
+def _left(references: Mapping[str, Callable[[], object]]) -> list[str]:
+    return [name for name, ref in references.items() if ref() is not None]
