@@ -42,16 +42,7 @@ def _plain_name(model: nn.Module, name: str) -> str:
     return name.removeprefix("module.") if isinstance(model, (DistributedDataParallel, Replicated)) else name
 
 
-def refuse_options(model: nn.Module, optimizers: Sequence[Any], schedule: str, bucket_bytes: int | None) -> None:
-    if not isinstance(model, nn.Module):
-        raise AttachError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if not optimizers:
-        raise AttachError("optimizer is an empty list: give one optimizer or more")
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise AttachError(
-                f"optimizer must be a torch.optim.Optimizer or a list of them, not {type(optimizer).__name__}"
-            )
+def refuse_options(optimizers: Sequence[Optimizer], schedule: str, bucket_bytes: int | None) -> None:
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         raise AttachError(f"the same {type(optimizers[0]).__name__} is given twice in optimizer")
     if schedule not in ("backward", "forward"):

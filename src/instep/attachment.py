@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from instep._arguments import optimizers_of, require_flag, require_model
 from instep._core.accumulation import Accumulation, Syncing
 from instep._core.arrival import Arrival
 from instep._core.clipping import Clipping
@@ -184,8 +185,11 @@ def attach(
     takes each step, and gradients are clipped and looked at where ``optimizer.step()`` begins. What cannot be had that
     way is refused: ``ClipNorm(mode="per_bucket")``, ``comm_hook`` and ``mixed_precision``.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    refuse_options(model, optimizers, schedule, bucket_bytes)
+    require_model(model, AttachError)
+    optimizers = optimizers_of(optimizer, AttachError)
+    refuse_options(optimizers, schedule, bucket_bytes)
+    require_flag("cross_iteration", cross_iteration, AttachError)
+    require_flag("shard_state", shard_state, AttachError)
     if scaler is not None and isinstance(scaler, GradScaler) and not scaler.is_enabled():
         scaler = None
     refuse_policies(schedule, clip, accumulation_steps, scaler, undo, nonfinite)
@@ -277,7 +281,12 @@ def _connected(
 
 
 def attached(model: nn.Module) -> "Attachment | None":
-    """The attachment of ``model``, ``None`` if it has none."""
+    """The attachment of ``model``, ``None`` if it has none.
+
+    Raises:
+        AttachError: ``model`` is no ``torch.nn.Module``.
+    """
+    require_model(model, AttachError)
     return _attachments.get(model)
 
 
@@ -294,14 +303,13 @@ def record(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], steps: 
         A recording: ``recording.save(path)`` after the block, for ``instep report`` and for trace viewers.
 
     Raises:
-        ValueError: ``steps`` is not a whole number above 0.
+        AttachError: ``model``, ``optimizer`` or ``steps`` is something else; a ``ValueError``.
         InstepError: on entering the block: ``torch.profiler`` is running already.
     """
     found = attached(model)
     if found is not None:
         return found.record(steps)
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    return _recording(model, optimizers, steps, *_PLAIN)
+    return _recording(model, optimizers_of(optimizer, AttachError), steps, *_PLAIN)
 
 
 def _said_of_plain() -> _Described:
@@ -447,6 +455,8 @@ class Attachment:
 
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
+        if recorder is not None and not callable(recorder):
+            raise InstepError(f"recorder must be a function of (kind, names, start, end) or None, not {recorder!r}")
         self._step.recorder = recorder
         if isinstance(self._step, Deferral):
             self._arrival.recorder = recorder
@@ -490,7 +500,10 @@ class Attachment:
 
         Raises:
             RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set. Nothing was updated.
+            InstepError: ``loss`` is no tensor.
         """
+        if not isinstance(loss, torch.Tensor):
+            raise InstepError(f"loss must be the tensor that backward() begins from, not {type(loss).__name__}")
         step = self._step
         if not isinstance(step, Transaction) or self._clipping.mode != "two_pass" or self._accumulation.holds_next:
             loss.backward(gradient)

@@ -3,6 +3,7 @@
 import torch.distributed as dist
 from torch import nn
 
+from instep._arguments import require_model
 from instep.attachment import attached_parameters
 from instep.errors import AttachError
 from instep.sources.replicated import Replicated
@@ -42,7 +43,7 @@ def replicate(
         AttachError: about the model, an option or the process group, named in the message; a ``ValueError``.
     """
     attached = attached_parameters()
-    for name, parameter in model.named_parameters() if isinstance(model, nn.Module) else ():
+    for name, parameter in require_model(model, AttachError).named_parameters():
         if id(parameter) in attached:
             raise AttachError(
                 f"replicate: parameter {name!r} is already attached ({attached[id(parameter)]!r}): its gradients would "

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from instep._arguments import optimizers_of, require_count, require_model
 from instep._wrappers import put_shards_in_place
 from instep.attachment import attach
 from instep.errors import AttachError
@@ -45,7 +46,13 @@ def verify(build: Build, steps: int = 3, **options: Any) -> Verification:
         steps: how many iterations to compare.
         options: passed on to ``instep.attach``. Not ``comm_hook`` and ``mixed_precision``, which change the
             numbers themselves.
+
+    Raises:
+        AttachError: ``build`` or what it returns is something else, and what ``attach`` raises.
     """
+    require_count("steps", steps, AttachError)
+    if not callable(build) or isinstance(build, (nn.Module, type)):
+        raise AttachError(f"build must be a function that returns (model, optimizer, step), not {build!r}")
     for name in ("comm_hook", "mixed_precision"):
         if options.get(name) is not None:
             raise AttachError(
@@ -53,9 +60,9 @@ def verify(build: Build, steps: int = 3, **options: Any) -> Verification:
             )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        plain, plain_optimizer, plain_step = build()
+        plain, plain_optimizer, plain_step = _built(build)
         torch.manual_seed(0)
-        model, optimizer, step = build()
+        model, optimizer, step = _built(build)
         with attach(model, optimizer, **options) as overlap:
             for i in range(steps):
                 torch.manual_seed(i)
@@ -68,6 +75,13 @@ def verify(build: Build, steps: int = 3, **options: Any) -> Verification:
                     return Verification(i + 1, 0, f"after step {i + 1}: {difference}")
             tensors = sum(isinstance(value, torch.Tensor) for _, value in training_state(model, optimizer))
         return Verification(steps, tensors, None)
+
+
+def _built(build: Build) -> tuple[nn.Module, list[Optimizer], Callable[[int], object]]:
+    made: Any = build()
+    if not (isinstance(made, tuple) and len(made) == 3 and callable(made[2])):
+        raise AttachError(f"build must return (model, optimizer, step), with a function step(i); it returned {made!r}")
+    return require_model(made[0], AttachError), optimizers_of(made[1], AttachError), made[2]
 
 
 def training_state(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:

@@ -279,5 +279,6 @@ def test_d7_two_threads_in_backward_of_one_model() -> None:
         status, error = two_threads("instep")
         assert status == 0
         # Which one depends on where the threads meet: a forward that was under way when the other thread's backward
-        # updated a weight is told so where it reads it, and a backward that comes after the other's finds its gradients.
+        # updated a weight is told so where it reads it, and a backward that comes after the other's finds its
+        # gradients.
         assert error in ("ConcurrentBackwardError", "UncommittedStepError", "SpentGradientError")

@@ -1455,6 +1455,13 @@ MUTANTS = [
         "        pass\n",
         "tests/distributed/test_disabled_ranks.py",
     ),
+    Mutant(
+        "take a list of anything for optimizers",
+        "_arguments.py",
+        "        if not isinstance(one, Optimizer):\n",
+        "        if False:\n",
+        "tests/unit/test_arguments.py",
+    ),
 ]
 
 

@@ -213,7 +213,7 @@ def test_of_nothing_nothing_is_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", [0, -1, 2.5, True])
 def test_the_number_of_steps_is_checked(steps: Any) -> None:
     model, optimizer = made("plain")
-    with pytest.raises(ValueError, match=f"steps={steps!r}"):
+    with pytest.raises(ValueError, match=f"steps must be a whole number, at least 1, not {steps!r}"):
         instep.record(model, optimizer, steps)
 
 

@@ -1,6 +1,7 @@
 """What is done to gradients before they are applied: small frozen values that ``attach`` takes."""
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -40,6 +41,8 @@ class ClipNorm:
     def __post_init__(self) -> None:
         _require_number("ClipNorm", "max_norm", self.max_norm)
         _require_number("ClipNorm", "norm_type", self.norm_type)
+        if not isinstance(self.error_if_nonfinite, bool):
+            raise AttachError(f"ClipNorm: error_if_nonfinite must be True or False, not {self.error_if_nonfinite!r}")
         if self.mode not in get_args(Mode):
             raise AttachError(f"ClipNorm: mode={self.mode!r} is not known: it is one of {', '.join(get_args(Mode))}")
         if self.error_if_nonfinite and self.mode not in ("exact", "two_pass"):
@@ -62,6 +65,10 @@ class ClipValue:
         _require_number("ClipValue", "clip_value", self.clip_value)
 
 
+def _is_a_limit(value: float) -> bool:
+    return 0 <= value <= sys.float_info.max or value == math.inf  # not NaN, nor a whole number that is no float
+
+
 def _require_number(kind: str, name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_a_limit(value):
         raise AttachError(f"{kind}: {name} must be a number that is not negative, not {value!r}")

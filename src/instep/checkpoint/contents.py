@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from instep._arguments import optimizers_of, require_model
 from instep._shards import is_sharded
 from instep._wrappers import fsdp1_in, put_shards_in_place
 from instep.attachment import Attachment, attached_parameters
@@ -30,9 +31,8 @@ class Subject:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        if not isinstance(model, nn.Module):
-            raise CheckpointError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        require_model(model, CheckpointError)
+        self.optimizers = optimizers_of(optimizer, CheckpointError)
         _refuse_optimizers(self.optimizers)
         if fsdp1_in(model):
             raise CheckpointError(

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from instep._arguments import path_of, require_flag
 from instep.checkpoint.contents import Subject
 from instep.checkpoint.files import MANIFEST, places, require_directory
 from instep.checkpoint.ranks import Ranks
 from instep.checkpoint.reading import Reader
 from instep.checkpoint.staging import Staged, stage
-from instep.errors import DamagedCheckpointError
+from instep.errors import CheckpointError, DamagedCheckpointError
 
 _logger = logging.getLogger("instep")
 
@@ -71,7 +72,8 @@ def load(
         CheckpointError: the checkpoint does not fit. It says where. Nothing was changed.
     """
     ranks = Ranks()
-    directory = Path(path)
+    directory = path_of(path, CheckpointError)
+    require_flag("allow_nonfinite", allow_nonfinite, CheckpointError)
     subject: Subject | None = None
 
     def look() -> bytes:

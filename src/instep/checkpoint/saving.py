@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from instep._arguments import path_of, require_flag
 from instep.checkpoint import manifest as manifests
 from instep.checkpoint.contents import Contents, Subject
 from instep.checkpoint.files import (
@@ -76,7 +77,8 @@ def save(
             any rank; a later checkpoint in ``path``. Nothing was changed.
     """
     ranks = Ranks()
-    directory = Path(path)
+    directory = path_of(path, CheckpointError)
+    require_flag("allow_nonfinite", allow_nonfinite, CheckpointError)
     contents: Contents | None = None
 
     def gather() -> bytes:

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from instep._arguments import require_model
 from instep._core.changes import same
 from instep._core.hooks import UntracedHook
 from instep._wrappers import fsdp1_of
@@ -64,7 +65,10 @@ def apply_optimizer_in_backward(
     ddps = _running_ddps(parameters)
     for ddp in ddps:
         _refuse_hook(ddp)
-    optimizers = [optimizer_class([parameter], **optimizer_kwargs) for parameter in parameters]
+    try:
+        optimizers = [optimizer_class([parameter], **optimizer_kwargs) for parameter in parameters]
+    except TypeError as error:
+        raise AttachError(f"optimizer_kwargs={optimizer_kwargs!r} do not fit: {error}") from error
     for parameter, optimizer in zip(parameters, optimizers, strict=True):
         _forget_removed(parameter)
         _record(parameter, optimizer, optimizer_kwargs)
@@ -81,6 +85,7 @@ def get_in_backward_optimizers(module: nn.Module) -> list[Optimizer]:
 
     For checkpoints and schedulers; their ``step`` and ``zero_grad`` are not for the caller.
     """
+    require_model(module, AttachError, "module")
     return [optimizer for parameter in module.parameters() for optimizer in getattr(parameter, OPTIMIZERS, ())]
 
 
@@ -114,6 +119,8 @@ def _forget_removed(parameter: torch.Tensor) -> None:
 def _checked(params: Iterable[torch.Tensor], optimizer_class: type[Optimizer]) -> list[torch.Tensor]:
     if isinstance(params, torch.Tensor):
         raise AttachError("params must be an iterable of parameters, not one tensor: give [param]")
+    if not isinstance(params, Iterable):
+        raise AttachError(f"params must be an iterable of parameters, not {params!r}: give model.parameters()")
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise AttachError(f"optimizer_class must be a class of torch.optim.Optimizer, not {optimizer_class!r}")
     if issubclass(optimizer_class, torch.optim.LBFGS):

@@ -25,8 +25,11 @@ def register_overlapped(optim_cls: type) -> Callable[[T], T]:
     It is called with ``(optim_cls, params, *args, **kwargs)``, where ``optim_cls`` is the class that was asked for.
 
     Raises:
-        ValueError: ``optim_cls`` is registered already; names both classes.
+        ValueError: ``optim_cls`` is registered already, named with both classes; or it is no class.
     """
+
+    if not isinstance(optim_cls, type):
+        raise AttachError(f"optim_cls must be a class of optimizers, not {optim_cls!r}")
 
     def register(overlapped_cls: T) -> T:
         if optim_cls in _registered:
@@ -160,12 +163,13 @@ def as_overlapped_optim(
     Raises:
         ValueError: no class in the MRO is registered, so ``optim_cls`` is no ``torch.optim.Optimizer``.
     """
-    for cls in optim_cls.__mro__:
+    for cls in optim_cls.__mro__ if isinstance(optim_cls, type) else ():
         if cls in _registered:
             make: Any = _registered[cls]
             overlapped: OverlappedOptimizer = make(optim_cls, params, *args, **kwargs)
             return overlapped
-    raise ValueError(
-        f"{optim_cls.__qualname__} is no torch.optim.Optimizer, and neither it nor a class it inherits from is "
-        "registered with register_overlapped"
+    name = optim_cls.__qualname__ if isinstance(optim_cls, type) else repr(optim_cls)
+    raise AttachError(
+        f"{name} is no torch.optim.Optimizer class, and neither it nor a class it inherits from is registered with "
+        "register_overlapped"
     )

@@ -117,6 +117,10 @@ class AllreduceUpcastHookState:
     _reductions: list[_Reduction] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.ddp_weakref, weakref.ref) or not isinstance(self._ddp(), DistributedDataParallel):
+            raise AttachError(
+                f"ddp_weakref must be weakref.ref(ddp) of a DistributedDataParallel: {self.ddp_weakref!r}"
+            )
         self._streams = StepStreams(self.upcast_stream)
         self._after = StepAfterReduction(lambda p: hasattr(p, OPTIMIZERS), step_with, self._streams, self._settled)
         ddp = self._ddp()

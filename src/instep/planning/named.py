@@ -74,6 +74,8 @@ def options_of(pairs: Sequence[str]) -> dict[str, Any]:
             found[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             found[name] = value
+        except (RecursionError, MemoryError) as error:  # of Python's parser
+            raise PlanError(f"--option {name}: its value is nested too deeply") from error
     return found
 
 

@@ -19,7 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
-from instep.errors import InstepError
+from instep._arguments import require_count
+from instep.errors import AttachError, InstepError
 from instep.recording.clock import Clock
 from instep.recording.holdings import GradientNotes, held_before, memory_of, state_addresses
 from instep.recording.trace import Event, Trace
@@ -46,8 +47,7 @@ class Recording:
         describe: Callable[[], Setup],
         listen: Callable[[SpanRecorder | None], None],
     ) -> None:
-        if type(steps) is not int or steps < 1:
-            raise ValueError(f"steps={steps!r}: how many steps to record, at least 1")
+        require_count("steps", steps, AttachError)
         self._model = model
         self._optimizers = list(optimizers)
         self._steps = steps

@@ -116,7 +116,7 @@ def load(path: Path) -> Run:
         document = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
         found = document["instep"]
         version = found["format"]
-    except (ValueError, KeyError, TypeError, EOFError, OSError) as error:
+    except (ValueError, KeyError, TypeError, EOFError, OSError, RecursionError) as error:
         raise NotARecordingError(f"{path} is not a recording of instep's: recording.save(path) writes one") from error
     if version != FORMAT:
         raise NotARecordingError(f"{path} has format {version}; this version of instep reads {FORMAT}")

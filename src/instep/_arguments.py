@@ -1,0 +1,75 @@
+"""The arguments that many public verbs share. A wrong one is refused with what was found, and what to give instead."""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from instep.errors import InstepError
+
+Error = type[InstepError]
+
+
+def require_model(model: object, error: Error, name: str = "model") -> nn.Module:
+    """``model``, if it is one."""
+    if not isinstance(model, nn.Module):
+        raise error(f"{name} must be a torch.nn.Module, not {_found(model)}")
+    return model
+
+
+def optimizers_of(optimizer: object, error: Error, name: str = "optimizer") -> list[Optimizer]:
+    """The optimizer, or those of a list."""
+    if isinstance(optimizer, Optimizer):
+        return [optimizer]
+    no_list = str, bytes, type, Mapping, nn.Module, torch.Tensor
+    if not isinstance(optimizer, Iterable) or isinstance(optimizer, no_list):
+        raise error(f"{name} must be a torch.optim.Optimizer or a list of them, not {_found(optimizer)}")
+    found: list[Optimizer] = []
+    for position, one in enumerate(optimizer):
+        if not isinstance(one, Optimizer):
+            raise error(f"{name}[{position}] must be a torch.optim.Optimizer, not {_found(one)}")
+        found.append(one)
+    if not found:
+        raise error(f"{name} is an empty list: give one optimizer or more")
+    return found
+
+
+def require_flag(name: str, value: object, error: Error) -> None:
+    """It is ``True`` or ``False``."""
+    if not isinstance(value, bool):
+        raise error(f"{name} must be True or False, not {value!r}")
+
+
+def require_count(name: str, value: object, error: Error) -> None:
+    """It is a whole number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise error(f"{name} must be a whole number, at least 1, not {value!r}")
+
+
+def path_of(path: object, error: Error) -> Path:
+    """``path`` as a ``Path``."""
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(found := os.fspath(path), str):
+        raise error(f"path must be a str or an os.PathLike, not {path!r}")
+    return Path(found)
+
+
+def _found(value: Any) -> str:
+    """What was given, and the mistake that this usually is."""
+    kind = type(value).__name__
+    if isinstance(value, type):
+        return f"the class {value.__name__}: make an object of it, {value.__name__}(…)"
+    if isinstance(value, nn.Module):
+        return f"the model {kind}: the model comes first, then its optimizer"
+    if isinstance(value, Optimizer):
+        return f"the optimizer {kind}: the model comes first, then its optimizer"
+    if isinstance(getattr(value, "optimizer", None), Optimizer):
+        return f"{kind}, which has an optimizer: give that one, {kind}.optimizer"
+    if isinstance(value, torch.Tensor):
+        return f"{kind}: build an optimizer of the parameters, torch.optim.AdamW(model.parameters()), and give that"
+    if isinstance(value, Mapping):
+        return f"{kind}: give its values as a list"
+    return kind

@@ -1,0 +1,294 @@
+"""Every public verb with wrong arguments: each is refused by an error of instep's that names the argument."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import instep
+from instep.cli import app
+from instep.errors import AttachError, CheckpointError, InstepError
+from instep.planning.errors import PlanError
+from instep.planning.named import options_of
+
+
+class Given:
+    """A model, its optimizer, and a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model: Any = nn.Linear(3, 3)
+        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        self.directory = directory
+
+    def build(self) -> tuple[Any, Any, Callable[[int], None]]:
+        return self.model, self.optimizer, lambda i: None
+
+    def attach(self, **options: Any) -> instep.Attachment:
+        return instep.attach(self.model, self.optimizer, **options)
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Iterator[Given]:
+    made = Given(tmp_path)
+    yield made
+    overlap = instep.attached(made.model)
+    if overlap is not None:
+        overlap.detach()
+
+
+Value = Callable[[Given], Any]
+NOTHING: dict[str, Value] = {
+    "None": lambda g: None,
+    "a number": lambda g: 3,
+    "a string": lambda g: "adam",
+    "bytes": lambda g: b"adam",
+    "a function": lambda g: lambda x: x,
+    "NaN": lambda g: float("nan"),
+    "a huge number": lambda g: 10**400,
+    "a complex number": lambda g: 1j,
+    "a tensor": lambda g: torch.ones(2),
+    "a class": lambda g: torch.optim.SGD,
+    "a class of models": lambda g: nn.Linear,
+    "a scheduler": lambda g: g.scheduler,
+    "a dict": lambda g: {"a": g.optimizer},
+    "a set": lambda g: {3},
+    "an empty list": lambda g: [],
+    "a mixed list": lambda g: [g.optimizer, g.model],
+    "a list of nothing": lambda g: [None],
+    "parameters": lambda g: list(g.model.parameters()),
+    "a generator of parameters": lambda g: g.model.parameters(),
+    "the model": lambda g: g.model,
+    "the optimizer": lambda g: g.optimizer,
+    "a negative number": lambda g: -1,
+    "a fraction": lambda g: 1.5,
+    "a flag": lambda g: True,
+}
+NUMBERS = {"a number", "a huge number", "a fraction"}
+FLAGS = {"a flag"}
+Verb = Callable[[Given, Any], Any]
+# The argument as messages name it, the error, the verb, and the values that are right.
+VERBS: dict[str, tuple[str, type[InstepError], Verb, set[str]]] = {
+    "attach model": ("model", AttachError, lambda g, v: instep.attach(v, g.optimizer), {"the model"}),
+    "attach optimizer": ("optimizer", AttachError, lambda g, v: instep.attach(g.model, v), {"the optimizer"}),
+    "attached": ("model", AttachError, lambda g, v: instep.attached(v), {"the model"}),
+    "record model": ("model", AttachError, lambda g, v: instep.record(v, g.optimizer), {"the model"}),
+    "record optimizer": ("optimizer", AttachError, lambda g, v: instep.record(g.model, v), {"the optimizer"}),
+    "record steps": (
+        "steps",
+        AttachError,
+        lambda g, v: instep.record(g.model, g.optimizer, v),
+        {"a number", "a huge number"},
+    ),
+    "replicate": ("model", AttachError, lambda g, v: instep.replicate(v), {"the model"}),
+    "verify build": (
+        "build",
+        AttachError,
+        lambda g, v: instep.verify(v),
+        {"a function"},
+    ),
+    "verify, what build returns": ("build", AttachError, lambda g, v: instep.verify(lambda: v), set()),
+    "verify, the model": ("model", AttachError, lambda g, v: instep.verify(lambda: (v, *g.build()[1:])), {"the model"}),
+    "verify, the optimizer": (
+        "optimizer",
+        AttachError,
+        lambda g, v: instep.verify(lambda: (g.model, v, print)),
+        {"the optimizer"},
+    ),
+    "verify steps": ("steps", AttachError, lambda g, v: instep.verify(g.build, v), {"a number", "a huge number"}),
+    "save path": ("path", CheckpointError, lambda g, v: instep.save(v, g.model, g.optimizer, step=1), {"a string"}),
+    "save model": (
+        "model",
+        CheckpointError,
+        lambda g, v: instep.save(g.directory, v, g.optimizer, step=1),
+        {"the model"},
+    ),
+    "save optimizer": (
+        "optimizer",
+        CheckpointError,
+        lambda g, v: instep.save(g.directory, g.model, v, step=1),
+        {"the optimizer"},
+    ),
+    "save step": (
+        "step",
+        CheckpointError,
+        lambda g, v: instep.save(g.directory, g.model, g.optimizer, step=v),
+        {"a number"},
+    ),
+    "save keep": (
+        "keep",
+        CheckpointError,
+        lambda g, v: instep.save(g.directory, g.model, g.optimizer, step=1, keep=v),
+        {"a number", "a huge number"},
+    ),
+    "save allow_nonfinite": (
+        "allow_nonfinite",
+        CheckpointError,
+        lambda g, v: instep.save(g.directory, g.model, g.optimizer, step=1, allow_nonfinite=v),
+        FLAGS,
+    ),
+    "load path": ("path", CheckpointError, lambda g, v: instep.load(v, g.model, g.optimizer), {"a string"}),
+    "load model": ("model", CheckpointError, lambda g, v: instep.load(g.directory, v, g.optimizer), {"the model"}),
+    "load optimizer": (
+        "optimizer",
+        CheckpointError,
+        lambda g, v: instep.load(g.directory, g.model, v),
+        {"the optimizer"},
+    ),
+    "load allow_nonfinite": (
+        "allow_nonfinite",
+        CheckpointError,
+        lambda g, v: instep.load(g.directory, g.model, g.optimizer, allow_nonfinite=v),
+        FLAGS,
+    ),
+    "ClipNorm": ("max_norm", AttachError, lambda g, v: instep.ClipNorm(v), {"a number", "a fraction"}),
+    "ClipNorm norm_type": ("norm_type", AttachError, lambda g, v: instep.ClipNorm(1.0, v), {"a number", "a fraction"}),
+    "ClipNorm error_if_nonfinite": (
+        "error_if_nonfinite",
+        AttachError,
+        lambda g, v: instep.ClipNorm(1.0, error_if_nonfinite=v),
+        FLAGS,
+    ),
+    "ClipNorm mode": ("mode", AttachError, lambda g, v: instep.ClipNorm(1.0, mode=v), set()),
+    "ClipValue": ("clip_value", AttachError, lambda g, v: instep.ClipValue(v), {"a number", "a fraction"}),
+    "apply_optimizer_in_backward, the class": (
+        "optimizer_class",
+        AttachError,
+        lambda g, v: instep.apply_optimizer_in_backward(v, nn.Linear(2, 2).parameters(), {"lr": 0.1}),
+        {"a class"},
+    ),
+    "apply_optimizer_in_backward, the parameters": (
+        "params",
+        AttachError,
+        lambda g, v: instep.apply_optimizer_in_backward(torch.optim.SGD, v, {"lr": 0.1}),
+        {"parameters", "a generator of parameters"},
+    ),
+    "apply_optimizer_in_backward, the options": (
+        "optimizer_kwargs",
+        AttachError,
+        lambda g, v: instep.apply_optimizer_in_backward(torch.optim.SGD, nn.Linear(2, 2).parameters(), v),
+        set(),
+    ),
+    "get_in_backward_optimizers": (
+        "module",
+        AttachError,
+        lambda g, v: instep.get_in_backward_optimizers(v),
+        {"the model"},
+    ),
+    "as_overlapped_optim": (
+        "torch.optim.Optimizer class",
+        AttachError,
+        lambda g, v: instep.as_overlapped_optim(v, None),
+        {"a class"},
+    ),
+    "register_overlapped": (
+        "optim_cls",
+        AttachError,
+        lambda g, v: instep.register_overlapped(v),
+        {"a class", "a class of models"},
+    ),
+    "AllreduceUpcastHookState": (
+        "ddp_weakref",
+        AttachError,
+        lambda g, v: instep.AllreduceUpcastHookState(v, torch.Stream(device="cpu")),
+        set(),
+    ),
+    "backward": ("loss", InstepError, lambda g, v: g.attach(undo=True).backward(v), {"a tensor"}),
+    "Attachment.record": (
+        "steps",
+        InstepError,
+        lambda g, v: g.attach(undo=True).record(v),
+        {"a number", "a huge number"},
+    ),
+    "recorder": (
+        "recorder",
+        InstepError,
+        lambda g, v: setattr(g.attach(undo=True), "recorder", v),
+        {"None", "a function", "a class", "a class of models", "the model"},
+    ),
+    "resync_from": ("resync_from", InstepError, lambda g, v: g.attach(undo=True).resync_from(v), set()),
+}
+OPTIONS: dict[str, set[str]] = {
+    "schedule": set(),
+    "bucket_bytes": {"None", "a number", "a huge number"},
+    "clip": {"None"},
+    "accumulation_steps": {"a number", "a huge number"},
+    "scaler": {"None"},
+    "undo": FLAGS,
+    "nonfinite": set(),
+    "comm_hook": {"None"},
+    "mixed_precision": {"None"},
+    "cross_iteration": set(),  # there is no DistributedDataParallel here
+    "shard_state": set(),
+}
+VERBS |= {
+    f"attach {name}": (name, AttachError, lambda g, v, name=name: g.attach(**{name: v}), right)  # type: ignore[misc]
+    for name, right in OPTIONS.items()
+}
+
+
+def right_for(verb: str) -> set[str]:
+    return VERBS[verb][3]
+
+
+@pytest.mark.parametrize(
+    ("verb", "value"), [(verb, value) for verb in VERBS for value in NOTHING if value not in right_for(verb)]
+)
+def test_a_wrong_argument_is_refused_by_name(given: Given, verb: str, value: str) -> None:
+    named, error, call, _ = VERBS[verb]
+    before = [p.clone() for p in given.model.parameters()]
+    with pytest.raises(error, match=re.escape(named)):
+        call(given, NOTHING[value](given))
+    assert all(map(torch.equal, before, given.model.parameters()))
+    assert list(given.directory.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "advice"),
+    [
+        (lambda g: instep.attach(g.optimizer, g.model), "the model comes first, then its optimizer"),
+        (lambda g: instep.attach(g.model, g.model), "the model comes first, then its optimizer"),
+        (lambda g: instep.attach(g.model, g.scheduler), r"StepLR, which has an optimizer: .*StepLR\.optimizer"),
+        (lambda g: instep.attach(g.model, torch.optim.SGD), r"the class SGD: make an object of it, SGD\(…\)"),
+        (lambda g: instep.attach(nn.Linear, g.optimizer), r"the class Linear: make an object of it, Linear\(…\)"),
+        (
+            lambda g: instep.attach(g.model, g.model.parameters()),
+            r"optimizer\[0\] must be .*, not Parameter: build an optimizer",
+        ),
+        (lambda g: instep.attach(g.model, [g.optimizer, g.model]), r"optimizer\[1\] must be .*, not the model Linear"),
+        (lambda g: instep.attach(g.model, {"a": g.optimizer}), "dict: give its values as a list"),
+    ],
+)
+def test_the_usual_mistakes_get_advice(given: Given, call: Callable[[Given], Any], advice: str) -> None:
+    with pytest.raises(AttachError, match=advice):
+        call(given)
+
+
+@pytest.mark.parametrize("opening", ["[", '{"instep":'])
+def test_a_recording_that_is_nested_too_deeply(tmp_path: Path, opening: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(opening * 100_000)
+    done = CliRunner().invoke(app, ["report", str(path)])
+    assert done.exit_code != 0
+    assert isinstance(done.exception, SystemExit)
+    assert "is not a recording of instep's" in done.output
+
+
+def test_a_recording_that_is_nested_within_what_it_holds(tmp_path: Path) -> None:
+    """JSON can be read that is nested more deeply than Python prints."""
+    path = tmp_path / "run.json"
+    path.write_text('{"instep": {"format": ' + "[" * 900 + "]" * 900 + "}}")
+    done = CliRunner().invoke(app, ["report", str(path)])
+    assert isinstance(done.exception, SystemExit)
+    assert "has format" in done.output
+
+
+@pytest.mark.parametrize("value", ["-" * 100_000 + "1", "1" + "+1" * 100_000])
+def test_an_option_of_a_plan_that_is_nested_too_deeply(value: str) -> None:
+    with pytest.raises(PlanError, match="--option lr: its value is nested too deeply"):
+        options_of([f"lr={value}"])
