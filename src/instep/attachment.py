@@ -34,7 +34,7 @@ from instep._core.placeholders import SpentGradient
 from instep._core.plan import MIB, ParameterSpec, Plan
 from instep._core.policies import ClipNorm, ClipValue
 from instep._core.precision import LowPrecision
-from instep._core.probe import require_separable
+from instep._core.probe import separability_of
 from instep._core.ranks import Ranks
 from instep._core.scaling import LossScale
 from instep._core.stepper import Stepper
@@ -325,7 +325,9 @@ class Attachment:
         self._accumulation = Accumulation(options.accumulation_steps, _living(self._ddps, syncs))
         self._clipping = Clipping(options.clip)
         self._ranks = Ranks(_rank)
-        contained = [stepper for stepper in self._steppers if require_separable(stepper.optimizer())]
+        in_backward = options.schedule == "backward"
+        self._separability = [separability_of(optimizer, in_backward=in_backward) for optimizer in optimizers]
+        contained = [s for s, found in zip(self._steppers, self._separability, strict=True) if found.contained]
         self._step: Transaction | Deferral
         sink: Sink | None
         if options.schedule == "forward":
@@ -371,8 +373,12 @@ class Attachment:
             sent = [bucket for source in self._sources for bucket in source.buckets if self._options.cross_iteration]
             inside = {spec.index for bucket in sent for spec in bucket.parameters}
             others = (a for a in self._step.parameters if a.get().requires_grad and a.spec.index not in inside)
-            return Plan((*sent, *self._step.buckets_of(others)))
-        return Plan(tuple(bucket for source in self._sources for bucket in source.buckets))
+            return Plan((*sent, *self._step.buckets_of(others)), self._unproven)
+        return Plan(tuple(bucket for source in self._sources for bucket in source.buckets), self._unproven)
+
+    @property
+    def _unproven(self) -> tuple[str, ...]:
+        return tuple(found.unproven for found in self._separability if found.unproven is not None)
 
     @property
     def step_count(self) -> int:
@@ -596,7 +602,8 @@ class Attachment:
         state = self._step.state if self._handles else "detached"
         return (
             f"<instep.Attachment {self._model_name} with {optimizers}: schedule={self._options.schedule!r}, "
-            f"{len(plan.buckets)} buckets of {plan.nbytes / MIB:.2f} MiB, {self.step_count} steps, {state}>"
+            f"{len(plan.buckets)} buckets of {plan.nbytes / MIB:.2f} MiB, {self.step_count} steps, "
+            f"{''.join(f'{sentence}, ' for sentence in plan.unproven)}{state}>"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

@@ -52,6 +52,7 @@ RECORDING = "tests/report/test_recording.py"
 RECORDING_RANKS = "tests/distributed/test_recording.py"
 PAGE = "tests/report/test_page.py"
 SPEAKERS = "tests/parity/test_speakers.py"
+PROBE = "tests/unit/test_probe.py"
 
 MUTANTS = [
     Mutant(
@@ -210,9 +211,9 @@ MUTANTS = [
     ),
     Mutant(
         "take every optimizer to be separable",
-        "attachment.py",
-        "if require_separable(stepper.optimizer())",
-        "",
+        "_core/probe.py",
+        "        raise UnsupportedOptimizerError(found)",
+        "        return Separability(type(optimizer).__name__, contained=True)",
         "tests/unit/test_attach.py",
     ),
     Mutant(
@@ -400,8 +401,8 @@ MUTANTS = [
     Mutant(
         "put off optimizers that keep values in their groups",
         "_core/probe.py",
-        "contained = contained and not stepper.wrote_elsewhere",
-        "contained = True",
+        "self.contained = self.contained and not stepper.wrote_elsewhere",
+        "self.contained = True",
         "tests/parity/test_odd_optimizers.py",
     ),
     Mutant(
@@ -1208,6 +1209,70 @@ MUTANTS = [
         "        order = sorted(range(len(positions)), key=positions.__getitem__)",
         "        order = list(range(len(positions)))",
         "tests/parity/test_odd_optimizers.py",
+    ),
+    Mutant("try two steps", "_core/made_up.py", "STEPS = 14", "STEPS = 2", PROBE),
+    Mutant(
+        "try small shapes only",
+        "_core/made_up.py",
+        "some if alike else _SHAPES.get(dim, some)",
+        "some",
+        PROBE,
+    ),
+    Mutant(
+        "try gradients of one size",
+        "_core/made_up.py",
+        "(values * scale * (1 + number % 3))",
+        "(values * 1e-2 * (1 + number % 3))",
+        PROBE,
+    ),
+    Mutant(
+        "give every made-up parameter a gradient",
+        "_core/made_up.py",
+        "(self.gaps and (number + step) % 4 == 0)",
+        "False",
+        PROBE,
+    ),
+    Mutant(
+        "do not watch the generators",
+        "_core/probe.py",
+        "if generators.advanced():",
+        "if False:",
+        PROBE,
+    ),
+    Mutant(
+        "watch torch's own generator only",
+        "_core/generators.py",
+        "        self._find()\n\n    def advanced",
+        "\n    def advanced",
+        PROBE,
+    ),
+    Mutant(
+        "leave the generators as the probe left them",
+        "_core/generators.py",
+        "            write(self._before[key])",
+        "            pass",
+        PROBE,
+    ),
+    Mutant(
+        "compare no made-up state",
+        "_core/probe.py",
+        "if different(self.twin.state.get(mine), other.twin.state.get(its)):",
+        "if False:",
+        PROBE,
+    ),
+    Mutant(
+        "try with the learning rate at which a warm-up begins",
+        "_core/made_up.py",
+        "isinstance(lr, (int, float, torch.Tensor)) and not lr",
+        "False",
+        PROBE,
+    ),
+    Mutant(
+        "say nothing of what could not be tried",
+        "_core/probe.py",
+        "if self.untried else None",
+        "if False else None",
+        PROBE,
     ),
 ]
 

@@ -421,7 +421,7 @@ def alias_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return alias
 
 
-def undecorated_step(cls: type[Optimizer]) -> Callable[[Optimizer], Any]:
+def undecorated_step(cls: type[Optimizer]) -> Callable[..., Any]:
     """``cls.step`` without the wrapper in which torch runs its global step hooks: they are owed one call per step."""
     step: Any = cls.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
