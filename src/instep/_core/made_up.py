@@ -111,8 +111,11 @@ def _manner(group: dict[str, Any]) -> str:
 
 
 def options_of(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """A group's options, with a learning rate that shows: one that warms up begins at zero."""
+    """A group's options, as they are for a step that shows: a learning rate that warms up begins at zero, and
+    schedule-free optimizers have a mode for evaluation."""
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    if options.get("train_mode") is False:
+        options["train_mode"] = True
     lr = options.get("lr")
     if isinstance(lr, (int, float, torch.Tensor)) and not lr:
         shown = float(options.get("initial_lr") or optimizer.defaults.get("lr") or 0) or 1e-3

@@ -249,17 +249,26 @@ class _Probe:
 
     def _needs_closure(self) -> bool:
         """Raise if the first ``step()``, without gradients, fails for another reason."""
+        failure = self._failure(given=False)
+        if failure is None:
+            return False
+        if self._failure(given=True) is not None and self._failure(lambda: torch.ones(()), given=True) is None:
+            return True
+        raise UnsupportedOptimizerError(_raises_without_gradients(self._optimizer, failure)) from failure
+
+    def _failure(self, *closure: Callable[[], torch.Tensor], given: bool) -> Exception | None:
+        """What the first step raises, on an optimizer that can be copied."""
         try:
             lane = self._lane()
         except Exception:
-            return False  # cannot be copied: said below
+            return None  # said below
+        if given:
+            lane.give(WEATHERS[1].gradients(self._flat, 0))
         try:
-            lane.step()
+            step_plainly(lane.twin, *closure)
         except Exception as error:
-            if _runs_with_closure(self._lane().twin):
-                return True
-            raise UnsupportedOptimizerError(_raises_without_gradients(self._optimizer, error)) from error
-        return False
+            return error
+        return None
 
     def _leave_out_what_fails(self) -> None:
         """Parameters on which the plain ``step()`` fails are not tried."""
@@ -375,14 +384,6 @@ class _Probe:
             for name, value in vars(self._optimizer).items()
             if name not in ("param_groups", "state", "defaults") and not name.startswith("_optimizer_")
         )
-
-
-def _runs_with_closure(twin: Optimizer) -> bool:
-    try:
-        step_plainly(twin, lambda: torch.ones(()))
-    except Exception:
-        return False
-    return True
 
 
 def _raises_without_gradients(optimizer: Optimizer, error: Exception) -> str:
