@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from instep._core.accumulation import Accumulation, Syncing
 from instep._core.arrival import Arrival
+from instep._core.checking import Check
 from instep._core.clipping import Clipping
 from instep._core.deferral import Deferral, Flight, Reader
 from instep._core.engine import after_all_of_backward, graph_task, runs
@@ -46,6 +47,7 @@ from instep._validation import (
     Names,
     compiled_in,
     name_parameters,
+    refuse_check,
     refuse_communication,
     refuse_cross_iteration,
     refuse_optimizers,
@@ -56,6 +58,7 @@ from instep._validation import (
     refuse_shard_state,
     refuse_sharded,
     refuse_shared_memory,
+    refuse_unlike_parameters,
     refuse_wrappers,
 )
 from instep._votes import GroupVotes, groups_of, in_join
@@ -106,6 +109,7 @@ def attach(
     mixed_precision: "MixedPrecisionPolicy | None" = None,
     cross_iteration: bool = False,
     shard_state: bool = False,
+    check_steps: int = 0,
 ) -> "Attachment":
     """Step the parameters of ``model`` behind backward, or behind the next forward, with the user's ``optimizer``.
 
@@ -165,6 +169,13 @@ def attach(
             and gets the others' from the other ranks: 1/N of state and step on N ranks (ZeRO-1). Where the update is
             not elementwise, or not known to be, each parameter is one rank's. ``optimizer.state_dict()`` is the plain
             optimizer's, and ``detach()`` makes the optimizer so again; all ranks must call them.
+        check_steps: so many of the first steps are taken twice: beside instep's own, copies of parameters and state are
+            stepped by the optimizer's plain ``step()`` with the same gradients, and every parameter, every entry of
+            state and every value of a group is compared bit for bit. For optimizers that ``overlap.plan`` calls
+            unproven. In these steps the gradients and copies of parameters and state are held until
+            ``optimizer.step()`` returns, which with ``schedule="forward"`` waits for the update. Forward and backward
+            run once, and random numbers stay the loop's. ``UnsupportedOptimizerError`` from ``optimizer.step()`` names
+            the first tensor that differs; the step is torn, or with ``undo`` put back.
 
     Returns:
         The attachment. It lives as long as the model does, whether or not it is kept.
@@ -184,6 +195,7 @@ def attach(
     if scaler is not None and isinstance(scaler, GradScaler) and not scaler.is_enabled():
         scaler = None
     refuse_policies(schedule, clip, accumulation_steps, scaler, undo, nonfinite)
+    refuse_check(check_steps, optimizers, shard_state)
     options = Options(
         schedule,
         bucket_bytes,
@@ -196,6 +208,7 @@ def attach(
         mixed_precision,
         cross_iteration,
         shard_state,
+        check_steps,
     )
     return _attach(model, optimizers, options)
 
@@ -226,6 +239,7 @@ class Options:
     mixed_precision: "MixedPrecisionPolicy | None" = None
     cross_iteration: bool = False
     shard_state: bool = False
+    check_steps: int = 0
     steps_itself: bool = False
 
 
@@ -328,12 +342,13 @@ class Attachment:
         in_backward = options.schedule == "backward"
         self._separability = [separability_of(optimizer, in_backward=in_backward) for optimizer in optimizers]
         contained = [s for s, found in zip(self._steppers, self._separability, strict=True) if found.contained]
+        self._check = Check(options.check_steps) if options.check_steps else None
         self._step: Transaction | Deferral
         sink: Sink | None
         if options.schedule == "forward":
             bucket_bytes = options.bucket_bytes or DEFAULT_BUCKET_BYTES
             self._step = Deferral(
-                contained, self._ranks, self._accumulation, self._clipping, bucket_bytes, options.nonfinite
+                contained, self._ranks, self._accumulation, self._clipping, bucket_bytes, options.nonfinite, self._check
             )
             self._arrival = Arrival(self._accumulation, self._clipping, self._begin_step)
             sink = self._arrival if isinstance(options.clip, ClipNorm) else None
@@ -341,7 +356,14 @@ class Attachment:
             undo = Undo(host=options.undo == "host") if options.undo else None
             scale = None if options.scaler is None else LossScale(options.scaler)
             sink = self._step = Transaction(
-                self._steppers, self._ranks, self._accumulation, self._clipping, undo, scale, options.nonfinite
+                self._steppers,
+                self._ranks,
+                self._accumulation,
+                self._clipping,
+                undo,
+                scale,
+                options.nonfinite,
+                self._check,
             )
             self._step.on_open = self._begin_step
         # The thread whose forward the running backward, or the open step, belongs to.
@@ -356,6 +378,8 @@ class Attachment:
         if self._zero is not None:
             self._step.gather = self._zero.shards.gather
         self._step.parameters = tuple(self._gather(optimizers, names))
+        if self._check is not None:
+            refuse_unlike_parameters(self._step.parameters)
         self._precision: LowPrecision | None = None
         self._handles: list[RemovableHandle | BeforeFSDP1Gathers] = []
         self._sources = self._make_sources(wrapped, fsdp1, sink)
@@ -378,6 +402,8 @@ class Attachment:
 
     @property
     def _unproven(self) -> tuple[str, ...]:
+        if self._check is not None and not self._check.due:
+            return ()
         return tuple(found.unproven for found in self._separability if found.unproven is not None)
 
     @property
@@ -603,7 +629,7 @@ class Attachment:
         return (
             f"<instep.Attachment {self._model_name} with {optimizers}: schedule={self._options.schedule!r}, "
             f"{len(plan.buckets)} buckets of {plan.nbytes / MIB:.2f} MiB, {self.step_count} steps, "
-            f"{''.join(f'{sentence}, ' for sentence in plan.unproven)}{state}>"
+            f"{''.join(f'{said}, ' for said in (*plan.unproven, self._check) if said)}{state}>"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -672,7 +698,7 @@ class Attachment:
             return None
         options, ddps = self._options, [weakref.ref(one) for one in wrapped if isinstance(one, DistributedDataParallel)]
         settings = [options.schedule, options.clip, options.accumulation_steps, options.undo, options.nonfinite]
-        settings.append(options.cross_iteration)
+        settings += [options.cross_iteration, options.check_steps]
         # FSDP1's parameters are what a rank has of them.
         shapes = [() if self._in_fsdp1 else tuple(a.spec.shape) for a in self._step.parameters]
         specs = [(a.spec.name, shape, a.spec.dtype) for a, shape in zip(self._step.parameters, shapes, strict=True)]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from instep._core.generators import Generators
 from instep._core.made_up import STEPS, WEATHERS, Spec, Weather, is_finite, options_of, specs_for
 from instep._core.stepper import Stepper, alias_of, undecorated_step
-from instep._core.twins import different, parameters_of, step_plainly, twin_of
+from instep._core.twins import different, parameters_of, shared_state, step_plainly, twin_of
 from instep._core.watch import plain_type
 from instep.errors import UnsupportedOptimizerError
 
@@ -172,7 +172,7 @@ class _Lane:
             {**options_of(optimizer, group), "params": [spec.make(next(numbers)) for spec in mine]}
             for group, mine in zip(optimizer.param_groups, specs, strict=True)
         ]
-        self.twin = twin_of(optimizer, groups, _shared_state(optimizer), {id(p): p for p in parameters_of(optimizer)})
+        self.twin = twin_of(optimizer, groups, shared_state(optimizer), {id(p): p for p in parameters_of(optimizer)})
         self.parameters = list(parameters_of(self.twin))
         self.contained = True
 
@@ -208,7 +208,7 @@ class _Lane:
                 return f"a parameter of shape {tuple(mine.shape)}"
             if different(self.twin.state.get(mine), other.twin.state.get(its)):
                 return f"the state of a parameter of shape {tuple(mine.shape)}"
-        if different(*map(_shared_state, (self.twin, other.twin))):
+        if different(*map(shared_state, (self.twin, other.twin))):
             return "what it keeps in its state beside parameters"
         if different(*map(_options, (self.twin, other.twin))):
             return "what it keeps in its param_groups"
@@ -400,7 +400,3 @@ def _in_short(error: BaseException) -> str:
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-
-
-def _shared_state(optimizer: Optimizer) -> dict[Any, Any]:
-    return {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}

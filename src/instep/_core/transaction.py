@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._core.accumulation import Accumulation
+from instep._core.checking import Check
 from instep._core.clipping import Clipping
 from instep._core.engine import graph_task
 from instep._core.finite import Policy, all_finite, ask_if_finite, nonfinite_error
@@ -76,6 +77,7 @@ class Transaction:
         undo: Undo | None = None,
         scale: LossScale | None = None,
         nonfinite: Policy = "allow",
+        check: Check | None = None,
     ) -> None:
         self.parameters: tuple[AttachedParameter, ...] = ()
         self.streams = StepStreams()
@@ -92,6 +94,7 @@ class Transaction:
         self._undo = undo
         self._scale = scale
         self._nonfinite = nonfinite
+        self._check = check
         # Whether this step is taken, once that is known; and what puts back what step() does without gradients.
         self._taken: bool | None = None
         self._settings: Callable[[], None] | None = None
@@ -251,6 +254,8 @@ class Transaction:
                                 stepper.require_all_in_state()
                                 self._undo.save([a.get() for a, _ in mine], stepper.optimizer())
                             for call in together(mine, alias=False):
+                                if self._check is not None:
+                                    self._check.keep(stepper, call)
                                 call.step(stepper)
             except BaseException as error:
                 self.fail(error, writing=writing)
@@ -520,10 +525,25 @@ class Transaction:
                 self._tear(error)
                 raise
             self._clip_rest(left)
+        if self._check is not None:
+            self._prepare_check(self._check, stepper)
         self._apply_rest(stepper, left)
         for parameter in parameters:
             parameter.grad = None
         self._flushing = stepper
+
+    def _prepare_check(self, check: Check, stepper: Stepper) -> None:
+        """Keep what ``optimizer.step()`` is about to write. With undo, what backward has written is compared now, while
+        it can be put back."""
+        applied = self._applied_by(stepper)
+        if not applied:
+            return
+        check.keep_rest(stepper, self._of(stepper), set(applied), _gradient)
+        if self._undo is not None:
+            error = check.error(stepper, self.step_count + 1, applied, groups=False)
+            if error is not None:
+                self.put_back()
+                raise error
 
     def _apply_rest(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
         """What backward did not apply is applied by torch, in one call. Its foreach kernels refuse plain tensors beside
@@ -606,6 +626,7 @@ class Transaction:
         if self._settings is not None:
             self._settings()
             self._settings = None
+        self._require_checked(stepper)
         # The plain loop still has its gradients here, until the user clears them.
         applied = self._applied_by(stepper)
         if self._undo is not None:
@@ -629,12 +650,25 @@ class Transaction:
             self._reset()
         else:
             self.step_count = step_count
+            if self._check is not None:
+                self._check.stepped()
             self._reset()
             try:
                 self._ranks.committed(self.step_count)
             except Exception as error:
                 self._tear_here(error)
                 raise
+
+    def _require_checked(self, stepper: Stepper) -> None:
+        """Raise, and tear the step, if it differs from a plain one."""
+        if self._check is None or not self._applied_by(stepper):
+            return
+        error = self._check.error(stepper, self.step_count + 1, self._of(stepper))
+        if error is not None:
+            self._committing = None
+            self._applied.update(a.spec.index for a in self._of(stepper) if a.spec.index in self._arrived)
+            self._tear(error)
+            raise error
 
     def forget(self, *, gradients: bool) -> None:
         """Go back to IDLE from any state, and take spent gradients, or all of them, off the parameters."""
@@ -695,6 +729,8 @@ class Transaction:
                     stepper.abort()
             self._applied.clear()
             self._clipping.forget_norms()
+            if self._check is not None:
+                self._check.forget()
             self._plain = True
             self.redo_count += 1
             if overwritten:
@@ -919,6 +955,8 @@ class Transaction:
         self._clipping.begin()
         if self._undo is not None:
             self._undo.forget_all()
+        if self._check is not None:
+            self._check.forget()
         for stepper in self._steppers:
             stepper.abort()
 

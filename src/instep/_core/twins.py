@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from instep._core.parts import memory_of
 from instep._core.stepper import shadow_of, undecorated_step, without_autocast
 
 _LIVE = ("param_groups", "state", "step")
@@ -51,10 +52,16 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Any]:
         yield from group["params"]
 
 
+def shared_state(optimizer: Optimizer) -> dict[Any, Any]:
+    """What its state holds beside the entries of parameters."""
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+
+
 def different(a: Any, b: Any) -> bool:
-    """Whether two values differ, tensors in any bit but that NaN equals NaN. Objects of unknown kinds do not count."""
+    """Whether two values differ, tensors in any bit but that NaN equals NaN; of what is spread over ranks, this rank's
+    part. Objects of unknown kinds do not count."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return not _same_bits(a, b)
+        return not _same_bits(memory_of(a), memory_of(b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() != b.keys() or any(different(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
