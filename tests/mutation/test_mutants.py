@@ -53,6 +53,7 @@ RECORDING_RANKS = "tests/distributed/test_recording.py"
 PAGE = "tests/report/test_page.py"
 SPEAKERS = "tests/parity/test_speakers.py"
 PROBE = "tests/unit/test_probe.py"
+CHECK_STEPS = "tests/parity/test_check_steps.py"
 
 MUTANTS = [
     Mutant(
@@ -1273,6 +1274,62 @@ MUTANTS = [
         "if self.untried else None",
         "if False else None",
         PROBE,
+    ),
+    Mutant(
+        "check_steps compares no state",
+        "_core/checking.py",
+        "        for key in _different_keys(entry, its):",
+        "        for key in ():",
+        CHECK_STEPS,
+    ),
+    Mutant(
+        "check_steps compares nothing",
+        "_core/checking.py",
+        "        if different(parameter if one.part is None else one.part.of(parameter), one.tensor):",
+        "        return None\n        if one:",
+        CHECK_STEPS,
+    ),
+    Mutant(
+        "check_steps leaves the generators as the copies left them",
+        "_core/checking.py",
+        "            finally:\n                generators.restore()",
+        "            finally:\n                pass",
+        CHECK_STEPS,
+    ),
+    Mutant(
+        "check_steps steps the copies with gradients as they are after the step",
+        "_core/checking.py",
+        "gradient.detach().clone()",
+        "gradient.detach()",
+        CHECK_STEPS,
+    ),
+    Mutant(
+        "check_steps goes on for ever",
+        "_core/checking.py",
+        "        self.done += self._compared and self.due\n",
+        "",
+        CHECK_STEPS,
+    ),
+    Mutant(
+        "check_steps does not put a step back",
+        "_core/transaction.py",
+        "                self.put_back()\n                raise error\n\n    def _apply_rest",
+        "                raise error\n\n    def _apply_rest",
+        CHECK_STEPS,
+    ),
+    Mutant(
+        "check_steps calls no step torn",
+        "_core/transaction.py",
+        "            self._tear(error)\n            raise error\n\n    def forget",
+        "            raise error\n\n    def forget",
+        CHECK_STEPS,
+    ),
+    Mutant(
+        "check_steps steps buckets of DDP together",
+        "_core/transaction.py",
+        " or (self._check is not None and self._check.due)",
+        "",
+        "tests/distributed/test_check_steps.py",
     ),
 ]
 

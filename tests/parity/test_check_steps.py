@@ -365,3 +365,51 @@ def test_an_optimizer_that_cannot_be_copied_is_refused_before_a_write(way: str) 
         optimizer.step()
     assert repr(overlap).split(", ")[-1] in ("idle>", "open>")
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def count(optimizer: Any, mine: list[torch.Tensor]) -> None:
+    optimizer.param_groups[0]["seen"] = len(mine)
+
+
+def count_in_state(optimizer: Any, mine: list[torch.Tensor]) -> None:
+    optimizer.state["seen"] = len(mine)
+
+
+@pytest.mark.parametrize(
+    ("late", "words"), [(count, r"param_groups\[0\]\['seen'\]"), (count_in_state, "the state 'seen'")]
+)
+@pytest.mark.parametrize("way", ["backward", "forward"])
+def test_what_is_kept_beside_parameters_is_compared(way: str, late: Any, words: str) -> None:
+    """Buckets of one parameter each agree on it, and are wrong."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 41), nn.Linear(41, 37), nn.Linear(37, 10)).requires_grad_(False)
+    model[1].weight.requires_grad_(True)
+    model[2].weight.requires_grad_(True)
+    optimizer = MetTheOdd(model.parameters(), lambda o, mine: late(o, mine), begins=1)
+    optimizer.late = lambda o, mine: late(o, mine) if len(mine) > 1 else None
+    overlap = instep.attach(model, optimizer, bucket_bytes=1, check_steps=1, **WAYS[way])
+    with pytest.raises(UnsupportedOptimizerError, match=words):  # noqa: PT012
+        loss_of(model(batch(0)[0]), batch(0)[1]).backward()
+        optimizer.step()
+    assert repr(overlap).endswith("torn>")
+
+
+class WritesGradients(torch.optim.Optimizer):
+    """Decay by way of the gradient, in place."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.add_(p, alpha=0.1)
+                    p.sub_(p.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("way", ["backward", "forward"])
+def test_gradients_that_step_writes_are_kept_as_they_were(way: str) -> None:
+    lane = lockstep(way, building(lambda m: WritesGradients(m.parameters())), steps=4, check_steps=3)
+    assert "checked 3 steps" in repr(lane.overlap)

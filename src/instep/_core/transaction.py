@@ -325,8 +325,8 @@ class Transaction:
 
     @property
     def by_bucket(self) -> bool:
-        """Whether buckets must not be applied together: their norms are their own."""
-        return self._clipping.mode == "per_bucket"
+        """Whether buckets must not be applied together: their norms are their own, or a difference would not show."""
+        return self._clipping.mode == "per_bucket" or (self._check is not None and self._check.due)
 
     @property
     def frees_gradients(self) -> bool:
