@@ -364,6 +364,7 @@ def test_an_optimizer_that_cannot_be_copied_is_refused_before_a_write(way: str) 
         loss_of(model(batch(0)[0]), batch(0)[1]).backward()
         optimizer.step()
     assert repr(overlap).split(", ")[-1] in ("idle>", "open>")
+    overlap.detach()
     assert all(map(torch.equal, before, model.parameters()))
 
 
@@ -392,6 +393,7 @@ def test_what_is_kept_beside_parameters_is_compared(way: str, late: Any, words: 
         loss_of(model(batch(0)[0]), batch(0)[1]).backward()
         optimizer.step()
     assert repr(overlap).endswith("torn>")
+    overlap.detach()
 
 
 class WritesGradients(torch.optim.Optimizer):

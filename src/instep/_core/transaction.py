@@ -247,7 +247,6 @@ class Transaction:
                         self._require_finite(bucket)
                     started = perf_counter()
                     with self._as_applied(bucket, parameters, gradients, final) as made:
-                        writing = True
                         for stepper in self._steppers:
                             mine = [(a, g) for a, g in zip(bucket, made, strict=True) if a.stepper is stepper]
                             if mine and self._undo is not None:
@@ -256,6 +255,7 @@ class Transaction:
                             for call in together(mine, alias=False):
                                 if self._check is not None:
                                     self._check.keep(stepper, call)
+                                writing = True
                                 call.step(stepper)
             except BaseException as error:
                 self.fail(error, writing=writing)
