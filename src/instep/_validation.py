@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from instep._core.finite import Policy
-from instep._core.parameters import Place
+from instep._core.parameters import AttachedParameter, Place
 from instep._core.policies import ClipNorm, ClipValue
 from instep._core.stepper import is_elementwise
 from instep._wrappers import fsdp1_in, fsdp2_in, instances_of
@@ -119,6 +119,29 @@ def refuse_disabled(options: Any) -> None:
             raise AttachError(
                 f"INSTEP_DISABLE is set, and {name} changes the numbers of the plain loop, which cannot have it from "
                 "instep. Leave it out (register_comm_hook and torch.autocast are torch's own), or unset INSTEP_DISABLE"
+            )
+
+
+def refuse_check(check_steps: Any, optimizers: Sequence[Optimizer], shard_state: bool) -> None:
+    if isinstance(check_steps, bool) or not isinstance(check_steps, int) or check_steps < 0:
+        raise AttachError(f"check_steps must be a number of steps, 0 or more, not {check_steps!r}")
+    whole = [type(optimizer).__name__ for optimizer in optimizers if not is_elementwise(optimizer)]
+    if check_steps and shard_state and whole:
+        raise AttachError(
+            f"check_steps={check_steps} does not go with shard_state=True and {whole[0]}: each rank steps some of its "
+            "parameters, and would compare these among themselves. Check without shard_state, and then leave out "
+            "check_steps"
+        )
+
+
+def refuse_unlike_parameters(parameters: Sequence[AttachedParameter]) -> None:
+    """``check_steps`` steps copies in one call, which must take all of them."""
+    for stepper in {attached.stepper for attached in parameters}:
+        mine = [attached for attached in parameters if attached.stepper is stepper]
+        if len({None if attached.part is not None else attached.mesh for attached in mine}) > 1:
+            raise AttachError(
+                f"check_steps does not go with {stepper.name} here: it holds parameters that are spread over ranks in "
+                "different ways, which its plain step() may not take in one call. Leave out check_steps"
             )
 
 

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from instep._arguments import optimizers_of, require_flag, require_model
 from instep._core.accumulation import Accumulation, Syncing
 from instep._core.arrival import Arrival
+from instep._core.checking import Check
 from instep._core.clipping import Clipping
 from instep._core.deferral import Deferral, Flight, Reader
 from instep._core.engine import after_all_of_backward, graph_task, runs
@@ -38,7 +39,7 @@ from instep._core.plain import PlainSteps
 from instep._core.plan import MIB, ParameterSpec, Plan
 from instep._core.policies import ClipNorm, ClipValue
 from instep._core.precision import LowPrecision
-from instep._core.probe import require_separable
+from instep._core.probe import separability_of
 from instep._core.ranks import Ranks
 from instep._core.scaling import LossScale
 from instep._core.stepper import Stepper
@@ -51,6 +52,7 @@ from instep._validation import (
     Names,
     compiled_in,
     name_parameters,
+    refuse_check,
     refuse_communication,
     refuse_cross_iteration,
     refuse_disabled,
@@ -62,6 +64,7 @@ from instep._validation import (
     refuse_shard_state,
     refuse_sharded,
     refuse_shared_memory,
+    refuse_unlike_parameters,
     refuse_wrappers,
 )
 from instep._votes import GroupVotes, groups_of, in_join
@@ -114,6 +117,7 @@ def attach(
     mixed_precision: "MixedPrecisionPolicy | None" = None,
     cross_iteration: bool = False,
     shard_state: bool = False,
+    check_steps: int = 0,
 ) -> "Attachment":
     """Step the parameters of ``model`` behind backward, or behind the next forward, with the user's ``optimizer``.
 
@@ -173,6 +177,13 @@ def attach(
             and gets the others' from the other ranks: 1/N of state and step on N ranks (ZeRO-1). Where the update is
             not elementwise, or not known to be, each parameter is one rank's. ``optimizer.state_dict()`` is the plain
             optimizer's, and ``detach()`` makes the optimizer so again; all ranks must call them.
+        check_steps: so many of the first steps are taken twice: beside instep's own, copies of parameters and state are
+            stepped by the optimizer's plain ``step()`` with the same gradients, and every parameter, every entry of
+            state and every value of a group is compared bit for bit. For optimizers that ``overlap.plan`` calls
+            unproven. In these steps the gradients and copies of parameters and state are held until
+            ``optimizer.step()`` returns, which with ``schedule="forward"`` waits for the update. Forward and backward
+            run once, and random numbers stay the loop's. ``UnsupportedOptimizerError`` from ``optimizer.step()`` names
+            the first tensor that differs; the step is torn, or with ``undo`` put back.
 
     Returns:
         The attachment. It lives as long as the model does, whether or not it is kept.
@@ -193,6 +204,7 @@ def attach(
     if scaler is not None and isinstance(scaler, GradScaler) and not scaler.is_enabled():
         scaler = None
     refuse_policies(schedule, clip, accumulation_steps, scaler, undo, nonfinite)
+    refuse_check(check_steps, optimizers, shard_state)
     options = Options(
         schedule,
         bucket_bytes,
@@ -205,6 +217,7 @@ def attach(
         mixed_precision,
         cross_iteration,
         shard_state,
+        check_steps,
     )
     if os.environ.get("INSTEP_DISABLE", "") not in ("", "0"):
         return _attach_plainly(model, optimizers, options)
@@ -237,6 +250,7 @@ class Options:
     mixed_precision: "MixedPrecisionPolicy | None" = None
     cross_iteration: bool = False
     shard_state: bool = False
+    check_steps: int = 0
     steps_itself: bool = False
     disabled: bool = False
 
@@ -366,26 +380,35 @@ class Attachment:
         self._accumulation = Accumulation(options.accumulation_steps, _living(self._ddps, syncs))
         self._clipping = Clipping(options.clip)
         self._ranks = Ranks(_rank)
+        separable = [] if options.disabled else optimizers
+        in_backward = options.schedule == "backward"
+        self._separability = [separability_of(optimizer, in_backward=in_backward) for optimizer in separable]
+        self._check = Check(options.check_steps) if options.check_steps and not options.disabled else None
         self._step: Transaction | Deferral | PlainSteps
         sink: Sink | None
         if options.disabled:
             self._step = PlainSteps(self._ranks, self._accumulation, self._clipping, options.nonfinite)
             sink = None
         elif options.schedule == "forward":
-            contained = [stepper for stepper in self._steppers if require_separable(stepper.optimizer())]
+            contained = [s for s, found in zip(self._steppers, self._separability, strict=True) if found.contained]
             bucket_bytes = options.bucket_bytes or DEFAULT_BUCKET_BYTES
             self._step = Deferral(
-                contained, self._ranks, self._accumulation, self._clipping, bucket_bytes, options.nonfinite
+                contained, self._ranks, self._accumulation, self._clipping, bucket_bytes, options.nonfinite, self._check
             )
             self._arrival = Arrival(self._accumulation, self._clipping, self._begin_step)
             sink = self._arrival if isinstance(options.clip, ClipNorm) else None
         else:
-            for stepper in self._steppers:
-                require_separable(stepper.optimizer())
             undo = Undo(host=options.undo == "host") if options.undo else None
             scale = None if options.scaler is None else LossScale(options.scaler)
             sink = self._step = Transaction(
-                self._steppers, self._ranks, self._accumulation, self._clipping, undo, scale, options.nonfinite
+                self._steppers,
+                self._ranks,
+                self._accumulation,
+                self._clipping,
+                undo,
+                scale,
+                options.nonfinite,
+                self._check,
             )
             self._step.on_open = weakly(self._begin_step)
         self._last_plan: Plan | None = None  # of one that is detached
@@ -401,6 +424,8 @@ class Attachment:
         if self._zero is not None:
             self._step.gather = self._zero.shards.gather
         self._step.parameters = tuple(self._gather(optimizers, names))
+        if self._check is not None:
+            refuse_unlike_parameters(self._step.parameters)
         self._precision: LowPrecision | None = None
         self._handles: list[RemovableHandle | BeforeFSDP1Gathers | Owners | PlainPickles] = []
         self._sources = [] if options.disabled else self._make_sources(wrapped, fsdp1, sink)
@@ -424,8 +449,14 @@ class Attachment:
                 for a in self._step.parameters
                 if a.spec.index not in inside and (p := a.peek()) is not None and p.requires_grad
             )
-            return Plan((*sent, *self._step.buckets_of(others)))
-        return Plan(tuple(bucket for source in self._sources for bucket in source.buckets))
+            return Plan((*sent, *self._step.buckets_of(others)), self._unproven)
+        return Plan(tuple(bucket for source in self._sources for bucket in source.buckets), self._unproven)
+
+    @property
+    def _unproven(self) -> tuple[str, ...]:
+        if self._check is not None and not self._check.due:
+            return ()
+        return tuple(found.unproven for found in self._separability if found.unproven is not None)
 
     @property
     def step_count(self) -> int:
@@ -660,7 +691,8 @@ class Attachment:
         state = self._step.state if self._handles else "detached"
         return (
             f"<instep.Attachment {self._model_name} with {optimizers}: schedule={self._options.schedule!r}, "
-            f"{len(plan.buckets)} buckets of {plan.nbytes / MIB:.2f} MiB, {self.step_count} steps, {state}>"
+            f"{len(plan.buckets)} buckets of {plan.nbytes / MIB:.2f} MiB, {self.step_count} steps, "
+            f"{''.join(f'{said}, ' for said in (*plan.unproven, self._check) if said)}{state}>"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -772,7 +804,7 @@ class Attachment:
             return None
         options, ddps = self._options, [weakref.ref(one) for one in wrapped if isinstance(one, DistributedDataParallel)]
         settings = [options.schedule, options.clip, options.accumulation_steps, options.undo, options.nonfinite]
-        settings.append(options.cross_iteration)
+        settings += [options.cross_iteration, options.check_steps]
         # FSDP1's parameters are what a rank has of them.
         shapes = [() if self._in_fsdp1 else tuple(a.spec.shape) for a in self._step.parameters]
         specs = [(a.spec.name, shape, a.spec.dtype) for a, shape in zip(self._step.parameters, shapes, strict=True)]

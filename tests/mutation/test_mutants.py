@@ -59,6 +59,8 @@ CHANGED = "tests/parity/test_changed_between.py"
 WRITTEN = "tests/parity/test_written_gradients.py"
 STATE = "tests/parity/test_state_changed.py"
 IN_TRAINING = "tests/parity/test_found_in_training.py"
+PROBE = "tests/unit/test_probe.py"
+CHECK_STEPS = "tests/parity/test_check_steps.py"
 
 MUTANTS = [
     Mutant(
@@ -217,9 +219,9 @@ MUTANTS = [
     ),
     Mutant(
         "take every optimizer to be separable",
-        "attachment.py",
-        "if require_separable(stepper.optimizer())",
-        "",
+        "_core/probe.py",
+        "        raise UnsupportedOptimizerError(found)",
+        "        return Separability(type(optimizer).__name__, contained=True)",
         "tests/unit/test_attach.py",
     ),
     Mutant(
@@ -407,8 +409,8 @@ MUTANTS = [
     Mutant(
         "put off optimizers that keep values in their groups",
         "_core/probe.py",
-        "contained = contained and not stepper.wrote_elsewhere",
-        "contained = True",
+        "self.contained = self.contained and not stepper.wrote_elsewhere",
+        "self.contained = True",
         "tests/parity/test_odd_optimizers.py",
     ),
     Mutant(
@@ -1415,8 +1417,8 @@ MUTANTS = [
     Mutant(
         "take what another thread draws for the update's",
         "_core/generators.py",
-        "        if all(t is threading.current_thread()",
-        "        if True or all(t is threading.current_thread()",
+        "    return all(t is threading.current_thread()",
+        "    return True or all(t is threading.current_thread()",
         IN_TRAINING,
     ),
     Mutant(
@@ -1461,6 +1463,126 @@ MUTANTS = [
         "        if not isinstance(one, Optimizer):\n",
         "        if False:\n",
         "tests/unit/test_arguments.py",
+    ),
+    Mutant("try two steps", "_core/made_up.py", "STEPS = 14", "STEPS = 2", PROBE),
+    Mutant(
+        "try small shapes only",
+        "_core/made_up.py",
+        "some if alike else _SHAPES.get(dim, some)",
+        "some",
+        PROBE,
+    ),
+    Mutant(
+        "try gradients of one size",
+        "_core/made_up.py",
+        "(values * scale * (1 + number % 3))",
+        "(values * 1e-2 * (1 + number % 3))",
+        PROBE,
+    ),
+    Mutant(
+        "give every made-up parameter a gradient",
+        "_core/made_up.py",
+        "(self.gaps and (number + step) % 4 == 0)",
+        "False",
+        PROBE,
+    ),
+    Mutant(
+        "do not watch the generators",
+        "_core/probe.py",
+        "if generators.advanced():",
+        "if False:",
+        PROBE,
+    ),
+    Mutant(
+        "watch torch's own generator only",
+        "_core/generators.py",
+        "        self._find()\n\n    def advanced",
+        "\n    def advanced",
+        PROBE,
+    ),
+    Mutant(
+        "leave the generators as the probe left them",
+        "_core/generators.py",
+        "            write(self._before[key])",
+        "            pass",
+        PROBE,
+    ),
+    Mutant(
+        "compare no made-up state",
+        "_core/probe.py",
+        "if different(self.twin.state.get(mine), other.twin.state.get(its)):",
+        "if False:",
+        PROBE,
+    ),
+    Mutant(
+        "try with the learning rate at which a warm-up begins",
+        "_core/made_up.py",
+        "isinstance(lr, (int, float, torch.Tensor)) and not lr",
+        "False",
+        PROBE,
+    ),
+    Mutant(
+        "say nothing of what could not be tried",
+        "_core/probe.py",
+        "if self.untried else None",
+        "if False else None",
+        PROBE,
+    ),
+    Mutant(
+        "check_steps compares no state",
+        "_core/checking.py",
+        "        for key in _different_keys(entry, its):",
+        "        for key in ():",
+        CHECK_STEPS,
+    ),
+    Mutant(
+        "check_steps compares nothing",
+        "_core/checking.py",
+        "        if different(parameter if one.part is None else one.part.of(parameter), one.tensor):",
+        "        return None\n        if one:",
+        CHECK_STEPS,
+    ),
+    Mutant(
+        "check_steps leaves the generators as the copies left them",
+        "_core/checking.py",
+        "            finally:\n                generators.restore()",
+        "            finally:\n                pass",
+        CHECK_STEPS,
+    ),
+    Mutant(
+        "check_steps steps the copies with gradients as they are after the step",
+        "_core/checking.py",
+        "gradient.detach().clone()",
+        "gradient.detach()",
+        CHECK_STEPS,
+    ),
+    Mutant(
+        "check_steps goes on for ever",
+        "_core/checking.py",
+        "        self.done += self._compared and self.due\n",
+        "",
+        CHECK_STEPS,
+    ),
+    Mutant(
+        "check_steps does not put a step back",
+        "_core/transaction.py",
+        "                self.put_back()\n                raise error\n\n    def _apply_rest",
+        "                raise error\n\n    def _apply_rest",
+        CHECK_STEPS,
+    ),
+    Mutant(
+        "check_steps calls no step torn",
+        "_core/transaction.py",
+        "            self._tear(error)\n            raise error\n\n    def forget",
+        "            raise error\n\n    def forget",
+        CHECK_STEPS,
+    ),
+    Mutant(
+        "check_steps steps buckets of DDP together",
+        "_core/transaction.py",
+        " or (self._check is not None and self._check.due)",
+        "",
+        "tests/distributed/test_check_steps.py",
     ),
 ]
 

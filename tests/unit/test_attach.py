@@ -233,13 +233,18 @@ def test_an_optimizer_of_unknown_make_is_tried_out_first(cls: Any, words: str) -
     assert not optimizer.state
 
 
-def test_an_update_that_couples_parameters_is_refused_at_attach_or_at_the_first_disagreement() -> None:
+@pytest.mark.parametrize("after", [0, 5, 11])
+def test_an_update_that_couples_parameters_is_refused_at_attach(after: int) -> None:
     model = Blocks()
     with pytest.raises(UnsupportedOptimizerError, match=r"Coupled.*'scale'"):
-        instep.attach(model, Coupled(model.parameters()))
-    optimizer = Coupled(model.parameters(), after=5)
+        instep.attach(model, Coupled(model.parameters(), after=after))
+
+
+def test_an_update_that_couples_parameters_later_is_refused_at_the_first_disagreement() -> None:
+    model = Blocks()
+    optimizer = Coupled(model.parameters(), after=20)
     with instep.attach(model, optimizer, bucket_bytes=500):
-        for i in range(5):
+        for i in range(20):
             model(batch(i)[0]).sum().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import is_
 from time import perf_counter
 from typing import Protocol
@@ -18,12 +19,13 @@ import torch
 from torch.optim import Optimizer
 
 from instep._core.accumulation import Accumulation
+from instep._core.checking import Check
 from instep._core.clipping import Clip, Clipping
 from instep._core.engine import graph_task
 from instep._core.entries import Entries, Entry
 from instep._core.finite import Policy, ask_if_finite, nonfinite_error
 from instep._core.life import owe, settled
-from instep._core.parameters import AttachedParameter, part_of_gradient, together
+from instep._core.parameters import AttachedParameter, Together, part_of_gradient, together
 from instep._core.parts import memory_of
 from instep._core.placeholders import HeldGradient
 from instep._core.plan import Bucket, fill_buckets
@@ -133,6 +135,7 @@ class _Due:
         clip: Clip | None,
         recorder: Recorder | None,
         flight: Flight | None,
+        keep: Callable[[Together], None] | None,
     ) -> None:
         self.names = [attached.spec.name for attached in parameters]
         self.tensors = [attached.get() for attached in parameters]
@@ -145,6 +148,7 @@ class _Due:
         self.mark: torch.Event | None = None
         self._clip = clip
         self._recorder = recorder
+        self._keep = keep
         # The parameters' own .grad, flags and attributes are the user's: they may be read and changed meanwhile.
         self._calls = together(zip(parameters, self.gradients, strict=True), alias=True)
         for tensor in self.tensors:
@@ -229,6 +233,8 @@ class _Due:
             if self._clip is not None:
                 with self._noticed_by_none():
                     self._clip(call.tensors)
+            if self._keep is not None:
+                self._keep(call)
             self.step.written = True
             gradients = [tensor.grad for tensor in call.tensors]
             call.step(self.step.stepper)
@@ -284,6 +290,7 @@ class Deferral:
         clipping: Clipping,
         bucket_bytes: int,
         nonfinite: Policy = "allow",
+        check: Check | None = None,
     ) -> None:
         self.parameters: tuple[AttachedParameter, ...] = ()
         self.readers: list[Reader] = []
@@ -297,6 +304,7 @@ class Deferral:
         self._can_wait = frozenset(can_wait)
         self._ranks = ranks
         self._nonfinite = nonfinite
+        self._check = check
         self._vote: Vote | None = None  # on the step that is being handed over
         self._taken = True
         self._settings: Callable[[], None] | None = None
@@ -511,6 +519,8 @@ class Deferral:
             self._require_agreement()
         if clip is not None and len(later) < len(with_gradient):
             clip([a.get() for a in set(waiting).difference(later)])
+        if self._check is not None and in_loop:
+            self._check.keep_rest(stepper, mine, set(later), _gradient_if_any)
         self._now = False
         if not later:
             self._flushing = stepper
@@ -639,10 +649,12 @@ class Deferral:
         begin_state(stepper.optimizer(), [attached.get() for attached in parameters])
         there = self.buckets_of(a for a in parameters if a not in flying)
         buckets = [[by_index[spec.index] for spec in bucket.parameters] for bucket in there]
-        dues = [_Due(bucket, step, clip, self.recorder, None) for bucket in buckets]
+        check = self._check
+        keep = partial(check.keep, stepper) if check is not None and check.due else None
+        dues = [_Due(bucket, step, clip, self.recorder, None, keep) for bucket in buckets]
         for flight in dict.fromkeys(flying.values()):  # in the order in which they arrive
             members = [attached for attached in flight.parameters if flying.get(attached) is flight]
-            dues.append(_Due(members, step, clip, self.recorder, flight))
+            dues.append(_Due(members, step, clip, self.recorder, flight, keep))
         for due in dues:
             self._due.update((id(tensor), due) for tensor in due.tensors)
             self._placeholders += list(zip(due.tensors, due.gradients, strict=True))
@@ -685,13 +697,32 @@ class Deferral:
         self._placeholders, self._settings, self._flushing = [], None, None
         if stepper in self._owing:
             self._owing.discard(stepper)
+            if self._taken:
+                self._require_checked(stepper)
             if not self._owing:
                 if self._taken:
                     self.step_count += 1
+                    if self._check is not None:
+                        self._check.stepped()
                 else:
                     self.skip_count += 1
                 self._taken, self._vote = True, None
                 self._went_back = False
+
+    def _require_checked(self, stepper: Stepper) -> None:
+        """Wait for the step, raise, and call it torn, if it differs from a plain one."""
+        if self._check is None or not self._check.due:
+            return
+        mine = [a for a in self.parameters if a.stepper is stepper]
+        self._finish([self._due.get(id(a.peek())) for a in mine])
+        self.require_whole()
+        number = self.step_count + 1
+        error = self._check.error(stepper, number, mine)
+        if error is not None:
+            names = [a.spec.name for a in mine]
+            self._torn = Torn(number, names, [], self._ranks.rank(), error, number)
+            self._ranks.say_failed(number + 1)
+            raise error
 
     def buckets_of(self, parameters: Iterable[AttachedParameter]) -> tuple[Bucket, ...]:
         """In the order in which forwards read them; those not read yet in the model's order."""
@@ -744,6 +775,8 @@ class Deferral:
             if parameter is not None and gradients:
                 parameter.grad = None
         self._torn = self._flushing = self._vote = self._settings = None
+        if self._check is not None:
+            self._check.forget()
         self._taken = True
         self._placeholders.clear()
         self._owing.clear()
@@ -795,6 +828,10 @@ def _gradient(attached: AttachedParameter, flight: Flight | None = None) -> torc
     if isinstance(gradient, HeldGradient):
         parameter.grad = gradient = gradient.use()
     return gradient
+
+
+def _gradient_if_any(attached: AttachedParameter) -> torch.Tensor | None:
+    return None if attached.get().grad is None else _gradient(attached)
 
 
 @contextmanager

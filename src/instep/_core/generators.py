@@ -1,61 +1,104 @@
-"""Whether an update draws random numbers: bucket by bucket they would go to other parameters than in the plain loop."""
+"""The random number generators that an update may draw from: bucket by bucket, what is drawn would go to other
+parameters than in the plain loop."""
 
+import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from instep._core.changes import held_in
 from instep._core.worker import NAME
 
-_Place = tuple[Callable[[], Any], Callable[[Any], Any]]
+Read = Callable[[], Any]
+Write = Callable[[Any], Any]
 
 
 class Generators:
-    """The generators that an update may draw from, as they are now.
+    """Generators with their present states: those that all share (torch's on the CPU and on ``devices``, Python's and
+    NumPy's), and those that ``owners`` refer to.
 
     Args:
-        settings: values in which it may have generators of its own.
+        owners: optimizers, or values in which one may have generators of its own.
+        shared: whether to look at those that all share.
     """
 
-    def __init__(self, settings: Iterable[Any], device: torch.device) -> None:
-        own = [found for value in settings for found in held_in(value, (torch.Generator, random.Random))]
-        self._places: list[_Place] = [_place_of(generator) for generator in own]
-        # Another thread (one that loads data, say) may draw from the generators that all share.
-        if all(t is threading.current_thread() or t.name in (NAME, "MainThread") for t in threading.enumerate()):
-            self._places += _shared(device)
-        self._before = [get() for get, _ in self._places]
+    def __init__(self, devices: Iterable[torch.device], owners: Iterable[object] = (), *, shared: bool = True) -> None:
+        self._owners = list(owners)
+        self._known: dict[int, tuple[Read, Write]] = dict(enumerate(_shared(devices) if shared else ()))
+        self._before = {key: read() for key, (read, _) in self._known.items()}
+        self._find()
 
     def advanced(self) -> bool:
-        return not all(_same(get(), before) for (get, _), before in zip(self._places, self._before, strict=True))
+        """Whether one of them is in another state than it was, or has been made since."""
+        drawn = any(not _same(read(), self._before[key]) for key, (read, _) in self._known.items())
+        count = len(self._known)
+        self._find()
+        return drawn or len(self._known) > count
 
     def restore(self) -> None:
-        for (_, put), before in zip(self._places, self._before, strict=True):
-            put(before)
+        """Put the states back."""
+        for key, (_, write) in self._known.items():
+            write(self._before[key])
+
+    def _find(self) -> None:
+        for generator in _held_by(self._owners):
+            if id(generator) not in self._known:
+                self._known[id(generator)] = access = _access(generator)
+                self._before[id(generator)] = access[0]()
 
 
-def _place_of(generator: Any) -> _Place:
+def nobody_else_draws() -> bool:
+    """Whether no other thread runs that may draw from the generators that all share: one that loads data, say."""
+    return all(t is threading.current_thread() or t.name in (NAME, "MainThread") for t in threading.enumerate())
+
+
+def _shared(devices: Iterable[torch.device]) -> Iterator[tuple[Read, Write]]:
+    yield torch.get_rng_state, torch.set_rng_state
+    for device in {device for device in devices if device.type not in ("cpu", "meta")}:
+        module = torch.get_device_module(device)
+        yield partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
+    yield random.getstate, random.setstate
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield numpy.random.get_state, numpy.random.set_state
+
+
+def _access(generator: Any) -> tuple[Read, Write]:
     if isinstance(generator, torch.Generator):
         return generator.get_state, generator.set_state
-    return generator.getstate, generator.setstate
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    bits = getattr(generator, "bit_generator", None) or generator._bit_generator
+    return lambda: bits.state, lambda state: setattr(bits, "state", state)
 
 
-def _shared(device: torch.device) -> list[_Place]:
-    places: list[_Place] = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
-    if device.type not in ("cpu", "meta"):
-        module = torch.get_device_module(device)
-        places.append((lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device)))
-    if (numpy := sys.modules.get("numpy")) is not None:
-        places.append((numpy.random.get_state, numpy.random.set_state))
-    return places
+def _held_by(owners: Iterable[object]) -> Iterator[Any]:
+    """Those that can be reached through containers and attributes."""
+    numpy = sys.modules.get("numpy")
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if numpy is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    seen: set[int] = set()
+    left = list(owners)
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, kinds):
+            yield value
+        elif isinstance(value, Mapping):
+            left.extend(value.values())
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            left.extend(value)
+        elif not isinstance(value, (torch.Tensor, torch.nn.Module, type)) and not callable(value):
+            left.extend(getattr(value, "__dict__", {}).values())
 
 
 def _same(now: Any, before: Any) -> bool:
     if isinstance(now, torch.Tensor):
         return torch.equal(now, before)
-    if isinstance(now, tuple):
-        return all(map(_same, now, before))
-    return bytes(now) == bytes(before) if hasattr(now, "tobytes") else bool(now == before)
+    return pickle.dumps(now) == pickle.dumps(before)

@@ -43,9 +43,14 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The buckets, in the order in which backward is expected to complete them."""
+    """The buckets, in the order in which backward is expected to complete them.
+
+    Attributes:
+        unproven: of each optimizer that may not be one that updates each parameter by itself, what could not be tried.
+    """
 
     buckets: tuple[Bucket, ...]
+    unproven: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +76,7 @@ class Plan:
             "  ".join(align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True))
             for row in rows
         )
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join([*(line.rstrip() for line in lines), *self.unproven])
 
 
 def _span(names: list[str]) -> str:

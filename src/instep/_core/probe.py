@@ -1,161 +1,407 @@
 """Does an optimizer of unknown make update each parameter by itself? It is tried on made-up parameters at attach."""
 
-import copy
-from collections.abc import Iterator
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from instep._core.stepper import Stepper, alias_of, shadow_of, undecorated_step
+from instep._core.generators import Generators
+from instep._core.made_up import STEPS, WEATHERS, Spec, Weather, is_finite, options_of, specs_for
+from instep._core.stepper import Stepper, alias_of, undecorated_step
+from instep._core.twins import different, parameters_of, shared_state, step_plainly, twin_of
+from instep._core.watch import plain_type
 from instep.errors import UnsupportedOptimizerError
 
-STEPS = 3
-SIDE = 4
+_logger = logging.getLogger("instep")
 
 
-def require_separable(optimizer: Optimizer) -> bool:
-    """Raise ``UnsupportedOptimizerError`` if stepping parameters one by one differs from stepping them together.
+@dataclass(frozen=True, slots=True)
+class Separability:
+    """What is known of whether an optimizer updates each parameter by itself.
 
-    torch's own optimizers are known and not asked. An optimizer that cannot be run on made-up parameters is taken as
-    it is: ``Stepper`` still notices what is left in its groups and attributes.
+    Attributes:
+        optimizer: the name of its class.
+        contained: whether it writes nothing but parameters and their own state, and takes other tensors of the same
+            memory in their place: then its step can be put off.
+        needs_closure: whether ``step()`` takes one, and fails without. Then it can only be called by the loop.
+        untried: what could not be tried on made-up parameters, with the reasons. Empty: separable, as far as trying
+            tells, or known.
+    """
 
-    Returns:
-        Whether it is known to write nothing but parameters and their own state.
+    optimizer: str
+    contained: bool
+    untried: tuple[str, ...] = ()
+    needs_closure: bool = False
+
+    @property
+    def unproven(self) -> str | None:
+        """What is not proven, in a sentence; ``None``: nothing."""
+        return f"unproven: {self.optimizer}: {'; '.join(self.untried)}" if self.untried else None
+
+
+class _CannotBeTriedError(Exception):
+    """The plain ``step()`` fails on made-up parameters."""
+
+
+def separability_of(optimizer: Optimizer, *, in_backward: bool = False) -> Separability:
+    """Step made-up parameters together, one by one and in other divisions, and compare bit for bit.
+
+    torch's own optimizers are known and not asked. What was found of a class with the same options is remembered.
+    What could not be tried is logged, and said in the result.
+
+    Args:
+        in_backward: whether it is to be stepped where nobody has a closure for it.
+
+    Raises:
+        UnsupportedOptimizerError: the divisions differ, ``step()`` draws random numbers, moves parameters without
+            gradient, or fails where none is left.
     """
     if type(optimizer).__module__.startswith("torch.optim."):
-        return True
-    kind = type(optimizer).__name__
-    generators = _Generators(optimizer)
-    try:
-        together, alone = _twin(optimizer), _twin(optimizer)
-        contained = True
-        for step in range(STEPS):
-            _set_gradients(together, step)
-            _set_gradients(alone, step)
-            _step(together)
-            stepper = Stepper(alone)
-            for parameter in reversed(list(_parameters(alone))):
-                stepper.step([parameter])
-            contained = contained and not stepper.wrote_elsewhere
-            stepper.commit()
-        equal = all(map(torch.equal, _parameters(together), _parameters(alone)))
-        random = generators.advanced()
-    except UnsupportedOptimizerError:
-        raise
-    except Exception:
-        return False
-    finally:
-        generators.restore()
-    if random:
+        return Separability(type(optimizer).__name__, contained=True)
+    found = _remembered(optimizer)
+    if isinstance(found, str):
+        raise UnsupportedOptimizerError(found)
+    if found.needs_closure and in_backward:
         raise UnsupportedOptimizerError(
-            f"{kind} draws random numbers in step(): bucket by bucket they would go to other parameters than in the "
-            "plain loop. Use this optimizer without instep"
+            f"{found.optimizer}.step() fails without a closure, and backward has none for it. Use schedule='forward'"
         )
-    if not equal:
-        raise UnsupportedOptimizerError(
-            f"{kind} couples parameters: stepped one by one they get other values than stepped together, so stepping "
-            "during backward would differ from the plain loop. Use this optimizer without instep"
+    if found.unproven is not None:
+        _logger.warning(
+            "%s. Whether it updates each parameter by itself could not be tried; attach(…, check_steps=…) compares "
+            "the first steps",
+            found.unproven,
         )
-    _require_step_without_gradients(together, kind)
-    # What an attribute holds may be changed by the loop before the step is applied.
-    holds = any(
-        isinstance(value, (torch.Tensor, dict, list, set))
-        for name, value in vars(optimizer).items()
-        if name not in ("param_groups", "state", "defaults") and not name.startswith("_optimizer_")
-    )
-    return contained and not holds and _takes_aliases(optimizer, together)
+    return found
 
 
-def _takes_aliases(optimizer: Optimizer, plain: Optimizer) -> bool:
-    """Whether it can be stepped on other tensors of the same memory. Some know a parameter by the object it is, or
-    replace its gradient."""
-    twin = _twin(optimizer)
+_found: "weakref.WeakKeyDictionary[type, dict[Hashable, Separability | str]]" = weakref.WeakKeyDictionary()
+
+
+def _remembered(optimizer: Optimizer) -> Separability | str:
+    known = _found.setdefault(type(optimizer), {})
     try:
-        for step in range(STEPS):
-            _set_gradients(twin, step)
-            stepper = Stepper(twin)
-            for parameter in _parameters(twin):
-                gradient = parameter.grad
-                alias = alias_of(parameter, gradient)
-                stepper.step([alias], [parameter])
-                if alias.grad is not gradient:
-                    return False  # the loop would find the old one in .grad
-            stepper.commit()
-    except Exception:
-        return False
-    return all(map(torch.equal, _parameters(plain), _parameters(twin)))
+        key = _key(optimizer)
+    except TypeError:
+        return _tried(optimizer)
+    if key not in known:
+        known[key] = _tried(optimizer)
+    return known[key]
 
 
-class _Generators:
-    """torch's random number generators on the optimizer's devices, as they were: the user's loop must not notice."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        devices = {p.device for group in optimizer.param_groups for p in group["params"]}
-        self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
-        self._before = self._states()
-
-    def advanced(self) -> bool:
-        return not all(map(torch.equal, self._before, self._states()))
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._before[0])
-        for device, state in zip(self._devices, self._before[1:], strict=True):
-            torch.get_device_module(device).set_rng_state(state, device)
-
-    def _states(self) -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(d) for d in self._devices)]
-
-
-def _require_step_without_gradients(twin: Optimizer, kind: str) -> None:
-    for parameter in _parameters(twin):
-        parameter.grad = None
-    try:
-        _step(twin)
-    except Exception as error:
-        raise UnsupportedOptimizerError(
-            f"{kind}.step() raises when no parameter has a gradient ({type(error).__name__}: {error}), as it is after "
-            "backward has stepped them all. Use this optimizer without instep"
-        ) from error
-
-
-def _step(twin: Optimizer) -> None:
-    with torch.no_grad():
-        undecorated_step(type(twin))(twin)
-
-
-def _twin(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer with nothing of its own: copied attributes, no state, two small parameters for each kind of
-    parameter in a group."""
-    groups = []
-    for group in optimizer.param_groups:
-        kinds = {(p.dim(), p.dtype, p.device) for p in group["params"]}
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        made = [_parameter(*kind) for kind in sorted(kinds, key=str) for _ in range(2)]
-        groups.append({**copy.deepcopy(options), "params": made})
-    twin = shadow_of(optimizer, groups, {})
+def _key(optimizer: Optimizer) -> Hashable:
+    """What the outcome depends on. ``TypeError``: something that cannot be told from something else."""
     attributes = {
         name: value
-        for name, value in vars(twin).items()
-        if name not in ("param_groups", "state") and not name.startswith("_optimizer_")
+        for name, value in vars(optimizer).items()
+        if name not in ("param_groups", "state", "step") and not name.startswith("_optimizer_")
     }
-    # The model's parameters, where an attribute refers to them, are not worth a copy.
-    large: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    vars(twin).update(copy.deepcopy(attributes, memo=large))
-    return twin
+    groups = [options_of(optimizer, group) for group in optimizer.param_groups]
+    classes = sorted(_own_classes(optimizer))
+    specs = tuple(map(tuple, specs_for(optimizer)))
+    return undecorated_step(type(optimizer)), specs, _hashable(groups), _hashable(attributes), tuple(classes)
 
 
-def _parameter(dim: int, dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.ones((SIDE,) * dim, dtype=dtype, device=device))
+def _hashable(value: Any) -> Hashable:
+    if isinstance(value, dict):
+        return dict, tuple((_hashable(key), _hashable(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_hashable, value))
+    if isinstance(value, torch.Tensor) and value.numel() <= 16:
+        return value.dtype, value.device, repr(value.tolist())
+    if isinstance(value, (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)):
+        return type(value), value
+    raise TypeError
 
 
-def _parameters(twin: Optimizer) -> Iterator[Any]:
-    for group in twin.param_groups:
-        yield from group["params"]
+def _own_classes(optimizer: Optimizer) -> set[str]:
+    """Of parameters that made-up ones do not have."""
+    kinds = {plain_type(p) for p in parameters_of(optimizer)}
+    return {kind.__name__ for kind in kinds - {torch.Tensor, torch.nn.Parameter}}
 
 
-def _set_gradients(twin: Optimizer, step: int) -> None:
-    generator = torch.Generator().manual_seed(step)
-    for number, parameter in enumerate(_parameters(twin)):
-        gradient = torch.randn(parameter.shape, generator=generator) * (1 + number)
-        parameter.grad = gradient.to(parameter.device, parameter.dtype)
+def _tried(optimizer: Optimizer) -> Separability | str:
+    """The finding, or the words with which to refuse."""
+    generators = Generators({p.device for p in parameters_of(optimizer)}, [optimizer])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _Probe(optimizer).run()
+    except UnsupportedOptimizerError as error:
+        return str(error)
+    finally:
+        generators.restore()
+
+
+Divide = Callable[[Sequence[Any]], Iterable[Sequence[Any]]]
+
+
+def _one_by_one(parameters: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    yield from ([parameter] for parameter in reversed(parameters))
+
+
+def _in_pairs(parameters: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """The last with the first, and so on: of several groups, backwards."""
+    half = len(parameters) // 2
+    yield from zip(reversed(parameters[-half:]), parameters[:half], strict=True)
+    yield parameters[half : len(parameters) - half]
+
+
+def _every_other(parameters: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """The rest is left to ``step()``."""
+    yield from ([parameter] for parameter in parameters[::2])
+
+
+_DIVISIONS: dict[str, Divide] = {
+    "one by one": _one_by_one,
+    "in pairs": _in_pairs,
+    "in part": _every_other,
+}
+
+
+class _Lane:
+    """Made-up parameters of one optimizer, and what steps them."""
+
+    def __init__(self, optimizer: Optimizer, specs: Sequence[Sequence[Spec]]) -> None:
+        numbers = iter(range(sum(map(len, specs))))
+        groups = [
+            {**options_of(optimizer, group), "params": [spec.make(next(numbers)) for spec in mine]}
+            for group, mine in zip(optimizer.param_groups, specs, strict=True)
+        ]
+        self.twin = twin_of(optimizer, groups, shared_state(optimizer), {id(p): p for p in parameters_of(optimizer)})
+        self.parameters = list(parameters_of(self.twin))
+        self.contained = True
+        self.replaces_gradients = False
+
+    def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+
+    def step(self) -> None:
+        step_plainly(self.twin)
+
+    def step_divided(self, divide: Divide, *, alias: bool = False) -> None:
+        """As an attached loop does: buckets, then the user's ``step()``, which finds what is left."""
+        stepper = Stepper(self.twin)
+        with_gradient = [p for p in self.parameters if p.grad is not None]
+        for bucket in filter(len, map(list, divide(with_gradient))):
+            tensors = [alias_of(p, p.grad) for p in bucket] if alias else bucket
+            gradients = [tensor.grad for tensor in tensors]
+            stepper.step(tensors, bucket)
+            self.replaces_gradients |= any(t.grad is not g for t, g in zip(tensors, gradients, strict=True))
+            for parameter in bucket:
+                parameter.grad = None
+        self.contained = self.contained and not stepper.wrote_elsewhere
+        left = any(p.grad is not None for p in self.parameters)
+        try:
+            self.step()
+        except Exception as error:
+            if left:
+                raise
+            raise UnsupportedOptimizerError(_raises_without_gradients(self.twin, error)) from error
+        stepper.commit()
+
+    def differs_from(self, other: "_Lane") -> str | None:
+        """The first thing that does, in words."""
+        for mine, its in zip(self.parameters, other.parameters, strict=True):
+            if different(mine, its):
+                return f"a parameter of shape {tuple(mine.shape)}"
+            if different(self.twin.state.get(mine), other.twin.state.get(its)):
+                return f"the state of a parameter of shape {tuple(mine.shape)}"
+        if different(*map(shared_state, (self.twin, other.twin))):
+            return "what it keeps in its state beside parameters"
+        if different(*map(_options, (self.twin, other.twin))):
+            return "what it keeps in its param_groups"
+        return None
+
+
+class _Probe:
+    """Tries one optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._name = type(optimizer).__name__
+        self._specs = specs_for(optimizer)
+        self._untried: list[str] = []
+        self._contained = True
+
+    def run(self) -> Separability:
+        if self._needs_closure():
+            return Separability(self._name, False, ("step() needs a closure",), needs_closure=True)
+        self._leave_out_what_fails()
+        if any(self._specs):
+            first, *others = WEATHERS
+            self._try(first, _DIVISIONS)
+            for weather in others:
+                self._try(weather, ["one by one"])
+        self._untried += [
+            f"its parameters of class {name} were tried as plain ones" for name in sorted(_own_classes(self._optimizer))
+        ]
+        contained = self._contained and any(self._specs) and not self._holds_much() and self._takes_aliases()
+        return Separability(self._name, contained, tuple(self._untried))
+
+    def _lane(self) -> _Lane:
+        return _Lane(self._optimizer, self._specs)
+
+    @property
+    def _flat(self) -> list[Spec]:
+        return [spec for mine in self._specs for spec in mine]
+
+    def _needs_closure(self) -> bool:
+        """Raise if the first ``step()``, without gradients, fails for another reason."""
+        failure = self._failure(given=False)
+        if failure is None:
+            return False
+        if self._failure(given=True) is not None and self._failure(lambda: torch.ones(()), given=True) is None:
+            return True
+        raise UnsupportedOptimizerError(_raises_without_gradients(self._optimizer, failure)) from failure
+
+    def _failure(self, *closure: Callable[[], torch.Tensor], given: bool) -> Exception | None:
+        """What the first step raises, on an optimizer that can be copied."""
+        try:
+            lane = self._lane()
+        except Exception:
+            return None  # said below
+        if given:
+            lane.give(WEATHERS[1].gradients(self._flat, 0))
+        try:
+            step_plainly(lane.twin, *closure)
+        except Exception as error:
+            return error
+        return None
+
+    def _leave_out_what_fails(self) -> None:
+        """Parameters on which the plain ``step()`` fails are not tried."""
+        reason = self._fails(self._specs)
+        if reason is None:
+            return
+        distinct = dict.fromkeys(spec for mine in self._specs for spec in mine)
+        failing = {spec: why for spec in distinct if (why := self._fails(self._only(spec))) is not None}
+        self._specs = [[spec for spec in mine if spec not in failing] for mine in self._specs]
+        if not any(self._specs) or self._fails(self._specs) is not None:
+            # Some take no parameters but those that fit one another.
+            self._specs = specs_for(self._optimizer, alike=True)
+            if self._fails(self._specs) is not None:
+                self._specs = [[] for _ in self._specs]
+            self._untried.append(f"step() fails on made-up parameters ({reason})")
+            return
+        reasons = dict.fromkeys(failing.values())
+        self._untried += [
+            f"step() fails on made-up parameters {', '.join(str(s) for s in failing if failing[s] == why)} ({why})"
+            for why in reasons
+        ]
+
+    def _only(self, wanted: Spec) -> list[list[Spec]]:
+        return [[spec for spec in mine if spec == wanted] for mine in self._specs]
+
+    def _fails(self, specs: Sequence[Sequence[Spec]]) -> str | None:
+        """Why two plain steps do."""
+        weather = Weather((1.0, 1.0))
+        try:
+            lane = _Lane(self._optimizer, specs)
+            for step in range(2):
+                lane.give(weather.gradients([spec for mine in specs for spec in mine], step))
+                lane.step()
+        except Exception as error:
+            return _in_short(error)
+        return None
+
+    def _try(self, weather: Weather, divisions: Iterable[str]) -> None:
+        together = self._lane()
+        divided = {how: self._lane() for how in divisions}
+        generators = Generators({spec.device for spec in self._flat}, [together.twin])
+        for step in range(STEPS):
+            gradients = weather.gradients(self._flat, step)
+            try:
+                self._step_together(together, gradients)
+            except _CannotBeTriedError as error:
+                self._untried.append(f"step() fails with {weather} ({error})")
+                return
+            if generators.advanced():
+                raise UnsupportedOptimizerError(
+                    f"{self._name} draws random numbers in step(): bucket by bucket they would go to other parameters "
+                    "than in the plain loop. Use this optimizer without instep"
+                )
+            for how, lane in divided.items():
+                lane.give(gradients)
+                self._step(lane, how)
+                self._require_same(together, lane, f"step {step + 1} with {weather}", how)
+        self._contained = self._contained and all(lane.contained for lane in divided.values())
+        if not all(map(is_finite, together.parameters)):
+            self._untried.append(f"with {weather} it makes parameters NaN or infinite")
+
+    def _step_together(self, lane: _Lane, gradients: Sequence[torch.Tensor | None]) -> None:
+        lane.give(gradients)
+        idle = [p for p in lane.parameters if p.grad is None]
+        before = [p.detach().clone() for p in idle]
+        try:
+            lane.step()
+        except Exception as error:
+            raise _CannotBeTriedError(_in_short(error)) from error
+        if any(map(different, idle, before)):
+            raise UnsupportedOptimizerError(
+                f"{self._name}.step() changes parameters that have no gradient (weight decay of all parameters?): it "
+                "would change them once with each bucket, and once more in step(). Use this optimizer without instep"
+            )
+
+    def _step(self, lane: _Lane, how: str) -> None:
+        try:
+            lane.step_divided(_DIVISIONS[how])
+        except UnsupportedOptimizerError:
+            raise
+        except Exception as error:
+            raise UnsupportedOptimizerError(
+                f"{self._name} cannot be stepped bucket by bucket: on a few of its parameters ({how}) its step() "
+                f"raises {_in_short(error)}. Use this optimizer without instep"
+            ) from error
+
+    def _require_same(self, together: _Lane, lane: _Lane, when: str, how: str) -> None:
+        if (what := lane.differs_from(together)) is not None:
+            raise UnsupportedOptimizerError(
+                f"{self._name} couples parameters: stepped {how} they get other values than stepped together (in "
+                f"{when}: {what}), so stepping during backward would differ from the plain loop. Use this optimizer "
+                "without instep"
+            )
+
+    def _takes_aliases(self) -> bool:
+        """Whether it can be stepped on other tensors of the same memory. Some know a parameter by the object it is."""
+        together, aliased = self._lane(), self._lane()
+        for step in range(STEPS):
+            gradients = WEATHERS[0].gradients(self._flat, step)
+            together.give(gradients)
+            aliased.give(gradients)
+            together.step()
+            try:
+                aliased.step_divided(_one_by_one, alias=True)
+            except Exception:
+                return False
+        # The loop would find the old gradients in .grad.
+        return not aliased.replaces_gradients and aliased.differs_from(together) is None
+
+    def _holds_much(self) -> bool:
+        """Whether an attribute holds what the loop may change before a step that is put off is applied."""
+        return any(
+            isinstance(value, (torch.Tensor, dict, list, set))
+            for name, value in vars(self._optimizer).items()
+            if name not in ("param_groups", "state", "defaults") and not name.startswith("_optimizer_")
+        )
+
+
+def _raises_without_gradients(optimizer: Optimizer, error: Exception) -> str:
+    return (
+        f"{type(optimizer).__name__}.step() raises when no parameter has a gradient ({_in_short(error)}), as it is "
+        "after backward has stepped them all. Use this optimizer without instep"
+    )
+
+
+def _in_short(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:150]}" if text else type(error).__name__
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from instep._core.changes import Snapshot, alike, changes, fingerprint, is_immutable, is_plain, private, same
 from instep._core.entries import Entries
-from instep._core.generators import Generators
+from instep._core.generators import Generators, nobody_else_draws
 from instep._core.parts import Part, memory_of
 from instep._core.waiting import class_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
@@ -116,7 +116,7 @@ class Stepper:
         contents = {name: fingerprint(base[name]) for name in self._containers}
         generators, versions = None, {}
         if not is_torchs_own(optimizer):
-            generators = Generators(self._settings_of(shadow), parameters[0].device)
+            generators = Generators({parameters[0].device}, self._settings_of(shadow), shared=nobody_else_draws())
             versions = {id(tensor): tensor._version for _, tensor in _tensors_in(owned, entries)}
         try:
             with torch.no_grad(), without_autocast(parameters[0].device.type):
@@ -494,7 +494,7 @@ def alias_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return alias
 
 
-def undecorated_step(cls: type[Optimizer]) -> Callable[[Optimizer], Any]:
+def undecorated_step(cls: type[Optimizer]) -> Callable[..., Any]:
     """``cls.step`` without the wrapper in which torch runs its global step hooks: they are owed one call per step."""
     step: Any = cls.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]

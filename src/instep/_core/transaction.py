@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._core.accumulation import Accumulation
+from instep._core.checking import Check
 from instep._core.clipping import Clipping
 from instep._core.engine import graph_task
 from instep._core.finite import Policy, all_finite, ask_if_finite, nonfinite_error
@@ -81,6 +82,7 @@ class Transaction:
         undo: Undo | None = None,
         scale: LossScale | None = None,
         nonfinite: Policy = "allow",
+        check: Check | None = None,
     ) -> None:
         self.parameters: tuple[AttachedParameter, ...] = ()
         self.streams = StepStreams()
@@ -97,6 +99,7 @@ class Transaction:
         self._undo = undo
         self._scale = scale
         self._nonfinite = nonfinite
+        self._check = check
         # Whether this step is taken, once that is known; and what puts back what step() does without gradients.
         self._taken: bool | None = None
         self._settings: Callable[[], None] | None = None
@@ -258,13 +261,15 @@ class Transaction:
                         self._require_finite(bucket)
                     started = perf_counter()
                     with self._as_applied(bucket, parameters, gradients, final) as made:
-                        writing = True
                         for stepper in self._steppers:
                             mine = [(a, g) for a, g in zip(bucket, made, strict=True) if a.stepper is stepper]
                             if mine and self._undo is not None:
                                 stepper.require_all_in_state()
                                 self._undo.save([a.get() for a, _ in mine], stepper.optimizer())
                             for call in together(mine, alias=False):
+                                if self._check is not None:
+                                    self._check.keep(stepper, call)
+                                writing = True
                                 call.step(stepper)
             except UnsupportedOptimizerError as error:
                 if self._undo is None or not writing:
@@ -361,8 +366,8 @@ class Transaction:
 
     @property
     def by_bucket(self) -> bool:
-        """Whether buckets must not be applied together: their norms are their own."""
-        return self._clipping.mode == "per_bucket"
+        """Whether buckets must not be applied together: their norms are their own, or a difference would not show."""
+        return self._clipping.mode == "per_bucket" or (self._check is not None and self._check.due)
 
     @property
     def frees_gradients(self) -> bool:
@@ -563,6 +568,8 @@ class Transaction:
                 self._tear(error)
                 raise
             self._clip_rest(left)
+        if self._check is not None:
+            self._prepare_check(self._check, stepper)
         self._apply_rest(stepper, left)
         for parameter in parameters:
             parameter.grad = None
@@ -576,6 +583,19 @@ class Transaction:
         if not asks_for_state(optimizer, (gradient for _, gradient in found), first=self.step_count == 0):
             self._added_up = bool(found)
             self._uncommitted.update(stepper for stepper, _ in found)
+
+    def _prepare_check(self, check: Check, stepper: Stepper) -> None:
+        """Keep what ``optimizer.step()`` is about to write. With undo, what backward has written is compared now, while
+        it can be put back."""
+        applied = self._applied_by(stepper)
+        if not applied:
+            return
+        check.keep_rest(stepper, self._of(stepper), set(applied), _gradient)
+        if self._undo is not None:
+            error = check.error(stepper, self.step_count + 1, applied, groups=False)
+            if error is not None:
+                self.put_back()
+                raise error
 
     def _apply_rest(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
         """What backward did not apply is applied by torch, in one call. Its foreach kernels refuse plain tensors beside
@@ -672,6 +692,7 @@ class Transaction:
         if self._settings is not None:
             self._settings()
             self._settings = None
+        self._require_checked(stepper)
         # The plain loop still has its gradients here, until the user clears them.
         applied = self._applied_by(stepper)
         if self._undo is not None:
@@ -697,12 +718,25 @@ class Transaction:
             self._reset()
         else:
             self.step_count = step_count
+            if self._check is not None:
+                self._check.stepped()
             self._reset()
             try:
                 self._ranks.committed(self.step_count)
             except Exception as error:
                 self._tear_here(error)
                 raise
+
+    def _require_checked(self, stepper: Stepper) -> None:
+        """Raise, and tear the step, if it differs from a plain one."""
+        if self._check is None or not self._applied_by(stepper):
+            return
+        error = self._check.error(stepper, self.step_count + 1, self._of(stepper))
+        if error is not None:
+            self._committing = None
+            self._applied.update(a.spec.index for a in self._of(stepper) if a.spec.index in self._arrived)
+            self._tear(error)
+            raise error
 
     def forget(self, *, gradients: bool) -> None:
         """Go back to IDLE from any state, and take spent gradients, or all of them, off the parameters."""
@@ -779,6 +813,8 @@ class Transaction:
             settled(self)
             self._outcomes.clear()
             self._clipping.forget_norms()
+            if self._check is not None:
+                self._check.forget()
             self._plain = True
             self.redo_count += 1
             if overwritten:
@@ -1011,6 +1047,8 @@ class Transaction:
         if self._undo is not None:
             self._undo.forget_all()
             settled(self)
+        if self._check is not None:
+            self._check.forget()
         for stepper in self._steppers:
             stepper.abort()
 
