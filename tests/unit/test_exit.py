@@ -16,8 +16,11 @@ import atexit, gc, os, signal, sys, threading, warnings
 import torch
 from torch import nn
 warnings.filterwarnings("ignore", module="torch")
-kept = []
+kept, daemons, enough = [], [], threading.Event()
 def tell():
+    enough.set()
+    for daemon in daemons:
+        daemon.join()
     with torch.no_grad():
         print([p.double().sum().item().hex() for p in kept])
 atexit.register(tell)
@@ -106,9 +109,10 @@ thread.start()
     + """
 def work():
     other = make()
-    while True:
+    while not enough.is_set():
         step(*other)
-threading.Thread(target=work, daemon=True).start()
+daemons.append(threading.Thread(target=work, daemon=True))
+daemons[0].start()
 step(model, optimizer)
 """,
     "atexit trains": MODULE + "atexit.register(step, model, optimizer)",
