@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from tests.cases import Blocks
+from tests.functional import own_precision
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch.distributed.optim compiles with torch.jit, which is deprecated
@@ -76,5 +77,6 @@ def test_parameters_of_torchs_own_function_are_left_to_torch() -> None:
         reducer=SimpleNamespace(_set_optimizer_in_backward=lambda: None),
         register_comm_hook=lambda state, hook: asked.append(hook),
     )
-    DistributedDataParallel._setup_in_backward_optimizers(ddp)
+    with own_precision.constructor():  # torch's hook makes a stream, too
+        DistributedDataParallel._setup_in_backward_optimizers(ddp)
     assert [hook.func.__module__ for hook in asked] == [optimizer_overlap_hooks.__name__]

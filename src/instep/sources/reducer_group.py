@@ -5,12 +5,13 @@ leaves it to the hook to divide, after it has copied; without one it divides as 
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import Work
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
@@ -60,7 +61,9 @@ class ReducerGroup(dist.ProcessGroup):
     """Stands in the place of DDP's process group in its reducer, and hands on all that the reducer asks of it.
 
     What it is used for is private: ``Reducer._update_process_group``, which ``DistributedDataParallel`` has to change
-    the number of ranks, and ``Reducer._get_zeros_like_grad_buckets``, which it has for ``join()``.
+    the number of ranks, and ``Reducer._get_zeros_like_grad_buckets``, which it has for ``join()``; and
+    ``_create_work_from_future``, which is for process groups that are written in Python: of a ``Work`` that is, torch
+    2.6 does not ask for its future.
     ``tests/distributed/test_reducer_group.py`` fails clearly when torch changes them.
 
     Args:
@@ -127,7 +130,7 @@ class ReducerGroup(dist.ProcessGroup):
         bucket = SentBucket(known.index, known.parameters, known.last, tensors[0])
         own = self.source.communicate(bucket, self._group, 1)
         if own is not None:
-            return _Own(own)
+            return _work_of(own)
         work = self._reduce(tensors, opts)
         self.source.launched(bucket, work.get_future())
         return work
@@ -162,16 +165,4 @@ class ReducerGroup(dist.ProcessGroup):
         }
 
 
-class _Own(Work):
-    """What DDP waits for."""
-
-    def __init__(self, future: Future) -> None:
-        super().__init__()
-        self._future = future
-
-    def wait(self, timeout: object = None) -> bool:
-        self._future.wait()
-        return True
-
-    def get_future(self) -> Future:
-        return self._future
+_work_of: Callable[[Future], Work] = _distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
