@@ -52,7 +52,7 @@ def raised(made: Made) -> None:
     with suppress(LoopError):
         backward(made, 2)
     handle.remove()
-    with suppress(instep.errors.InstepError):
+    with suppress(RuntimeError):  # an InstepError is one, and DDP's own
         made[0](batch(3)[0])
 
 

@@ -741,7 +741,8 @@ class Attachment:
             if self._options.mixed_precision is not None:
                 self._precision = LowPrecision(model, self._options.mixed_precision)
             owners = [model, *(optimizer for ref in self._optimizers if (optimizer := ref()) is not None)]
-            self._handles.append(Owners(owners, weakly(self._step.abandon)))
+            # The attachment itself may be gone first.
+            self._handles.append(Owners(owners, weakly(self._step.abandon), weakly(self._abandoned)))
             self._handles.append(PlainPickles(model.modules()))
             self._ranks.voting = self._voting(model)
             self._ranks.communicates = weakly(self._communicates)
@@ -815,6 +816,13 @@ class Attachment:
             return True  # FSDP gathers the weights for autograd.grad, too
         with torch._C.DisableTorchFunctionSubclass():  # no value is used, and nobody who watches need be told
             return any(runs(get_gradient_edge(p).node) for p in self._parameters() if p.requires_grad)
+
+    def _abandoned(self) -> None:
+        """Model and optimizers are gone: whoever keeps this keeps nothing of them."""
+        self._last_plan = self.plan
+        self._sources.clear()
+        if isinstance(self._step, Deferral):
+            self._step.flights = lambda: ()
 
     def _count(self, parameter: torch.Tensor) -> None:
         self._accumulation.count()

@@ -197,6 +197,95 @@ MUTANTS = [
         "tests/unit/test_life.py",
     ),
     Mutant(
+        "let a parameter's hook own its source",
+        "sources/local.py",
+        "self._listen(attached, weakly(self._accumulated, attached.spec.index))",
+        "self._listen(attached, partial(self._accumulated, attached.spec.index))",
+        "tests/unit/test_life.py",
+    ),
+    Mutant(
+        "let a spent gradient own its step",
+        "attachment.py",
+        "weakly(self._step.misuse, spec)",
+        "functools.partial(self._step.misuse, spec)",
+        "tests/unit/test_life.py",
+    ),
+    Mutant(
+        "let a graph own the attachment",
+        "attachment.py",
+        "weakly(self._before_backward, threading.get_ident())",
+        "functools.partial(self._before_backward, threading.get_ident())",
+        "tests/unit/test_life.py",
+    ),
+    Mutant(
+        "keep the frames in which a step was torn",
+        "_core/torn.py",
+        "_without_frames(self.cause))",
+        "self.cause)",
+        "tests/unit/test_life.py",
+    ),
+    Mutant(
+        "keep a parameter's state for whoever keeps the attachment",
+        "_core/transaction.py",
+        """        try:
+            self.settle()
+        finally:
+            for stepper in self._steppers:
+                stepper.abort()
+""",
+        "        self.settle()\n",
+        "tests/unit/test_life.py",
+    ),
+    Mutant(
+        "leave a step on trial to those who keep a parameter",
+        "_core/transaction.py",
+        "            if self._undo is not None:\n                owe(self)\n",
+        "",
+        "tests/unit/test_life.py",
+    ),
+    Mutant(
+        "drop what is due with the model",
+        "_core/deferral.py",
+        "            self._worker.last(self._let_go_of_all)\n",
+        "            self._due.clear()\n            settled(self)\n",
+        "tests/unit/test_life.py",
+    ),
+    Mutant(
+        "leave what is due at exit",
+        "_core/life.py",
+        "atexit.register(_end)\n",
+        "",
+        "tests/unit/test_exit.py",
+    ),
+    Mutant(
+        "put off what nobody will wait for",
+        "_core/deferral.py",
+        " and not ending()\n",
+        "\n",
+        "tests/unit/test_exit.py",
+    ),
+    Mutant(
+        "leave what is due in a forked child",
+        "_core/life.py",
+        "            Finalize(None, _settle_all, exitpriority=100)\n",
+        "            pass\n",
+        "tests/unit/test_exit.py",
+    ),
+    Mutant(
+        "save an attachment's hooks",
+        "_core/pickles.py",
+        "    return {**part, **left} if left else part\n",
+        "    return part\n",
+        "tests/unit/test_pickles.py",
+    ),
+    Mutant(
+        "refer to parameters after detach",
+        "_core/parameters.py",
+        "        self._ref = _nothing\n",
+        "        pass\n",
+        "tests/unit/test_life.py",
+    ),
+    Mutant(
         "leave a hook behind",
         "attachment.py",
         "for handle in self._handles:",

@@ -66,16 +66,17 @@ if hasattr(os, "register_at_fork"):
 
 
 class Owners:
-    """Calls ``gone`` when none of ``objects`` is left: who has only parameters, or the attachment, cannot step."""
+    """Calls all of ``gone`` when none of ``objects`` is left: with parameters alone nobody can step."""
 
-    def __init__(self, objects: Sequence[Any], gone: Callable[[], Any]) -> None:
+    def __init__(self, objects: Sequence[Any], *gone: Callable[[], Any]) -> None:
         left = len(objects)
 
         def one_is_gone() -> None:
             nonlocal left
             left -= 1
             if left == 0:
-                gone()
+                for call in gone:
+                    call()
 
         self._finalizers = [weakref.finalize(one, one_is_gone) for one in objects]
         for finalizer in self._finalizers:
