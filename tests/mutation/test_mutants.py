@@ -260,8 +260,8 @@ MUTANTS = [
     Mutant(
         "put off what nobody will wait for",
         "_core/deferral.py",
-        " and not ending()\n",
-        "\n",
+        " and not ending() and",
+        " and",
         "tests/unit/test_exit.py",
     ),
     Mutant(
