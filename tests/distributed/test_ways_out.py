@@ -1,7 +1,6 @@
 """After a step that was torn: weights can be read, and every way out of docs/errors.md works, on every source."""
 
 import copy
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,15 +41,15 @@ WAYS_OUT = ("accept", "load by hand", "load", "resync", "detach")
 
 @contextmanager
 def torn() -> Iterator[None]:
-    """The second bucket of a step cannot be updated."""
-    step, calls = Stepper.step, itertools.count()
+    """The update of a bucket fails half way."""
+    step = Stepper.step
 
-    def fail_on_the_second(stepper: Stepper, *args: Any, **kwargs: Any) -> None:
-        if next(calls) == 1:
-            raise ValueError("the update failed")
-        step(stepper, *args, **kwargs)
+    def fail_half_way(stepper: Stepper, parameters: Any, in_place_of: Any = None, parts: Any = None) -> None:
+        some = slice(0, -(-len(parameters) // 2))
+        step(stepper, parameters[some], in_place_of and in_place_of[some], parts and parts[some])
+        raise ValueError("the update failed")
 
-    with patch.object(Stepper, "step", fail_on_the_second):
+    with patch.object(Stepper, "step", fail_half_way):
         yield
 
 
