@@ -332,6 +332,23 @@ def test_the_loops_random_numbers_stay(way: str) -> None:
     lockstep(way, build, seeded, steps=4, check_steps=3)
 
 
+@pytest.mark.parametrize("way", ["backward", "forward"])
+def test_what_the_copies_draw_is_not_drawn_from_the_loops_numbers(way: str) -> None:
+    drawn = []
+    for check_steps in (0, 3):
+        _, _, overlap, iteration = odd_loop(way, draw, check_steps=check_steps)
+        torch.manual_seed(0)
+        try:
+            for i in range(3):
+                iteration(i)
+            overlap.synchronize()
+        except UnsupportedOptimizerError:
+            assert check_steps == 3
+        drawn.append(torch.rand(4))
+        overlap.detach()
+    assert torch.equal(*drawn)
+
+
 @pytest.mark.parametrize("way", ["backward", "forward", "undo"])
 def test_nothing_is_kept_after_the_last(way: str) -> None:
     _, _, overlap, iteration = odd_loop(way, lambda optimizer, mine: None, check_steps=2)
