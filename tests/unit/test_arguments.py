@@ -288,7 +288,6 @@ def test_a_recording_that_is_nested_within_what_it_holds(tmp_path: Path) -> None
     assert "has format" in done.output
 
 
-@pytest.mark.parametrize("value", ["-" * 100_000 + "1", "1" + "+1" * 100_000])
-def test_an_option_of_a_plan_that_is_nested_too_deeply(value: str) -> None:
+def test_an_option_of_a_plan_that_is_nested_too_deeply() -> None:
     with pytest.raises(PlanError, match="--option lr: its value is nested too deeply"):
-        options_of([f"lr={value}"])
+        options_of(["lr=" + "-" * 100_000 + "1"])
