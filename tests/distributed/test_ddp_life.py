@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import AccumulationError, AttachError, StaleAttachmentError, TornStepError
-from instep.sources.reducer_group import ReducerGroup
+from instep.sources.reducer_group import ReducerGroup, work_of
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, weights
 from tests.distributed.pool import RankPool
@@ -142,18 +142,10 @@ def body_failed_future(failing_bucket: int) -> tuple[str, bool, bool]:
         future.value()
         raise ConnectionError("the peer is gone")
 
-    class Fails(Work):
-        def __init__(self, work: Work) -> None:
-            super().__init__()
-            self.future = work.get_future().then(fail)
-
-        def get_future(self) -> torch.futures.Future[Any]:
-            return self.future
-
     def failing(*args: Any) -> Work:
         calls.append(args)
         work = real(*args)
-        return Fails(work) if len(calls) - 1 == failing_bucket else work
+        return work_of(work.get_future().then(fail)) if len(calls) - 1 == failing_bucket else work
 
     with mock.patch.object(ReducerGroup, "_reduce", failing):
         try:

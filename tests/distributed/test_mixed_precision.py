@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import instep
 from instep.errors import AttachError, InstepError
 from instep.verification import first_difference, training_state
-from tests import net
+from tests import net, own_precision
 from tests.cases import Blocks, Sometimes, Tied, batch
 from tests.distributed.pool import RankPool
 from tests.distributed.test_ddp_parity import rank_device
@@ -365,13 +365,15 @@ def refused_under_ddp() -> list[str]:
         ({}, {"mixed_precision": policy, "comm_hook": (torch.float32, send_as)}),
         ({"mixed_precision": torch.nn.parallel.distributed._MixedPrecision(torch.float16)}, {}),
     ):
-        ddp = DistributedDataParallel(Blocks(), **options)
+        with own_precision.constructor():
+            ddp = DistributedDataParallel(Blocks(), **options)
         with pytest.raises(AttachError) as caught:
             instep.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), **kwargs)
         texts.append(str(caught.value))
     return texts
 
 
+@own_precision.needs_it
 def test_what_does_not_go_together_is_refused(two_ranks: RankPool) -> None:
     for first, second in two_ranks.run(refused_under_ddp):
         assert "has no effect with comm_hook" in first

@@ -21,7 +21,7 @@ from instep import _votes
 from instep._core import deferral
 from instep._core.clipping import Clipping
 from instep._core.stepper import Stepper
-from instep.sources.reducer_group import ReducerGroup
+from instep.sources.reducer_group import ReducerGroup, work_of
 from instep.sources.reductions import Reduction
 from tests.faults.cases import ALL, NONFINITE, RAISES, TIMEOUT, Case
 from tests.faults.program import Staged
@@ -123,6 +123,11 @@ class _FailingWork(Work):
         raise InjectedError("the fault")
 
 
+def _failing_for_the_reducer(work: Any) -> Work:
+    """The reducer is not Python: of torch 2.6 it knows no ``Work`` that is."""
+    return work_of(work.get_future().then(_fail))
+
+
 @contextmanager
 def _collectives(trigger: Trigger, run: "Run") -> Iterator[None]:
     """Those that reduce a bucket: of DDP's reducer, of its communication hook, FSDP2's reduce-scatter."""
@@ -131,20 +136,23 @@ def _collectives(trigger: Trigger, run: "Run") -> Iterator[None]:
     where: list[tuple[Any, str]] = [(dist, name) for name in names if hasattr(dist, name)]
     where.append((ReducerGroup, "_reduce"))
 
-    def wrapped(real: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(real: Callable[..., Any], failing: Callable[[Any], Work]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if point == "before launch":
                 trigger.hit()
             work = real(*args, **kwargs)
             if trigger.case.kind == "error":
-                return _FailingWork(work) if trigger.due() else work
+                return failing(work) if trigger.due() else work
             if point == "in flight":
                 trigger.hit()
             return work
 
         return call
 
-    patches = [patch.object(owner, name, wrapped(getattr(owner, name))) for owner, name in where]
+    patches = []
+    for owner, name in where:
+        failing = _failing_for_the_reducer if owner is ReducerGroup else _FailingWork
+        patches.append(patch.object(owner, name, wrapped(getattr(owner, name), failing)))
     for one in patches:
         one.start()
     yield

@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import AttachError, InstepError
+from tests import own_precision
 from tests.cases import Blocks, batch
 from tests.distributed.pool import RankPool
 from tests.distributed.test_comm_hooks import HOOKS
 from tests.distributed.test_mixed_precision import DTYPES, CastByHand, send_as
-from tests.functional import own_precision
 from tests.functional.cases import OPTIMIZERS, SOME, Functional, difference, hook_parity, loss, make
 
 

@@ -12,8 +12,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
+from tests import own_precision
 from tests.cases import Blocks
-from tests.functional import own_precision
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch.distributed.optim compiles with torch.jit, which is deprecated

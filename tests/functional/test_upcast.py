@@ -28,8 +28,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from instep.errors import AttachError
 from instep.functional import upcast
 from instep.functional.upcast import AllreduceUpcastHookState, reducer_allreduce_and_upcast_hook
+from tests import own_precision
 from tests.distributed.pool import RankPool
-from tests.functional import own_precision
 
 pytestmark = own_precision.needs_it
 STEPS = 6

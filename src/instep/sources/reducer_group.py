@@ -130,7 +130,7 @@ class ReducerGroup(dist.ProcessGroup):
         bucket = SentBucket(known.index, known.parameters, known.last, tensors[0])
         own = self.source.communicate(bucket, self._group, 1)
         if own is not None:
-            return _work_of(own)
+            return work_of(own)
         work = self._reduce(tensors, opts)
         self.source.launched(bucket, work.get_future())
         return work
@@ -165,4 +165,4 @@ class ReducerGroup(dist.ProcessGroup):
         }
 
 
-_work_of: Callable[[Future], Work] = _distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
+work_of: Callable[[Future], Work] = _distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
