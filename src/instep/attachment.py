@@ -27,7 +27,7 @@ from instep._core.clipping import Clipping
 from instep._core.deferral import Deferral, Flight, Reader
 from instep._core.engine import after_all_of_backward, graph_task, runs
 from instep._core.finite import Policy
-from instep._core.hooks import BoundHook, first_of_post_hooks, last_of_pre_hooks, weakly
+from instep._core.hooks import BoundHook, first_of_post_hooks, last_of_pre_hooks
 from instep._core.life import Owners
 from instep._core.outputs import nodes_of
 from instep._core.parameters import AttachedParameter, require_unchanged
@@ -42,6 +42,7 @@ from instep._core.scaling import LossScale
 from instep._core.stepper import Stepper
 from instep._core.transaction import Recorder, Transaction
 from instep._core.undo import Undo
+from instep._core.weak import weakly
 from instep._fsdp_state import AfterErrors
 from instep._shards import is_sharded, local_numel, mesh_of, part_of
 from instep._validation import (

@@ -32,6 +32,7 @@ from instep._core.streams import StepStreams
 from instep._core.torn import Torn
 from instep._core.transaction import Gather, Recorder
 from instep._core.watch import Watch, plain_type
+from instep._core.weak import WeakMethod
 from instep._core.worker import Task, Worker, ending
 from instep.errors import StepMismatchError, UncommittedStepError
 
@@ -47,7 +48,7 @@ class Reader:
     def __init__(self, parameters: Sequence[AttachedParameter], before_read: Callable[..., None]) -> None:
         self.parameters = tuple(parameters)
         self.traced = False
-        self._before_read = weakref.WeakMethod(before_read)  # its owner has this in a list
+        self._before_read = WeakMethod(before_read)  # its owner has this in a list
 
     def __call__(self, module: object, args: object) -> None:
         if torch.compiler.is_compiling():
@@ -271,7 +272,7 @@ class Deferral:
         self._lock = threading.RLock()
         self._watch = Watch(values=self._used)
         self._gradient_watch = Watch(values=self._used_spread_gradient)
-        self._when_used = weakref.WeakMethod(self._used_gradient)
+        self._when_used = WeakMethod(self._used_gradient)
         self._due: dict[int, _Due] = {}  # by the parameter's id
         self._read: dict[int, None] = {}  # in the order in which forwards read them
         self._trained = self._went_back = False

@@ -7,7 +7,6 @@ plain loop would.
 """
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
@@ -32,6 +31,7 @@ from instep._core.streams import StepStreams
 from instep._core.torn import Torn
 from instep._core.undo import Undo
 from instep._core.watch import GET_GRAD, Watch
+from instep._core.weak import WeakMethod
 from instep.errors import (
     AccumulationError,
     HyperparameterChangedError,
@@ -97,7 +97,7 @@ class Transaction:
         self._taken: bool | None = None
         self._settings: Callable[[], None] | None = None
         self._watch = Watch(values=self._used, gradient=None if undo is None else self._used)
-        self._when_used = weakref.WeakMethod(self._used_gradient)
+        self._when_used = WeakMethod(self._used_gradient)
         # On accelerators the engine runs one thread per device, each of which may complete a bucket.
         self._lock = threading.RLock()
         self._arrived: set[int] = set()

@@ -23,6 +23,7 @@ from instep._core.placeholders import BeforeUse, HeldGradient
 from instep._core.plan import Bucket
 from instep._core.transaction import Recorder
 from instep._core.trial import Trial
+from instep._core.weak import WeakMethod
 from instep._groups import group_beside
 from instep.comm_hooks import cast_mean_allreduce, mean_allreduce
 from instep.errors import InstepError
@@ -124,7 +125,7 @@ class CrossingSource:
         self._each = 0.0  # seconds for a byte
         self._send: list[float] = []
         self._agreed: tuple[Sent, torch.Tensor] | None = None
-        self._when_used = weakref.WeakMethod(self._used)
+        self._when_used = WeakMethod(self._used)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
