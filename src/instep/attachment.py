@@ -663,9 +663,9 @@ class Attachment:
                         self._handles.append(parameter.register_post_accumulate_grad_hook(count))
             if self._options.mixed_precision is not None:
                 self._precision = LowPrecision(model, self._options.mixed_precision)
-            owners = [model, *(optimizer for ref in self._optimizers if (optimizer := ref()) is not None)]
-            # The attachment itself may be gone first.
-            self._handles.append(Owners(owners, weakly(self._step.abandon), weakly(self._abandoned)))
+            optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+            self._handles.append(Owners(optimizers, weakly(self._step.abandon)))
+            self._handles.append(Owners([model, *optimizers], weakly(self._abandoned)))
             self._handles.append(PlainPickles(model.modules()))
             self._ranks.voting = self._voting(model)
             self._ranks.communicates = weakly(self._communicates)
@@ -699,7 +699,7 @@ class Attachment:
         self._last_plan = self.plan
         self._sources.clear()
         if isinstance(self._step, Deferral):
-            self._step.flights = lambda: ()
+            self._step.flights, self._step.at_once = tuple, bool
 
     def _count(self, parameter: torch.Tensor) -> None:
         self._accumulation.count()

@@ -705,8 +705,8 @@ class Deferral:
         self._finish(self._dues())
 
     def abandon(self) -> None:
-        """Model and optimizer are gone. Others may have the parameters, so what is due is applied, and without waiting:
-        this may be called from anywhere."""
+        """The optimizers are gone. Others have the parameters, so what is due is applied, and without waiting: this may
+        be called from anywhere."""
         if not self._worker.started:
             return  # whoever uses one of them waits for it, and so does the end of the process
         for due in self._dues():
@@ -719,11 +719,12 @@ class Deferral:
 
     def _let_go_of_all(self) -> None:
         with self._lock:
-            failed = [due.step.failure for due in self._dues() if due.step.failure is not None]
+            failed = [due.step for due in self._dues() if due.step.failure is not None]
             for due in self._dues():
                 self._let_go(due)
-        if failed:
-            raise failed[0]  # nobody else will be told
+            if failed and self._torn is None:
+                self._tear(failed[0])
+                self._raise_failure(failed[0])  # perhaps nobody else will be told
 
     def close(self) -> None:
         """Finish what is due, and end the thread."""

@@ -678,7 +678,7 @@ class Transaction:
             self.put_back()
 
     def abandon(self) -> None:
-        """Model and optimizer are gone: nobody can commit the step that is open."""
+        """The optimizers are gone: nobody can commit the step that is open."""
         try:
             self.settle()
         finally:
