@@ -29,7 +29,7 @@ from instep._core.clipping import Clipping
 from instep._core.deferral import Deferral, Flight, Reader
 from instep._core.engine import after_all_of_backward, graph_task, runs
 from instep._core.finite import Policy
-from instep._core.hooks import BoundHook, UntracedHook, first_of_post_hooks, last_of_pre_hooks, weakly
+from instep._core.hooks import BoundHook, UntracedHook, first_of_post_hooks, last_of_pre_hooks
 from instep._core.life import Owners
 from instep._core.outputs import nodes_of
 from instep._core.parameters import AttachedParameter, require_unchanged
@@ -46,6 +46,7 @@ from instep._core.stepper import Stepper
 from instep._core.tracing import Traced
 from instep._core.transaction import Recorder, Transaction
 from instep._core.undo import Undo
+from instep._core.weak import weakly
 from instep._fsdp_state import AfterErrors
 from instep._shards import is_sharded, local_numel, mesh_of, part_of
 from instep._validation import (
@@ -740,9 +741,9 @@ class Attachment:
             self._count_in_no_sync()
             if self._options.mixed_precision is not None:
                 self._precision = LowPrecision(model, self._options.mixed_precision)
-            owners = [model, *(optimizer for ref in self._optimizers if (optimizer := ref()) is not None)]
-            # The attachment itself may be gone first.
-            self._handles.append(Owners(owners, weakly(self._step.abandon), weakly(self._abandoned)))
+            optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+            self._handles.append(Owners(optimizers, weakly(self._step.abandon)))
+            self._handles.append(Owners([model, *optimizers], weakly(self._abandoned)))
             self._handles.append(PlainPickles(model.modules()))
             self._ranks.voting = self._voting(model)
             self._ranks.communicates = weakly(self._communicates)
@@ -822,7 +823,7 @@ class Attachment:
         self._last_plan = self.plan
         self._sources.clear()
         if isinstance(self._step, Deferral):
-            self._step.flights = lambda: ()
+            self._step.flights, self._step.at_once = tuple, bool
 
     def _count(self, parameter: torch.Tensor) -> None:
         self._accumulation.count()

@@ -15,7 +15,7 @@ FIRST = """
 import atexit, gc, os, signal, sys, threading, warnings
 import torch
 from torch import nn
-warnings.filterwarnings("ignore", module="torch")
+warnings.simplefilter("ignore", ResourceWarning)  # torch 2.6 leaves a directory to the end
 kept, daemons, enough = [], [], threading.Event()
 def tell():
     enough.set()

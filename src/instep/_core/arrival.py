@@ -1,7 +1,6 @@
 """``schedule="forward"`` with ``ClipNorm``: the norm of each gradient is taken as soon as the gradient is final."""
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -12,6 +11,7 @@ from instep._core.parameters import AttachedParameter
 from instep._core.streams import StepStreams
 from instep._core.transaction import Recorder
 from instep._core.watch import Watch
+from instep._core.weak import WeakMethod
 
 
 class Arrival:
@@ -29,7 +29,7 @@ class Arrival:
         self.recorder: Recorder | None = None
         self._accumulation = accumulation
         self._clipping = clipping
-        self._on_open = weakref.WeakMethod(on_open)
+        self._on_open = WeakMethod(on_open)
         self._watch = Watch(gradient=self._used)
         self._measured: dict[int, tuple[AttachedParameter, torch.Tensor, int]] = {}
         self._failure: BaseException | None = None

@@ -46,6 +46,7 @@ from instep._core.torn import Torn
 from instep._core.transaction import Gather, Recorder
 from instep._core.waiting import StateWatch
 from instep._core.watch import Watch, plain_type
+from instep._core.weak import WeakMethod
 from instep._core.worker import Task, Worker, ending
 from instep.errors import StepMismatchError, UncommittedStepError, UnsupportedOptimizerError
 
@@ -61,7 +62,7 @@ class Reader:
     def __init__(self, parameters: Sequence[AttachedParameter], before_read: Callable[..., None]) -> None:
         self.parameters = tuple(parameters)
         self.traced = False
-        self._before_read = weakref.WeakMethod(before_read)  # its owner has this in a list
+        self._before_read = WeakMethod(before_read)  # its owner has this in a list
 
     def __call__(self, module: object, args: object) -> None:
         if torch.compiler.is_compiling():
@@ -316,7 +317,7 @@ class Deferral:
         self._watch = Watch(values=self._used)
         self._gradient_watch = Watch(values=self._used_spread_gradient)
         self._state_watch = StateWatch(self._used_state)
-        self._when_used = weakref.WeakMethod(self._used_gradient)
+        self._when_used = WeakMethod(self._used_gradient)
         self._due: dict[int, _Due] = {}  # by the parameter's id
         self._read: dict[int, None] = {}  # in the order in which forwards read them
         self._went_back = False  # whether a backward was seen to begin since the last step
@@ -789,8 +790,8 @@ class Deferral:
         self._finish(self._dues())
 
     def abandon(self) -> None:
-        """Model and optimizer are gone. Others may have the parameters, so what is due is applied, and without waiting:
-        this may be called from anywhere."""
+        """The optimizers are gone. Others have the parameters, so what is due is applied, and without waiting: this may
+        be called from anywhere."""
         if not self._worker.started:
             return  # whoever uses one of them waits for it, and so does the end of the process
         for due in self._dues():
@@ -803,11 +804,12 @@ class Deferral:
 
     def _let_go_of_all(self) -> None:
         with self._lock:
-            failed = [due.step.failure for due in self._dues() if due.step.failure is not None]
+            failed = [due.step for due in self._dues() if due.step.failure is not None]
             for due in self._dues():
                 self._let_go(due)
-        if failed:
-            raise failed[0]  # nobody else will be told
+            if failed and self._torn is None:
+                self._tear(failed[0])
+                self._raise_failure(failed[0])  # perhaps nobody else will be told
 
     def close(self) -> None:
         """Finish what is due, and end the thread."""

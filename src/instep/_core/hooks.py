@@ -33,21 +33,6 @@ class BoundHook:
         return BoundHook, (None,)
 
 
-def weakly(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """``method`` with ``args`` before what it is called with, for as long as its owner lives; nothing after that.
-
-    For what a parameter, a gradient or a graph refers to: autograd keeps these where the garbage collector does not
-    look, so that a way from there back to a parameter would never be freed. ``args`` must not lead to one either.
-    """
-    ref = weakref.WeakMethod(method)
-
-    def call(*more: Any) -> Any:
-        alive = ref()
-        return None if alive is None else alive(*args, *more)
-
-    return call
-
-
 class UntracedHook(BoundHook):
     """A hook that torch.compile does not trace. Not for the forward hooks of modules: see ``untraced``."""
 

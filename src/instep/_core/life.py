@@ -66,17 +66,16 @@ if hasattr(os, "register_at_fork"):
 
 
 class Owners:
-    """Calls all of ``gone`` when none of ``objects`` is left: with parameters alone nobody can step."""
+    """Calls ``gone`` when none of ``objects`` is left."""
 
-    def __init__(self, objects: Sequence[Any], *gone: Callable[[], Any]) -> None:
+    def __init__(self, objects: Sequence[Any], gone: Callable[[], Any]) -> None:
         left = len(objects)
 
         def one_is_gone() -> None:
             nonlocal left
             left -= 1
             if left == 0:
-                for call in gone:
-                    call()
+                gone()
 
         self._finalizers = [weakref.finalize(one, one_is_gone) for one in objects]
         for finalizer in self._finalizers:

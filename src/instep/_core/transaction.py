@@ -7,7 +7,6 @@ plain loop would.
 """
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
@@ -34,6 +33,7 @@ from instep._core.streams import StepStreams
 from instep._core.torn import Torn
 from instep._core.undo import Undo
 from instep._core.watch import GET_GRAD, Watch
+from instep._core.weak import WeakMethod
 from instep.errors import (
     AccumulationError,
     HyperparameterChangedError,
@@ -104,7 +104,7 @@ class Transaction:
         self._taken: bool | None = None
         self._settings: Callable[[], None] | None = None
         self._watch = Watch(values=self._used, gradient=None if undo is None else self._used)
-        self._when_used = weakref.WeakMethod(self._used_gradient)
+        self._when_used = WeakMethod(self._used_gradient)
         self.lock = threading.RLock()
         self._arrived: set[int] = set()
         self._applied: set[int] = set()
@@ -774,7 +774,7 @@ class Transaction:
             self.put_back()
 
     def abandon(self) -> None:
-        """Model and optimizer are gone: nobody can commit the step that is open."""
+        """The optimizers are gone: nobody can commit the step that is open."""
         try:
             self.settle()
         finally:

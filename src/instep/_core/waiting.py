@@ -2,11 +2,12 @@
 optimizer's class is a subclass of its own with a property."""
 
 import copy
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
+
+from instep._core.weak import WeakMethod
 
 
 class StateWatch:
@@ -17,7 +18,7 @@ class StateWatch:
     """
 
     def __init__(self, used: Callable[[Optimizer], None]) -> None:
-        self._used = weakref.WeakMethod(used)  # its owner owns the watch
+        self._used = WeakMethod(used)  # its owner owns the watch
         self._classes: dict[type, type] = {}
 
     def start(self, optimizer: Optimizer) -> None:

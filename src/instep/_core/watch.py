@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from instep._core.weak import WeakMethod
+
 Used = Callable[[torch.Tensor, Any], None]
 """Called with a watched parameter and the torch function that is about to use it, before it does."""
 
@@ -92,8 +94,8 @@ class Watch:
 
     def __init__(self, values: Used | None = None, gradient: Used | None = None) -> None:
         # Weakly: the owner of these methods owns the watch.
-        self._values = None if values is None else weakref.WeakMethod(values)
-        self._gradient = None if gradient is None else weakref.WeakMethod(gradient)
+        self._values = None if values is None else WeakMethod(values)
+        self._gradient = None if gradient is None else WeakMethod(gradient)
         self._classes: dict[type, type] = {}
         self._made: dict[type, type] = {}  # the other way round
 

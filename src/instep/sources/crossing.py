@@ -19,13 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from instep._core.engine import at_end_of_backward, graph_task
-from instep._core.hooks import BoundHook, weakly
+from instep._core.hooks import BoundHook
 from instep._core.order import Timed, best_order, deepest_then_shallowest
 from instep._core.parameters import AttachedParameter
 from instep._core.placeholders import BeforeUse, HeldGradient
 from instep._core.plan import Bucket
 from instep._core.transaction import Recorder
 from instep._core.trial import Trial
+from instep._core.weak import WeakMethod, weakly
 from instep._groups import group_beside
 from instep.comm_hooks import cast_mean_allreduce, mean_allreduce
 from instep.errors import InstepError
@@ -129,7 +130,7 @@ class CrossingSource:
         self._each = 0.0  # seconds for a byte
         self._send: list[float] = []
         self._agreed: tuple[Sent, torch.Tensor] | None = None
-        self._when_used = weakref.WeakMethod(self._used)
+        self._when_used = WeakMethod(self._used)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:

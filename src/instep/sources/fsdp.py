@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from instep._core.engine import at_end_of_backward
-from instep._core.hooks import UntracedHook, weakly
+from instep._core.hooks import UntracedHook
 from instep._core.parameters import AttachedParameter
 from instep._core.plan import Bucket, fill_buckets
+from instep._core.weak import weakly
 from instep.errors import AttachError
 from instep.sources import Sink
 

@@ -14,9 +14,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from instep._core.engine import at_end_of_backward, graph_task
-from instep._core.hooks import UntracedHook, weakly
+from instep._core.hooks import UntracedHook
 from instep._core.parameters import AttachedParameter
 from instep._core.plan import Bucket, fill_buckets
+from instep._core.weak import weakly
 from instep.errors import InstepError
 from instep.sources import Sink
 

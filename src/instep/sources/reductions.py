@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep._core.engine import at_end_of_backward, graph_task
-from instep._core.hooks import weakly
+from instep._core.weak import weakly
 from instep.errors import AttachError, InstepError
 
 

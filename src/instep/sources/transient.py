@@ -20,9 +20,10 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from instep._core.engine import at_end_of_backward, runs
-from instep._core.hooks import UntracedHook, weakly
+from instep._core.hooks import UntracedHook
 from instep._core.outputs import nodes_of
 from instep._core.placeholders import Placeholder
+from instep._core.weak import weakly
 from instep.comm_hooks import mean_allreduce
 from instep.errors import AccumulationError, InstepError
 from instep.sources.agreement import broadcast
