@@ -36,7 +36,7 @@ SOURCES: Mapping[str, tuple[Callable[[nn.Module], nn.Module], Mapping[str, Any]]
         {},
     ),
 }
-WAYS_OUT = ("accept", "load by hand", "load", "resync", "detach")
+WAYS_OUT = ("accept", "load by hand", "load", "detach")
 
 
 @contextmanager
@@ -99,16 +99,17 @@ def _go_on(loop: Loop, way: str, saved: Any, directory: str) -> None:
         loop.optimizer.load_state_dict(saved[1])
     if way == "load":
         instep.load(directory, loop.model, loop.optimizer)
-    elif way == "resync":
-        loop.overlap.resync_from(0)
     elif way == "detach":
         loop.overlap.detach()
     else:
         loop.overlap.accept_torn()
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS_OUT if way != "resync"])
-@pytest.mark.parametrize("source", list(SOURCES))
+# instep.save refuses FullyShardedDataParallel.
+@pytest.mark.parametrize(
+    ("source", "way"),
+    [(source, way) for source in SOURCES for way in WAYS_OUT if (source, way) != ("fsdp1", "load")],
+)
 def test_way_out(two_ranks: RankPool, source: str, way: str, tmp_path: Path) -> None:
     two_ranks.run(_tear, source, way, str(tmp_path))
 
