@@ -611,6 +611,7 @@ class Attachment:
             )
         optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         self._step.forget(gradients=True)
+        self._ranks.forget()
         resync(model, optimizers, group, ranks.index(rank))
         self._step.step_count = step
 

@@ -111,6 +111,11 @@ class Ranks:
             with suppress(Exception):  # of what may have failed it: the communication
                 self.voting.cast(step, failed=True)
 
+    def forget(self) -> None:
+        """All ranks start anew from one of them: what was said of the last step does not matter any more."""
+        self._vote = None
+        self._owes = False
+
     def heard(self, *, wait: bool) -> Exception | None:
         """What is wrong with the last step, as the ranks have said; each outcome is returned once.
 
