@@ -115,7 +115,8 @@ def test_what_begins_late_is_found_in_its_first_step(way: str, what: str) -> Non
     for use in (lambda: model(batch(0)[0]), optimizer.step):
         with pytest.raises(TornStepError) as torn:
             use()
-        assert torn.value.cause is found.value
+        # Told anew: the error that was raised refers to all that the loop holds.
+        assert (type(torn.value.cause), str(torn.value.cause)) == (type(found.value), str(found.value))
         assert torn.value.step == 3
         assert set(torn.value.applied) == {name for name, _ in model.named_parameters()}
     overlap.accept_torn()
@@ -336,12 +337,10 @@ def test_what_the_copies_draw_is_not_drawn_from_the_loops_numbers(way: str) -> N
     for check_steps in (0, 3):
         _, _, overlap, iteration = odd_loop(way, draw, check_steps=check_steps)
         torch.manual_seed(0)
-        try:
+        with pytest.raises(UnsupportedOptimizerError, match="draws random numbers"):  # noqa: PT012
             for i in range(3):
                 iteration(i)
             overlap.synchronize()
-        except UnsupportedOptimizerError:
-            assert check_steps == 3
         drawn.append(torch.rand(4))
         overlap.detach()
     assert torch.equal(*drawn)
