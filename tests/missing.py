@@ -11,7 +11,14 @@ _FSDP2_ON_CPU = torch.cuda.is_available() or hasattr(torch.cpu.Stream, "record_e
 _GLOO_SENDS_COMPLEX = TorchVersion(torch.__version__) >= (2, 7)
 
 # All of it but for cases of FSDP1.
-_OF_FSDP2 = ("test_fsdp2.py", "test_meshes.py", "test_fsdp_errors.py", "test_sharded_corners.py", "sharded_model")
+_OF_FSDP2 = (
+    "test_fsdp2.py",
+    "test_meshes.py",
+    "test_fsdp_errors.py",
+    "test_sharded_corners.py",
+    "test_sharded_checkpoints.py",
+    "sharded_model",
+)
 _COMPLEX = ("complex", "Rotations")
 _ON_ONE_DEVICE = ("tests/parity/", "tests/checkpoint/", "on_one_device")
 
