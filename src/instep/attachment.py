@@ -573,11 +573,12 @@ class Attachment:
         """Take the weights as they are after a step that was applied only in part, and train on.
 
         Call it after loading model and optimizer from a checkpoint, or to go on from the torn weights; on all ranks.
-        Clears the gradients, and counts the step if anything of it was written. Does nothing when no step is torn.
+        Clears the gradients, and counts the step if anything of it was written. A step that backward has written, and
+        that no ``optimizer.step()`` has committed (after an interrupt), is given up in the same way: call it first
+        then, and load after. Does nothing where no step is torn or written, nor with ``undo`` to one that is not torn.
         """
-        if self._step.state == "torn":
-            self._step.accept()
-            _logger.warning("the torn step %d was accepted", self.step_count)
+        if self._step.accept():
+            _logger.warning("step %d was taken as it is", self.step_count)
 
     def resync_from(self, rank: int) -> None:
         """Take parameters, buffers, optimizer state, ``param_groups`` and the number of steps from another rank, and

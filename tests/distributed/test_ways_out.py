@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep._core.stepper import Stepper
-from instep.errors import TornStepError
-from tests.cases import Blocks, two_groups
+from instep.errors import TornStepError, UncommittedStepError
+from tests.cases import Blocks, batch, two_groups
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, nested
 
@@ -36,6 +36,16 @@ SOURCES: Mapping[str, tuple[Callable[[nn.Module], nn.Module], Mapping[str, Any]]
         {},
     ),
 }
+
+
+class Alike(Loop):
+    """With the same data on all ranks: what is not wrapped has the same weights everywhere, as ``instep.save`` asks."""
+
+    def loss(self, i: int) -> torch.Tensor:
+        x, y = batch(i)
+        return nn.functional.cross_entropy(self.model(x), y)
+
+
 WAYS_OUT = ("accept", "load by hand", "load", "detach")
 
 
@@ -70,7 +80,7 @@ def _tear(source: str, way: str, directory: str) -> None:
     wrap, options = SOURCES[source]
     torch.manual_seed(0)
     model = wrap(Blocks())
-    loop = Loop(model, torch.optim.AdamW(two_groups(model), lr=1e-2))
+    loop = Alike(model, torch.optim.AdamW(two_groups(model), lr=1e-2))
     overlap = loop.overlap = instep.attach(model, loop.optimizer, **options)
     for i in range(2):
         loop.learn(i)
@@ -112,6 +122,47 @@ def _go_on(loop: Loop, way: str, saved: Any, directory: str) -> None:
 )
 def test_way_out(two_ranks: RankPool, source: str, way: str, tmp_path: Path) -> None:
     two_ranks.run(_tear, source, way, str(tmp_path))
+
+
+def _leave_open(source: str, way: str, directory: str) -> None:
+    """Ctrl-C after backward, and a handler that clears the gradients."""
+    wrap, options = SOURCES[source]
+    torch.manual_seed(0)
+    model = wrap(Blocks())
+    loop = Alike(model, torch.optim.AdamW(two_groups(model), lr=1e-2))
+    overlap = loop.overlap = instep.attach(model, loop.optimizer, **options)
+    for i in range(2):
+        loop.learn(i)
+    before, saved = _values(loop), _saved(loop)
+    if way == "load":
+        instep.save(directory, model, loop.optimizer)
+    loop.backward(2)
+    loop.optimizer.zero_grad()
+    with pytest.raises(UncommittedStepError, match=r"overlap\.accept_torn\(\), and then load"):
+        loop.loss(2)
+    if way == "load":
+        instep.load(directory, model, loop.optimizer)
+    elif way == "detach":
+        overlap.detach()
+    else:
+        overlap.accept_torn()
+        assert overlap.step_count == 3
+    if way == "load by hand":
+        model.load_state_dict(saved[0])
+        loop.optimizer.load_state_dict(saved[1])
+    assert _same(before, _values(loop)) == (way in ("load", "load by hand"))
+    for i in range(3, 6):
+        loop.learn(i)
+    overlap.synchronize()
+    overlap.detach()
+
+
+@pytest.mark.parametrize(
+    ("source", "way"),
+    [(source, way) for source in SOURCES for way in WAYS_OUT if (source, way) != ("fsdp1", "load")],
+)
+def test_way_out_of_an_open_step(two_ranks: RankPool, source: str, way: str, tmp_path: Path) -> None:
+    two_ranks.run(_leave_open, source, way, str(tmp_path))
 
 
 def _tear_one_rank(source: str) -> None:

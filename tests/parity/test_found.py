@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, product
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -215,14 +215,14 @@ def test_dropped_at_every_moment() -> None:
 class Interrupted(torch.optim.SGD):
     """Ctrl-C before the ``at``-th parameter."""
 
-    at = 0
+    at: ClassVar = [0]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
             if p.grad is not None:
-                self.at -= 1
-                if self.at == 0:
+                self.at[0] -= 1
+                if self.at[0] == 0:
                     raise KeyboardInterrupt
                 p.sub_(p.grad, alpha=0.1)
 
@@ -235,7 +235,7 @@ def test_interrupted_while_a_step_is_done_again(undo: Any) -> None:
         before = [p.detach().clone() for p in model.parameters()]
         model(torch.ones(2, 4)).sum().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.at = 3
+        optimizer.at[0] = 3
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
         optimizer.zero_grad()

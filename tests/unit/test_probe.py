@@ -399,6 +399,44 @@ class NeedsAClosure(Plain):
         return loss
 
 
+class SaysHowMany(Plain):
+    """Returns how many parameters it has updated."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        return len(self.gradients())
+
+
+class SaysItsName(Plain):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        return "plain"
+
+
+@pytest.mark.parametrize("options", [{}, {"undo": True}, {"schedule": "forward"}])
+def test_what_step_returns(options: Any) -> None:
+    model = Blocks(depth=1)
+    optimizer = SaysHowMany(model.parameters())
+    if options != {"schedule": "forward"}:
+        with pytest.raises(UnsupportedOptimizerError, match="returns a value that depends on what it updates"):
+            instep.attach(model, optimizer, **options)
+    else:
+        instep.attach(model, optimizer, **options)
+        model(torch.ones(2, 16)).sum().backward()
+        assert optimizer.step() == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("options", [{}, {"undo": True}, {"schedule": "forward"}])
+def test_a_value_that_is_always_the_same(options: Any) -> None:
+    model = Blocks(depth=1)
+    optimizer = SaysItsName(model.parameters())
+    instep.attach(model, optimizer, **options)
+    model(torch.ones(2, 16)).sum().backward()
+    assert optimizer.step() == "plain"
+
+
 @pytest.mark.parametrize(
     ("cls", "words"),
     [

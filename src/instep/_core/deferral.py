@@ -761,11 +761,14 @@ class Deferral:
             return self.step_count
         return None if self._torn.in_part else self._torn.accepted
 
-    def accept(self) -> None:
-        """Go on from a torn step, as if it had been committed, unless nothing of it was written."""
-        if self._torn is not None:
-            self.step_count = self._torn.accepted
+    def accept(self) -> bool:
+        """Go on from a torn step, as if it had been committed, unless nothing of it was written. ``False``: there is
+        none."""
+        if self._torn is None:
+            return False
+        self.step_count = self._torn.accepted
         self.forget(gradients=True)
+        return True
 
     def forget(self, *, gradients: bool) -> None:
         """Let go of a torn step; with ``gradients``, clear all of them."""

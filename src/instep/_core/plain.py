@@ -142,7 +142,8 @@ class PlainSteps:
     def whole_step(self) -> int:
         return self.step_count
 
-    def accept(self) -> None: ...
+    def accept(self) -> bool:
+        return False
 
     def rollback(self) -> None:
         """Clear the gradients: nothing of them has been written."""

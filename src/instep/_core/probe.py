@@ -29,6 +29,7 @@ class Separability:
         contained: whether it writes nothing but parameters and their own state, and takes other tensors of the same
             memory in their place: then its step can be put off.
         needs_closure: whether ``step()`` takes one, and fails without. Then it can only be called by the loop.
+        returns: whether ``step()`` returns a value that depends on how much it finds to update.
         untried: what could not be tried on made-up parameters, with the reasons. Empty: separable, as far as trying
             tells, or known.
     """
@@ -37,6 +38,7 @@ class Separability:
     contained: bool
     untried: tuple[str, ...] = ()
     needs_closure: bool = False
+    returns: bool = False
 
     @property
     def unproven(self) -> str | None:
@@ -59,7 +61,7 @@ def separability_of(optimizer: Optimizer, *, in_backward: bool = False) -> Separ
 
     Raises:
         UnsupportedOptimizerError: the divisions differ, ``step()`` draws random numbers, moves parameters without
-            gradient, or fails where none is left.
+            gradient, or fails where none is left; with ``in_backward`` also if it returns another value there.
     """
     if type(optimizer).__module__.startswith("torch.optim."):
         return Separability(type(optimizer).__name__, contained=True)
@@ -69,6 +71,11 @@ def separability_of(optimizer: Optimizer, *, in_backward: bool = False) -> Separ
     if found.needs_closure and in_backward:
         raise UnsupportedOptimizerError(
             f"{found.optimizer}.step() fails without a closure, and backward has none for it. Use schedule='forward'"
+        )
+    if found.returns and in_backward:
+        raise UnsupportedOptimizerError(
+            f"{found.optimizer}.step() returns a value that depends on what it updates, and after backward nothing is "
+            "left to update. Use schedule='forward'"
         )
     if found.unproven is not None:
         _logger.warning(
@@ -176,13 +183,14 @@ class _Lane:
         self.parameters = list(parameters_of(self.twin))
         self.contained = True
         self.replaces_gradients = False
+        self.returned: Any = None
 
     def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.clone()
 
     def step(self) -> None:
-        step_plainly(self.twin)
+        self.returned = step_plainly(self.twin)
 
     def step_divided(self, divide: Divide, *, alias: bool = False) -> None:
         """As an attached loop does: buckets, then the user's ``step()``, which finds what is left."""
@@ -228,6 +236,7 @@ class _Probe:
         self._specs = specs_for(optimizer)
         self._untried: list[str] = []
         self._contained = True
+        self._returns = False
 
     def run(self) -> Separability:
         if self._needs_closure():
@@ -242,7 +251,7 @@ class _Probe:
             f"its parameters of class {name} were tried as plain ones" for name in sorted(_own_classes(self._optimizer))
         ]
         contained = self._contained and any(self._specs) and not self._holds_much() and self._takes_aliases()
-        return Separability(self._name, contained, tuple(self._untried))
+        return Separability(self._name, contained and not self._returns, tuple(self._untried), returns=self._returns)
 
     def _lane(self) -> _Lane:
         return _Lane(self._optimizer, self._specs)
@@ -330,6 +339,7 @@ class _Probe:
                 lane.give(gradients)
                 self._step(lane, how)
                 self._require_same(together, lane, f"step {step + 1} with {weather}", how)
+                self._returns |= different(together.returned, lane.returned)
         self._contained = self._contained and all(lane.contained for lane in divided.values())
         if not all(map(is_finite, together.parameters)):
             self._untried.append(f"with {weather} it makes parameters NaN or infinite")

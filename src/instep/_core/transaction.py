@@ -54,6 +54,8 @@ class Recorder(Protocol):
     def __call__(self, kind: str, names: Sequence[str], start: float, end: float) -> None: ...
 
 
+_GIVE_UP = "To give this step up, as after an interrupt: overlap.accept_torn(), and then load a checkpoint"
+
 Gather = Callable[[Sequence[AttachedParameter]], Callable[[], None]]
 """Sends the parts of parameters that this rank has stepped; returns what waits for those of the others. All ranks must
 call it with the same parameters."""
@@ -103,6 +105,8 @@ class Transaction:
         # Whether this step is taken, once that is known; and what puts back what step() does without gradients.
         self._taken: bool | None = None
         self._settings: Callable[[], None] | None = None
+        # With undo: puts back what an interrupted step() has written beside parameters and their state.
+        self._settings_before: Callable[[], None] | None = None
         self._watch = Watch(values=self._used, gradient=None if undo is None else self._used)
         self._when_used = WeakMethod(self._used_gradient)
         self.lock = threading.RLock()
@@ -488,7 +492,8 @@ class Transaction:
                 f"backward has updated {len(self._applied)} parameters, and optimizer.step() has not been called "
                 "since: the plain loop would still read the old weights here. Call optimizer.step() after each "
                 "backward; to accumulate, wrap all but the last micro-batch in `with overlap.accumulate():`; a loop "
-                "that leaves out step() on some iterations needs undo=True or schedule='forward'"
+                "that leaves out step() on some iterations needs undo=True or schedule='forward'. "
+                f"{_GIVE_UP}"
             )
         if not self._arrived:
             self._clipping.begin()
@@ -503,6 +508,8 @@ class Transaction:
                 attached.get().grad = self._kept[attached.spec.index][0]
             self._flushing = None
             self.put_back()
+            if self._settings_before is not None:
+                self._settings_before()
         if self._flushing is not None and self._torn is None:
             self._tear(InstepError(f"{self._flushing.name}.step() raised"))
         if self._torn is not None:
@@ -570,6 +577,8 @@ class Transaction:
             self._clip_rest(left)
         if self._check is not None:
             self._prepare_check(self._check, stepper)
+        if self._undo is not None:
+            self._save_rest(self._undo, stepper, left)
         self._apply_rest(stepper, left)
         for parameter in parameters:
             parameter.grad = None
@@ -596,6 +605,12 @@ class Transaction:
             if error is not None:
                 self.put_back()
                 raise error
+
+    def _save_rest(self, undo: Undo, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
+        """What ``optimizer.step()`` is about to write is put back too, if an error or Ctrl-C stops it half way."""
+        self._settings_before = remember_settings(stepper.optimizer())
+        # On the stream that step() will write on.
+        undo.save([a.get() for a in left if _gradient(a) is not None], stepper.optimizer())
 
     def _apply_rest(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
         """What backward did not apply is applied by torch, in one call. Its foreach kernels refuse plain tensors beside
@@ -696,8 +711,9 @@ class Transaction:
         # The plain loop still has its gradients here, until the user clears them.
         applied = self._applied_by(stepper)
         if self._undo is not None:
+            self._settings_before = None
+            self._undo.forget(attached.get() for attached in self._of(stepper))
             for attached in applied:
-                self._undo.forget([attached.get()])
                 gradient, outcome = self._kept[attached.spec.index][0], self._outcomes.get(attached.spec.index)
                 attached.get().grad = gradient if outcome is None else outcome.of(gradient)
                 self._applied.discard(attached.spec.index)
@@ -755,11 +771,17 @@ class Transaction:
             return self.step_count if not self._applied else None
         return None if self._torn.in_part else self._torn.accepted
 
-    def accept(self) -> None:
-        """Go on from a torn step, as if it had been committed."""
-        if self._torn is not None:
-            self.step_count = self._torn.accepted
+    def accept(self) -> bool:
+        """Go on from a step that is torn, or open with weights written, as if it had been committed. ``False``: there
+        is none."""
+        self._end_commit()
+        if self._torn is None and self._undo is None and (self._applied or self._flushing is not None):
+            self._tear(InstepError("it was given up"))
+        if self._torn is None:
+            return False
+        self.step_count = self._torn.accepted
         self.forget(gradients=True)
+        return True
 
     def close(self) -> None:
         """The step that is open is the plain loop's from now on, as far as it can be."""
@@ -862,7 +884,8 @@ class Transaction:
             raise UncommittedStepError(
                 f"parameter {self._name_of(parameter)!r} was used {where}, but backward has already updated it: the "
                 "plain loop would find the old value. Use weights before backward() or after optimizer.step(), and "
-                "checkpoint with use_reentrant=False; or use undo=True or schedule='forward'"
+                "checkpoint with use_reentrant=False; or use undo=True or schedule='forward'. "
+                f"{_GIVE_UP}"
             )
         if func == GET_GRAD and self._scale is not None and not self._scale.taken_off:
             return  # may be GradScaler: the gradient that is held says what is done with it
@@ -880,7 +903,8 @@ class Transaction:
             raise UncommittedStepError(
                 f"state_dict() or load_state_dict() of {stepper.name} was called between backward() and "
                 "optimizer.step(), but backward has already updated its state: the plain loop would find the old one. "
-                "Call it after optimizer.step() or before backward(), or use undo=True or schedule='forward'"
+                "Call it after optimizer.step() or before backward(), or use undo=True or schedule='forward'. "
+                f"{_GIVE_UP}"
             )
 
     def before_save(self) -> None:
@@ -1039,7 +1063,7 @@ class Transaction:
         self._uncommitted.clear()
         self._flushing = self._committing = None
         self._plain = self._added_up = False
-        self._taken = self._settings = None
+        self._taken = self._settings = self._settings_before = None
         self._kept.clear()
         self._outcomes.clear()
         self._stepped_here.clear()

@@ -39,11 +39,11 @@ def twin_of(
     return twin
 
 
-def step_plainly(twin: Optimizer, *closure: Callable[[], torch.Tensor]) -> None:
-    """Call its ``step()``, as the plain loop does, without any step hooks."""
+def step_plainly(twin: Optimizer, *closure: Callable[[], torch.Tensor]) -> Any:
+    """Call its ``step()``, as the plain loop does, without any step hooks. Returns what that returns."""
     first = next(parameters_of(twin), None)
     with torch.no_grad(), without_autocast("cpu" if first is None else first.device.type):
-        undecorated_step(type(twin))(twin, *closure)
+        return undecorated_step(type(twin))(twin, *closure)
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Any]:

@@ -8,8 +8,10 @@ hash and autograd node stay as they are. What reads memory without asking torch 
 """
 
 import copy
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -140,12 +142,24 @@ class Watch:
 
 
 _LOCAL = "_local_tensor"
+_silent = threading.local()
+
+
+@contextmanager
+def nobody_told() -> Iterator[None]:
+    """What this thread does in it is no use of a watched parameter: its values are about to be replaced."""
+    _silent.on = True
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            yield
+    finally:
+        _silent.on = False
 
 
 def _watched_attribute(slot: Any) -> property:
     def tell(parameter: torch.Tensor) -> None:
         watch = parameter._watch() if isinstance(parameter, _Watched) else None
-        if watch is not None:
+        if watch is not None and not getattr(_silent, "on", False):
             watch.used(parameter, slot, False)
 
     def read(parameter: torch.Tensor) -> Any:

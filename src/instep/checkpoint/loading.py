@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep._arguments import path_of, require_flag
+from instep._core.watch import nobody_told
 from instep.checkpoint.contents import Subject
 from instep.checkpoint.files import MANIFEST, places, require_directory
 from instep.checkpoint.ranks import Ranks
@@ -121,8 +122,8 @@ def _staged(ranks: Ranks, directory: Path, subject: Subject, allow_nonfinite: bo
 
     def work() -> bytes:
         reader = Reader(directory, ranks.rank, ranks.size)
-        # The weights of an open step tell of everybody who uses them, and what comes in their place is not a use.
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        # The weights of an open step tell of everybody who uses them.
+        with torch.no_grad(), nobody_told():
             staged.append(stage(reader, subject, ranks.rank, allow_nonfinite=allow_nonfinite))
         return b""
 
