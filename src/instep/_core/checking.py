@@ -45,10 +45,10 @@ class _Step:
         self._stepped: Optimizer | None = None
         self.drew = False
 
-    def keep(self, call: Together, optimizer: Optimizer) -> None:
+    def keep(self, call: Together, state: Mapping[Any, Any]) -> None:
         parts = call.parts or [None] * len(call.tensors)
         for tensor, parameter, part in zip(call.tensors, call.parameters, parts, strict=True):
-            self.add(parameter, tensor, tensor.grad, part, optimizer)
+            self.add(parameter, tensor, tensor.grad, part, state)
 
     def add(
         self,
@@ -56,11 +56,11 @@ class _Step:
         tensor: torch.Tensor,
         gradient: torch.Tensor | None,
         part: Part | None,
-        optimizer: Optimizer,
+        state: Mapping[Any, Any],
     ) -> None:
         stand_in = _stand_in(parameter, tensor)
         stand_in.grad = None if gradient is None else gradient.detach().clone()
-        entry = optimizer.state.get(parameter)
+        entry = state.get(parameter)
         if entry is not None:
             entry = {key: value if part is None else part.of_state(value) for key, value in entry.items()}
             entry = copy.deepcopy(entry, {id(parameter): stand_in})
@@ -108,11 +108,11 @@ class Check:
         """Whether the running step is to be compared."""
         return self.done < self.steps
 
-    def keep(self, stepper: Stepper, call: Together) -> None:
-        """These are about to be stepped, with what is in their ``.grad``."""
+    def keep(self, stepper: Stepper, call: Together, state: Mapping[Any, Any]) -> None:
+        """These are about to be stepped, with what is in their ``.grad``, and this state of the optimizer: who asks the
+        optimizer itself may have to wait for this very step."""
         if self.due:
-            optimizer = stepper.optimizer()
-            self._step_of(stepper).keep(call, optimizer)
+            self._step_of(stepper).keep(call, state)
 
     def keep_rest(
         self,
@@ -133,17 +133,17 @@ class Check:
         mine = list(mine)
         given = {a: gradient(a) for a in mine if a not in bucketed}
         for call in together([(a, g) for a, g in given.items() if g is not None], alias=False):
-            step.keep(call, optimizer)
+            step.keep(call, optimizer.state)
         for attached in given:
             parameter, part = attached.get(), attached.part
             if id(parameter) not in step.copies:
                 whole = parameter if part is None else part.of(parameter)
                 assert whole is not None, "a part is made for its parameter's own layout"
-                step.add(parameter, whole, None, part, optimizer)
+                step.add(parameter, whole, None, part, optimizer.state)
         known = {id(a.peek()) for a in mine}
         for parameter in parameters_of(optimizer):
             if id(parameter) not in known:  # not the model's
-                step.add(parameter, parameter, parameter.grad, None, optimizer)
+                step.add(parameter, parameter, parameter.grad, None, optimizer.state)
 
     def error(
         self, stepper: Stepper, number: int, parameters: Sequence[AttachedParameter], *, groups: bool = True

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from operator import is_
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -110,9 +110,14 @@ class _Frozen:
         self._vote = vote
         self._parameters = tuple(parameters)
 
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        """The optimizer's own."""
+        return self._frozen.state
+
     def entries_of(self, parameters: Iterable[torch.Tensor]) -> list[Entry]:
         """Of its state."""
-        return list(map(self._frozen.state.get, parameters))
+        return list(map(self.state.get, parameters))
 
     def hear(self) -> None:
         """Wait until all ranks stand behind this step, before anything of it is written."""
@@ -136,7 +141,7 @@ class _Due:
         clip: Clip | None,
         recorder: Recorder | None,
         flight: Flight | None,
-        keep: Callable[[Together], None] | None,
+        keep: Callable[[Together, Mapping[Any, Any]], None] | None,
     ) -> None:
         self.names = [attached.spec.name for attached in parameters]
         self.tensors = [attached.get() for attached in parameters]
@@ -235,7 +240,7 @@ class _Due:
                 with self._noticed_by_none():
                     self._clip(call.tensors)
             if self._keep is not None:
-                self._keep(call)
+                self._keep(call, self.step.state)
             self.step.written = True
             gradients = [tensor.grad for tensor in call.tensors]
             call.step(self.step.stepper)
@@ -366,6 +371,8 @@ class Deferral:
 
     def _finish(self, dues: Iterable[_Due | None]) -> None:
         """Wait for these buckets. Raises what stopped one of them, once."""
+        if self._worker.is_here:
+            return  # an update that comes upon the model or its optimizer: who waits for it has the lock
         with self._lock:
             for due in dues:
                 if due is not None and id(due.tensors[0]) in self._due:

@@ -5,12 +5,13 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
+from instep._core.reach import reached_from
 from instep._core.worker import NAME
 
 Read = Callable[[], Any]
@@ -76,26 +77,11 @@ def _access(generator: Any) -> tuple[Read, Write]:
 
 
 def _held_by(owners: Iterable[object]) -> Iterator[Any]:
-    """Those that can be reached through containers and attributes."""
     numpy = sys.modules.get("numpy")
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if numpy is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
-    seen: set[int] = set()
-    left = list(owners)
-    while left:
-        value = left.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, kinds):
-            yield value
-        elif isinstance(value, Mapping):
-            left.extend(value.values())
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            left.extend(value)
-        elif not isinstance(value, (torch.Tensor, torch.nn.Module, type)) and not callable(value):
-            left.extend(getattr(value, "__dict__", {}).values())
+    return (value for value in reached_from(owners) if isinstance(value, kinds))
 
 
 def _same(now: Any, before: Any) -> bool:

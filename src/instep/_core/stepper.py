@@ -24,6 +24,7 @@ from instep._core.changes import Snapshot, alike, changes, fingerprint, is_immut
 from instep._core.entries import Entries
 from instep._core.generators import Generators, nobody_else_draws
 from instep._core.parts import Part, memory_of
+from instep._core.reach import reached_from
 from instep._core.waiting import class_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
 
@@ -82,6 +83,7 @@ class Stepper:
         self._used: dict[int, Snapshot] = {}
         self._left: list[torch.Tensor] = []
         self._left_entries = Entries(())
+        self._reached: list[torch.Tensor] = []  # parameters that the update can get at through attributes
         self._owners: dict[int, int] = {}  # of state tensors, which are held above, by their address
         self._written: dict[str, dict[Any, Any]] = {}
 
@@ -118,6 +120,7 @@ class Stepper:
         if not is_torchs_own(optimizer):
             generators = Generators({parameters[0].device}, self._settings_of(shadow), shared=nobody_else_draws())
             versions = {id(tensor): tensor._version for _, tensor in _tensors_in(owned, entries)}
+        others = [(p, memory_of(p)._version) for p in self._reached if not any(p is own for own in owned)]
         try:
             with torch.no_grad(), without_autocast(parameters[0].device.type):
                 undecorated_step(type(optimizer))(shadow)
@@ -138,6 +141,11 @@ class Stepper:
                 torch.autograd.graph.increment_version(owned)
         self._left += owned
         self._left_entries.add(entries)
+        if any(memory_of(p)._version != version for p, version in others):
+            raise UnsupportedOptimizerError(
+                f"{self.name} writes parameters that it was not given, to which its attributes refer: bucket by bucket "
+                "that would happen once per bucket. Use this optimizer without instep"
+            )
         if generators is not None:
             self._require_state_of_one(owned, entries, versions)
         if generators is not None and generators.advanced():
@@ -245,6 +253,16 @@ class Stepper:
         self._state = optimizer.state
         self._state_size = len(optimizer.state)
         self._shared_state = _shared(optimizer.state)
+        owners = [read, self._shared_state, *({**group, "params": None} for group in optimizer.param_groups)]
+        if not is_torchs_own(optimizer):
+            position = self._position
+            self._reached = [found for found in reached_from(owners) if id(found) in position]
+
+    def reached(self) -> list[torch.Tensor]:
+        """The optimizer's parameters to which its attributes refer too: who knows what its update does with them."""
+        if not self._open:
+            self._begin(self.optimizer())
+        return list(self._reached)
 
     def _groups_of(
         self, optimizer: Optimizer, parameters: Sequence[torch.Tensor], owned: Sequence[torch.Tensor]

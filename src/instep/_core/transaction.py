@@ -269,10 +269,10 @@ class Transaction:
                             mine = [(a, g) for a, g in zip(bucket, made, strict=True) if a.stepper is stepper]
                             if mine and self._undo is not None:
                                 stepper.require_all_in_state()
-                                self._undo.save([a.get() for a, _ in mine], stepper.optimizer())
+                                self._undo.save([*(a.get() for a, _ in mine), *stepper.reached()], stepper.optimizer())
                             for call in together(mine, alias=False):
                                 if self._check is not None:
-                                    self._check.keep(stepper, call)
+                                    self._check.keep(stepper, call, stepper.optimizer().state)
                                 writing = True
                                 call.step(stepper)
             except UnsupportedOptimizerError as error:

@@ -59,9 +59,10 @@ class Undo:
 
     @torch.no_grad()
     def save(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
-        """Copy ``parameters`` and their state, on the current stream."""
+        """Copy ``parameters`` and their state, on the current stream, those aside that are saved already."""
         for parameter in parameters:
-            self._saved[id(parameter)] = _Saved(parameter, optimizer, self._host)
+            if id(parameter) not in self._saved:
+                self._saved[id(parameter)] = _Saved(parameter, optimizer, self._host)
 
     @torch.no_grad()
     def restore(self, device: torch.device) -> None:

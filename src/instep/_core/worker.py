@@ -56,6 +56,11 @@ class Worker:
         """Whether there is a thread."""
         return self._tasks is not None
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is its thread."""
+        return self._tasks is not None and getattr(_serving, "tasks", None) is self._tasks
+
     def start(self) -> None:
         """Have a thread, unless the interpreter is about to end: then there may be none any more."""
         if self._tasks is None and not _ending:
@@ -100,7 +105,11 @@ def _start(tasks: "SimpleQueue[Task | None]") -> None:
     threading.Thread(target=_serve, args=(tasks,), name=NAME, daemon=True).start()
 
 
+_serving = threading.local()
+
+
 def _serve(tasks: "SimpleQueue[Task | None]") -> None:
+    _serving.tasks = tasks
     while (task := tasks.get()) is not None:
         try:
             task()
