@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import instep
+from instep._core.made_up import STEPS
 from instep.errors import TornStepError, UnsupportedOptimizerError
 from tests.cases import Blocks, batch, two_groups
-from tests.parity.lockstep import SMALL, Refused, learn, lockstep, loss_of
+from tests.parity.lockstep import SMALL, WAYS, Refused, learn, lockstep, loss_of
 from tests.parity.test_undo import WAYS as UNDO
 
-LATER = 4  # an optimizer is tried out for three steps
+LATER = STEPS + 2  # an optimizer is tried for fewer
 
 
 def train(model: Any, optimizer: Any, steps: int) -> None:
@@ -30,7 +31,7 @@ def torn(match: str) -> Refused:
 
 
 class Later(torch.optim.Optimizer):
-    """SGD; from its fourth step on it does something more with each parameter."""
+    """SGD; later on it does something more with each parameter."""
 
     def __init__(self, params: Any, **defaults: Any) -> None:
         super().__init__(params, {"lr": 0.05, **defaults})
@@ -107,15 +108,15 @@ def seeded(lane: Any, i: int) -> Any:
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_an_update_that_begins_to_draw_is_torn_at_once(name: str) -> None:
-    lane = lockstep("backward", DRAWS[name], seeded, 6, refused={"backward": torn("draws random numbers")})
+    lane = lockstep("backward", DRAWS[name], seeded, STEPS + 4, refused={"backward": torn("draws random numbers")})
     assert lane.overlap.step_count == LATER - 1
 
 
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("way", UNDO)
 def test_an_update_that_begins_to_draw_is_put_back(way: str, name: str) -> None:
-    lane = lockstep("undo", DRAWS[name], seeded, 6, **UNDO[way])
-    assert lane.overlap.redo_count == 6 - (LATER - 1)
+    lane = lockstep("undo", DRAWS[name], seeded, STEPS + 4, **UNDO[way])
+    assert lane.overlap.redo_count == 3
 
 
 @pytest.mark.parametrize("name", [name for name in DRAWS if name not in ("its own", "in an object", "in its groups")])
@@ -123,15 +124,15 @@ def test_an_update_that_begins_to_draw_is_put_back(way: str, name: str) -> None:
 def test_an_update_that_begins_to_draw_behind_the_forward(way: str, name: str) -> None:
     build = DRAWS[name]
     if name == "Python's, its own":  # settings that cannot be copied: stepped at once, as the plain loop does
-        lockstep(way, build, seeded, 6)
+        lockstep(way, build, seeded, STEPS + 4)
     else:
-        lockstep(way, build, seeded, 6, refused={way: torn("draws random numbers")})
+        lockstep(way, build, seeded, STEPS + 4, refused={way: torn("draws random numbers")})
 
 
 @pytest.mark.parametrize("name", ["its own", "in an object", "in its groups"])
 @pytest.mark.parametrize("way", ["forward", "late"])
 def test_generators_of_its_own_are_stepped_at_once(way: str, name: str) -> None:
-    lockstep(way, DRAWS[name], seeded, 6)
+    lockstep(way, DRAWS[name], seeded, STEPS + 4)
 
 
 def test_another_thread_that_draws_is_no_update() -> None:
@@ -151,11 +152,23 @@ def test_another_thread_that_draws_is_no_update() -> None:
         thread.start()
         try:
             began.wait()
-            train(model, optimizer, 6)
-            assert overlap.step_count == 6
+            train(model, optimizer, STEPS)
+            assert overlap.step_count == STEPS
         finally:
             end.set()
             thread.join()
+
+
+def test_another_thread_that_rests_hides_no_draw() -> None:
+    """As a progress bar's: it waits all the time."""
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    try:
+        lockstep("backward", DRAWS["random"], seeded, STEPS + 4, refused={"backward": torn("draws random numbers")})
+    finally:
+        end.set()
+        thread.join()
 
 
 class DecaysAllLater(torch.optim.Optimizer):
@@ -190,8 +203,56 @@ def test_a_step_that_begins_to_write_parameters_without_gradient(options: dict[s
             optimizer.step()
 
 
+class WritesOthersLater(torch.optim.Optimizer):
+    """Later on it writes a parameter that it was not given, through what it holds beside its groups."""
+
+    def __init__(self, params: Any, hold: Callable[[Any], Any]) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.held = hold(self.param_groups[0]["params"][0])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    entry = self.state[p]
+                    entry["count"] = entry.get("count", 0) + 1
+                    p.sub_(p.grad, alpha=group["lr"])
+                    if entry["count"] >= LATER:
+                        target_of(self.held).mul_(0.9)
+
+
+def target_of(held: Any) -> Any:
+    if callable(held):
+        return held()
+    return held[0] if isinstance(held, list) else held.target if isinstance(held, HoldsOne) else held
+
+
+class HoldsOne:
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+
+HOLDERS = {"itself": lambda p: p, "a list": lambda p: [p], "an object": HoldsOne, "a function": lambda p: lambda: p}
+
+
+@pytest.mark.parametrize("held", list(HOLDERS))
+@pytest.mark.parametrize("way", list(WAYS))
+def test_an_update_that_begins_to_write_what_it_was_not_given(way: str, held: str) -> None:
+    def build() -> Any:
+        model = Blocks(depth=1)
+        return model, WritesOthersLater(model.parameters(), HOLDERS[held])
+
+    expected = torn("writes parameters that it was not given")
+    # With settings that cannot be copied "forward" steps at once, as the plain loop does.
+    refused = {"backward": expected, "two_pass": expected}
+    lane = lockstep(way, build, steps=LATER + 1, refused=refused)
+    if way not in refused:
+        assert lane.overlap.step_count == LATER + 1
+
+
 class SharesLater(torch.optim.Optimizer):
-    """State that all parameters share: read by each, and written by each from the fourth step on."""
+    """State that all parameters share: read by each, and written by each later on."""
 
     def __init__(self, params: Any, written: bool) -> None:
         super().__init__(params, {"lr": 0.05})
@@ -223,4 +284,4 @@ def test_state_that_parameters_share(way: str, written: bool) -> None:
         return model, optimizer
 
     refused = {way: torn("several parameters share")} if written and way not in UNDO else None
-    lockstep("undo" if way in UNDO else way, build, learn, 6, refused, **UNDO.get(way, {}))
+    lockstep("undo" if way in UNDO else way, build, learn, STEPS + 4, refused, **UNDO.get(way, {}))

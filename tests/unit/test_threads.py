@@ -150,3 +150,34 @@ def test_gradients_are_counted_under_the_lock_that_applies_them(options: Any) ->
     overlap.detach()
     assert len(seen) > 8
     assert min(seen) == 1
+
+
+class LooksAtItself(torch.optim.SGD):
+    """An update that comes upon the real optimizer and its parameters, and not only upon what it is given."""
+
+    real: Any = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+                p.sub_(p.grad, alpha=0.1)
+        if self.real is not None:
+            assert len(self.real.state) >= 0
+            assert all(p.sum().isfinite() for p in self.real.param_groups[0]["params"])
+
+
+@pytest.mark.timeout(60)
+def test_an_update_on_the_thread_of_the_step_does_not_wait_for_itself() -> None:
+    model, _ = make()
+
+    class Looks(LooksAtItself):
+        pass
+
+    optimizer = Looks(model.parameters(), lr=0.1)
+    with instep.attach(model, optimizer, schedule="forward", bucket_bytes=SMALL) as overlap:
+        Looks.real = optimizer
+        train(model, optimizer, 3)
+        overlap.synchronize()
+        assert {entry["steps"] for entry in optimizer.state.values()} == {3}

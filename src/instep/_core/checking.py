@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._core.generators import Generators, nobody_else_draws
+from instep._core.generators import Generators
 from instep._core.parameters import AttachedParameter, Together, together
 from instep._core.parts import Part, memory_of
 from instep._core.stepper import Stepper
@@ -71,10 +71,10 @@ class _Step:
         if self._stepped is None:
             self._stepped = self._make()
             devices = {p.device for p in parameters_of(self._stepped)}
-            generators = Generators(devices, [self._stepped], shared=nobody_else_draws())
+            generators = Generators(devices, [self._stepped])
             try:
                 step_plainly(self._stepped)
-                self.drew = generators.advanced()
+                self.drew = generators.drawn() == "yes"
             finally:
                 generators.restore()
         return self._stepped

@@ -5,9 +5,10 @@ import pickle
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +17,7 @@ from instep._core.worker import NAME
 
 Read = Callable[[], Any]
 Write = Callable[[Any], Any]
+Drawn = Literal["no", "yes", "unknown"]
 
 
 class Generators:
@@ -24,26 +26,37 @@ class Generators:
 
     Args:
         owners: optimizers, or values in which one may have generators of its own.
-        shared: whether to look at those that all share.
     """
 
-    def __init__(self, devices: Iterable[torch.device], owners: Iterable[object] = (), *, shared: bool = True) -> None:
+    def __init__(self, devices: Iterable[torch.device], owners: Iterable[object] = ()) -> None:
         self._owners = list(owners)
-        self._known: dict[int, tuple[Read, Write]] = dict(enumerate(_shared(devices) if shared else ()))
+        self._others = _times_of_others()
+        self._known: dict[int, tuple[Read, Write]] = dict(enumerate(_shared(devices)))
+        self._shared = frozenset(self._known)
         self._before = {key: read() for key, (read, _) in self._known.items()}
         self._find()
 
-    def advanced(self) -> bool:
-        """Whether one of them is in another state than it was, or has been made since."""
-        drawn = any(not _same(read(), self._before[key]) for key, (read, _) in self._known.items())
+    def drawn(self) -> Drawn:
+        """Whether this thread has drawn from one of them, or made one, since; ``"unknown"``: another thread may have
+        drawn from those that all share."""
+        advanced = {key for key, (read, _) in self._known.items() if not _same(read(), self._before[key])}
         count = len(self._known)
         self._find()
-        return drawn or len(self._known) > count
+        if advanced - self._shared or len(self._known) > count:
+            return "yes"
+        if not advanced:
+            return "no"
+        return "yes" if self._others_rest() else "unknown"
 
     def restore(self) -> None:
-        """Put the states back."""
+        """Put the states back; those that all share if no other thread can have drawn."""
+        rest = self._others_rest()
         for key, (_, write) in self._known.items():
-            write(self._before[key])
+            if rest or key not in self._shared:
+                write(self._before[key])
+
+    def _others_rest(self) -> bool:
+        return None not in self._others.values() and _times_of_others() == self._others
 
     def _find(self) -> None:
         for generator in _held_by(self._owners):
@@ -52,9 +65,24 @@ class Generators:
                 self._before[id(generator)] = access[0]()
 
 
-def nobody_else_draws() -> bool:
-    """Whether no other thread runs that may draw from the generators that all share: one that loads data, say."""
-    return all(t is threading.current_thread() or t.name in (NAME, "MainThread") for t in threading.enumerate())
+def _times_of_others() -> dict[int, int | None]:
+    """How long the threads have run that may draw, one that loads data, say: ns of CPU, ``None`` where nobody tells."""
+    return {
+        thread.native_id or 0: _time_of(thread.native_id)
+        for thread in threading.enumerate()
+        if thread is not threading.current_thread() and thread.name not in (NAME, "MainThread")
+    }
+
+
+def _time_of(native_id: int | None) -> int | None:
+    if sys.platform != "linux" or native_id is None:
+        return None
+    try:
+        # Linux's number for the CPU clock of a thread, as clock_gettime(2) has it. Unlike pthread_getcpuclockid it may
+        # be asked for of a thread that has ended.
+        return time.clock_gettime_ns((~native_id << 3) | 6)
+    except OSError:
+        return None
 
 
 def _shared(devices: Iterable[torch.device]) -> Iterator[tuple[Read, Write]]:

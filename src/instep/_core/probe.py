@@ -144,6 +144,8 @@ def _tried(optimizer: Optimizer) -> Separability | str:
         generators.restore()
 
 
+_BUSY = "whether step() draws random numbers could not be told from what other threads draw"
+
 Divide = Callable[[Sequence[Any]], Iterable[Sequence[Any]]]
 
 
@@ -322,15 +324,17 @@ class _Probe:
     def _try(self, weather: Weather, divisions: Iterable[str]) -> None:
         together = self._lane()
         divided = {how: self._lane() for how in divisions}
-        generators = Generators({spec.device for spec in self._flat}, [together.twin])
+        drawn = []
         for step in range(STEPS):
             gradients = weather.gradients(self._flat, step)
+            generators = Generators({spec.device for spec in self._flat}, [together.twin])
             try:
                 self._step_together(together, gradients)
             except _CannotBeTriedError as error:
                 self._untried.append(f"step() fails with {weather} ({error})")
                 return
-            if generators.advanced():
+            drawn.append(generators.drawn())
+            if drawn[-1] == "yes":
                 raise UnsupportedOptimizerError(
                     f"{self._name} draws random numbers in step(): bucket by bucket they would go to other parameters "
                     "than in the plain loop. Use this optimizer without instep"
@@ -341,6 +345,8 @@ class _Probe:
                 self._require_same(together, lane, f"step {step + 1} with {weather}", how)
                 self._returns |= different(together.returned, lane.returned)
         self._contained = self._contained and all(lane.contained for lane in divided.values())
+        if set(drawn) != {"no"} and _BUSY not in self._untried:
+            self._untried.append(_BUSY)
         if not all(map(is_finite, together.parameters)):
             self._untried.append(f"with {weather} it makes parameters NaN or infinite")
 

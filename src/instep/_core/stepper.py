@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from instep._core.changes import Snapshot, alike, changes, fingerprint, is_immutable, is_plain, private, same
 from instep._core.entries import Entries
-from instep._core.generators import Generators, nobody_else_draws
+from instep._core.generators import Generators
 from instep._core.parts import Part, memory_of
 from instep._core.reach import reached_from
 from instep._core.waiting import class_of
@@ -118,7 +118,7 @@ class Stepper:
         contents = {name: fingerprint(base[name]) for name in self._containers}
         generators, versions = None, {}
         if not is_torchs_own(optimizer):
-            generators = Generators({parameters[0].device}, self._settings_of(shadow), shared=nobody_else_draws())
+            generators = Generators({parameters[0].device}, self._settings_of(shadow))
             versions = {id(tensor): tensor._version for _, tensor in _tensors_in(owned, entries)}
         others = [(p, memory_of(p)._version) for p in self._reached if not any(p is own for own in owned)]
         try:
@@ -148,7 +148,7 @@ class Stepper:
             )
         if generators is not None:
             self._require_state_of_one(owned, entries, versions)
-        if generators is not None and generators.advanced():
+        if generators is not None and generators.drawn() == "yes":
             generators.restore()
             raise UnsupportedOptimizerError(
                 f"{self.name} draws random numbers in step(): bucket by bucket they would go to other parameters than "
