@@ -33,6 +33,14 @@ class Given:
         return instep.attach(self.model, self.optimizer, **options)
 
 
+class StepsNothing:
+    def step_param(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None: ...
+
+    @classmethod
+    def state(cls) -> Any:
+        return instep.OptimizerHookState(cls())
+
+
 @pytest.fixture
 def given(tmp_path: Path) -> Iterator[Given]:
     made = Given(tmp_path)
@@ -197,6 +205,36 @@ VERBS: dict[str, tuple[str, type[InstepError], Verb, set[str]]] = {
         AttachError,
         lambda g, v: instep.AllreduceUpcastHookState(v, torch.Stream(device="cpu")),
         set(),
+    ),
+    "OptimizerHookState": (
+        "functional_optim",
+        AttachError,
+        lambda g, v: instep.OptimizerHookState(v),
+        set(),
+    ),
+    "hook_then_optimizer, the hook": (
+        "hook must be",
+        AttachError,
+        lambda g, v: instep.hook_then_optimizer(v, StepsNothing.state()),
+        {"a function", "a class", "a class of models", "the model"},
+    ),
+    "hook_then_optimizer, the optimizer": (
+        "optimizer_state",
+        AttachError,
+        lambda g, v: instep.hook_then_optimizer(print, v),
+        set(),
+    ),
+    "apply_optim_in_backward_hook": (
+        "gradient_is_bucket_view",
+        AttachError,
+        lambda g, v: instep.apply_optim_in_backward_hook(v),
+        FLAGS,
+    ),
+    "apply_optim_in_backward_hook, the hook": (
+        "comm_hook",
+        AttachError,
+        lambda g, v: instep.apply_optim_in_backward_hook(False, comm_hook=v),
+        {"None"},
     ),
     "backward": ("loss", InstepError, lambda g, v: g.attach(undo=True).backward(v), {"a tensor"}),
     "Attachment.record": (

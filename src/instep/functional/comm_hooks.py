@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported if available
 
+from instep._arguments import require_flag
 from instep._core.streams import StepStreams
 from instep.comm_hooks import mean_allreduce
 from instep.errors import AttachError
@@ -27,16 +28,17 @@ class OptimizerHookState:
         params: the parameters it steps, ``None`` for all.
 
     Raises:
-        ValueError: ``functional_optim`` has no ``step_param``; names its class.
+        AttachError: ``functional_optim`` has no ``step_param``; names its class. A ``ValueError``.
     """
 
     __slots__ = ("functional_optimizer", "params_to_optimize")
 
     def __init__(self, functional_optim: Any, params: Iterable[torch.Tensor] | None = None) -> None:
         if not callable(getattr(functional_optim, "step_param", None)):
-            raise ValueError(
-                f"{type(functional_optim)} must have a method step_param(param, grad), which hook_then_optimizer calls "
-                "for each parameter. For a torch.optim.Optimizer use as_overlapped_optim or instep.attach"
+            raise AttachError(
+                f"functional_optim must have a method step_param(param, grad), which hook_then_optimizer calls for each "
+                f"parameter, and {type(functional_optim)} has none. For a torch.optim.Optimizer use as_overlapped_optim "
+                "or instep.attach"
             )
         self.functional_optimizer = functional_optim
         self.params_to_optimize = None if params is None else set(params)
@@ -66,7 +68,14 @@ def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook
     ``hook`` may be any: torch's, one of its wrappers, PowerSGD, your own. Make one for each DDP instance, and register
     it with the state of ``hook``. The method is that of
     ``torch/distributed/algorithms/ddp_comm_hooks/optimizer_overlap_hooks.py``.
+
+    Raises:
+        AttachError: ``hook`` is no function, or ``optimizer_state`` no ``OptimizerHookState``.
     """
+    if not callable(hook):
+        raise AttachError(f"hook must be a function of (state, bucket), not {hook!r}")
+    if not isinstance(optimizer_state, OptimizerHookState):
+        raise AttachError(f"optimizer_state must be an OptimizerHookState, not {optimizer_state!r}")
     chosen, optimizer = optimizer_state.params_to_optimize, optimizer_state.functional_optimizer
 
     def step(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -96,7 +105,13 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool, *, comm_hook: Co
     Args:
         gradient_is_bucket_view: DDP's option of that name. Gradients are handled alike, whatever it is.
         comm_hook: ``(state, hook)``, which reduces in place of DDP's mean.
+
+    Raises:
+        AttachError: an argument is something else.
     """
+    require_flag("gradient_is_bucket_view", gradient_is_bucket_view, AttachError)
+    if comm_hook is not None and not (isinstance(comm_hook, tuple) and len(comm_hook) == 2 and callable(comm_hook[1])):
+        raise AttachError(f"comm_hook must be a tuple (state, hook), not {comm_hook!r}")
     # A build for an accelerator that is not there cannot make one.
     stream = torch.Stream() if torch.accelerator.is_available() else None
     state = OptimInBackwardHookState(stream, False)
