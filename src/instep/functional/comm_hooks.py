@@ -36,9 +36,9 @@ class OptimizerHookState:
     def __init__(self, functional_optim: Any, params: Iterable[torch.Tensor] | None = None) -> None:
         if not callable(getattr(functional_optim, "step_param", None)):
             raise AttachError(
-                f"functional_optim must have a method step_param(param, grad), which hook_then_optimizer calls for each "
-                f"parameter, and {type(functional_optim)} has none. For a torch.optim.Optimizer use as_overlapped_optim "
-                "or instep.attach"
+                "functional_optim must have a method step_param(param, grad), which hook_then_optimizer calls for each "
+                f"parameter; {type(functional_optim)} has none. For a torch.optim.Optimizer use as_overlapped_optim or "
+                "instep.attach"
             )
         self.functional_optimizer = functional_optim
         self.params_to_optimize = None if params is None else set(params)
