@@ -1,7 +1,6 @@
 """The random number generators that an update may draw from: bucket by bucket, what is drawn would go to other
 parameters than in the plain loop."""
 
-import pickle
 import random
 import sys
 import threading
@@ -92,7 +91,7 @@ def _shared(devices: Iterable[torch.device]) -> Iterator[tuple[Read, Write]]:
         yield partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
     yield random.getstate, random.setstate
     if (numpy := sys.modules.get("numpy")) is not None:
-        yield numpy.random.get_state, numpy.random.set_state
+        yield partial(numpy.random.get_state, legacy=False), numpy.random.set_state
 
 
 def _access(generator: Any) -> tuple[Read, Write]:
@@ -115,4 +114,8 @@ def _held_by(owners: Iterable[object]) -> Iterator[Any]:
 def _same(now: Any, before: Any) -> bool:
     if isinstance(now, torch.Tensor):
         return torch.equal(now, before)
-    return pickle.dumps(now) == pickle.dumps(before)
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(_same(value, before[key]) for key, value in now.items())
+    if hasattr(now, "tobytes"):  # an array of NumPy's
+        return bool(now.tobytes() == before.tobytes())
+    return bool(now == before)

@@ -6,18 +6,23 @@ from typing import Any
 
 import torch
 
+_NUMBERS = frozenset({bool, int, float, str, type(None)})
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+
 
 def reached_from(owners: Iterable[object]) -> Iterator[Any]:
     """``owners`` and all that they refer to through containers, attributes, and what functions of theirs enclose.
-    Tensors and classes are not looked into, nor is what a module holds but parameters."""
+    Numbers are left out; tensors and classes are not looked into, nor is what a module holds but parameters."""
     seen: set[int] = set()
     left = list(owners)
     while left:
         value = left.pop()
-        if id(value) in seen:
+        if type(value) in _NUMBERS or id(value) in seen:
             continue
         seen.add(id(value))
         yield value
+        if type(value) in _TENSORS:
+            continue
         if isinstance(value, Mapping):
             left.extend(value.values())
         elif isinstance(value, (list, tuple, set, frozenset)):
