@@ -1,10 +1,12 @@
 """The private parts of torch that instep stands on. A failure here says which one has changed."""
 
+import gc
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from instep._core.engine import at_end_of_backward, graph_task, runs
+from instep._core.engine import _EndOfBackward, at_end_of_backward, graph_task, runs
 from instep._core.stepper import undecorated_step
 
 
@@ -95,3 +97,9 @@ def test_runs_tells_which_parameters_backward_comes_to() -> None:
     assert found(lambda loss: loss.backward(inputs=[used.bias])) == [False, True, False]
     assert found(lambda loss: torch.autograd.grad(loss, x)) == [False] * 3
     assert found(lambda loss: torch.autograd.grad(loss, [used.weight, x])) == [False] * 3
+
+
+def test_what_was_interrupted_while_it_was_made_can_be_dropped() -> None:
+    half = object.__new__(_EndOfBackward)
+    del half  # warnings are errors: one that is ignored in __del__, too
+    gc.collect()

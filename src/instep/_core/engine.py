@@ -51,8 +51,9 @@ class _EndOfBackward:
 
     @untraced
     def __del__(self) -> None:
-        if self._failed is not None:
-            self._failed()
+        failed = getattr(self, "_failed", None)  # Ctrl-C may have come while this was made
+        if failed is not None:
+            failed()
 
 
 def after_all_of_backward(end: Callable[[], None], failed: Callable[[], None]) -> None:
