@@ -19,6 +19,7 @@ from tests.distributed.pool import RankPool
 
 # Of a test with more cases than this, about as many run by default, and the others nightly.
 CASES = 2
+MORE_CASES = {"tests/unit/test_life.py": 20}
 LIGHT = ("tests/unit/", "tests/report/", "tests/mutation/", "tests/checkpoint/", "tests/faults/", "tests/test_")
 
 # By default an example may take 0.2 s, and drawing them 1 s or so: on a busy machine neither says anything.
@@ -35,7 +36,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         count = of_one_test[item.nodeid.partition("[")[0]]
         # By the name, so that the same ones run everywhere; none of the parameters is left out as a whole.
-        if not item.nodeid.startswith(LIGHT) and crc32(item.nodeid.encode()) % count >= CASES:
+        cases = MORE_CASES.get(item.nodeid.partition("::")[0])
+        if cases is None and item.nodeid.startswith(LIGHT):
+            continue
+        if crc32(item.nodeid.encode()) % count >= (cases or CASES):
             item.add_marker(pytest.mark.nightly)
 
 

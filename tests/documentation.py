@@ -374,7 +374,7 @@ def _pytest(arguments: list[str], markers: str) -> None:
                 raise CommandError(f"pytest has no marker {marker!r}")
         elif word in ("-n", "-k"):
             next(words)
-        elif word not in ("-q", "-x") and not _is_test(word):
+        elif word not in ("-q", "-s", "-x") and not _is_test(word):
             raise CommandError(f"there is no {word}")
 
 

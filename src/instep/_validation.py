@@ -1,6 +1,7 @@
 """What ``attach`` refuses, before anything is changed. Each message names what was found and what to do."""
 
 import inspect
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -109,7 +110,8 @@ def refuse_policies(schedule: str, clip: Any, accumulation_steps: Any, scaler: A
 
 def refuse_disabled(options: Any) -> None:
     """What needs an attachment, and changes the numbers of the plain loop: ``INSTEP_DISABLE=1`` cannot leave it out."""
-    if isinstance(options.clip, ClipNorm) and options.clip.mode == "per_bucket":
+    clip = options.clip
+    if isinstance(clip, ClipNorm) and clip.mode == "per_bucket" and clip.max_norm < math.inf:  # else it clips nothing
         raise AttachError(
             "INSTEP_DISABLE is set, and clip=ClipNorm(mode='per_bucket') clips bucket by bucket: the plain loop has no "
             "buckets. Use another mode, or unset INSTEP_DISABLE"

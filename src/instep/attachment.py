@@ -29,7 +29,7 @@ from instep._core.clipping import Clipping
 from instep._core.deferral import Deferral, Flight, Reader
 from instep._core.engine import after_all_of_backward, graph_task, runs
 from instep._core.finite import Policy
-from instep._core.hooks import BoundHook, UntracedHook, first_of_post_hooks, last_of_pre_hooks
+from instep._core.hooks import BoundHook, UntracedHook, first_of_post_hooks, is_called_by_step, last_of_pre_hooks
 from instep._core.life import Owners
 from instep._core.outputs import nodes_of
 from instep._core.parameters import AttachedParameter, require_unchanged
@@ -981,7 +981,8 @@ class Attachment:
     def _after_step(
         self, stepper: Stepper, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self._step.commit(stepper)
+        if not is_called_by_step(optimizer):
+            self._step.commit(stepper)
 
     def _flush(self, stepper: Stepper) -> None:
         self._adopt()

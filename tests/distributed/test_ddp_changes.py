@@ -15,7 +15,7 @@ from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
 from tests.distributed.pool import RankPool
 from tests.parity.test_changed_between import Plain, configured, move_one, through_data
-from tests.parity.test_found_in_training import DRAWS
+from tests.parity.test_found_in_training import DRAWS, LATER
 from tests.parity.test_state_changed import pop, put_another_tensor
 from tests.parity.test_written_gradients import Decays, Replaces
 
@@ -118,10 +118,10 @@ def body_draws() -> bool:
     _, drawing = DRAWS["torch"]()
     model, optimizer = made(lambda m: type(drawing)(two_groups(m)))
     with instep.attach(model, optimizer):
-        for i in range(3):
+        for i in range(LATER - 1):
             iteration(model, optimizer, i)
         with pytest.raises(UnsupportedOptimizerError, match="draws random numbers"):
-            iteration(model, optimizer, 3)
+            iteration(model, optimizer, LATER)
     return True
 
 

@@ -28,6 +28,7 @@ from tests import net
 from tests.cases import Blocks, batch, weights
 from tests.distributed.pool import RankPool
 from tests.distributed.test_ddp_life import Fails, WithOwn, equal, loss_of, train
+from tests.living import settle
 
 CAP = 0.004
 OPTIONS: dict[str, dict[str, Any]] = {"backward": {}, "forward": {"schedule": "forward"}, "undo": {"undo": True}}
@@ -419,7 +420,7 @@ def with_own_optimizers() -> nn.Module:
 def body_refused() -> None:
     twice = instep.replicate(Blocks())
     refused: list[tuple[Any, str]] = [
-        (Blocks, "not type"),
+        (Blocks, "the class Blocks: make an object of it"),
         (nn.ReLU(), "no parameter that requires a gradient"),
         (Blocks().requires_grad_(False), "no parameter that requires a gradient"),
         (DistributedDataParallel(Blocks()), "the model' is a DistributedDataParallel"),
@@ -537,6 +538,7 @@ def body_freed(way: str | None) -> list[str]:
             x, y = batch(0)
             nn.functional.cross_entropy(module(x), y).backward()  # waits for nobody
         del module
+        settle()  # what is due has the parameters until it is applied
         left += [ref for ref in refs if ref() is not None]
     finally:
         gc.enable()

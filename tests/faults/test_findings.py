@@ -82,7 +82,8 @@ def half_failing_update() -> tuple[str, bool, bool]:
             return future.value()
 
         sent = allreduce_hook(state, bucket)
-        return sent.then(late) if fails.is_set() and bucket.index() > 0 else sent
+        # The last one alone: gloo calls back on few threads, and the first bucket's update needs one to fail on.
+        return sent.then(late) if fails.is_set() and bucket.is_last() else sent
 
     state = _OptimizerHookState.__new__(_OptimizerHookState)
     state.functional_optimizer, state.params_to_optimize = Update(), None
@@ -213,9 +214,9 @@ def test_d5_the_gradient_of_a_step_that_failed(in_backward: Any) -> None:
     assert torch.equal(weights(model)[0], before.sub(stale + fresh, alpha=0.1))
 
     model = two_layers()
-    FailsOnce.updates = 0
     optimizer = FailsOnce(model.parameters(), lr=0.1)
     overlap = instep.attach(model, optimizer, bucket_bytes=1)
+    FailsOnce.updates = 0  # it was tried
     backward(model, 0)
     optimizer.step()
     optimizer.zero_grad()

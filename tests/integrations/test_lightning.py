@@ -591,12 +591,12 @@ def test_two_ranks_with_manual_optimization(way: str, two_ranks: RankPool) -> No
 @ways
 def test_two_ranks_with_one_optimizer_by_hand(way: str, two_ranks: RankPool) -> None:
     """The second backward is left to ``optimizer.step()``: Lightning has DDP lay out its buckets just before it."""
-    two_ranks.run(_compare, WAYS[way], 8 if way == "forward" else 7, VIEWS, {"build": ByHand})
+    two_ranks.run(_compare, WAYS[way], 8, VIEWS, {"build": ByHand})
 
 
 def _alternate_in_backward() -> None:
     strategy = DDPStrategy(process_group_backend="gloo", cluster_environment=PooledRanks(), find_unused_parameters=True)
-    with pytest.raises(UncommittedStepError, match="has not been called since"):
+    with pytest.raises(UncommittedStepError, match=r"between backward|has not been called since"):
         fit({}, ClearsLate, strategy=strategy, devices=2)
 
 

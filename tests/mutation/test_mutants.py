@@ -1546,6 +1546,27 @@ MUTANTS = [
         "tests/parity/test_found.py",
     ),
     Mutant(
+        "take the step() of a parent class for that of the loop",
+        "attachment.py",
+        "        if not is_called_by_step(optimizer):\n            self._step.commit(stepper)",
+        "        self._step.commit(stepper)",
+        "tests/parity/test_odd_optimizers.py",
+    ),
+    Mutant(
+        "leave to step() what was changed in place",
+        "_core/transaction.py",
+        "if self._undo is None or not writing or any(s.wrote_in_place for s in self._steppers):",
+        "if self._undo is None or not writing:",
+        "tests/parity/test_found.py",
+    ),
+    Mutant(
+        "do not look for state that was put in the place of a trial's",
+        "_core/entries.py",
+        "return any(now and now is not then",
+        "return False and any(now and now is not then",
+        "tests/parity/test_found.py",
+    ),
+    Mutant(
         "an open step cannot be given up",
         "_core/transaction.py",
         "and self._undo is None and (self._applied or self._flushing is not None):",
@@ -1697,8 +1718,8 @@ MUTANTS = [
     Mutant(
         "check_steps does not put a step back",
         "_core/transaction.py",
-        "                self.put_back()\n                raise error\n\n    def _apply_rest",
-        "                raise error\n\n    def _apply_rest",
+        "                self.put_back()\n                raise error\n\n    def _save_rest",
+        "                raise error\n\n    def _save_rest",
         CHECK_STEPS,
     ),
     Mutant(

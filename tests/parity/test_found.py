@@ -70,6 +70,7 @@ def none(*found: Iterator[str]) -> None:
 # Optimizers.
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("clip", ["norm", "norm in the loop"])
 def test_gradients_written_by_the_update(clip: str) -> None:
     none(*(broken_made(*EXACT, gradient=kind, clip=clip) for kind in ("decayed", "centralized", "replaced")))
@@ -111,6 +112,7 @@ def test_memory_of_every_kind() -> None:
     none(*(broken_made(*ALL, memory=kind) for kind in ("position", "name", "parameter", "group", "nowhere")))
 
 
+@pytest.mark.nightly
 def test_counters_of_every_kind() -> None:
     none(*(broken_made(*ALL, counts=kind) for kind in ("group", "attribute", "tensor", "object", "list", "state")))
 
@@ -131,6 +133,7 @@ def test_a_tensor_rate_changed_where_no_version_tells() -> None:
     none(broken_by_edits(edits, *ALL, moments=("forward", "backward", "step"), optimizer="SGD tensor rate"))
 
 
+@pytest.mark.nightly
 def test_a_setting_inside_an_object() -> None:
     for settings in ("object", "object in the group"):
         recipe = Recipe(settings=settings)
@@ -202,6 +205,7 @@ def test_every_call() -> None:
 # Dropped, and interrupted.
 
 
+@pytest.mark.nightly
 def test_dropped_at_every_moment() -> None:
     found = []
     for way, moment, kept in product((*ALL[:2], *ALL[3:]), MOMENTS, ((), ("optimizer",), ("overlap",))):

@@ -480,6 +480,79 @@ def test_an_optimizer_that_counts(way: str) -> None:
     lockstep(way, building(lambda m: Counts(two_groups(m))), step, steps=6)
 
 
+class Nested(torch.optim.AdamW):
+    """Its ``step()`` calls its parent class's, where torch runs the step hooks a second time, and does more with what
+    has a gradient before and after. Where ``again``, it calls the parent's twice."""
+
+    again = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._shrink(0.99)
+        super().step()
+        if self.again:
+            super().step()
+        self._shrink(0.98)
+        return loss
+
+    def _shrink(self, factor: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(factor)
+
+
+class NestedTwice(Nested):
+    again = True
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def nested(cls: type[Nested]) -> Callable[[], Any]:
+    torch.optim.AdamW([torch.zeros(1)])  # the first object of a class has torch wrap its step()
+    Nested([torch.zeros(1)])
+    return building(lambda model: cls(two_groups(model), lr=1e-2))
+
+
+@pytest.mark.parametrize("cls", [Nested, NestedTwice])
+@in_every_way
+def test_a_step_that_calls_that_of_its_parent_class(way: str, cls: type[Nested]) -> None:
+    lane = lockstep(way, nested(cls))
+    assert lane.overlap.step_count == 5
+
+
+@in_exact_ways
+def test_a_step_that_calls_that_of_its_parent_class_with_a_closure(way: str) -> None:
+    def step(lane: Lane, i: int) -> Any:
+        x, y = batch(i)
+
+        def closure() -> torch.Tensor:
+            lane.zero_grad()
+            loss = loss_of(lane.model(x), y)
+            loss.backward()
+            return loss
+
+        return lane.optimizer.step(closure).detach()
+
+    lockstep(way, nested(Nested), step)
+
+
+def test_a_step_that_calls_that_of_its_parent_class_is_one_step_of_a_recording() -> None:
+    model, optimizer = nested(Nested)()
+    with instep.record(model, optimizer, steps=5) as recording:
+        for i in range(2):
+            loss_of(model(batch(i)[0]), batch(i)[1]).backward()
+            optimizer.step()
+    found = recording.run()
+    assert found is not None
+    assert len(found.ranks[0].iterations) == 2
+
+
 class CountsInPlace(Counts):
     """The same with a tensor that is changed in place."""
 

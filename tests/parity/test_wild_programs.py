@@ -14,7 +14,7 @@ from tests.parity.zoo import installed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # other people's optimizers, and schedulers that come first
 EVERYTHING = settings(deadline=None, suppress_health_check=list(HealthCheck))
-SOME = settings(EVERYTHING, max_examples=60, derandomize=True)
+SOME = settings(EVERYTHING, max_examples=20, derandomize=True)
 DRAWN: Counter[str] = Counter()
 
 
@@ -38,7 +38,7 @@ def test_optimizers_made_by_hand(program: Program) -> None:
 
 
 @given(wild.drawn_optimizers)
-@settings(SOME, max_examples=120)
+@settings(SOME, max_examples=40)
 def test_drawn_optimizers(program: Program) -> None:
     run(program)
 

@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 
 import instep
 from instep import ClipNorm, ClipValue
+from instep._core.made_up import STEPS
 from instep.errors import SpentGradientError, UnsupportedOptimizerError
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
 from tests.parity.lockstep import SMALL, Lane, Refused, Step, lockstep, loss_of
@@ -284,7 +285,7 @@ def test_a_fused_step_that_takes_off_the_loss_scale(way: str, name: str, given: 
 class ReplacesLater(Writes):
     def write(self, p: Any) -> torch.Tensor:
         count = self.state[p]["count"] = self.state[p].get("count", 0) + 1
-        if count > 3:
+        if count > STEPS:  # as it is tried for
             p.grad = p.grad + 0.3 * p
         return p.grad
 
@@ -292,7 +293,7 @@ class ReplacesLater(Writes):
 @pytest.mark.parametrize("way", ["forward", "late"])
 def test_a_gradient_replaced_for_the_first_time_in_a_step_that_was_put_off(way: str) -> None:
     later = Refused(UnsupportedOptimizerError, "torn", match="replaced the gradient of a parameter")
-    lockstep(way, building(ReplacesLater), iteration(), refused={way: later})
+    lockstep(way, building(ReplacesLater), iteration(), STEPS + 3, refused={way: later})
 
 
 def test_an_optimizer_that_replaces_gradients_is_stepped_at_once() -> None:

@@ -43,6 +43,10 @@ class Entries:
         pairs = zip(entries, self._entries, strict=True)
         return all(map(is_, entries, self._entries)) or all(a is b or not (a or b) for a, b in pairs)
 
+    def replaced_by(self, entries: Sequence[Entry]) -> bool:
+        """Whether one of these is another entry that holds something."""
+        return any(now and now is not then for now, then in zip(entries, self._entries, strict=True))
+
     @property
     def written(self) -> bool:
         """Whether an entry has other values since, or one of them was written. Not seen: a tensor through ``.data``."""

@@ -1,9 +1,12 @@
 """Hooks that stay with the model they were registered on, and where they stand among those of the user."""
 
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -76,3 +79,20 @@ def _move_last(optimizer: Optimizer, *_: object) -> None:
     number = _last.get(optimizer)
     if number in hooks:
         hooks.move_to_end(number)
+
+
+# torch runs the step hooks in a wrapper of each class's step(): where one calls its parent class's, they run twice.
+_STEP: Any = torch.optim.SGD.step
+_WRAPPER = Optimizer.profile_hook_step(_STEP).__code__
+
+
+def is_called_by_step(optimizer: Optimizer) -> bool:
+    """In a step hook: whether the ``step()`` that runs it was called by another ``step()`` of the same optimizer."""
+    if sum("step" in vars(cls) for cls in type(optimizer).__mro__) <= 2:  # its own, and that of Optimizer
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    running = 0
+    while frame is not None and running < 2:
+        running += frame.f_code is _WRAPPER and frame.f_locals["args"][0] is optimizer
+        frame = frame.f_back
+    return running == 2

@@ -181,6 +181,9 @@ class _Lane:
             {**options_of(optimizer, group), "params": [spec.make(next(numbers)) for spec in mine]}
             for group, mine in zip(optimizer.param_groups, specs, strict=True)
         ]
+        for number, (group, theirs) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+            if "param_names" in theirs:
+                group["param_names"] = [f"made_up.{number}.{at}" for at in range(len(group["params"]))]
         self.twin = twin_of(optimizer, groups, shared_state(optimizer), {id(p): p for p in parameters_of(optimizer)})
         self.parameters = list(parameters_of(self.twin))
         self.contained = True

@@ -61,11 +61,17 @@ _ELEMENTWISE = frozenset(
 
 
 class Stepper:
-    """Steps the parameters of one optimizer, which it holds weakly."""
+    """Steps the parameters of one optimizer, which it holds weakly.
+
+    Attributes:
+        wrote_in_place: whether an update has changed an object beside parameters and their state: nobody can put that
+            back.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.name = type(optimizer).__name__
+        self.wrote_in_place = False
         # Kept from step to step, and made anew when the groups hold others: parameters by their position among all
         # of the optimizer's, and where each group's begin and end.
         self._flags: list[tuple[str, torch.Tensor]] = []
@@ -198,8 +204,11 @@ class Stepper:
 
     @property
     def state_was_written(self) -> bool:
-        """Whether somebody has written the state of a parameter since the update."""
-        return self._left_entries.written
+        """Whether somebody has written the state of a parameter since the update, or put something in its place."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return False
+        return self._left_entries.written or self._left_entries.replaced_by(list(map(optimizer.state.get, self._left)))
 
     @property
     def wrote_elsewhere(self) -> bool:
@@ -344,6 +353,7 @@ class Stepper:
         return [_read_by_update(shadow), _shared(shadow.state), *shadow.param_groups]
 
     def _writes_in_place(self, what: str) -> UnsupportedOptimizerError:
+        self.wrote_in_place = True
         return UnsupportedOptimizerError(
             f"{self.name} changes {what} in place in every step, which bucket by bucket would happen once per bucket. "
             "Use this optimizer without instep"

@@ -276,7 +276,7 @@ class Transaction:
                                 writing = True
                                 call.step(stepper)
             except UnsupportedOptimizerError as error:
-                if self._undo is None or not writing:
+                if self._undo is None or not writing or any(s.wrote_in_place for s in self._steppers):
                     self.fail(error, writing=writing)
                 else:
                     self.put_back()  # and left to optimizer.step(), which steps all of them together

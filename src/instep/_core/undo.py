@@ -1,6 +1,7 @@
 """Parameters and optimizer state as they were before a step, to be put back bit for bit."""
 
 import copy
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ class _Saved:
         self._parameter = parameter
         self._values = _copied(parameter, host)
         state: dict[Any, Any] | None = optimizer.state.get(parameter)
+        self._optimizer = weakref.ref(optimizer)
         self._mapping = optimizer.state
         self._version = grad_mode._unsafe_preserve_version_counter(parameter)
         self._state = state
@@ -26,11 +28,13 @@ class _Saved:
         _put_back(self._parameter, self._values)
         # The bits are back: a graph that has saved them may run. torch has a private way to say so.
         self._version.__exit__()
-        found: Any = self._mapping.get(self._parameter)
+        optimizer = self._optimizer()
+        mapping = self._mapping if optimizer is None else optimizer.state
         if self._state is None:
-            self._mapping.pop(self._parameter, None)
-        elif found is self._state:  # else somebody has cleared or replaced it meanwhile
-            self._restore_state(found)
+            mapping.pop(self._parameter, None)
+        elif mapping.get(self._parameter):  # else somebody has cleared it meanwhile
+            self._restore_state(self._state)
+            mapping[self._parameter] = self._state
 
     def _restore_state(self, state: dict[Any, Any]) -> None:
         state.clear()

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 from instep._arguments import require_count
+from instep._core.hooks import is_called_by_step
 from instep.errors import AttachError, InstepError
 from instep.recording.clock import Clock
 from instep.recording.holdings import GradientNotes, held_before, memory_of, state_addresses
@@ -157,9 +158,10 @@ class _Running:
                 return
             self._iterations.append(perf_counter())
 
-    def _step_ended(self, *_: Any) -> None:
-        self._stepped += 1
-        self._due = True
+    def _step_ended(self, optimizer: Optimizer, *_: Any) -> None:
+        if not is_called_by_step(optimizer):
+            self._stepped += 1
+            self._due = True
 
     def stop(self) -> None:
         """Look no more."""
