@@ -554,7 +554,7 @@ MUTANTS = [
     Mutant(
         "keep state that the step had made",
         "_core/undo.py",
-        "self._mapping.pop(self._parameter, None)",
+        "mapping.pop(self._parameter, None)",
         "pass",
         UNDO,
     ),
