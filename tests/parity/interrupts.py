@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, Literal
 
+import torch
+
 import instep
 from instep.errors import InstepError, UncommittedStepError
 from instep.verification import first_difference
@@ -39,12 +41,16 @@ class Interrupter:
     def watching(self) -> Iterator[None]:
         # A handler that runs while an object is freed raises into nothing.
         before, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        grad = (
+            torch.is_grad_enabled()
+        )  # where torch.no_grad() is interrupted while it is entered it stays, as in any loop
         sys.setprofile(self)
         try:
             yield
         finally:
             sys.setprofile(None)
             sys.unraisablehook = before
+            torch.set_grad_enabled(grad)
 
 
 def run_interrupted(program: Program, number: int, share: float, way_out: WayOut) -> str:

@@ -108,6 +108,7 @@ def test_random_numbers_that_begin_late() -> None:
     none(*(broken_made(*ALL, draws=draws, since=5, steps=8) for draws in GENERATORS))
 
 
+@pytest.mark.nightly
 def test_memory_of_every_kind() -> None:
     none(*(broken_made(*ALL, memory=kind) for kind in ("position", "name", "parameter", "group", "nowhere")))
 
