@@ -199,6 +199,7 @@ def require_stopped(start: Start, directory: Path, point: str, how: str, ranks: 
     assert (directory / "instep-demo-report.html").exists() == (point in ("writes its report", "ends"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", signalled.HOW)
 @pytest.mark.parametrize("point", [*signalled.POINTS, *signalled.IN_RANK])
 def test_a_signal_at_any_point(point: str, how: str, start: Start, tmp_path: Path) -> None:

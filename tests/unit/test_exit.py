@@ -155,7 +155,7 @@ if __name__ == "__main__":
     kept += shared.parameters()
     tell()
 """
-BY_DEFAULT = ("step", "both dropped", "a daemon trains", "fork")
+BY_DEFAULT = ("step", "a daemon trains", "fork")
 CASES = [
     pytest.param(last, loop, kind, marks=[] if by_default else [pytest.mark.nightly])
     for last in LAST
