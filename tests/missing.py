@@ -1,6 +1,7 @@
 """What a test asks of torch that some versions have not got."""
 
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.torch_version import TorchVersion
 # Since torch 2.7 or so.
 _FSDP2_ON_CPU = torch.cuda.is_available() or hasattr(torch.cpu.Stream, "record_event")
 _GLOO_SENDS_COMPLEX = TorchVersion(torch.__version__) >= (2, 7)
+_TRITON_WITHOUT_GPU = find_spec("triton") is not None and not torch.cuda.is_available()
 
 # All of it but for cases of FSDP1.
 _OF_FSDP2 = (
@@ -29,6 +31,8 @@ def from_torch(nodeid: str) -> str | None:
         return "this torch's fully_shard records events, of which its CPU has none"
     if not _GLOO_SENDS_COMPLEX and _names(nodeid, _COMPLEX) and not _names(nodeid, _ON_ONE_DEVICE):
         return "this torch's gloo does not send complex parameters"
+    if _TRITON_WITHOUT_GPU and _names(nodeid, ("StableAdamW",)):
+        return "optimi's StableAdamW asks the triton that came with this torch for a GPU"
     return None
 
 

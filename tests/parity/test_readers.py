@@ -1009,7 +1009,8 @@ def test_an_update_that_runs_while_another_thing_is_compiled(
         return graph.forward
 
     def read(loop: Loop) -> None:
-        torch.compile(lambda x: x + len(loop.folder.name), backend=compile_slowly)(torch.ones(3))
+        number = len(loop.folder.name)
+        torch.compile(lambda x: x + number, backend=compile_slowly)(torch.ones(3))
 
     assert_reads_as_plain(read, tmp_path)
 
