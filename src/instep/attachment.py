@@ -776,7 +776,7 @@ class Attachment:
                 node.register_prehook(before_backward)
 
     def _before_plain_backward(self, gradients: object) -> None:
-        if self._step.begin_backward() and self._groups:
+        if self._handles and self._step.begin_backward() and self._groups:
             self._accumulation.decide()
             self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
 
@@ -911,6 +911,8 @@ class Attachment:
             self._accumulation.stepped()  # what the micro-batches before had added up is gone, too
 
     def _before_backward(self, thread: int, gradients: object) -> None:
+        if not self._handles:
+            return  # detached since this graph was made
         with self._thread_lock:
             self._require_one_thread(thread, "backward")
             self._thread = thread

@@ -1,5 +1,7 @@
 """Programs that were found to differ in silence, or to fail with something that says nothing, each in all ways."""
 
+import copy
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, product
@@ -11,8 +13,10 @@ from torch import nn
 
 import instep
 from instep.errors import InstepError
+from instep.verification import first_difference, training_state
 from tests.parity.dropping import run_dropped
 from tests.parity.edits import MOMENTS
+from tests.parity.interrupts import Interrupter
 from tests.parity.made import Recipe
 from tests.parity.oracle import run_or_refuse
 from tests.parity.outputs import OUTPUTS
@@ -249,3 +253,39 @@ def test_interrupted_while_a_step_is_done_again(undo: Any) -> None:
         except InstepError:
             return
         assert all(map(torch.equal, before, model.parameters()))
+
+
+def a_step_on_trial() -> tuple[nn.Module, torch.optim.Optimizer, instep.Attachment]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    overlap = instep.attach(model, optimizer, undo=True, bucket_bytes=1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer, overlap
+
+
+def test_interrupted_while_a_step_is_put_back() -> None:
+    """At every point of it: the second time does the rest."""
+    for where in itertools.count():
+        model, optimizer, overlap = a_step_on_trial()
+        with overlap:
+            before = copy.deepcopy(list(training_state(model, optimizer)))
+            model(torch.ones(2, 4)).square().sum().backward()
+            interrupter = Interrupter(where)
+            try:
+                with interrupter.watching():
+                    overlap.rollback()
+            except KeyboardInterrupt:
+                overlap.rollback()
+            difference = first_difference(iter(before), training_state(model, optimizer))
+            assert difference is None, f"interrupted at point {where}, in {interrupter.place}: {difference}"
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            assert overlap.step_count == 3
+        if interrupter.place is None:
+            break
+    assert where > 50

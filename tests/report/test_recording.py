@@ -1,7 +1,9 @@
 """Recordings of real loops on one device: what they hold, and that training is none the wiser."""
 
+import gc
 import itertools
 import json
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -215,6 +217,20 @@ def test_the_number_of_steps_is_checked(steps: Any) -> None:
     model, optimizer = made("plain")
     with pytest.raises(ValueError, match=f"steps must be a whole number, at least 1, not {steps!r}"):
         instep.record(model, optimizer, steps)
+
+
+def test_a_recording_keeps_nobody_alive() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    instep.attach(model, optimizer)
+    with instep.record(model, optimizer, steps=1) as recording:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    kept = weakref.ref(model), weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None]
+    assert recording.run() is not None
 
 
 def test_a_recording_is_used_once() -> None:

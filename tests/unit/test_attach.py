@@ -287,6 +287,26 @@ def test_what_the_attachment_says_of_itself() -> None:
     overlap.detach()
 
 
+@pytest.mark.parametrize("options", [{}, {"undo": True}, {"schedule": "forward"}], ids=str)
+def test_detach_between_forward_and_backward(options: dict[str, Any]) -> None:
+    """The graph is of the attached model, and its backward the plain one."""
+    results = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        optimizer = torch.optim.AdamW(model.parameters())
+        overlap = instep.attach(model, optimizer, bucket_bytes=1, **options) if attached else None
+        for i in range(5):
+            loss = model(torch.full((3, 4), i / 4)).square().mean()
+            if overlap is not None and i == 3:
+                overlap.detach()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(list(model.parameters()))
+    assert all(map(torch.equal, *results))
+
+
 def test_detach_restores_the_model() -> None:
     model = Blocks()
     optimizer = sgd(model.parameters())

@@ -1,6 +1,7 @@
 """What ``attach`` finds out about an optimizer that it does not know, by trying it on made-up parameters."""
 
 import logging
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -109,6 +110,21 @@ class CouplesConvolutions(Plain):
         return 1.0 + sum(float(g.abs().sum()) for g in self.gradients() if g.dim() == 4)
 
 
+class LeavesOut(Plain):
+    """The whole step, if one gradient is not finite, or large."""
+
+    most = math.inf
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if all(bool(g.isfinite().all()) and float(g.abs().max()) < self.most for g in self.gradients()):
+            super().step()
+
+
+class LeavesOutWhatIsLarge(LeavesOut):
+    most = 1e6
+
+
 class CouplesByOrder(Plain):
     """The first parameter of a call is stepped in another way."""
 
@@ -169,6 +185,8 @@ class KeepsTheNorm(Plain):
         (StacksWhatHasOneShape, torch.float32, "couples parameters"),
         (CouplesConvolutions, torch.float32, "couples parameters"),
         (CouplesByOrder, torch.float32, "couples parameters"),
+        (LeavesOut, torch.float32, "couples parameters.*a gradient that holds 1e\\+10, inf, nan"),
+        (LeavesOutWhatIsLarge, torch.bfloat16, "couples parameters"),
         (DecaysAll, torch.float32, "changes parameters that have no gradient"),
         (CountsGradients, torch.float32, "param_groups"),
         (KeepsTheNorm, torch.float32, "state of a parameter"),

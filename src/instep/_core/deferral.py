@@ -22,7 +22,7 @@ from instep._core.accumulation import Accumulation
 from instep._core.checking import Check
 from instep._core.clipping import Clip, Clipping
 from instep._core.engine import graph_task
-from instep._core.entries import Entries, Entry
+from instep._core.entries import Entries
 from instep._core.finite import Policy, ask_if_finite, nonfinite_error
 from instep._core.life import owe, settled
 from instep._core.parameters import AttachedParameter, Together, part_of_gradient, together
@@ -115,10 +115,6 @@ class _Frozen:
         """The optimizer's own."""
         return self._frozen.state
 
-    def entries_of(self, parameters: Iterable[torch.Tensor]) -> list[Entry]:
-        """Of its state."""
-        return list(map(self.state.get, parameters))
-
     def hear(self) -> None:
         """Wait until all ranks stand behind this step, before anything of it is written."""
         vote, self._vote = self._vote, None
@@ -164,7 +160,8 @@ class _Due:
         # Kept, not looked up again: whoever reads the local tensor of a watched DTensor waits for this very update.
         self._memory = [memory_of(tensor) for tensor in (*self.tensors, *self.gradients)]
         self._versions = self._found()
-        self._entries = Entries(step.entries_of(self.tensors))
+        self._entries = Entries()
+        self._entries.add(self.tensors, step.state)
         step.dues.append(self)
 
     def _found(self) -> list[int]:
@@ -187,7 +184,7 @@ class _Due:
         except BaseException as error:
             self.step.failure = error
             return
-        self.gradients, self._memory, self._calls, self._entries = [], [], [], Entries(())
+        self.gradients, self._memory, self._calls, self._entries = [], [], [], Entries()
         self.step.applied += self.names
         if self._recorder is not None:
             self._recorder("step", self.names, started, perf_counter())
@@ -229,7 +226,7 @@ class _Due:
                     "the update was applied: in the plain loop it had been applied by then. Call "
                     "overlap.synchronize() before such a write"
                 )
-        if self._entries.written or not self._entries.are(self.step.entries_of(self.tensors)):
+        if self._entries.written or not self._entries.are_in(self.step.state):
             raise UncommittedStepError(
                 f"the state of {self.names[0]!r}, or of another parameter of its bucket, was written after "
                 "optimizer.step(), through a reference that was taken before, before the update was applied: in the "

@@ -1,6 +1,6 @@
 """Entries of an optimizer's state, to find out later whether somebody has written them. They are large: no copies."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -9,51 +9,68 @@ import torch
 from instep._core.changes import alike, fingerprint, is_immutable
 from instep._core.parts import memory_of
 
-Entry = Mapping[Any, Any] | None
+State = Mapping[Any, Any]
 _versions = attrgetter("_version")
 
 
 class Entries:
-    """Some parameters' entries, as they are now."""
+    """Some parameters' entries, each as it was when it was added."""
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
-        self._entries: list[Entry] = []
-        self._values: list[Any] = []
-        self._tensors: list[torch.Tensor] = []
-        self._found: list[int] = []
-        self._others: list[tuple[Any, Any]] = []
-        self.add(entries)
+    def __init__(self) -> None:
+        self._all: list[_Some] = []
 
-    def add(self, entries: Iterable[Entry]) -> None:
-        entries = list(entries)
-        values = [value for entry in entries if entry for value in entry.values()]
-        tensors = [v if type(v) is torch.Tensor else memory_of(v) for v in values if isinstance(v, torch.Tensor)]
-        if len(tensors) < len(values):
-            others = [v for v in values if not isinstance(v, torch.Tensor) and not is_immutable(v)]
-            self._others += [(value, fingerprint(value)) for value in others]
-        self._entries += entries
-        self._values += values
-        self._tensors += tensors
-        self._found += map(_versions, tensors)
+    def add(self, parameters: Sequence[torch.Tensor], state: State) -> None:
+        self._all.append(_Some(parameters, state))  # all of them at once: Ctrl-C may come anywhere
 
-    def are(self, entries: Sequence[Entry]) -> bool:
-        """Whether these are the same entries, whatever they hold. An empty one is none."""
-        if len(entries) != len(self._entries):
-            return False
-        pairs = zip(entries, self._entries, strict=True)
-        return all(map(is_, entries, self._entries)) or all(a is b or not (a or b) for a, b in pairs)
+    def are_in(self, state: State) -> bool:
+        """Whether ``state`` has the same entries, whatever they hold. An empty one is none."""
+        return all(some.are_in(state) for some in self._all)
 
-    def replaced_by(self, entries: Sequence[Entry]) -> bool:
-        """Whether one of these is another entry that holds something."""
-        return any(now and now is not then for now, then in zip(entries, self._entries, strict=True))
+    def are_replaced_in(self, state: State) -> bool:
+        """Whether ``state`` has another entry for one of the parameters, that holds something."""
+        return any(some.are_replaced_in(state) for some in self._all)
 
     @property
     def written(self) -> bool:
         """Whether an entry has other values since, or one of them was written. Not seen: a tensor through ``.data``."""
-        values = [value for entry in self._entries if entry for value in entry.values()]
+        return any(some.written for some in self._all)
+
+
+class _Some:
+    __slots__ = ("_entries", "_found", "_others", "_parameters", "_tensors", "_values")
+
+    def __init__(self, parameters: Sequence[torch.Tensor], state: State) -> None:
+        self._parameters = list(parameters)
+        self._entries: list[State | None] = list(map(state.get, parameters))
+        self._values = self._values_now()
+        self._tensors = [
+            v if type(v) is torch.Tensor else memory_of(v) for v in self._values if isinstance(v, torch.Tensor)
+        ]
+        self._found = list(map(_versions, self._tensors))
+        self._others: list[tuple[Any, Any]] = []
+        if len(self._tensors) < len(self._values):
+            others = [v for v in self._values if not isinstance(v, torch.Tensor) and not is_immutable(v)]
+            self._others = [(value, fingerprint(value)) for value in others]
+
+    def are_in(self, state: State) -> bool:
+        now = list(map(state.get, self._parameters))
+        if all(map(is_, now, self._entries)):
+            return True
+        return all(a is b or not (a or b) for a, b in zip(now, self._entries, strict=True))
+
+    def are_replaced_in(self, state: State) -> bool:
+        now = map(state.get, self._parameters)
+        return any(a and a is not b for a, b in zip(now, self._entries, strict=True))
+
+    @property
+    def written(self) -> bool:
+        values = self._values_now()
         return (
             len(values) != len(self._values)
             or not all(map(is_, values, self._values))
             or list(map(_versions, self._tensors)) != self._found
             or not all(alike(fingerprint(value), then) for value, then in self._others)
         )
+
+    def _values_now(self) -> list[Any]:
+        return [value for entry in self._entries if entry for value in entry.values()]

@@ -2,8 +2,8 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,21 +55,28 @@ class Weather:
     Attributes:
         scales: their size in each step.
         gaps: whether some parameters have none in some steps, and no parameter has one in the last.
+        odd: by step, a value that is among those of one parameter: as when a loss overflows. The rest is as ever.
     """
 
     scales: Sequence[float]
     gaps: bool = False
+    odd: Mapping[int, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        if self.odd:
+            return f"a gradient that holds {', '.join(f'{value:g}' for value in self.odd.values())}"
         low, high = min(self.scales), max(self.scales)
         return f"gradients of about {low:g}" if low == high else f"gradients of about {low:g} to {high:g}"
 
     def gradients(self, specs: Sequence[Spec], step: int) -> list[torch.Tensor | None]:
         last = self.gaps and step == len(self.scales) - 1
-        return [
+        made = [
             None if last or (self.gaps and (number + step) % 4 == 0) else spec.gradient(number, step, self.scales[step])
             for number, spec in enumerate(specs)
         ]
+        if step in self.odd and (gradient := made[step % len(made)]) is not None:
+            gradient.view(-1)[0] = self.odd[step]
+        return made
 
 
 WEATHERS = (
@@ -77,6 +84,7 @@ WEATHERS = (
     Weather((1.0,) * STEPS),
     Weather((1e-3,) * STEPS),
     Weather((1e3,) * STEPS),
+    Weather((1.0,) * 6, odd={1: 1e10, 3: math.inf, 4: math.nan}),
 )
 
 

@@ -328,16 +328,19 @@ class _Probe:
         together = self._lane()
         divided = {how: self._lane() for how in divisions}
         drawn = []
-        for step in range(STEPS):
+        for step in range(len(weather.scales)):
             gradients = weather.gradients(self._flat, step)
             generators = Generators({spec.device for spec in self._flat}, [together.twin])
             try:
                 self._step_together(together, gradients)
             except _CannotBeTriedError as error:
+                if weather.odd:
+                    return  # so does the loop's
                 self._untried.append(f"step() fails with {weather} ({error})")
                 return
             drawn.append(generators.drawn())
             if drawn[-1] == "yes":
+                generators.restore()  # while it is sure that nobody else has drawn
                 raise UnsupportedOptimizerError(
                     f"{self._name} draws random numbers in step(): bucket by bucket they would go to other parameters "
                     "than in the plain loop. Use this optimizer without instep"
@@ -350,7 +353,7 @@ class _Probe:
         self._contained = self._contained and all(lane.contained for lane in divided.values())
         if set(drawn) != {"no"} and _BUSY not in self._untried:
             self._untried.append(_BUSY)
-        if not all(map(is_finite, together.parameters)):
+        if not weather.odd and not all(map(is_finite, together.parameters)):
             self._untried.append(f"with {weather} it makes parameters NaN or infinite")
 
     def _step_together(self, lane: _Lane, gradients: Sequence[torch.Tensor | None]) -> None:

@@ -87,8 +87,7 @@ class Stepper:
         self._state_size = 0
         self._shared_state: dict[Any, Any] = {}
         self._used: dict[int, Snapshot] = {}
-        self._left: list[torch.Tensor] = []
-        self._left_entries = Entries(())
+        self._left = Entries()  # as the updates have left them
         self._reached: list[torch.Tensor] = []  # parameters that the update can get at through attributes
         self._owners: dict[int, int] = {}  # of state tensors, which are held above, by their address
         self._written: dict[str, dict[Any, Any]] = {}
@@ -145,8 +144,7 @@ class Stepper:
             torch.autograd.graph.increment_version(parameters)
             if parts is not None:
                 torch.autograd.graph.increment_version(owned)
-        self._left += owned
-        self._left_entries.add(entries)
+        self._left.add(owned, optimizer.state)
         if any(memory_of(p)._version != version for p, version in others):
             raise UnsupportedOptimizerError(
                 f"{self.name} writes parameters that it was not given, to which its attributes refer: bucket by bucket "
@@ -185,7 +183,7 @@ class Stepper:
         for where, before, now in looks:
             self._require_settings(where, before, now)
         self._require_unflagged(looks)
-        if self.state_was_written or not self._left_entries.are(list(map(optimizer.state.get, self._left))):
+        if self.state_was_written or not self._left.are_in(optimizer.state):
             raise HyperparameterChangedError(
                 f"the state of {self.name} was written between backward() and optimizer.step(), but backward had "
                 "already updated it: the plain loop would have written the old one. Write it after optimizer.step() "
@@ -208,7 +206,7 @@ class Stepper:
         optimizer = self._optimizer()
         if optimizer is None:
             return False
-        return self._left_entries.written or self._left_entries.replaced_by(list(map(optimizer.state.get, self._left)))
+        return self._left.written or self._left.are_replaced_in(optimizer.state)
 
     @property
     def wrote_elsewhere(self) -> bool:

@@ -32,7 +32,7 @@ from instep._core.stepper import Stepper, asks_for_state, is_torchs_own, remembe
 from instep._core.streams import StepStreams
 from instep._core.torn import Torn
 from instep._core.undo import Undo
-from instep._core.watch import GET_GRAD, Watch
+from instep._core.watch import GET_GRAD, Watch, nobody_told
 from instep._core.weak import WeakMethod
 from instep.errors import (
     AccumulationError,
@@ -131,6 +131,9 @@ class Transaction:
         self._outcomes: dict[int, Outcome] = {}  # of those that their update wrote
         self._at_rest: list[tuple[AttachedParameter, int]] = []
         self._plain = False
+        # While the step is put back: whose state, and which parameters, somebody had written. Who is interrupted in it
+        # does it again, at the next use.
+        self._putting_back: tuple[str | None, list[str]] | None = None
         self._added_up = False  # whether there are gradients since the last step
         # With two passes: which of them is running.
         self._pass: str | None = None
@@ -506,10 +509,10 @@ class Transaction:
         if self._flushing is not None and self._torn is None and self._undo is not None:
             for attached in self._applied_by(self._flushing):
                 attached.get().grad = self._kept[attached.spec.index][0]
-            self._flushing = None
-            self.put_back()
             if self._settings_before is not None:
                 self._settings_before()
+            self._flushing = None
+            self.put_back()
         if self._flushing is not None and self._torn is None:
             self._tear(InstepError(f"{self._flushing.name}.step() raised"))
         if self._torn is not None:
@@ -532,6 +535,8 @@ class Transaction:
         self._accumulation.require_reduced()
         self._hear(wait=True)  # for a backward that nobody has seen to begin
         self.require_whole()
+        if self._putting_back is not None:
+            self.put_back()
         left = self._left_by(stepper)
         for attached in left:
             if attached.spent is not None and attached.get().grad is attached.spent:
@@ -819,15 +824,18 @@ class Transaction:
         done by ``optimizer.step()``, as in the plain loop."""
         assert self._undo is not None
         with self.lock:
-            self._release()
-            written = next((stepper for stepper in self._steppers if stepper.state_was_written), None)
-            overwritten = [
-                a.spec.name for a in self.parameters if self.is_applied(a) and _version(a, a.get()) != a.version
-            ]
-            for device in self._undo.devices:
-                with self.streams.on(device):
-                    self._undo.restore(device)
+            if self._putting_back is None:
+                self._putting_back = (
+                    next((stepper.name for stepper in self._steppers if stepper.state_was_written), None),
+                    [a.spec.name for a in self.parameters if self.is_applied(a) and _version(a, a.get()) != a.version],
+                )
+            written, overwritten = self._putting_back
+            with nobody_told():
+                for device in self._undo.devices:
+                    with self.streams.on(device):
+                        self._undo.restore(device)
             self.streams.join()
+            self._release()
             for stepper in self._steppers:
                 if stepper is not self._flushing:
                     stepper.abort()
@@ -838,6 +846,7 @@ class Transaction:
             if self._check is not None:
                 self._check.forget()
             self._plain = True
+            self._putting_back = None
             self.redo_count += 1
             if overwritten:
                 raise UncommittedStepError(
@@ -847,7 +856,7 @@ class Transaction:
                 )
             if written is not None:
                 raise HyperparameterChangedError(
-                    f"the state of {written.name} was written between backward() and optimizer.step(), but it was that "
+                    f"the state of {written} was written between backward() and optimizer.step(), but it was that "
                     "of a trial step. The step was put back, and the write with it: write state after "
                     "optimizer.step() or before backward()"
                 )
@@ -1061,7 +1070,7 @@ class Transaction:
         self._arrived.clear()
         self._applied.clear()
         self._uncommitted.clear()
-        self._flushing = self._committing = None
+        self._flushing = self._committing = self._putting_back = None
         self._plain = self._added_up = False
         self._taken = self._settings = self._settings_before = None
         self._kept.clear()

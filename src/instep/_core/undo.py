@@ -37,12 +37,16 @@ class _Saved:
             mapping[self._parameter] = self._state
 
     def _restore_state(self, state: dict[Any, Any]) -> None:
-        state.clear()
+        # Never empty in between: Ctrl-C may come anywhere, and this is done again then.
+        entries = {}
         for key, (value, saved) in self._entries.items():
             if isinstance(value, torch.Tensor):
                 _put_back(value, saved)
                 saved = value
-            state[key] = saved
+            entries[key] = saved
+        state.update(entries)
+        for key in state.keys() - entries.keys():
+            del state[key]
 
 
 class Undo:
@@ -70,9 +74,11 @@ class Undo:
 
     @torch.no_grad()
     def restore(self, device: torch.device) -> None:
-        """Put back all that was saved of ``device``, on the current stream, and forget its copies."""
+        """Put back all that was saved of ``device``, on the current stream, and forget its copies. Who is interrupted
+        here does it again."""
         for key in [key for key, saved in self._saved.items() if saved.device == device]:
-            self._saved.pop(key).restore()
+            self._saved[key].restore()
+            del self._saved[key]
 
     def forget(self, parameters: Iterable[torch.Tensor]) -> None:
         """These will not be put back any more."""

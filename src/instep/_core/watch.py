@@ -148,12 +148,13 @@ _silent = threading.local()
 @contextmanager
 def nobody_told() -> Iterator[None]:
     """What this thread does in it is no use of a watched parameter: its values are about to be replaced."""
+    before = getattr(_silent, "on", False)
     _silent.on = True
     try:
         with torch._C.DisableTorchFunctionSubclass():
             yield
     finally:
-        _silent.on = False
+        _silent.on = before
 
 
 def _watched_attribute(slot: Any) -> property:

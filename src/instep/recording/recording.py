@@ -33,6 +33,9 @@ from instep.report.spans import Span, SpanRecorder
 _logger = logging.getLogger("instep")
 
 
+Listen = Callable[[SpanRecorder | None], None]
+
+
 class Recording:
     """What ``instep.record`` and ``Attachment.record`` return: a context manager around the loop.
 
@@ -46,35 +49,36 @@ class Recording:
         optimizers: Sequence[Optimizer],
         steps: int,
         describe: Callable[[], Setup],
-        listen: Callable[[SpanRecorder | None], None],
+        listen: Listen,
     ) -> None:
         require_count("steps", steps, AttachError)
-        self._model = model
-        self._optimizers = list(optimizers)
+        # What is recorded, until it has been: the result keeps nobody alive.
+        self._loop: tuple[nn.Module, list[Optimizer], Listen, Callable[[], Setup]] | None
+        self._loop = model, list(optimizers), listen, describe
         self._steps = steps
-        self._describe = describe
-        self._listen = listen
         self._running: _Running | None = None
         self._found: tuple[Setup, Rank, list[Event]] | None = None
 
     def __enter__(self) -> "Recording":
-        if self._running is not None or self._found is not None:
+        if self._running is not None or self._loop is None:
             raise InstepError("this recording has begun before: make another with record()")
         # A second one would start all the same, and end the first. Nothing public tells.
         if torch._C._autograd._profiler_enabled():
             raise InstepError("torch.profiler is running already: record() needs it for itself. Stop the other first")
-        self._running = _Running(self._model, self._optimizers, self._steps, self._listen)
+        model, optimizers, listen, _ = self._loop
+        self._running = _Running(model, optimizers, self._steps, listen)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         running, self._running = self._running, None
-        if running is not None:
+        if running is not None and self._loop is not None:
             running.stop()
             if running.clock.forwards:
+                describe, self._loop = self._loop[-1], None
                 try:
-                    self._found = self._describe(), *running.found()
+                    self._found = describe(), *running.found()
                 except Exception:
                     if error is None:
                         raise
@@ -117,7 +121,7 @@ class _Running:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         steps: int,
-        listen: Callable[[SpanRecorder | None], None],
+        listen: Listen,
     ) -> None:
         self._model, self._optimizers, self._steps = model, optimizers, steps
         self._main = threading.get_native_id()
