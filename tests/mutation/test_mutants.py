@@ -1562,8 +1562,8 @@ MUTANTS = [
     Mutant(
         "do not look for state that was put in the place of a trial's",
         "_core/entries.py",
-        "return any(now and now is not then",
-        "return False and any(now and now is not then",
+        "return any(a and a is not b",
+        "return False and any(a and a is not b",
         "tests/parity/test_found.py",
     ),
     Mutant(
