@@ -1478,8 +1478,8 @@ MUTANTS = [
     Mutant(
         "do not look for state written through an older reference",
         "_core/deferral.py",
-        "if self._entries.written or not self._entries.are(",
-        "if not self._entries.are(",
+        "if self._entries.written or not self._entries.are_in(",
+        "if not self._entries.are_in(",
         STATE,
     ),
     Mutant(
