@@ -1,13 +1,16 @@
 """The private parts of torch that instep stands on. A failure here says which one has changed."""
 
 import gc
+import time
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._core.engine import _EndOfBackward, at_end_of_backward, graph_task, runs
 from instep._core.stepper import undecorated_step
+from tests import net
 
 
 def test_graph_task_numbers_the_running_backward() -> None:
@@ -103,3 +106,20 @@ def test_what_was_interrupted_while_it_was_made_can_be_dropped() -> None:
     half = object.__new__(_EndOfBackward)
     del half  # warnings are errors: one that is ignored in __del__, too
     gc.collect()
+
+
+def test_an_interrupt_of_what_a_failed_backward_is_owed_is_not_lost() -> None:
+    calls = []
+
+    def failed() -> None:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012  # wherever Python asks next
+        end = _EndOfBackward(lambda: None, failed)
+        del end
+        patience = time.monotonic() + net.SECONDS
+        while time.monotonic() < patience:
+            pass
+    assert calls == [0, 1]

@@ -4,6 +4,7 @@ All are used by torch's own code: DDP, FSDP, ``register_multi_grad_hook``. ``tes
 when torch changes them.
 """
 
+import _thread
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -52,8 +53,13 @@ class _EndOfBackward:
     @untraced
     def __del__(self) -> None:
         failed = getattr(self, "_failed", None)  # Ctrl-C may have come while this was made
-        if failed is not None:
+        if failed is None:
+            return
+        try:
             failed()
+        except KeyboardInterrupt:  # which is lost here, and would be in what is left of this call
+            failed()
+            _thread.start_new_thread(_thread.interrupt_main, ())
 
 
 def after_all_of_backward(end: Callable[[], None], failed: Callable[[], None]) -> None:
