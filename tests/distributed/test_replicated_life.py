@@ -539,6 +539,9 @@ def body_freed(way: str | None) -> list[str]:
             nn.functional.cross_entropy(module(x), y).backward()  # waits for nobody
         del module
         settle()  # what is due has the parameters until it is applied
+        patience = time.monotonic() + net.SECONDS
+        while any(ref() is not None for ref in refs) and time.monotonic() < patience:
+            time.sleep(0.001)  # and the thread that has applied it, until it has come back from there
         left += [ref for ref in refs if ref() is not None]
     finally:
         gc.enable()

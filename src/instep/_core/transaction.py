@@ -32,7 +32,7 @@ from instep._core.stepper import Stepper, asks_for_state, is_torchs_own, remembe
 from instep._core.streams import StepStreams
 from instep._core.torn import Torn
 from instep._core.undo import Undo
-from instep._core.watch import GET_GRAD, Watch, nobody_told
+from instep._core.watch import GET_GRAD, Watch
 from instep._core.weak import WeakMethod
 from instep.errors import (
     AccumulationError,
@@ -507,7 +507,7 @@ class Transaction:
         """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
         self._end_commit()
         if self._flushing is not None and self._torn is None and self._undo is not None:
-            for attached in self._applied_by(self._flushing):
+            for attached in self._applied_by(self._flushing) if self._putting_back is None else ():
                 attached.get().grad = self._kept[attached.spec.index][0]
             if self._settings_before is not None:
                 self._settings_before()
@@ -824,18 +824,17 @@ class Transaction:
         done by ``optimizer.step()``, as in the plain loop."""
         assert self._undo is not None
         with self.lock:
+            self._release()
             if self._putting_back is None:
                 self._putting_back = (
                     next((stepper.name for stepper in self._steppers if stepper.state_was_written), None),
                     [a.spec.name for a in self.parameters if self.is_applied(a) and _version(a, a.get()) != a.version],
                 )
             written, overwritten = self._putting_back
-            with nobody_told():
-                for device in self._undo.devices:
-                    with self.streams.on(device):
-                        self._undo.restore(device)
+            for device in self._undo.devices:
+                with self.streams.on(device):
+                    self._undo.restore(device)
             self.streams.join()
-            self._release()
             for stepper in self._steppers:
                 if stepper is not self._flushing:
                     stepper.abort()
