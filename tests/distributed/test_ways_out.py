@@ -76,17 +76,23 @@ def _same(one: list[Any], other: list[Any]) -> bool:
     return all(map(torch.equal, *local))
 
 
-def _tear(source: str, way: str, directory: str) -> None:
+def _begun(source: str, way: str, directory: str) -> tuple[Loop, list[torch.Tensor], Any]:
+    """A loop after two steps, with its weights, and with what is saved of it."""
     wrap, options = SOURCES[source]
     torch.manual_seed(0)
     model = wrap(Blocks())
     loop = Alike(model, torch.optim.AdamW(two_groups(model), lr=1e-2))
-    overlap = loop.overlap = instep.attach(model, loop.optimizer, **options)
+    loop.overlap = instep.attach(model, loop.optimizer, **options)
     for i in range(2):
         loop.learn(i)
-    before, saved = _values(loop), _saved(loop)
     if way == "load":
         instep.save(directory, model, loop.optimizer)
+    return loop, _values(loop), _saved(loop)
+
+
+def _tear(source: str, way: str, directory: str) -> None:
+    loop, before, saved = _begun(source, way, directory)
+    overlap = loop.overlap
     with pytest.raises(ValueError, match="the update failed"), torn():
         loop.learn(2)
     with pytest.raises(TornStepError):
@@ -126,16 +132,8 @@ def test_way_out(two_ranks: RankPool, source: str, way: str, tmp_path: Path) -> 
 
 def _leave_open(source: str, way: str, directory: str) -> None:
     """Ctrl-C after backward, and a handler that clears the gradients."""
-    wrap, options = SOURCES[source]
-    torch.manual_seed(0)
-    model = wrap(Blocks())
-    loop = Alike(model, torch.optim.AdamW(two_groups(model), lr=1e-2))
-    overlap = loop.overlap = instep.attach(model, loop.optimizer, **options)
-    for i in range(2):
-        loop.learn(i)
-    before, saved = _values(loop), _saved(loop)
-    if way == "load":
-        instep.save(directory, model, loop.optimizer)
+    loop, before, saved = _begun(source, way, directory)
+    model, overlap = loop.model, loop.overlap
     loop.backward(2)
     loop.optimizer.zero_grad()
     with pytest.raises(UncommittedStepError, match=r"overlap\.accept_torn\(\), and then load"):
