@@ -480,6 +480,18 @@ def test_an_optimizer_that_counts(way: str) -> None:
     lockstep(way, building(lambda m: Counts(two_groups(m))), step, steps=6)
 
 
+def by_closure(lane: Lane, i: int) -> Any:
+    x, y = batch(i)
+
+    def closure() -> torch.Tensor:
+        lane.zero_grad()
+        loss = loss_of(lane.model(x), y)
+        loss.backward()
+        return loss
+
+    return lane.optimizer.step(closure).detach()
+
+
 class Nested(torch.optim.AdamW):
     """Its ``step()`` calls its parent class's, where torch runs the step hooks a second time, and does more with what
     has a gradient before and after. Where ``again``, it calls the parent's twice."""
@@ -528,18 +540,7 @@ def test_a_step_that_calls_that_of_its_parent_class(way: str, cls: type[Nested])
 
 @in_exact_ways
 def test_a_step_that_calls_that_of_its_parent_class_with_a_closure(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
-        x, y = batch(i)
-
-        def closure() -> torch.Tensor:
-            lane.zero_grad()
-            loss = loss_of(lane.model(x), y)
-            loss.backward()
-            return loss
-
-        return lane.optimizer.step(closure).detach()
-
-    lockstep(way, nested(Nested), step)
+    lockstep(way, nested(Nested), by_closure)
 
 
 def test_a_step_that_calls_that_of_its_parent_class_is_one_step_of_a_recording() -> None:
@@ -960,18 +961,7 @@ class Twice(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("way", ["forward", "late"])
 def test_an_optimizer_that_evaluates_its_closure_twice(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
-        x, y = batch(i)
-
-        def closure() -> torch.Tensor:
-            lane.zero_grad()
-            loss = loss_of(lane.model(x), y)
-            loss.backward()
-            return loss
-
-        return lane.optimizer.step(closure).detach()
-
-    lockstep(way, building(lambda m: Twice(m.parameters())), step)
+    lockstep(way, building(lambda m: Twice(m.parameters())), by_closure)
 
 
 def by_pickle(value: Any) -> Any:
