@@ -961,6 +961,9 @@ class Attachment:
     def _before_step(
         self, stepper: Stepper, compiled: Traced, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if is_called_by_step(optimizer):
+            return None  # which has begun already
+        self._step.begin_step(stepper)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if len(args) > 2 or kwargs.keys() - {"closure"} or (closure is not None and not callable(closure)):
             self._step.leave_to_optimizer(stepper, _called_with_arguments(stepper))

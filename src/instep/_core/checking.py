@@ -163,6 +163,9 @@ class Check:
             plain = step.plain()
             with torch._C.DisableTorchFunctionSubclass():
                 difference = _difference(step, optimizer, plain, parameters, groups)
+        except KeyboardInterrupt:
+            del self._running[stepper]  # the copies may have been stepped in part: not compared
+            raise
         except Exception as error:
             return UnsupportedOptimizerError(
                 f"check_steps: {stepper.name}.step() could not be taken on copies of step {number} "

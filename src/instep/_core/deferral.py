@@ -146,6 +146,7 @@ class _Due:
         self.device = self.tensors[0].device
         self.step = step
         self.done: Task | None = None
+        self.sent = False
         self._receive: Callable[[], None] | None = None
         self.mark: torch.Event | None = None
         self._clip = clip
@@ -197,6 +198,7 @@ class _Due:
 
     def send(self, parameters: Sequence[AttachedParameter], gather: Gather) -> None:
         """Update this rank's parts now, and send them. What is left is to wait for those of the others."""
+        self.sent = True
         self.apply()
         # Whether that failed or not: the other ranks wait for it.
         try:
@@ -317,6 +319,7 @@ class Deferral:
         self._worker = Worker()
         self._lock = threading.RLock()
         self._watch = Watch(values=self._used)
+        self._watch_in_step = Watch(values=self._used, gradient=self._used_in_step)
         self._gradient_watch = Watch(values=self._used_spread_gradient)
         self._state_watch = StateWatch(self._used_state)
         self._when_used = WeakMethod(self._used_gradient)
@@ -327,6 +330,9 @@ class Deferral:
         self._owing: set[Stepper] = set()
         self._clipped: set[Stepper] = set()
         self._flushing: Stepper | None = None
+        # Whose step() has returned, with the numbers of steps that are to be when this has been taken note of.
+        self._committing: tuple[Stepper, int, int] | None = None
+        self._ending_commit = False
         self._now = False
         self._placeholders: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._torn: Torn | None = None
@@ -335,6 +341,7 @@ class Deferral:
 
     def before_forward(self) -> None:
         """The model is about to run."""
+        self._end_commit()
         if self._flushing is not None:
             self.commit(self._flushing)  # the optimizer's own step() raised, for parameters that it stepped at once
         self.before_read(())
@@ -355,6 +362,7 @@ class Deferral:
 
     def synchronize(self) -> None:
         """Wait for everything that is due."""
+        self._end_stopped()
         self._finish(self._dues())
         self.require_whole()
 
@@ -434,14 +442,32 @@ class Deferral:
         if not step.refused:
             self._ranks.say_failed(step.number + 1)
 
+    def _end_stopped(self) -> None:
+        """An error or Ctrl-C may have ended ``optimizer.step()``: what it has handed over stands."""
+        if self._worker.is_here or self._ending_commit:
+            return
+        if self._committing is not None:
+            if self._committing[0].was_stopped:
+                self._end_commit()
+        elif self._flushing is not None and self._flushing.was_stopped:
+            self.commit(self._flushing)
+
+    def _used_in_step(self, parameter: torch.Tensor, func: object) -> None:
+        """Somebody is about to read or replace a ``.grad`` that was taken off: ``step()``, if it still runs."""
+        self._end_stopped()
+
     def _used(self, parameter: torch.Tensor, func: object) -> None:
         """Somebody is about to read or write a parameter in Python."""
+        self._end_stopped()
         self._finish([self._due.get(id(parameter))])
         self._watch.stop([parameter])
         self.require_whole()
 
     def _used_state(self, optimizer: Optimizer) -> None:
         """Somebody is about to read, replace or copy an optimizer's ``state``."""
+        self._end_stopped()
+        if self._flushing is not None and self._flushing.optimizer() is optimizer:
+            return  # the running step() itself, which has nothing to update
         self._finish(due for due in self._dues() if due.step.optimizer() is optimizer)
 
     def _held(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -469,6 +495,7 @@ class Deferral:
         self._backward = graph_task()
         self._went_back = True
         self._accumulation.begin()
+        self._owing.clear()  # of a step that not all of its optimizers have taken
         if not self._accumulation.holds_next:
             self._ranks.begin_backward(self.step_count)
             self._hear()
@@ -490,10 +517,29 @@ class Deferral:
         """``optimizer.step()`` is about to do otherwise than an update that is put off: this step is taken at once."""
         self._now = True
 
+    def begin_step(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is called."""
+        self._end_commit()
+        if self._flushing is not None:
+            self.commit(self._flushing)  # another call of step(), which has raised
+        self._now = False
+        stepper.called()
+
     def begin_flush(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to update: take over what can be applied later."""
         if self._flushing is stepper:
-            return  # a step() that calls its parent class's step(), where torch runs the hooks again
+            return  # a closure that is called more than once
+        try:
+            self._flush(stepper)
+        except BaseException:
+            if self._flushing is None:  # nothing has been handed over
+                self._owing.clear()
+                self._taken, self._vote, self._settings = True, None, None
+                if self._check is not None:
+                    self._check.forget()
+            raise
+
+    def _flush(self, stepper: Stepper) -> None:
         self._accumulation.require_reduced()
         mine = [a for a in self.parameters if a.stepper is stepper]
         self._finish([self._due.get(id(a.peek())) for a in mine])
@@ -554,29 +600,29 @@ class Deferral:
             self._vote = self._ranks.say(number)
             return True
         gradients = [(a.spec.name, _gradient(a)) for a in self.parameters if a.get().grad is not None]
-        try:
-            rank = ask_if_finite(gradients, self._ranks, number)
-        except BaseException:
-            self._owing.clear()
-            raise
+        rank = ask_if_finite(gradients, self._ranks, number)
         if rank is not None and self._nonfinite == "raise":
-            self._owing.clear()
             raise nonfinite_error(gradients, rank, "Nothing of the step was applied")
         return rank is None
 
     def _leave_out(self, stepper: Stepper, with_gradient: Sequence[AttachedParameter]) -> None:
         """``optimizer.step()`` finds no gradient, and what it writes nevertheless is put back."""
         self._settings = remember_settings(stepper.optimizer())
-        for attached in with_gradient:
-            self._placeholders.append((attached.get(), _gradient(attached)))
-            attached.get().grad = None
+        gradients = [(attached.get(), _gradient(attached)) for attached in with_gradient]
         self._flushing = stepper
+        self._take_off(gradients)
+
+    def _take_off(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Until ``step()`` is over, who asks these parameters for their gradients is not to find them gone."""
+        self._placeholders += gradients
+        self._watch_in_step.start(parameter for parameter, _ in gradients)
+        for parameter, _ in gradients:
+            parameter.grad = None
 
     def _require_agreement(self) -> None:
         """Something of this step is about to be written by torch itself."""
         vote, self._vote = self._vote, None
         if vote is not None and (error := error_of(vote)) is not None:
-            self._owing.clear()
             raise error
 
     def _in_loop(self, optimizer: Optimizer, with_gradient: Iterable[AttachedParameter]) -> bool:
@@ -623,23 +669,25 @@ class Deferral:
         clip: Clip | None,
     ) -> None:
         gradients = [(attached.get(), attached.get().grad) for attached in parameters]
-        owe(self)
         try:
+            owe(self)
             self._worker.start()  # here, since whoever drops the model may be anywhere
             dues = self._take_over(stepper, parameters, flying, clip)
         except BaseException:  # such as Ctrl-C: nothing has been handed over
+            self._flushing = None
+            self._watch_in_step.stop(tensor for tensor, _ in gradients)
             for tensor, gradient in gradients:
                 self._due.pop(id(tensor), None)
                 tensor.grad = gradient
             self._placeholders.clear()
-            self._owing.clear()
-            self._flushing = None
             if not self._due:
                 settled(self)
             raise
-        self._begin(dues, parameters)
-        for due in dues:
-            self._watch.start(due.tensors)
+        try:
+            self._begin(dues, parameters)
+        except BaseException:
+            self._begin(dues, parameters)  # handed over is handed over, and other ranks wait for what is sent
+            raise
 
     def _take_over(
         self,
@@ -662,7 +710,8 @@ class Deferral:
             dues.append(_Due(members, step, clip, self.recorder, flight, keep))
         for due in dues:
             self._due.update((id(tensor), due) for tensor in due.tensors)
-            self._placeholders += list(zip(due.tensors, due.gradients, strict=True))
+            self._take_off(list(zip(due.tensors, due.gradients, strict=True)))
+        self._state_watch.start(stepper.optimizer())
         self._flushing = stepper
         return dues
 
@@ -670,6 +719,8 @@ class Deferral:
         """Start what need not be asked for."""
         by_id = {id(attached.get()): attached for attached in parameters}
         for due in dues:
+            if due.sent:
+                continue
             if self.gather is not None:
                 due.send([by_id[id(tensor)] for tensor in due.tensors], self.gather)
                 due.done = self._worker.run(due.finish) if due.device.type == "cpu" else None
@@ -684,35 +735,52 @@ class Deferral:
                 due.mark = self.streams.mark(due.device)
 
     def commit(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` is about to return."""
+        """``optimizer.step()`` is about to return. Who is interrupted here begins again with the next use."""
         if self._flushing is not stepper:
             return
-        # Who is interrupted here begins again with the next forward.
         with torch._C.DisableTorchFunctionSubclass():
             for tensor, gradient in self._placeholders:
                 if tensor.grad is None:  # the plain loop's is still there, until the user clears it
                     tensor.grad = self._held(gradient) if id(tensor) in self._due else gradient
-        if any(due.step.optimizer() is stepper.optimizer() for due in self._dues()):
-            self._state_watch.start(stepper.optimizer())
+        if self._settings is not None:
+            self._settings()
+        self._committing = stepper, self.step_count + 1, self.skip_count + 1
+        self._end_commit()
+
+    def _end_commit(self) -> None:
+        if self._committing is None:
+            return
+        stepper, step_count, skip_count = self._committing
+        self._ending_commit = True
+        try:
+            self._count(stepper, step_count, skip_count)
+        except Exception:
+            self._owing.discard(stepper)
+            self._committing = None
+            raise
+        finally:
+            self._ending_commit = False
+        self._owing.discard(stepper)
+        self._committing = None
+
+    def _count(self, stepper: Stepper, step_count: int, skip_count: int) -> None:
+        self._watch.take_from(self._watch_in_step, (p for p, _ in self._placeholders if id(p) in self._due))
+        self._watch_in_step.stop(p for p, _ in self._placeholders)
+        self._placeholders, self._settings, self._flushing = [], None, None
         self._accumulation.stepped()
         self._clipped.discard(stepper)
         self._clipping.stepped(stepper)
-        if self._settings is not None:
-            self._settings()
-        self._placeholders, self._settings, self._flushing = [], None, None
-        if stepper in self._owing:
-            self._owing.discard(stepper)
+        if stepper in self._owing and self._taken:
+            self._require_checked(stepper)
+        if self._owing == {stepper}:
             if self._taken:
-                self._require_checked(stepper)
-            if not self._owing:
-                if self._taken:
-                    self.step_count += 1
-                    if self._check is not None:
-                        self._check.stepped()
-                else:
-                    self.skip_count += 1
-                self._taken, self._vote = True, None
-                self._went_back = False
+                self.step_count = step_count
+                if self._check is not None:
+                    self._check.stepped()
+            else:
+                self.skip_count = skip_count
+            self._taken, self._vote = True, None
+            self._went_back = False
 
     def _require_checked(self, stepper: Stepper) -> None:
         """Wait for the step, raise, and call it torn, if it differs from a plain one."""
@@ -745,6 +813,7 @@ class Deferral:
 
     def before_save(self) -> None:
         """The model is about to be saved: not a step that is torn."""
+        self._end_stopped()
         if self._torn is not None:
             raise self._torn.error()
 
@@ -782,7 +851,8 @@ class Deferral:
             parameter = attached.peek()
             if parameter is not None and gradients:
                 parameter.grad = None
-        self._torn = self._flushing = self._vote = self._settings = None
+        self._watch_in_step.stop(tensor for tensor, _ in self._placeholders)
+        self._torn = self._flushing = self._committing = self._vote = self._settings = None
         if self._check is not None:
             self._check.forget()
         self._taken = True
@@ -821,6 +891,7 @@ class Deferral:
     def close(self) -> None:
         """Finish what is due, and end the thread."""
         try:
+            self._end_stopped()
             self._finish(self._dues())
         finally:
             self._worker.stop()

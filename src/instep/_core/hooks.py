@@ -2,7 +2,8 @@
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -90,9 +91,19 @@ def is_called_by_step(optimizer: Optimizer) -> bool:
     """In a step hook: whether the ``step()`` that runs it was called by another ``step()`` of the same optimizer."""
     if sum("step" in vars(cls) for cls in type(optimizer).__mro__) <= 2:  # its own, and that of Optimizer
         return False
-    frame: FrameType | None = sys._getframe(1)
-    running = 0
-    while frame is not None and running < 2:
-        running += frame.f_code is _WRAPPER and frame.f_locals["args"][0] is optimizer
+    return len(list(islice(_steps_in(sys._getframe(), optimizer), 2))) == 2
+
+
+def is_in_step(optimizer: Optimizer) -> bool:
+    """Whether a ``step()`` of ``optimizer`` runs, in any thread. torch.compile may hide one that it has compiled."""
+    if any(_steps_in(sys._getframe(), optimizer)):
+        return True
+    return any(any(_steps_in(frame, optimizer)) for frame in sys._current_frames().values())
+
+
+def _steps_in(frame: FrameType | None, optimizer: Optimizer) -> Iterator[bool]:
+    """One ``True`` for each of its ``step()`` in the stack that ends in ``frame``."""
+    while frame is not None:
+        if frame.f_code is _WRAPPER and frame.f_locals["args"][0] is optimizer:
+            yield True
         frame = frame.f_back
-    return running == 2

@@ -15,6 +15,7 @@ from instep._core.ranks import Ranks
 from instep._core.scaling import found_inf, take_off_here
 from instep._core.stepper import Stepper, remember_settings
 from instep._core.transaction import Gather, Recorder
+from instep._core.watch import Watch
 
 
 class PlainSteps:
@@ -45,6 +46,7 @@ class PlainSteps:
         self._flushing: Stepper | None = None
         self._left_out: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._settings: Callable[[], None] | None = None
+        self._watch = Watch(gradient=self._used)
 
     def begin_backward(self) -> bool:
         """An output of the model is about to get its gradient. Returns whether this is the first of them in the
@@ -58,10 +60,16 @@ class PlainSteps:
         self._owing.clear()
         return True
 
+    def begin_step(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is called."""
+        self._put_back()
+        self._flushing = None
+        stepper.called()
+
     def begin_flush(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to update."""
         if self._flushing is stepper:
-            return  # a step() that calls its parent class's step(), where torch runs the hooks again
+            return  # a closure that is called more than once
         self._accumulation.require_reduced()
         if stepper not in self._owing:
             self._begin(stepper.optimizer())
@@ -102,21 +110,30 @@ class PlainSteps:
             parameter = attached.get()
             if attached.stepper is stepper and parameter.grad is not None:
                 self._left_out.append((parameter, parameter.grad))
+                self._watch.start([parameter])
                 parameter.grad = None
 
+    def _used(self, parameter: torch.Tensor, func: object) -> None:
+        """Somebody is about to read or replace a ``.grad`` that was taken off: ``step()``, if it still runs."""
+        if self._flushing is not None and self._flushing.was_stopped:
+            self._put_back()
+
     def _put_back(self) -> None:
-        for parameter, gradient in self._left_out:
-            parameter.grad = gradient
+        """Who is interrupted here does it again, at the next use."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, gradient in self._left_out:
+                parameter.grad = gradient
         if self._settings is not None:
             self._settings()
+        self._watch.stop(parameter for parameter, _ in self._left_out)
         self._left_out, self._settings = [], None
 
     def commit(self, stepper: Stepper) -> None:
         """``optimizer.step()`` returned."""
         if self._flushing is not stepper:
             return
-        self._flushing = None
         self._put_back()
+        self._flushing = None
         self._accumulation.stepped()
         if stepper in self._owing:
             self._owing.discard(stepper)

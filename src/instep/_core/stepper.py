@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from instep._core.changes import Snapshot, alike, changes, fingerprint, is_immutable, is_plain, private, same
 from instep._core.entries import Entries
 from instep._core.generators import Generators
+from instep._core.hooks import is_in_step
 from instep._core.parts import Part, memory_of
 from instep._core.reach import reached_from
 from instep._core.waiting import class_of
@@ -72,6 +73,7 @@ class Stepper:
         self._optimizer = weakref.ref(optimizer)
         self.name = type(optimizer).__name__
         self.wrote_in_place = False
+        self._call_is_seen = False
         # Kept from step to step, and made anew when the groups hold others: parameters by their position among all
         # of the optimizer's, and where each group's begin and end.
         self._flags: list[tuple[str, torch.Tensor]] = []
@@ -91,6 +93,17 @@ class Stepper:
         self._reached: list[torch.Tensor] = []  # parameters that the update can get at through attributes
         self._owners: dict[int, int] = {}  # of state tensors, which are held above, by their address
         self._written: dict[str, dict[Any, Any]] = {}
+
+    def called(self) -> None:
+        """``step()`` of the optimizer begins. For its pre-hook."""
+        self._call_is_seen = is_in_step(self.optimizer())
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the ``step()`` that was begun last, and has not been committed, does not run any more: an error or
+        Ctrl-C has ended it. ``False`` also where torch.compile hides it."""
+        optimizer = self._optimizer()
+        return self._call_is_seen and not (optimizer is not None and is_in_step(optimizer))
 
     def step(
         self,

@@ -108,6 +108,8 @@ class Transaction:
         # With undo: puts back what an interrupted step() has written beside parameters and their state.
         self._settings_before: Callable[[], None] | None = None
         self._watch = Watch(values=self._used, gradient=None if undo is None else self._used)
+        # With undo: what the running step() does not find is missed by nobody else, either.
+        self._watch_in_step = Watch(values=self._used_in_step, gradient=self._used_in_step)
         self._when_used = WeakMethod(self._used_gradient)
         self.lock = threading.RLock()
         self._arrived: set[int] = set()
@@ -122,8 +124,9 @@ class Transaction:
         self._flushing: Stepper | None = None
         # Whose step() has returned, with the numbers of steps that are to be when this has been taken note of.
         self._committing: tuple[Stepper, int, int] | None = None
-        # What the running optimizer.step() does not find, having been applied before it; it is put back after.
-        self._stepped_here: list[tuple[AttachedParameter, torch.Tensor]] = []
+        self._ending = False  # whether one of the two is being brought to its end
+        # With undo, or applied here in step(): gradients that step() does not find, and everybody does when it is over.
+        self._taken_off: list[tuple[AttachedParameter, torch.Tensor]] = []
         self._failure: BaseException | None = None
         self._torn: Torn | None = None
         # With undo: the gradients of applied parameters, with their version; and whether the step was put back.
@@ -506,17 +509,44 @@ class Transaction:
     def require_whole(self) -> None:
         """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
         self._end_commit()
-        if self._flushing is not None and self._torn is None and self._undo is not None:
-            for attached in self._applied_by(self._flushing) if self._putting_back is None else ():
-                attached.get().grad = self._kept[attached.spec.index][0]
-            if self._settings_before is not None:
-                self._settings_before()
-            self._flushing = None
-            self.put_back()
-        if self._flushing is not None and self._torn is None:
-            self._tear(InstepError(f"{self._flushing.name}.step() raised"))
+        if self._flushing is not None and self._torn is None and not self._ending:
+            if self._undo is None:
+                self._tear(InstepError(f"{self._flushing.name}.step() raised"))
+            else:
+                self._ending = True
+                try:
+                    self._put_back_flush(self._undo)
+                finally:
+                    self._ending = False
         if self._torn is not None:
             raise self._torn.error()
+
+    def _put_back_flush(self, undo: Undo) -> None:
+        """``optimizer.step()`` has raised, or was interrupted. Who is interrupted here does it again, at the next use."""
+        for attached, gradient in self._taken_off:
+            if attached.get().grad is None:
+                attached.get().grad = gradient
+        for settings in (self._settings, self._settings_before):
+            if settings is not None:
+                settings()
+        if undo.devices:
+            self.put_back()
+        self._release()
+        self._plain = True
+        self._taken_off = []
+        self._taken = self._settings = self._settings_before = self._flushing = None
+
+    def _end_stopped(self) -> None:
+        """An error or Ctrl-C may have ended ``optimizer.step()`` before its gradients were back."""
+        stepper = self._flushing if self._committing is None else self._committing[0]
+        if stepper is not None and not self._ending and stepper.was_stopped:
+            self.require_whole()
+
+    def begin_step(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is called."""
+        if self._flushing is not None or self._committing is not None:
+            self.require_whole()  # another call of step(), which has raised
+        stepper.called()
 
     def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
         """``optimizer.step()`` is about to do otherwise than backward has done: ``error`` says how."""
@@ -531,7 +561,7 @@ class Transaction:
     def begin_flush(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to update what backward left. Spent gradients are taken off the parameters."""
         if self._flushing is stepper:
-            return  # a step() that calls its parent class's step(), where torch runs the hooks again
+            return  # a closure that is called more than once
         self._accumulation.require_reduced()
         self._hear(wait=True)  # for a backward that nobody has seen to begin
         self.require_whole()
@@ -543,12 +573,24 @@ class Transaction:
                 raise _never_cleared(attached.spec.name, f"{stepper.name}.step()")
         if not self._added_up:
             self._count_unannounced(stepper.optimizer())
-        if self._undo is not None:
+        if self._undo is None:
+            self._flush(stepper, left)
+            self._flushing = stepper
+            return
+        self._flushing = stepper
+        try:
+            self._watch_in_step.take_from(self._watch, (a.get() for a in self._applied_by(stepper)))
             if not self._is_taken(stepper):
                 self._leave_out(stepper)
-                return
-            self._validate(stepper)
-            left = self._left_by(stepper)
+            else:
+                self._validate(stepper)
+                self._flush(stepper, self._left_by(stepper))
+        except Exception:
+            self._watch.take_from(self._watch_in_step, (a.get() for a in self._applied_by(stepper)))
+            self._flushing = None
+            raise
+
+    def _flush(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
         applied = self._applied_by(stepper)
         parameters = [attached.get() for attached in applied]
         self._watch.stop(parameters)
@@ -585,11 +627,12 @@ class Transaction:
         if self._undo is not None:
             self._save_rest(self._undo, stepper, left)
         self._apply_rest(stepper, left)
+        if self._undo is not None:
+            self._take_off([(a, self._kept[a.spec.index][0]) for a in applied])
         for parameter in parameters:
             parameter.grad = None
         known = is_torchs_own(stepper.optimizer())
         self._at_rest = [] if known else [(a, _version(a, p)) for a, p in zip(applied, parameters, strict=True)]
-        self._flushing = stepper
 
     def _count_unannounced(self, optimizer: Optimizer) -> None:
         """Gradients that no source has told of make a step, too."""
@@ -630,9 +673,7 @@ class Transaction:
                 call.step(stepper)
             if self.gather is not None:
                 self.gather(parts)()
-            self._stepped_here = [(a, g) for a in rest if (g := _gradient(a)) is not None]
-            for attached in rest:
-                attached.get().grad = None
+            self._take_off([(a, g) for a in rest if (g := _gradient(a)) is not None])
 
     def _require_finite(self, parameters: Iterable[AttachedParameter]) -> None:
         """Before they are written, for good."""
@@ -667,10 +708,14 @@ class Transaction:
     def _leave_out(self, stepper: Stepper) -> None:
         """``optimizer.step()`` finds no gradient, and what it writes nevertheless is put back."""
         self._settings = remember_settings(stepper.optimizer())
-        self._stepped_here = [(a, g) for a in self._of(stepper) if (g := _gradient(a)) is not None]
-        for attached, _ in self._stepped_here:
+        self._take_off([(a, g) for a in self._of(stepper) if (g := _gradient(a)) is not None])
+
+    def _take_off(self, gradients: Sequence[tuple[AttachedParameter, torch.Tensor]]) -> None:
+        self._taken_off += gradients
+        if self._undo is not None:
+            self._watch_in_step.start(attached.get() for attached, _ in gradients)
+        for attached, _ in gradients:
             attached.get().grad = None
-        self._flushing = stepper
 
     def _clip_rest(self, left: Sequence[AttachedParameter]) -> None:
         """What backward did not apply is applied by torch: a bucket of its own."""
@@ -701,14 +746,20 @@ class Transaction:
 
     def _end_commit(self) -> None:
         """Commit. Who is interrupted in it (Ctrl-C) does it again, at the next use: the step stands."""
-        if self._committing is None:
+        if self._committing is None or self._ending:
             return
-        stepper, step_count, skip_count = self._committing
+        self._ending = True
+        try:
+            self._commit(*self._committing)
+        finally:
+            self._ending = False
+
+    def _commit(self, stepper: Stepper, step_count: int, skip_count: int) -> None:
         self._flushing = None
         stepper.commit()
-        for attached, gradient in self._stepped_here:
+        for attached, gradient in self._taken_off:
             attached.get().grad = gradient
-        self._stepped_here = []
+        self._taken_off = []
         if self._settings is not None:
             self._settings()
             self._settings = None
@@ -729,6 +780,7 @@ class Transaction:
                 attached.get().grad = attached.spent
             if applied:
                 self._left[stepper] = applied[0]
+        self._watch_in_step.stop(attached.get() for attached in self._of(stepper))
         self._accumulation.stepped()
         self._clipping.stepped(stepper)
         self._uncommitted.discard(stepper)
@@ -790,15 +842,17 @@ class Transaction:
 
     def close(self) -> None:
         """The step that is open is the plain loop's from now on, as far as it can be."""
-        if self._undo is not None and self._applied and self._torn is None:
-            self.put_back()
+        self.settle()
         self.forget(gradients=False)
 
     def settle(self) -> None:
         """The interpreter is about to end, or to fork: a step on trial is not the plain loop's."""
         self._end_commit()
-        if self._undo is not None and self._applied and self._torn is None:
-            self.put_back()
+        if self._undo is not None and self._torn is None:
+            if self._flushing is not None and self._flushing.was_stopped:
+                self.require_whole()
+            if self._applied:
+                self.put_back()
 
     def abandon(self) -> None:
         """The optimizers are gone: nobody can commit the step that is open."""
@@ -836,8 +890,7 @@ class Transaction:
                     self._undo.restore(device)
             self.streams.join()
             for stepper in self._steppers:
-                if stepper is not self._flushing:
-                    stepper.abort()
+                stepper.abort()
             self._applied.clear()
             settled(self)
             self._outcomes.clear()
@@ -877,6 +930,7 @@ class Transaction:
             parameter = attached.peek()
             if parameter is not None:
                 self._watch.stop([parameter])
+                self._watch_in_step.stop([parameter])
                 kept = self._kept.get(attached.spec.index)
                 if kept is not None and isinstance(parameter.grad, HeldGradient):
                     parameter.grad = kept[0]
@@ -884,9 +938,6 @@ class Transaction:
 
     def _used(self, parameter: torch.Tensor, func: Any) -> None:
         """Somebody is about to read or write an applied parameter, or its gradient."""
-        if self._committing is not None:
-            self._end_commit()
-            return
         if self._undo is None:
             where = "between backward() and optimizer.step()" if graph_task() is None else "in backward"
             raise UncommittedStepError(
@@ -899,15 +950,19 @@ class Transaction:
             return  # may be GradScaler: the gradient that is held says what is done with it
         self.put_back()
 
+    def _used_in_step(self, parameter: torch.Tensor, func: Any) -> None:
+        """``step()`` itself, if it still runs."""
+        self._end_stopped()
+
     def before_state(self, stepper: Stepper, *, saving: bool) -> None:
         """The optimizer's state is about to be saved or loaded: the plain loop's is that of before this step. What is
         torn may be loaded anew, and not be saved."""
         if saving:
             self.before_save()
-        applied = self._applied_by(stepper)
+        applied = self._applied_by(stepper) if self._flushing is None else []
         if applied and self._undo is not None:
             self.put_back()
-        elif applied and self._torn is None and self._flushing is None:
+        elif applied and self._torn is None:
             raise UncommittedStepError(
                 f"state_dict() or load_state_dict() of {stepper.name} was called between backward() and "
                 "optimizer.step(), but backward has already updated its state: the plain loop would find the old one. "
@@ -917,7 +972,7 @@ class Transaction:
 
     def before_save(self) -> None:
         """The model or its optimizer's state is about to be saved: not a step that is torn, here or on another rank."""
-        self._end_commit()
+        self._end_stopped()
         self._hear(wait=True)
         if self._torn is not None:
             raise self._torn.error()
@@ -935,7 +990,6 @@ class Transaction:
         """Were the buckets applied as the plain loop would apply them now? If not, put them back."""
         optimizer = stepper.optimizer()
         applied = self._applied_by(stepper)
-        self._watch.stop(attached.get() for attached in applied)
         clips = self._clipping.policy is not None
         scaled = kernel_scale(optimizer)
         try:
@@ -1074,7 +1128,7 @@ class Transaction:
         self._taken = self._settings = self._settings_before = None
         self._kept.clear()
         self._outcomes.clear()
-        self._stepped_here.clear()
+        self._taken_off.clear()
         self._clipping.begin()
         if self._undo is not None:
             self._undo.forget_all()

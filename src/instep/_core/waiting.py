@@ -2,7 +2,8 @@
 optimizer's class is a subclass of its own with a property."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
@@ -45,33 +46,46 @@ class _Waiting:
     def __init_subclass__(cls) -> None:
         """The class that is watched need not know of this one."""
 
-    def _tell(self) -> Any:
+    @contextmanager
+    def _told(self) -> Iterator[Any]:
+        """Itself, as its own class. The watch goes on after that if its owner has not stopped it."""
         used = self._used()
         if used is not None:
             used(self)
+        watched = type(self)
         _unwatch(self)
-        return self
+        try:
+            yield self
+        finally:
+            if used is not None and issubclass(watched, _Waiting):
+                self.__class__ = watched
 
     @property
     def state(self) -> Any:
-        return self._tell().state
+        with self._told() as plain:
+            return plain.state
 
     @state.setter
     def state(self, value: Any) -> None:
-        self._tell().state = value
+        with self._told() as plain:
+            plain.state = value
 
     @state.deleter
     def state(self) -> None:
-        del self._tell().state
+        with self._told() as plain:
+            del plain.state
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._tell().__reduce_ex__(protocol)
+        with self._told() as plain:
+            return plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._tell(), memo)
+        with self._told() as plain:
+            return copy.deepcopy(plain, memo)
 
     def __copy__(self) -> Any:
-        return copy.copy(self._tell())
+        with self._told() as plain:
+            return copy.copy(plain)
 
 
 def _unwatch(optimizer: Any) -> None:

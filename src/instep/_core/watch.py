@@ -101,11 +101,6 @@ class Watch:
         self._classes: dict[type, type] = {}
         self._made: dict[type, type] = {}  # the other way round
 
-    @property
-    def sees_gradients(self) -> bool:
-        """Whether anybody wants to know who uses ``.grad``."""
-        return self._gradient is not None
-
     def start(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
             cls = type(parameter)
@@ -120,6 +115,13 @@ class Watch:
             plain = self._made.get(type(parameter))
             if plain is not None:
                 parameter.__class__ = plain
+
+    def take_from(self, other: "Watch", parameters: Iterable[torch.Tensor]) -> None:
+        """Watch those of ``parameters`` that ``other`` watches, in its place."""
+        for parameter in parameters:
+            plain = other._made.get(type(parameter))
+            if plain is not None:
+                parameter.__class__ = self._classes.get(plain) or self._watched(plain)
 
     def used(self, parameter: torch.Tensor, func: Any, about_grad: bool) -> None:
         ref = self._gradient if about_grad else self._values
@@ -185,7 +187,9 @@ class _Watched(torch.Tensor):
         kwargs = kwargs or {}
         about_grad = func in _ABOUT_GRAD
         # Most loops read and clear .grad between steps, of every parameter.
-        if func in _WITHOUT_VALUES or (about_grad and cls._of_no_interest(args)):
+        if func in _WITHOUT_VALUES or (about_grad and cls._is_its_own(args)):
+            if about_grad and (owner := cls._watch()) is not None:
+                owner.used(args[0], func, about_grad)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         watched = list(_watched_in((args, kwargs)))
@@ -205,14 +209,9 @@ class _Watched(torch.Tensor):
                 parameter.__class__ = as_watched
 
     @classmethod
-    def _of_no_interest(cls, args: tuple[Any, ...]) -> bool:
-        """Whether nobody wants to know of the ``.grad`` that is read, or replaced by a plain tensor or nothing."""
-        watch = cls._watch()
-        return (
-            (watch is None or not watch.sees_gradients)
-            and type(args[0]) is cls
-            and (len(args) == 1 or args[1] is None or type(args[1]) is torch.Tensor)
-        )
+    def _is_its_own(cls, args: tuple[Any, ...]) -> bool:
+        """Whether its ``.grad`` is read, or replaced by a plain tensor or nothing: no other class has a say in that."""
+        return type(args[0]) is cls and (len(args) == 1 or args[1] is None or type(args[1]) is torch.Tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self.detach()  # the values are about to be read
