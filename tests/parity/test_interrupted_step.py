@@ -232,6 +232,8 @@ def same(one: Any, other: Any) -> bool:
 def check(monkeypatch: pytest.MonkeyPatch, way: str, optimizer: str, then: Then, every: int) -> None:
     if optimizer == "counting" and not way.startswith(("backward", "undo")):
         pytest.skip("torch takes its step, which stops where it is interrupted")
+    if then is look and way == "undo, clipped":
+        pytest.skip("step() is left all of it, and who looks at a weight itself finds it in the middle of that")
     if way.startswith("disabled"):
         monkeypatch.setenv("INSTEP_DISABLE", "1")
     allowed = expected(way, optimizer, then)

@@ -614,9 +614,9 @@ class Deferral:
 
     def _take_off(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Until ``step()`` is over, who asks these parameters for their gradients is not to find them gone."""
-        self._placeholders += gradients
-        self._watch_in_step.start(parameter for parameter, _ in gradients)
-        for parameter, _ in gradients:
+        for parameter, gradient in gradients:
+            self._watch_in_step.start([parameter])
+            self._placeholders.append((parameter, gradient))
             parameter.grad = None
 
     def _require_agreement(self) -> None:
@@ -893,6 +893,7 @@ class Deferral:
         try:
             self._end_stopped()
             self._finish(self._dues())
+            self._watch_in_step.stop(p for attached in self.parameters if (p := attached.peek()) is not None)
         finally:
             self._worker.stop()
 

@@ -125,6 +125,7 @@ class Transaction:
         # Whose step() has returned, with the numbers of steps that are to be when this has been taken note of.
         self._committing: tuple[Stepper, int, int] | None = None
         self._ending = False  # whether one of the two is being brought to its end
+        self._restoring = False  # whether put_back runs
         # With undo, or applied here in step(): gradients that step() does not find, and everybody does when it is over.
         self._taken_off: list[tuple[AttachedParameter, torch.Tensor]] = []
         self._failure: BaseException | None = None
@@ -532,6 +533,7 @@ class Transaction:
         if undo.devices:
             self.put_back()
         self._release()
+        self._clipping.begin()  # what was clipped is what is measured, and clipped, if step() is called again
         self._plain = True
         self._taken_off = []
         self._taken = self._settings = self._settings_before = self._flushing = None
@@ -629,8 +631,9 @@ class Transaction:
         self._apply_rest(stepper, left)
         if self._undo is not None:
             self._take_off([(a, self._kept[a.spec.index][0]) for a in applied])
-        for parameter in parameters:
-            parameter.grad = None
+        else:
+            for parameter in parameters:
+                parameter.grad = None
         known = is_torchs_own(stepper.optimizer())
         self._at_rest = [] if known else [(a, _version(a, p)) for a, p in zip(applied, parameters, strict=True)]
 
@@ -711,10 +714,10 @@ class Transaction:
         self._take_off([(a, g) for a in self._of(stepper) if (g := _gradient(a)) is not None])
 
     def _take_off(self, gradients: Sequence[tuple[AttachedParameter, torch.Tensor]]) -> None:
-        self._taken_off += gradients
-        if self._undo is not None:
-            self._watch_in_step.start(attached.get() for attached, _ in gradients)
-        for attached, _ in gradients:
+        for attached, gradient in gradients:
+            if self._undo is not None:
+                self._watch_in_step.start([attached.get()])
+            self._taken_off.append((attached, gradient))
             attached.get().grad = None
 
     def _clip_rest(self, left: Sequence[AttachedParameter]) -> None:
@@ -878,40 +881,51 @@ class Transaction:
         done by ``optimizer.step()``, as in the plain loop."""
         assert self._undo is not None
         with self.lock:
-            self._release()
-            if self._putting_back is None:
-                self._putting_back = (
-                    next((stepper.name for stepper in self._steppers if stepper.state_was_written), None),
-                    [a.spec.name for a in self.parameters if self.is_applied(a) and _version(a, a.get()) != a.version],
-                )
-            written, overwritten = self._putting_back
-            for device in self._undo.devices:
-                with self.streams.on(device):
-                    self._undo.restore(device)
-            self.streams.join()
-            for stepper in self._steppers:
-                stepper.abort()
-            self._applied.clear()
-            settled(self)
-            self._outcomes.clear()
-            self._clipping.forget_norms()
-            if self._check is not None:
-                self._check.forget()
-            self._plain = True
-            self._putting_back = None
-            self.redo_count += 1
-            if overwritten:
-                raise UncommittedStepError(
-                    f"parameter {overwritten[0]!r} was written between backward() and optimizer.step(), through "
-                    "another tensor of the same memory, when it held the value of a trial step. The step was put back, "
-                    "and the write with it: write weights after optimizer.step() or before backward()"
-                )
-            if written is not None:
-                raise HyperparameterChangedError(
-                    f"the state of {written} was written between backward() and optimizer.step(), but it was that "
-                    "of a trial step. The step was put back, and the write with it: write state after "
-                    "optimizer.step() or before backward()"
-                )
+            if self._restoring:
+                return
+            self._restoring = True
+            try:
+                with torch._C.DisableTorchFunctionSubclass():
+                    self._restore(self._undo)
+            finally:
+                self._restoring = False
+
+    def _restore(self, undo: Undo) -> None:
+        self._release_gradients()
+        if self._putting_back is None:
+            self._putting_back = (
+                next((stepper.name for stepper in self._steppers if stepper.state_was_written), None),
+                [a.spec.name for a in self.parameters if self.is_applied(a) and _version(a, a.get()) != a.version],
+            )
+        written, overwritten = self._putting_back
+        for device in undo.devices:
+            with self.streams.on(device):
+                undo.restore(device)
+        self.streams.join()
+        for stepper in self._steppers:
+            stepper.abort()
+        self._applied.clear()
+        settled(self)
+        self._outcomes.clear()
+        self._clipping.forget_norms()
+        if self._check is not None:
+            self._check.forget()
+        self._plain = True
+        self._stop_watching()
+        self._putting_back = None
+        self.redo_count += 1
+        if overwritten:
+            raise UncommittedStepError(
+                f"parameter {overwritten[0]!r} was written between backward() and optimizer.step(), through "
+                "another tensor of the same memory, when it held the value of a trial step. The step was put back, "
+                "and the write with it: write weights after optimizer.step() or before backward()"
+            )
+        if written is not None:
+            raise HyperparameterChangedError(
+                f"the state of {written} was written between backward() and optimizer.step(), but it was that "
+                "of a trial step. The step was put back, and the write with it: write state after "
+                "optimizer.step() or before backward()"
+            )
 
     def rollback(self) -> None:
         """Put the step back, and clear its gradients: the loop is where it was after the last ``optimizer.step()``."""
@@ -926,15 +940,21 @@ class Transaction:
 
     def _release(self) -> None:
         """Nobody is told any more, and held gradients are the real ones again."""
+        self._release_gradients()
+        self._stop_watching()
+
+    def _release_gradients(self) -> None:
         for attached in self.parameters:
             parameter = attached.peek()
-            if parameter is not None:
-                self._watch.stop([parameter])
-                self._watch_in_step.stop([parameter])
-                kept = self._kept.get(attached.spec.index)
-                if kept is not None and isinstance(parameter.grad, HeldGradient):
-                    parameter.grad = kept[0]
+            kept = self._kept.get(attached.spec.index)
+            if parameter is not None and kept is not None and isinstance(parameter.grad, HeldGradient):
+                parameter.grad = kept[0]
         self._kept.clear()
+
+    def _stop_watching(self) -> None:
+        parameters = [parameter for attached in self.parameters if (parameter := attached.peek()) is not None]
+        self._watch.stop(parameters)
+        self._watch_in_step.stop(parameters)
 
     def _used(self, parameter: torch.Tensor, func: Any) -> None:
         """Somebody is about to read or write an applied parameter, or its gradient."""
