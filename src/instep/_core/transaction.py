@@ -524,9 +524,10 @@ class Transaction:
 
     def _put_back_flush(self, undo: Undo) -> None:
         """``optimizer.step()`` has raised, or was interrupted. Who is interrupted here does it again, at the next use."""
-        for attached, gradient in self._taken_off:
-            if attached.get().grad is None:
-                attached.get().grad = gradient
+        with torch._C.DisableTorchFunctionSubclass():
+            for attached, gradient in self._taken_off:
+                if attached.get().grad is None:
+                    attached.get().grad = gradient
         for settings in (self._settings, self._settings_before):
             if settings is not None:
                 settings()
@@ -714,11 +715,12 @@ class Transaction:
         self._take_off([(a, g) for a in self._of(stepper) if (g := _gradient(a)) is not None])
 
     def _take_off(self, gradients: Sequence[tuple[AttachedParameter, torch.Tensor]]) -> None:
-        for attached, gradient in gradients:
-            if self._undo is not None:
-                self._watch_in_step.start([attached.get()])
-            self._taken_off.append((attached, gradient))
-            attached.get().grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for attached, gradient in gradients:
+                if self._undo is not None:
+                    self._watch_in_step.start([attached.get()])
+                self._taken_off.append((attached, gradient))
+                attached.get().grad = None
 
     def _clip_rest(self, left: Sequence[AttachedParameter]) -> None:
         """What backward did not apply is applied by torch: a bucket of its own."""
@@ -760,8 +762,9 @@ class Transaction:
     def _commit(self, stepper: Stepper, step_count: int, skip_count: int) -> None:
         self._flushing = None
         stepper.commit()
-        for attached, gradient in self._taken_off:
-            attached.get().grad = gradient
+        with torch._C.DisableTorchFunctionSubclass():
+            for attached, gradient in self._taken_off:
+                attached.get().grad = gradient
         self._taken_off = []
         if self._settings is not None:
             self._settings()
@@ -774,7 +777,10 @@ class Transaction:
             self._undo.forget(attached.get() for attached in self._of(stepper))
             for attached in applied:
                 gradient, outcome = self._kept[attached.spec.index][0], self._outcomes.get(attached.spec.index)
-                attached.get().grad = gradient if outcome is None else outcome.of(gradient)
+                if outcome is not None:
+                    gradient = outcome.of(gradient)
+                with torch._C.DisableTorchFunctionSubclass():
+                    attached.get().grad = gradient
                 self._applied.discard(attached.spec.index)
                 self._kept.pop(attached.spec.index)
                 self._outcomes.pop(attached.spec.index, None)
@@ -1026,8 +1032,9 @@ class Transaction:
             return  # the kernel skips its update, of gradients as they are
         if scaled is not None and (clips or self._applied_by(stepper)):
             take_off_here(optimizer, [g for a in self._of(stepper) if (g := self._real_gradient(a)) is not None])
-        for attached in self._applied_by(stepper):
-            attached.get().grad = self._kept[attached.spec.index][0]
+        with torch._C.DisableTorchFunctionSubclass():
+            for attached in self._applied_by(stepper):
+                attached.get().grad = self._kept[attached.spec.index][0]
         if self._clipping.policy is None:
             return
         if self._clipping.mode is not None and self._clipping.total is None:
@@ -1160,13 +1167,15 @@ class Transaction:
 
 
 def _version(attached: AttachedParameter, parameter: torch.Tensor) -> int:
-    return (parameter if attached.mesh is None else memory_of(parameter))._version
+    with torch._C.DisableTorchFunctionSubclass():
+        return (parameter if attached.mesh is None else memory_of(parameter))._version
 
 
 def _gradient(attached: AttachedParameter) -> torch.Tensor | None:
     """What is in ``.grad``; ``None`` also for what only stands there in place of a gradient."""
     parameter = attached.get()
-    gradient = parameter.grad
+    with torch._C.DisableTorchFunctionSubclass():  # instep's own question
+        gradient = parameter.grad
     if isinstance(gradient, HeldGradient):
         parameter.grad = gradient = gradient.use()
     return None if isinstance(gradient, Placeholder) else gradient
