@@ -19,7 +19,7 @@ from tests.distributed.pool import RankPool
 
 # Of a test with more cases than this, about as many run by default, and the others nightly.
 CASES = 2
-MORE_CASES = {"tests/unit/test_life.py": 20}
+MORE_CASES = {"tests/unit/test_life.py": 20, "tests/parity/test_interrupted_step.py": 15}
 LIGHT = ("tests/unit/", "tests/report/", "tests/mutation/", "tests/checkpoint/", "tests/faults/", "tests/test_")
 
 # By default an example may take 0.2 s, and drawing them 1 s or so: on a busy machine neither says anything.

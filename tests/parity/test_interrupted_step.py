@@ -1,4 +1,4 @@
-"""Ctrl-C at every point of ``optimizer.step()``, and then what people do: as if the plain loop had been interrupted
+"""Ctrl-C at any point of ``optimizer.step()``, and then what people do: as if the plain loop had been interrupted
 before that step, or after it; or an error says so."""
 
 import copy
@@ -37,7 +37,8 @@ class Looking(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
-                assert parameter.numel() and (parameter.grad is None or self.state.get(parameter) != 0)
+                assert parameter.numel()
+                assert parameter.grad is None or self.state.get(parameter) != 0
         return super().step(closure)
 
 
@@ -262,5 +263,5 @@ def test_some_points(monkeypatch: pytest.MonkeyPatch, way: str, optimizer: str, 
 @pytest.mark.parametrize("then", THEN)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("way", WAYS)
-def test_every_point(monkeypatch: pytest.MonkeyPatch, way: str, optimizer: str, then: Then) -> None:
-    check(monkeypatch, way, optimizer, then, every=1)
+def test_many_points(monkeypatch: pytest.MonkeyPatch, way: str, optimizer: str, then: Then) -> None:
+    check(monkeypatch, way, optimizer, then, every=7)

@@ -523,7 +523,7 @@ class Transaction:
             raise self._torn.error()
 
     def _put_back_flush(self, undo: Undo) -> None:
-        """``optimizer.step()`` has raised, or was interrupted. Who is interrupted here does it again, at the next use."""
+        """``optimizer.step()`` has raised, or was interrupted. Who is interrupted here does it again."""
         with torch._C.DisableTorchFunctionSubclass():
             for attached, gradient in self._taken_off:
                 if attached.get().grad is None:
@@ -777,10 +777,9 @@ class Transaction:
             self._undo.forget(attached.get() for attached in self._of(stepper))
             for attached in applied:
                 gradient, outcome = self._kept[attached.spec.index][0], self._outcomes.get(attached.spec.index)
-                if outcome is not None:
-                    gradient = outcome.of(gradient)
+                left = gradient if outcome is None else outcome.of(gradient)
                 with torch._C.DisableTorchFunctionSubclass():
-                    attached.get().grad = gradient
+                    attached.get().grad = left
                 self._applied.discard(attached.spec.index)
                 self._kept.pop(attached.spec.index)
                 self._outcomes.pop(attached.spec.index, None)
