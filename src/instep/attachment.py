@@ -539,12 +539,16 @@ class Attachment:
         step = self._step
         if not isinstance(step, Transaction) or self._clipping.mode != "two_pass" or self._accumulation.holds_next:
             loss.backward(gradient)
-        elif self._ddps:
+            return
+        if step.state != "open":
+            self._adopt()  # those that were added since the forward count for the norm, too
+        if self._ddps:
             with step.measured(waits_for_all=True):
                 loss.backward(gradient)
         else:
             with step.measuring() as parameters:
-                torch.autograd.backward(loss, gradient, retain_graph=True, inputs=parameters)
+                if parameters:  # all that are attached may be frozen
+                    torch.autograd.backward(loss, gradient, retain_graph=True, inputs=parameters)
             with step.measured():
                 loss.backward(gradient)
 

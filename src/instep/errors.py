@@ -60,7 +60,8 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class SpentGradientError(InstepError):
-    """A gradient was used after it had been applied and freed during backward."""
+    """A gradient was used after it had been applied and freed during backward; or changed when others had been, clipped
+    by a norm that it is part of."""
 
 
 class StaleAttachmentError(InstepError):

@@ -58,6 +58,7 @@ UNSEEN_RANKS = "tests/distributed/test_unseen_backwards.py"
 CHANGED = "tests/parity/test_changed_between.py"
 WRITTEN = "tests/parity/test_written_gradients.py"
 STATE = "tests/parity/test_state_changed.py"
+INTERRUPTED = "tests/parity/test_interrupted_step.py"
 IN_TRAINING = "tests/parity/test_found_in_training.py"
 PROBE = "tests/unit/test_probe.py"
 CHECK_STEPS = "tests/parity/test_check_steps.py"
@@ -526,7 +527,7 @@ MUTANTS = [
     Mutant(
         "keep the norms of a step that was put back",
         "_core/transaction.py",
-        "            self._clipping.forget_norms()\n",
+        "        self._clipping.forget_norms()\n",
         "",
         CLIPPING,
     ),
@@ -1471,9 +1472,37 @@ MUTANTS = [
     Mutant(
         "let optimizer.state be read while steps are due",
         "_core/deferral.py",
-        "            self._state_watch.start(stepper.optimizer())\n",
-        "            pass\n",
+        "        self._state_watch.start(stepper.optimizer())\n",
+        "",
         STATE,
+    ),
+    Mutant(
+        "let gradients be gone after an interrupted step that was handed over",
+        "_core/deferral.py",
+        "            self._watch_in_step.start([parameter])\n",
+        "",
+        INTERRUPTED,
+    ),
+    Mutant(
+        "let gradients be gone after an interrupted step on trial",
+        "_core/transaction.py",
+        "            self._watch_in_step.take_from(self._watch, ",
+        "            self._watch.stop(",
+        INTERRUPTED,
+    ),
+    Mutant(
+        "let gradients be gone after an interrupted step that torch takes",
+        "_core/plain.py",
+        "                self._watch.start([parameter])\n",
+        "",
+        INTERRUPTED,
+    ),
+    Mutant(
+        "answer for a step with what was found of one that was never finished",
+        "_core/deferral.py",
+        "        self._owing.clear()  # of a step that not all of its optimizers have taken\n",
+        "",
+        NONFINITE,
     ),
     Mutant(
         "do not look for state written through an older reference",

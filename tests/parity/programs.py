@@ -265,6 +265,7 @@ class Loop:
         return instep.attach(self.model, self.optimizer, **options)
 
     def attach_again(self) -> None:
+        self.norm = None  # a new attachment has taken no step
         if self.overlap is not None:
             self.overlap.detach()
             self.overlap = self._attach()
@@ -295,6 +296,7 @@ class Loop:
         for when, edit in self.program.steps[self.number].edits:
             if when == moment:
                 EDITS[edit](self)
+                self.at(moment)
 
     def _forward_and_backward(self, step: Step) -> torch.Tensor | None:
         loss: torch.Tensor | None = None
@@ -329,8 +331,10 @@ class Loop:
             self.overlap.backward(loss)
 
     def _step(self, *closure: Callable[[], Any]) -> None:
-        program, parameters = self.program, list(self.model.parameters())
+        program = self.program
         in_the_loop = program.clip is not None and program.clip.endswith("in the loop")
+        # What attach clips is what it is attached to: a parameter in no optimizer has a gradient, too.
+        parameters = list(self.model.parameters()) if in_the_loop else self._optimized()
         clips = program.clip is not None and (self.overlap is None or in_the_loop)
         if program.scaler == "unscale" or (program.scaler and clips):
             self.scaler.unscale_(self.optimizer)
@@ -352,7 +356,12 @@ class Loop:
         """Whether the plain loop leaves a step out for a gradient that is not finite."""
         if self.program.nonfinite == "allow" or self.overlap is not None:
             return False
-        return not all(bool(p.grad.isfinite().all()) for p in self.model.parameters() if p.grad is not None)
+        return not all(bool(p.grad.isfinite().all()) for p in self._optimized() if p.grad is not None)
+
+    def _optimized(self) -> list[torch.Tensor]:
+        """The model's parameters, in its order, that the optimizer has."""
+        found = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return [p for p in self.model.parameters() if id(p) in found]
 
     @torch.no_grad()
     def _between(self, event: str | None) -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep import ClipNorm, ClipValue
-from instep.errors import AttachError, InstepError, SpentGradientError
+from instep.errors import AttachError, InstepError, SpentGradientError, TornStepError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, Sometimes, batch, two_groups
 from tests.parity.lockstep import SMALL, WAYS, Lane, Step, lockstep, loss_of
@@ -453,6 +453,134 @@ def test_two_pass_never_has_all_gradients_alive() -> None:
             optimizer.zero_grad()
         assert max(alive) <= max(bucket.nbytes for bucket in overlap.plan.buckets) < overlap.plan.nbytes / 4
     assert len(alive) == 3 * 2 * len(list(model.parameters()))
+
+
+class Added(nn.Module):
+    """Its last layer is in no optimizer before somebody adds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.outer = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(torch.tanh(self.inner(x)))
+
+
+def added() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Added()
+    return model, torch.optim.AdamW(model.inner.parameters(), lr=1e-2, fused=True)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["among others", "alone"])
+@in_exact_ways
+def test_clip_norm_of_a_group_added_between_forward_and_backward(way: str, frozen: bool) -> None:
+    clip = ClipNorm(0.1)
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        lane.model.inner.requires_grad_(not (frozen and i == 1))
+        value = loss(lane, i)
+        if i == 1:
+            lane.optimizer.add_param_group({"params": list(lane.model.outer.parameters())})
+        lane.backward(value)
+        attached = lane.model if i else lane.model.inner
+        norm = clip_grad_norm_(attached.parameters(), clip.max_norm) if lane.overlap is None else None
+        lane.optimizer.step()
+        lane.model.zero_grad()
+        return norm if lane.overlap is None else lane.overlap.grad_norm
+
+    compare(way, added, step, clip=clip)
+
+
+@pytest.mark.parametrize("call", [lambda m, x: m(x), lambda m, x: m.forward(x)], ids=["whole", "forward"])
+@in_exact_ways
+def test_clip_norm_where_layers_are_frozen_before_and_after_the_forward(way: str, call: Any) -> None:
+    """A layer that is thawed has no hook in a step whose forward nobody has seen; one that is frozen after the forward
+    has one, and gets no gradient."""
+    clip = ClipNorm(0.1)
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        x, y = batch(i)
+        lane.model.blocks[0].requires_grad_(i % 2 == 1)
+        lane.model.blocks[1].requires_grad_(True)
+        value = loss_of(call(lane.model, x), y)
+        lane.model.blocks[1].requires_grad_(i % 3 != 1)
+        lane.backward(value)
+        norm = apply(clip, lane)
+        lane.optimizer.step()
+        lane.zero_grad()
+        return norm if lane.overlap is None else lane.overlap.grad_norm
+
+    compare(way, blocks, step, 6, clip=clip)
+
+
+def test_two_pass_where_nothing_attached_gets_a_gradient() -> None:
+    model, optimizer = added()
+    with instep.attach(model, optimizer, clip=TWO_PASS) as overlap:
+        for part, frozen in ((model.outer, False), (model, True)):
+            model.inner.requires_grad_(not frozen)
+            overlap.backward(part(torch.ones(2, 16)).sum())
+            assert model.outer.weight.grad is not None
+            optimizer.step()
+            assert overlap.grad_norm is not None
+            assert overlap.grad_norm.item() == 0
+        model.outer.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            overlap.backward(model(torch.ones(2, 16)).sum())
+
+
+def given(model: Any, optimizer: Any) -> None:
+    model.experts[1].weight.grad = torch.full((16, 16), 0.1)
+
+
+def written(model: Any, optimizer: Any) -> None:
+    model.out.weight.grad.mul_(3.0)
+
+
+def taken_away(model: Any, optimizer: Any) -> None:
+    model.out.weight.grad = None
+
+
+def added_to_the_optimizer(model: Any, optimizer: Any) -> None:
+    optimizer.add_param_group({"params": list(model.out.parameters())})
+
+
+@pytest.mark.parametrize("change", [given, written, taken_away, added_to_the_optimizer])
+def test_two_pass_where_gradients_change_before_the_step(change: Callable[[Any, Any], None]) -> None:
+    """Where nothing was applied, in one bucket that is never full, ``step()`` takes the norm anew. Else others have
+    been clipped without the change."""
+    adds = change is added_to_the_optimizer
+
+    def build() -> Any:
+        model = Sometimes()
+        model.out.register_parameter("unused", nn.Parameter(torch.ones(3)))
+        mine = [p for name, p in model.named_parameters() if not (adds and name.startswith("out."))]
+        return model, torch.optim.AdamW(mine, lr=1e-2)
+
+    def step(lane: Lane, i: int) -> torch.Tensor | None:
+        x, y = batch(i)
+        lane.backward(loss_of(lane.model(x, 0), y))
+        if i == 0 or not adds:
+            change(lane.model, lane.optimizer)
+        norm = apply(TWO_PASS, lane)
+        lane.optimizer.step()
+        lane.zero_grad()
+        return norm if lane.overlap is None else lane.overlap.grad_norm
+
+    compare("two_pass", build, step, clip=TWO_PASS, bucket_bytes=25_000_000)
+
+    torch.manual_seed(0)
+    model, optimizer = build()
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, clip=TWO_PASS) as overlap:
+        x, y = batch(0)
+        overlap.backward(loss_of(model(x, 0), y))
+        change(model, optimizer)
+        with pytest.raises(SpentGradientError, match=r"between overlap\.backward\(\) and optimizer\.step\(\)"):
+            optimizer.step()
+        after = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(TornStepError):
+            optimizer.step()
+        assert all(map(torch.equal, after, model.parameters()))
 
 
 @pytest.mark.parametrize("way", ["backward", "forward", "undo"])

@@ -125,13 +125,91 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
+class BeginningLate(torch.optim.SGD):
+    """Makes, in its first step, what it counts with: in place of ``None``, and where nothing was."""
+
+    count: Any
+
+    def __init__(self, params: Any, **kwargs: Any) -> None:
+        super().__init__(params, **kwargs)
+        self.total: Any = None
+        for group in self.param_groups:
+            group["seen"] = None
+
+    def step(self, closure: Any = None) -> Any:
+        self.total = torch.ones(()) if self.total is None else self.total + 1
+        self.count = getattr(self, "count", 0) + 1
+        self.state["all"] = {"count": self.count}
+        for group in self.param_groups:
+            group["seen"] = torch.ones(()) if group["seen"] is None else group["seen"] + 1
+        return super().step(closure)
+
+
 @in_ways
-def test_what_a_step_without_gradients_would_count_is_put_back(way: str) -> None:
+def test_what_a_step_without_gradients_would_begin_to_count_is_taken_away(way: str) -> None:
+    def make() -> tuple[nn.Module, Any]:
+        model = Blocks()
+        return model, BeginningLate(two_groups(model), lr=0.1)
+
+    def counted(lane: Lane, i: int) -> Any:
+        step(lane, i)
+        optimizer = lane.optimizers[0]
+        return vars(optimizer).get("total"), vars(optimizer).get("count")
+
+    step = skipping("outer.weight", BAD[0], (0, 2))
+    lockstep(way, make, counted, nonfinite="skip")
+
+
+@pytest.mark.parametrize("bad_steps", [(1, 3), (0, 2)])
+@in_ways
+def test_what_a_step_without_gradients_would_count_is_put_back(way: str, bad_steps: tuple[int, ...]) -> None:
     def make() -> tuple[nn.Module, Any]:
         model = Blocks()
         return model, Counting(two_groups(model), lr=0.1)
 
-    lockstep(way, make, skipping("outer.weight", BAD[0]), nonfinite="skip")
+    lockstep(way, make, skipping("outer.weight", BAD[0], bad_steps), nonfinite="skip")
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["backward", "by hand"])
+@in_ways
+def test_a_step_without_gradients_does_not_answer_for_the_next(way: str, by_hand: bool) -> None:
+    """Nor does one of two optimizers for the other."""
+
+    def make() -> tuple[nn.Module, Any]:
+        model = Blocks()
+        first, rest = list(model.inner.parameters()), [p for n, p in model.named_parameters() if "inner" not in n]
+        return model, [torch.optim.AdamW(first, lr=1e-2), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
+
+    def step(lane: Lane, i: int) -> None:
+        bad = i in (1, 3)
+        lane.optimizers[i % 2].step()  # finds none
+        if by_hand:
+            for parameter in lane.model.parameters():
+                parameter.grad = torch.full_like(parameter, float("inf") if bad else 0.1)
+        else:
+            iteration(lane, i, "outer.weight" if bad else None, float("inf"))
+        if lane.overlap is not None or not bad:
+            lane.step()
+        lane.zero_grad()
+
+    assert lockstep(way, make, step, nonfinite="skip").overlap.skip_count == 2
+
+
+@in_ways
+def test_a_step_that_one_of_two_optimizers_takes_does_not_answer_for_the_next(way: str) -> None:
+    def make() -> tuple[nn.Module, Any]:
+        model = Blocks()
+        first, rest = list(model.inner.parameters()), [p for n, p in model.named_parameters() if "inner" not in n]
+        return model, [torch.optim.AdamW(first, lr=1e-2), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
+
+    def step(lane: Lane, i: int) -> None:
+        bad = i in (1, 3)
+        iteration(lane, i, "inner.weight" if bad else None, float("inf"))
+        if lane.overlap is not None or not bad:
+            lane.optimizers[i % 2].step()
+        lane.zero_grad()
+
+    lockstep(way, make, step, nonfinite="skip")
 
 
 @in_ways

@@ -2,14 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, event, example, given, settings
 
 from tests.parity import wild
 from tests.parity.oracle import run_or_refuse
-from tests.parity.programs import Program
+from tests.parity.programs import Program, Step
 from tests.parity.zoo import installed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # other people's optimizers, and schedulers that come first
@@ -43,6 +44,18 @@ def test_drawn_optimizers(program: Program) -> None:
     run(program)
 
 
+ONCE = Program("AdamW-0-fused", 2, 2, (Step(((True, True),)),))
+ADDED = replace(ONCE, steps=(Step(((True, True),), edits=(("forward", "add"),)),), leave_out=True, limit=0.001)
+FOUND_WITH_EDITS = [
+    replace(ADDED, way="two_pass", clip="norm", call="checkpointed"),
+    replace(ADDED, way="two_pass", clip="norm", steps=(replace(ADDED.steps[0], frozen=frozenset({0})),), bias=False),
+    replace(ONCE, way="forward", clip="norm", steps=(Step(((True, True),), edits=(("forward", "freeze"),)),)),
+]
+
+
+@example(FOUND_WITH_EDITS[0])
+@example(FOUND_WITH_EDITS[1])
+@example(FOUND_WITH_EDITS[2])
 @given(wild.edited)
 @SOME
 def test_edits_in_the_middle_of_a_step(program: Program) -> None:

@@ -446,6 +446,44 @@ def test_what_step_returns(options: Any) -> None:
         assert optimizer.step() == len(list(model.parameters()))
 
 
+class SlowsDownWithTheLoss(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["lr"] = 0.1 if loss is None else 0.1 / (1 + float(loss.detach()))
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("options", [{}, {"undo": True}, {"schedule": "forward"}])
+def test_an_update_by_the_loss_that_the_closure_returns(options: Any) -> None:
+    weights = []
+    for attach in (False, True):
+        torch.manual_seed(0)
+        model = Blocks(depth=1)
+        optimizer = SlowsDownWithTheLoss(model.parameters(), lr=0.1)
+        if attach and options != {"schedule": "forward"}:
+            with pytest.raises(UnsupportedOptimizerError, match=r"updates by the loss.*schedule='forward'"):
+                instep.attach(model, optimizer, **options)
+            return
+        if attach:
+            instep.attach(model, optimizer, **options)
+
+        def closure(model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(torch.ones(2, 16)).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
 @pytest.mark.parametrize("options", [{}, {"undo": True}, {"schedule": "forward"}])
 def test_a_value_that_is_always_the_same(options: Any) -> None:
     model = Blocks(depth=1)

@@ -53,7 +53,9 @@ class Arrival:
             if fetch is not None:
                 fetch()
             if final:
-                self._clipping.measure(bucket, [g for a in bucket if (g := a.get().grad) is not None])
+                # One that was frozen after the forward is announced, and has none.
+                found = [(a, g) for a in bucket if (g := a.get().grad) is not None]
+                self._clipping.measure([a for a, _ in found], [g for _, g in found])
         except BaseException as error:
             self.fail(error)
             return False

@@ -5,6 +5,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class Separability:
             memory in their place: then its step can be put off.
         needs_closure: whether ``step()`` takes one, and fails without. Then it can only be called by the loop.
         returns: whether ``step()`` returns a value that depends on how much it finds to update.
+        reads_loss: whether ``step()`` updates otherwise when a closure returns it a loss.
         untried: what could not be tried on made-up parameters, with the reasons. Empty: separable, as far as trying
             tells, or known.
     """
@@ -39,6 +41,7 @@ class Separability:
     untried: tuple[str, ...] = ()
     needs_closure: bool = False
     returns: bool = False
+    reads_loss: bool = False
 
     @property
     def unproven(self) -> str | None:
@@ -61,7 +64,8 @@ def separability_of(optimizer: Optimizer, *, in_backward: bool = False) -> Separ
 
     Raises:
         UnsupportedOptimizerError: the divisions differ, ``step()`` draws random numbers, moves parameters without
-            gradient, or fails where none is left; with ``in_backward`` also if it returns another value there.
+            gradient, or fails where none is left; with ``in_backward`` also if it returns another value there, or
+            updates by the loss that a closure returns.
     """
     if type(optimizer).__module__.startswith("torch.optim."):
         return Separability(type(optimizer).__name__, contained=True)
@@ -76,6 +80,11 @@ def separability_of(optimizer: Optimizer, *, in_backward: bool = False) -> Separ
         raise UnsupportedOptimizerError(
             f"{found.optimizer}.step() returns a value that depends on what it updates, and after backward nothing is "
             "left to update. Use schedule='forward'"
+        )
+    if found.reads_loss and in_backward:
+        raise UnsupportedOptimizerError(
+            f"{found.optimizer}.step() updates by the loss that its closure returns, and backward has none for it. Use "
+            "schedule='forward'"
         )
     if found.unproven is not None:
         _logger.warning(
@@ -255,8 +264,10 @@ class _Probe:
         self._untried += [
             f"its parameters of class {name} were tried as plain ones" for name in sorted(_own_classes(self._optimizer))
         ]
+        reads_loss = any(self._specs) and self._reads_loss()
         contained = self._contained and any(self._specs) and not self._holds_much() and self._takes_aliases()
-        return Separability(self._name, contained and not self._returns, tuple(self._untried), returns=self._returns)
+        contained = contained and not (self._returns or reads_loss)
+        return Separability(self._name, contained, tuple(self._untried), returns=self._returns, reads_loss=reads_loss)
 
     def _lane(self) -> _Lane:
         return _Lane(self._optimizer, self._specs)
@@ -388,6 +399,21 @@ class _Probe:
                 f"{when}: {what}), so stepping during backward would differ from the plain loop. Use this optimizer "
                 "without instep"
             )
+
+    def _reads_loss(self) -> bool:
+        """Whether steps with a closure that returns a loss, which changes, are others than steps without."""
+        without, given = self._lane(), self._lane()
+        for step in range(STEPS):
+            gradients = WEATHERS[1].gradients(self._flat, step)
+            loss = partial(torch.tensor, 10.0 ** (step % 4))
+            try:
+                without.give(gradients)
+                without.step()
+                given.give(gradients)
+                step_plainly(given.twin, loss)
+            except Exception:
+                return False  # so does the loop's
+        return given.differs_from(without) is not None
 
     def _takes_aliases(self) -> bool:
         """Whether it can be stepped on other tensors of the same memory. Some know a parameter by the object it is."""

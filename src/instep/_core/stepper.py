@@ -13,6 +13,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, chain
+from numbers import Real
 from operator import is_
 from types import MappingProxyType
 from typing import Any
@@ -437,10 +438,12 @@ def _settings(optimizer: Optimizer) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if not name.startswith("_")
-        and name not in ("grad_scale", "found_inf")
-        and (isinstance(value, torch.Tensor) or is_immutable(value))
+        if _may_be_setting(name) and (isinstance(value, torch.Tensor) or is_immutable(value))
     }
+
+
+def _may_be_setting(name: str) -> bool:
+    return not name.startswith("_") and name not in ("grad_scale", "found_inf")
 
 
 def frozen(optimizer: Optimizer) -> Optimizer:
@@ -473,17 +476,27 @@ def remember_settings(optimizer: Optimizer) -> Callable[[], None]:
     ]
     places.append((optimizer.state, {key: private(value) for key, value in _shared(optimizer.state).items()}))
     places.append((vars(optimizer), {key: private(value) for key, value in _settings(optimizer).items()}))
+    known = [set(place) for place, _ in places]
 
     def put_back() -> None:
-        for place, before in places:
+        for (place, before), names in zip(places, known, strict=True):
+            for key in place.keys() - names:
+                if place is not vars(optimizer) or _may_be_setting(key):
+                    del place[key]
             for key, value in before.items():
                 now = place.get(key)
-                if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor) and not same(now, value):
-                    now.detach().copy_(value)
-                elif not isinstance(now, torch.Tensor):
+                if not _holds(now, value):
                     place[key] = value
+                elif not same(now, value):
+                    now.detach().copy_(value)
 
     return put_back
+
+
+def _holds(now: Any, value: Any) -> bool:
+    """Whether ``now`` is a tensor into which ``value`` can be written."""
+    tensors = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
+    return tensors and now.shape == value.shape and now.dtype == value.dtype
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -500,10 +513,17 @@ def asks_for_state(optimizer: Optimizer, gradients: Iterable[torch.Tensor], *, f
     Args:
         first: whether no step has been taken.
     """
-    still = all(float(group.get("lr", 0)) == 0 for group in optimizer.param_groups)
+    still = all(_is_zero(group.get("lr", 0)) for group in optimizer.param_groups)
     if optimizer.state or not (first or still):
         return False
     return not any(bool(memory_of(gradient).any()) for gradient in gradients)
+
+
+def _is_zero(rate: Any) -> bool:
+    """Of a learning rate: an optimizer that finds its own may have ``None`` there, or an object."""
+    if isinstance(rate, torch.Tensor):
+        return not bool(rate.any())
+    return isinstance(rate, Real) and rate == 0
 
 
 def begin_state(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:

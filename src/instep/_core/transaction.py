@@ -104,6 +104,7 @@ class Transaction:
         self._check = check
         # Whether this step is taken, once that is known; and what puts back what step() does without gradients.
         self._taken: bool | None = None
+        self._asked_in_vain: set[Stepper] = set()  # that stepped without any gradient: that ends no step
         self._settings: Callable[[], None] | None = None
         # With undo: puts back what an interrupted step() has written beside parameters and their state.
         self._settings_before: Callable[[], None] | None = None
@@ -142,6 +143,8 @@ class Transaction:
         # With two passes: which of them is running.
         self._pass: str | None = None
         self._before_pass: dict[int, torch.Tensor] = {}
+        # The gradients that the second pass has left, with their version: until optimizer.step() has looked at them.
+        self._measured: dict[int, tuple[torch.Tensor, int]] | None = None
 
     # What happens during backward.
 
@@ -451,6 +454,8 @@ class Transaction:
             attached.get().grad = None
         try:
             yield [a.get() for a in parameters]
+            # Of those that have no hook: added or thawed since the forward, or before one that nobody has seen.
+            self._measure_only([a for a in self.parameters if a.get().grad is not None])
         finally:
             self._pass = None
             for attached in self.parameters:
@@ -473,10 +478,43 @@ class Transaction:
         if waits_for_all:
             self._clipping.begin()
         self._pass = "all" if waits_for_all else "stepping"
+        self._measured = None
         try:
             yield
+            self._measured = {index: (g, memory_of(g)._version) for index, g in self._not_applied().items()}
         finally:
             self._pass = None
+
+    def _not_applied(self) -> dict[int, torch.Tensor]:
+        """The gradients that ``optimizer.step()`` will find."""
+        rest = (a for a in self.parameters if not self.is_applied(a))
+        return {a.spec.index: gradient for a in rest if (gradient := _gradient(a)) is not None}
+
+    def _require_measured(self) -> None:
+        """Two passes: the plain loop takes the norm now, of the gradients that it finds. If they are not those that
+        were measured, another norm is taken; or, if backward has clipped by the first, the step is torn."""
+        measured, self._measured = self._measured, None
+        if measured is None:
+            return
+        found = {index: (g, memory_of(g)._version) for index, g in self._not_applied().items()}
+        changed = [
+            attached.spec.name
+            for attached in self.parameters
+            if not _same_gradient(measured.get(attached.spec.index), found.get(attached.spec.index))
+        ]
+        if not changed:
+            return
+        if not self._applied:
+            self._clipping.begin()
+            return
+        error = SpentGradientError(
+            f"the gradient of {changed[0]!r} was set, written or cleared, or the parameter was added to the optimizer, "
+            "between overlap.backward() and optimizer.step(), but backward had already clipped other gradients by the "
+            "norm without that, and applied them. Do it before overlap.backward() or after optimizer.step(), or use "
+            "undo=True or schedule='forward'"
+        )
+        self._tear(error)
+        raise error
 
     def _require_pass(self) -> None:
         if self._clipping.mode == "two_pass" and self._pass is None:
@@ -691,8 +729,13 @@ class Transaction:
         """With undo: whether the step is to be taken, asked once for all of its optimizers."""
         if self._nonfinite == "allow" or found_inf(stepper.optimizer()):
             return True  # the kernel skips its update
+        gradients = [(a.spec.name, g) for a in self.parameters if (g := self._real_gradient(a)) is not None]
+        if self._asked_in_vain and (gradients or stepper in self._asked_in_vain):
+            self._taken = None  # of a step that was none
+            self._asked_in_vain.clear()
+        if not gradients:
+            self._asked_in_vain.add(stepper)
         if self._taken is None:
-            gradients = [(a.spec.name, g) for a in self.parameters if (g := self._real_gradient(a)) is not None]
             try:
                 rank = ask_if_finite(gradients, self._ranks, self.step_count + 1)
             except Exception as error:
@@ -725,6 +768,7 @@ class Transaction:
     def _clip_rest(self, left: Sequence[AttachedParameter]) -> None:
         """What backward did not apply is applied by torch: a bucket of its own."""
         if self._clipping.policy is not None:
+            self._require_measured()
             self.know_total()
             rest = [a.get() for a in left if _gradient(a) is not None]
             self._clipping.clip(rest)
@@ -1152,9 +1196,11 @@ class Transaction:
         self._flushing = self._committing = self._putting_back = None
         self._plain = self._added_up = False
         self._taken = self._settings = self._settings_before = None
+        self._asked_in_vain.clear()
         self._kept.clear()
         self._outcomes.clear()
         self._taken_off.clear()
+        self._measured = None
         self._clipping.begin()
         if self._undo is not None:
             self._undo.forget_all()
@@ -1178,6 +1224,12 @@ def _gradient(attached: AttachedParameter) -> torch.Tensor | None:
     if isinstance(gradient, HeldGradient):
         parameter.grad = gradient = gradient.use()
     return None if isinstance(gradient, Placeholder) else gradient
+
+
+def _same_gradient(one: tuple[torch.Tensor, int] | None, other: tuple[torch.Tensor, int] | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one[0] is other[0] and one[1] == other[1]
 
 
 def _can_be_unscaled(parameter: torch.Tensor) -> bool:
