@@ -108,9 +108,10 @@ class PlainSteps:
         self._settings = remember_settings(stepper.optimizer())
         for attached in self.parameters:
             parameter = attached.get()
-            if attached.stepper is stepper and parameter.grad is not None:
-                self._left_out.append((parameter, parameter.grad))
+            gradient = parameter.grad
+            if attached.stepper is stepper and gradient is not None:
                 self._watch.start([parameter])
+                self._left_out.append((parameter, gradient))
                 parameter.grad = None
 
     def _used(self, parameter: torch.Tensor, func: object) -> None:
@@ -120,13 +121,15 @@ class PlainSteps:
 
     def _put_back(self) -> None:
         """Who is interrupted here does it again, at the next use."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter, gradient in self._left_out:
-                parameter.grad = gradient
         if self._settings is not None:
             self._settings()
-        self._watch.stop(parameter for parameter, _ in self._left_out)
-        self._left_out, self._settings = [], None
+            self._settings = None
+        while self._left_out:
+            parameter, gradient = self._left_out[-1]
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.grad = gradient
+            self._left_out.pop()
+            self._watch.stop([parameter])
 
     def commit(self, stepper: Stepper) -> None:
         """``optimizer.step()`` returned."""
