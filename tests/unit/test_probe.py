@@ -16,6 +16,9 @@ from instep._core import probe
 from instep.errors import UnsupportedOptimizerError
 from tests.cases import Blocks, batch, two_groups
 
+# Not by a thread: while one that has just been started runs, it may be that one that draws.
+pytestmark = pytest.mark.timeout(600, method="signal")
+
 
 class Plain(torch.optim.Optimizer):
     """Gradient descent, to be given something odd."""
