@@ -1,6 +1,5 @@
 """Is it the same, bit for bit? The plain loop beside the attached one, on the user's own model."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep._arguments import optimizers_of, require_count, require_model
-from instep._core.changes import alike, fingerprint
 from instep._wrappers import put_shards_in_place
 from instep.attachment import attach
 from instep.errors import AttachError
@@ -121,7 +119,7 @@ def first_difference(plain: Iterator[tuple[str, Any]], other: Iterator[tuple[str
             if not _same_bits(a, b):
                 gap = (a.detach().double() - b.detach().double()).abs().max().item()
                 return f"{name} differs by up to {gap:.3g}"
-        elif type(a) is not type(b) or not alike(fingerprint(a), fingerprint(b)):
+        elif type(a) is not type(b) or a != b:
             return f"{name} is {a!r}, attached {b!r}"
     return None
 
@@ -137,7 +135,7 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _leaves(f"{name}[{key!r}]", item)
-    elif isinstance(value, (list, tuple, deque)):
+    elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
             yield from _leaves(f"{name}[{i}]", item)
     else:
