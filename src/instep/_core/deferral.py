@@ -333,6 +333,7 @@ class Deferral:
         # Whose step() has returned, with the numbers of steps that are to be when this has been taken note of.
         self._committing: tuple[Stepper, int, int] | None = None
         self._ending_commit = False
+        self._beginning = False  # whether what was handed over is being sent
         self._now = False
         self._placeholders: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._torn: Torn | None = None
@@ -458,6 +459,8 @@ class Deferral:
 
     def _used(self, parameter: torch.Tensor, func: object) -> None:
         """Somebody is about to read or write a parameter in Python."""
+        if self._beginning:
+            return  # the update itself, which is sent
         self._end_stopped()
         self._finish([self._due.get(id(parameter))])
         self._watch.stop([parameter])
@@ -683,11 +686,14 @@ class Deferral:
             if not self._due:
                 settled(self)
             raise
+        self._beginning = True
         try:
             self._begin(dues, parameters)
         except BaseException:
             self._begin(dues, parameters)  # handed over is handed over, and other ranks wait for what is sent
             raise
+        finally:
+            self._beginning = False
 
     def _take_over(
         self,
