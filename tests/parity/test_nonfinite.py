@@ -50,6 +50,12 @@ def skipping(name: str, value: float, bad_steps: tuple[int, ...] = (1, 3)) -> Ca
     return step
 
 
+def two_optimizers() -> tuple[nn.Module, Any]:
+    model = Blocks()
+    first, rest = list(model.inner.parameters()), [p for n, p in model.named_parameters() if "inner" not in n]
+    return model, [torch.optim.AdamW(first, lr=1e-2), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
+
+
 def build(case: Any = ("AdamW", torch.optim.AdamW, {"lr": 1e-2, "fused": True})) -> Callable[[], Any]:
     def make() -> tuple[nn.Module, Any]:
         model = Blocks()
@@ -175,11 +181,6 @@ def test_what_a_step_without_gradients_would_count_is_put_back(way: str, bad_ste
 def test_a_step_without_gradients_does_not_answer_for_the_next(way: str, by_hand: bool) -> None:
     """Nor does one of two optimizers for the other."""
 
-    def make() -> tuple[nn.Module, Any]:
-        model = Blocks()
-        first, rest = list(model.inner.parameters()), [p for n, p in model.named_parameters() if "inner" not in n]
-        return model, [torch.optim.AdamW(first, lr=1e-2), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
-
     def step(lane: Lane, i: int) -> None:
         bad = i in (1, 3)
         lane.optimizers[i % 2].step()  # finds none
@@ -192,16 +193,11 @@ def test_a_step_without_gradients_does_not_answer_for_the_next(way: str, by_hand
             lane.step()
         lane.zero_grad()
 
-    assert lockstep(way, make, step, nonfinite="skip").overlap.skip_count == 2
+    assert lockstep(way, two_optimizers, step, nonfinite="skip").overlap.skip_count == 2
 
 
 @in_ways
 def test_a_step_that_one_of_two_optimizers_takes_does_not_answer_for_the_next(way: str) -> None:
-    def make() -> tuple[nn.Module, Any]:
-        model = Blocks()
-        first, rest = list(model.inner.parameters()), [p for n, p in model.named_parameters() if "inner" not in n]
-        return model, [torch.optim.AdamW(first, lr=1e-2), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
-
     def step(lane: Lane, i: int) -> None:
         bad = i in (1, 3)
         iteration(lane, i, "inner.weight" if bad else None, float("inf"))
@@ -209,17 +205,12 @@ def test_a_step_that_one_of_two_optimizers_takes_does_not_answer_for_the_next(wa
             lane.optimizers[i % 2].step()
         lane.zero_grad()
 
-    lockstep(way, make, step, nonfinite="skip")
+    lockstep(way, two_optimizers, step, nonfinite="skip")
 
 
 @in_ways
 def test_two_optimizers_are_left_out_together(way: str) -> None:
-    def make() -> tuple[nn.Module, Any]:
-        model = Blocks()
-        first, rest = list(model.inner.parameters()), [p for n, p in model.named_parameters() if "inner" not in n]
-        return model, [torch.optim.AdamW(first, lr=1e-2), torch.optim.SGD(rest, lr=0.1, momentum=0.9)]
-
-    lane = lockstep(way, make, skipping("inner.weight", BAD[0]), nonfinite="skip")
+    lane = lockstep(way, two_optimizers, skipping("inner.weight", BAD[0]), nonfinite="skip")
     assert lane.overlap.skip_count == 2
 
 
