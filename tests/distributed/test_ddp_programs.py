@@ -44,16 +44,18 @@ def test_wild_programs_on_two_ranks(two_ranks: RankPool, program: Program, view:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(10_800)
-@given(wild.on_ranks(), st.booleans())
-@settings(EVERYTHING, max_examples=1_000)
-def test_many_wild_programs_on_two_ranks(two_ranks: RankPool, program: Program, view: bool) -> None:
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(10))  # a failure ends its part alone
+@given(program=wild.on_ranks(), view=st.booleans())
+@settings(EVERYTHING, max_examples=100)
+def test_many_wild_programs_on_two_ranks(two_ranks: RankPool, program: Program, view: bool, part: int) -> None:
     assert len(set(two_ranks.run(run_or_refuse_on_this_rank, program, view))) == 1
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@given(programs(), st.booleans())
-@settings(EVERYTHING, max_examples=1_000)
-def test_many_drawn_programs_on_two_ranks(two_ranks: RankPool, program: Program, view: bool) -> None:
+@pytest.mark.parametrize("part", range(10))
+@given(program=programs(), view=st.booleans())
+@settings(EVERYTHING, max_examples=100)
+def test_many_drawn_programs_on_two_ranks(two_ranks: RankPool, program: Program, view: bool, part: int) -> None:
     two_ranks.run(run_on_this_rank, program, view)
