@@ -1,5 +1,7 @@
 """Is it the same, bit for bit? The plain loop beside the attached one, on the user's own model."""
 
+import pickle
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -119,7 +121,7 @@ def first_difference(plain: Iterator[tuple[str, Any]], other: Iterator[tuple[str
             if not _same_bits(a, b):
                 gap = (a.detach().double() - b.detach().double()).abs().max().item()
                 return f"{name} differs by up to {gap:.3g}"
-        elif type(a) is not type(b) or a != b:
+        elif type(a) is not type(b) or not _same_value(a, b):
             return f"{name} is {a!r}, attached {b!r}"
     return None
 
@@ -131,11 +133,24 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b) or (a.is_floating_point() and bool(torch.all((a == b) | (a.isnan() & b.isnan()))))
 
 
+def _same_value(a: Any, b: Any) -> bool:
+    try:
+        if a == b:
+            return True
+    except (ValueError, RuntimeError):
+        pass  # of an array, and of an object that holds a tensor, torch and NumPy have no single answer
+    try:
+        # NaN equals NaN here too, and so do two objects of equal content that are compared by identity.
+        return pickle.dumps(a) == pickle.dumps(b)
+    except Exception:  # its class decides how, and whether, an object is pickled
+        return False
+
+
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _leaves(f"{name}[{key!r}]", item)
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, deque)):
         for i, item in enumerate(value):
             yield from _leaves(f"{name}[{i}]", item)
     else:
