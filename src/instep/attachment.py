@@ -657,7 +657,9 @@ class Attachment:
 
     def detach(self) -> None:
         """Give the model and the optimizer back as they came. Safe to call twice, and with a step open or torn. What
-        ``optimizer.step()`` was called for is finished first.
+        ``optimizer.step()`` was called for is finished first. Of a step that backward has applied in part, the
+        gradients that are left are clipped with ``clip=`` as those were that backward applied: the plain
+        ``optimizer.step()`` completes the step. Otherwise nothing is clipped any more.
 
         One thing stays: DDP cannot let go of a communication hook. It becomes the plain mean that DDP computes
         without one, or the ``comm_hook`` that was given, and a later ``attach`` takes it up again.
@@ -678,11 +680,13 @@ class Attachment:
             del _attachments[model]
         if isinstance(self._step, Deferral):
             self._arrival.close()
-        self._step.close()
-        if not self._in_backward:
-            self._last_plan = self.plan
-            for attached in self._step.parameters:
-                attached.let_go()
+        try:
+            self._step.close()
+        finally:
+            if not self._in_backward:
+                self._last_plan = self.plan
+                for attached in self._step.parameters:
+                    attached.let_go()
 
     def __enter__(self) -> "Attachment":
         return self

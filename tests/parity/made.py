@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ class Recipe:
         gradient: what becomes of ``p.grad``: ``"read"``, ``"decayed"`` or ``"centralized"`` in place, ``"replaced"``.
         decays_all: parameters without a gradient are decayed too.
         memory: where the momentum is kept: ``"state"``; an attribute, by ``"position"``, ``"name"`` or
-            ``"parameter"``; the ``"group"``; ``"nowhere"``.
+            ``"parameter"``, or by parameter in an ``"object"``; ``"on the parameter"``; the ``"group"``; ``"nowhere"``.
         couples: parameters are scaled by a norm over all of them, ``"always"``, or those of a large ``"size"`` or with
             gradients of a large ``"scale"``.
         draws: where random numbers come from: ``"torch"``, ``"numpy"`` and ``"random"`` are the global generators,
@@ -57,7 +58,9 @@ recipes = st.builds(
     Recipe,
     gradient=st.sampled_from(["read", "read", "decayed", "centralized", "replaced"]),
     decays_all=st.sampled_from([False, False, False, True]),
-    memory=st.sampled_from(["state", "state", "state", "position", "name", "parameter", "group", "nowhere"]),
+    memory=st.sampled_from(
+        ["state"] * 5 + ["position", "name", "parameter", "object", "on the parameter", "group", "nowhere"]
+    ),
     couples=st.sampled_from([None, None, None, None, "always", "size", "scale"]),
     draws=st.sampled_from(
         [None] * 12
@@ -108,6 +111,8 @@ class Made(torch.optim.Optimizer):
             setattr(self, f"{kind}_generator", getattr(Generators(), kind))
         if recipe.memory in ("position", "name", "parameter"):
             self.memory: Any = {}
+        elif recipe.memory == "object":
+            self.memory = SimpleNamespace(entries={})
 
     def _place_settings(self, group: dict[str, Any]) -> None:
         if self.recipe.settings == "tensor":
@@ -152,6 +157,10 @@ class Made(torch.optim.Optimizer):
             place, key = group.setdefault("memory", {}), position
         elif memory == "name":
             place, key = self.memory, group["param_names"][next(i for i, q in enumerate(group["params"]) if q is p)]
+        elif memory == "on the parameter":
+            place, key = vars(p), "memory"
+        elif memory == "object":
+            place, key = self.memory.entries, p
         else:
             place, key = self.memory, p if memory == "parameter" else position
         return place.setdefault(key, {})  # type: ignore[no-any-return]
@@ -242,7 +251,7 @@ class Made(torch.optim.Optimizer):
         """What it keeps beside ``state`` and ``param_groups``."""
         count = vars(self).get("count")
         yield "count", count.n if isinstance(count, Counter) else count
-        if hasattr(self, "memory"):
+        if self.recipe.memory not in ("state", "group", "nowhere"):
             for group, position, p in self._parameters():
                 for key, value in self._entry(group, position, p).items():
                     yield f"memory of {position}: {key}", value

@@ -223,6 +223,7 @@ class Loop:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_factor=1.5, growth_interval=2)
         self.norm: torch.Tensor | None = None
         self.returned: Any = None
+        self.attached_in = -1
         self.at: Callable[[str], None] = lambda moment: None
         self._local = wrap is unwrapped
         self.overlap = self._attach() if attach else None
@@ -266,6 +267,7 @@ class Loop:
 
     def attach_again(self) -> None:
         self.norm = None  # a new attachment has taken no step
+        self.attached_in = self.number
         if self.overlap is not None:
             self.overlap.detach()
             self.overlap = self._attach()
@@ -393,7 +395,14 @@ class Loop:
         yield "Python's generator", random.getstate()
         yield "read", self.seen
         yield "what step() returned", self.returned
-        if self.program.clip == "norm" and self.program.scaler is None and self.program.nonfinite == "allow":
+        # What was applied before it was attached is not in the norm of an attachment.
+        has_norm = self.program.way not in SPENDING or self.attached_in != self.number
+        if (
+            self.program.clip == "norm"
+            and self.program.scaler is None
+            and self.program.nonfinite == "allow"
+            and has_norm
+        ):
             yield "norm", self.norm if self.overlap is None else self.overlap.grad_norm
         if self.program.way not in SPENDING:
             for name, parameter in self.model.named_parameters():

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -320,6 +321,67 @@ def test_two_pass_with_accumulate() -> None:
 
 def test_two_pass_with_accumulation_steps() -> None:
     compare("two_pass", blocks, micro_batches(3, "count"), clip=TWO_PASS, accumulation_steps=3)
+
+
+def halve(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def set_another(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.clamp(-0.01, 0.01)
+
+
+def add_noise(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.01 + 0.01 * random.random())
+
+
+def clear_vectors(parameter: torch.Tensor) -> None:
+    if parameter.ndim == 1:
+        parameter.grad = None
+
+
+HOOKS = (halve, set_another, add_noise, clear_vectors)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("count", [1, 3])
+def test_two_pass_with_hooks_that_change_gradients(hook: Callable[[torch.Tensor], None], count: int) -> None:
+    """They run in both passes, on what earlier micro-batches left and this one adds, and draw the same."""
+
+    def build() -> Any:
+        random.seed(1)
+        model, optimizer = blocks()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(hook)
+        return model, optimizer
+
+    def step(lane: Lane, i: int) -> Any:
+        random.seed(i)
+        return micro_batches(count, "count")(lane, i), torch.rand(1), random.random()
+
+    compare("two_pass", build, step, clip=TWO_PASS, accumulation_steps=count)
+
+
+@pytest.mark.parametrize("hook", HOOKS[:3])
+def test_two_pass_with_a_hook_that_comes_after_instep(hook: Callable[[torch.Tensor], None]) -> None:
+    """The first pass has measured the gradient already; nothing was written, and the step can be run without."""
+    model, optimizer = blocks()
+    with instep.attach(model, optimizer, clip=TWO_PASS) as overlap:
+        handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+        x, y = batch(0)
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(SpentGradientError, match="first of two passes has already measured"):
+            overlap.backward(loss_of(model(x), y))
+        for handle in handles:
+            handle.remove()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name])
+        optimizer.zero_grad()
+        overlap.backward(loss_of(model(x), y))
+        optimizer.step()
 
 
 def test_two_pass_with_accumulation_where_some_parameters_get_no_gradient_in_the_last() -> None:

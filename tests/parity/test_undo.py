@@ -11,23 +11,24 @@ from torch import nn
 
 import instep
 from instep import ClipNorm
-from instep.errors import HyperparameterChangedError, InstepError
+from instep.errors import HyperparameterChangedError, InstepError, UnsupportedOptimizerError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
 from tests.parity.lockstep import SMALL, Lane, Step, learn, lockstep, loss_of
+from tests.parity.made import Made, Recipe
 
 WAYS: dict[str, dict[str, Any]] = {"undo": {"undo": True}, "undo on the host": {"undo": "host"}}
 in_undo = pytest.mark.parametrize("way", WAYS)
 OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
-Made = tuple[nn.Module, torch.optim.Optimizer]
+Built = tuple[nn.Module, torch.optim.Optimizer]
 
 
-def blocks() -> Made:
+def blocks() -> Built:
     model = Blocks(depth=2)
     return model, torch.optim.AdamW(two_groups(model), lr=1e-2, fused=True)
 
 
-def fresh(build: Callable[[], Made] = blocks) -> Made:
+def fresh(build: Callable[[], Built] = blocks) -> Built:
     torch.manual_seed(0)
     return build()
 
@@ -68,7 +69,7 @@ def test_rollback_is_bit_for_bit_for_every_optimizer(name: str, before: int) -> 
     """Also in the very first step, before which there was no state."""
     cls, kwargs = OPTIMIZERS[name]
 
-    def build() -> Made:
+    def build() -> Built:
         model = Blocks(depth=1)
         return model, cls(two_groups(model), **kwargs)
 
@@ -332,7 +333,7 @@ def failing() -> Iterator[type[Fails]]:
 
 @in_undo
 def test_an_error_in_the_update_of_one_parameter_leaves_all_as_they_were(way: str, failing: type[Fails]) -> None:
-    def build() -> Made:
+    def build() -> Built:
         model = Blocks(depth=2)
         return model, Fails(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -357,7 +358,7 @@ def test_an_error_in_the_update_of_one_parameter_leaves_all_as_they_were(way: st
 def test_after_an_error_in_the_update_the_step_can_be_taken(way: str, failing: type[Fails]) -> None:
     """Whatever stood in its way is gone by then: ``optimizer.step()`` does it as the plain loop does."""
 
-    def build() -> Made:
+    def build() -> Built:
         model = Blocks(depth=2)
         return model, Fails(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -677,3 +678,29 @@ def test_copies_are_freed_by_the_step(way: str) -> None:
         assert not overlap._step._undo._saved  # type: ignore[union-attr]
         assert not overlap._step._kept  # type: ignore[union-attr]
         assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+@pytest.mark.parametrize("memory", ["parameter", "object", "on the parameter"])
+def test_what_is_kept_of_parameters_outside_of_state(memory: str) -> None:
+    """It is not put back: the trial that shows it is, with what it added, and the next backward says so."""
+    plain, attached = Blocks(depth=2), Blocks(depth=2)
+    attached.load_state_dict(plain.state_dict())
+    optimizers = [Made([{"params": list(m.named_parameters())}], 0.1, Recipe(memory=memory)) for m in (plain, attached)]
+    with instep.attach(attached, optimizers[1], undo=True) as overlap:
+        for i in range(2):
+            x, y = batch(i)
+            loss_of(plain(x), y).backward()
+            if i:
+                with pytest.raises(UnsupportedOptimizerError, match=r"keeps values of single parameters in .*memory"):
+                    loss_of(attached(x), y).backward()
+                assert overlap.step_count == 1
+            else:
+                loss_of(attached(x), y).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            kept = [dict(optimizer.outside()) for optimizer in optimizers]
+            assert first_difference(iter(kept[0].items()), iter(kept[1].items())) is None
+            assert (
+                first_difference(training_state(plain, optimizers[0]), training_state(attached, optimizers[1])) is None
+            )

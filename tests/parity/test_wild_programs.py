@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, event, example, given, settings
 
 from tests.parity import wild
+from tests.parity.made import Recipe
 from tests.parity.oracle import run_or_refuse
 from tests.parity.programs import Program, Step
 from tests.parity.zoo import installed
@@ -32,6 +33,15 @@ def run(program: Program) -> None:
     event(outcome)
 
 
+def _tried_in_vain(memory: str) -> Program:
+    """A trial of one bucket, whose step is left out."""
+    steps = (Step(((False, False, True),), event="skip"), Step(((True, True, True),)))
+    return Program("", 4, 3, steps, way="undo", recipe=Recipe(memory=memory))
+
+
+@example(_tried_in_vain("parameter"))
+@example(_tried_in_vain("object"))
+@example(_tried_in_vain("on the parameter"))
 @given(wild.made)
 @SOME
 def test_optimizers_made_by_hand(program: Program) -> None:

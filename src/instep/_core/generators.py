@@ -47,9 +47,9 @@ class Generators:
             return "no"
         return "yes" if self._others_rest() else "unknown"
 
-    def restore(self) -> None:
-        """Put the states back; those that all share if no other thread can have drawn."""
-        rest = self._others_rest()
+    def restore(self, *, even_shared: bool = False) -> None:
+        """Put the states back; those that all share if no other thread can have drawn, or ``even_shared``."""
+        rest = even_shared or self._others_rest()
         for key, (_, write) in self._known.items():
             if rest or key not in self._shared:
                 write(self._before[key])

@@ -22,6 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._core.changes import Snapshot, alike, changes, fingerprint, is_immutable, is_plain, private, same
+from instep._core.elsewhere import Elsewhere
 from instep._core.entries import Entries
 from instep._core.generators import Generators
 from instep._core.hooks import is_in_step
@@ -75,6 +76,7 @@ class Stepper:
         self.name = type(optimizer).__name__
         self.wrote_in_place = False
         self._call_is_seen = False
+        self._kept_in: str | None = None  # where it keeps values of single parameters, its state aside
         # Kept from step to step, and made anew when the groups hold others: parameters by their position among all
         # of the optimizer's, and where each group's begin and end.
         self._flags: list[tuple[str, torch.Tensor]] = []
@@ -204,15 +206,38 @@ class Stepper:
                 "or before backward()"
             )
 
-    def require_all_in_state(self) -> None:
-        """Raise ``UnsupportedOptimizerError`` if the optimizer keeps values of parameters outside of its ``state``."""
+    def look_elsewhere(self, parameters: Sequence[torch.Tensor]) -> Elsewhere | None:
+        """Before a trial of ``parameters``; ``None``: torch's own keep all in their state.
+
+        Raises:
+            UnsupportedOptimizerError: the optimizer keeps values of parameters outside of its ``state``.
+        """
         optimizer = self.optimizer()
-        for name, value in vars(optimizer).items():
-            if name not in _OWN and isinstance(value, dict) and any(isinstance(key, torch.Tensor) for key in value):
-                raise UnsupportedOptimizerError(
-                    f"{self.name} keeps values of single parameters in its attribute {name!r}, which undo does not put "
-                    "back. Use schedule='forward', or no undo"
-                )
+        if is_torchs_own(optimizer):
+            return None
+        places = {f"its attribute {name!r}": value for name, value in _read_by_update(optimizer).items()}
+        for index, group in enumerate(optimizer.param_groups):
+            places |= {f"param_groups[{index}][{k!r}]": v for k, v in group.items() if k not in _PER_PARAMETER}
+        before = Elsewhere(places, parameters)
+        self._kept_in = self._kept_in or before.kept
+        if self._kept_in is not None:
+            raise self._keeps_in(self._kept_in)
+        return before
+
+    def require_all_in_state(self, before: Elsewhere | None) -> None:
+        """After the trial: raise ``UnsupportedOptimizerError`` if the update has put values of parameters somewhere
+        else. They are taken out again."""
+        found = None if before is None else before.put_back()
+        if found is not None:
+            self._kept_in, whole = found
+            self.wrote_in_place |= not whole
+            raise self._keeps_in(self._kept_in)
+
+    def _keeps_in(self, place: str) -> UnsupportedOptimizerError:
+        return UnsupportedOptimizerError(
+            f"{self.name} keeps values of single parameters in {place}, which undo does not put back. Use "
+            "schedule='forward', or no undo"
+        )
 
     @property
     def state_was_written(self) -> bool:

@@ -9,6 +9,7 @@ plain loop would.
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from instep._core.checking import Check
 from instep._core.clipping import Clipping
 from instep._core.engine import graph_task
 from instep._core.finite import Policy, all_finite, ask_if_finite, nonfinite_error
+from instep._core.generators import Generators
 from instep._core.lending import Lent, Outcome
 from instep._core.life import owe, settled
 from instep._core.parameters import AttachedParameter, together
@@ -142,7 +144,6 @@ class Transaction:
         self._added_up = False  # whether there are gradients since the last step
         # With two passes: which of them is running.
         self._pass: str | None = None
-        self._before_pass: dict[int, torch.Tensor] = {}
         # The gradients that the second pass has left, with their version: until optimizer.step() has looked at them.
         self._measured: dict[int, tuple[torch.Tensor, int]] | None = None
 
@@ -277,14 +278,17 @@ class Transaction:
                     with self._as_applied(bucket, parameters, gradients, final) as made:
                         for stepper in self._steppers:
                             mine = [(a, g) for a, g in zip(bucket, made, strict=True) if a.stepper is stepper]
+                            elsewhere = None
                             if mine and self._undo is not None:
-                                stepper.require_all_in_state()
-                                self._undo.save([*(a.get() for a, _ in mine), *stepper.reached()], stepper.optimizer())
+                                own = [a.get() for a, _ in mine]
+                                elsewhere = stepper.look_elsewhere(own)
+                                self._undo.save([*own, *stepper.reached()], stepper.optimizer())
                             for call in together(mine, alias=False):
                                 if self._check is not None:
                                     self._check.keep(stepper, call, stepper.optimizer().state)
                                 writing = True
                                 call.step(stepper)
+                            stepper.require_all_in_state(elsewhere)
             except UnsupportedOptimizerError as error:
                 if self._undo is None or not writing or any(s.wrote_in_place for s in self._steppers):
                     self.fail(error, writing=writing)
@@ -447,7 +451,14 @@ class Transaction:
         """
         parameters = [a for a in self.parameters if a.get().requires_grad]
         before = {a.spec.index: a.get().grad for a in self.parameters}
-        self._before_pass = {a.spec.index: gradient for a in self.parameters if (gradient := _gradient(a)) is not None}
+        earlier = {a.spec.index: gradient for a in self.parameters if (gradient := _gradient(a)) is not None}
+        handles = [
+            a.get().register_hook(partial(_accumulate_into, a.get(), earlier[a.spec.index]))
+            for a in parameters
+            if a.spec.index in earlier
+        ]
+        # Hooks, and segments that are computed once more, are to draw the same in both passes.
+        generators = Generators({a.spec.device for a in self.parameters})
         self._clipping.begin()
         self._pass = "measuring"
         for attached in self.parameters:
@@ -455,22 +466,21 @@ class Transaction:
         try:
             yield [a.get() for a in parameters]
             # Of those that have no hook: added or thawed since the forward, or before one that nobody has seen.
-            self._measure_only([a for a in self.parameters if a.get().grad is not None])
+            self._measure_only([a for a in self.parameters if _gradient(a) is not None])
         finally:
             self._pass = None
+            for handle in handles:
+                handle.remove()
             for attached in self.parameters:
                 attached.get().grad = before[attached.spec.index]
+            generators.restore(even_shared=True)
         self.know_total()
 
     def _measure_only(self, parameters: Sequence[AttachedParameter]) -> None:
-        gradients = []
+        found = [(a, gradient) for a in parameters if (gradient := _gradient(a)) is not None]  # a hook may clear some
+        self._clipping.measure([a for a, _ in found], [gradient for _, gradient in found])
         for attached in parameters:
-            parameter = attached.get()
-            gradient, earlier = parameter.grad, self._before_pass.get(attached.spec.index)
-            assert gradient is not None
-            gradients.append(gradient if earlier is None else earlier + gradient)
-            parameter.grad = None
-        self._clipping.measure(parameters, gradients)
+            attached.get().grad = attached.spent
 
     @contextmanager
     def measured(self, *, waits_for_all: bool = False) -> Iterator[None]:
@@ -893,9 +903,14 @@ class Transaction:
         return True
 
     def close(self) -> None:
-        """The step that is open is the plain loop's from now on, as far as it can be."""
+        """The step that is open is the plain loop's from now on, as far as it can be: of a step that was applied in
+        part, the rest is clipped as that part was."""
         self.settle()
-        self.forget(gradients=False)
+        try:
+            if self._torn is None and self._applied and graph_task() is None:
+                self._clip_rest([a for a in self.parameters if not self.is_applied(a) and a.peek() is not None])
+        finally:
+            self.forget(gradients=False)
 
     def settle(self) -> None:
         """The interpreter is about to end, or to fork: a step on trial is not the plain loop's."""
@@ -1123,6 +1138,17 @@ class Transaction:
         The step is torn if its weights are now known to be wrong.
         """
         error: InstepError
+        if self._pass == "measuring":
+            if operation in ACCUMULATE:
+                return AccumulationError(
+                    f"the gradient of {spec.name!r} arrived twice in one backward, which ClipNorm(mode='two_pass') "
+                    "cannot measure. A parameter that reentrant checkpointing visits twice needs use_reentrant=False"
+                )
+            return SpentGradientError(
+                f"{operation} was called, in a hook during backward, on the gradient of {spec.name!r}, which the first "
+                "of two passes has already measured and freed. Read each gradient in a hook on its own parameter that "
+                "is registered before attach, or use undo=True or schedule='forward'"
+            )
         if spec.index not in self._applied:
             return None if operation == CONVERSION else _never_cleared(spec.name, operation)
         if graph_task() is not None and operation in ACCUMULATE:
@@ -1224,6 +1250,12 @@ def _gradient(attached: AttachedParameter) -> torch.Tensor | None:
     if isinstance(gradient, HeldGradient):
         parameter.grad = gradient = gradient.use()
     return None if isinstance(gradient, Placeholder) else gradient
+
+
+def _accumulate_into(parameter: torch.Tensor, earlier: torch.Tensor, _: torch.Tensor) -> None:
+    """Just before ``parameter`` gets its gradient: what earlier micro-batches left is there, and stays as it is."""
+    if parameter.grad is None:
+        parameter.grad = earlier.clone()
 
 
 def _same_gradient(one: tuple[torch.Tensor, int] | None, other: tuple[torch.Tensor, int] | None) -> bool:

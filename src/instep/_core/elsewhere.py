@@ -1,0 +1,64 @@
+"""What an optimizer keeps of single parameters outside of its ``state``: nobody puts that back after a trial."""
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from instep._core.changes import alike, fingerprint, is_immutable
+from instep._core.reach import reached_from
+
+
+class Elsewhere:
+    """Looks before a trial, and after, at mappings by parameter and at attributes of the parameters.
+
+    Args:
+        places: what an update can get at, by the name to use in a message.
+        parameters: those that the trial updates.
+    """
+
+    def __init__(self, places: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> None:
+        self._places = places
+        self._kept = [(name, mapping, _by_parameter(mapping)) for name, mapping in self._mappings()]
+        self._parameters = [(p, dict(vars(p)), fingerprint(vars(p))) for p in parameters]
+
+    @property
+    def kept(self) -> str | None:
+        """The place with values of single parameters that an update may change; ``None``: there is none."""
+        return next((name for name, _, kept in self._kept if not all(map(is_immutable, kept.values()))), None)
+
+    def put_back(self) -> tuple[str, bool] | None:
+        """Take out what the trial has added. The place, and whether all there is as it was; ``None``: it added nothing,
+        and wrote nothing."""
+        before = {id(mapping): kept for _, mapping, kept in self._kept}
+        place, whole = None, True
+        for name, mapping in list(self._mappings()):
+            kept, now = before.get(id(mapping), {}), _by_parameter(mapping)
+            if kept.keys() != now.keys() or any(now[key] is not value for key, value in kept.items()):
+                place = name
+                _make(mapping, now, kept)
+        for parameter, held, content in self._parameters:
+            attributes = vars(parameter)
+            changed = [key for key in attributes.keys() | held.keys() if attributes.get(key) is not held.get(key)]
+            if changed:
+                place = f"the attribute {min(changed)!r} of parameters"
+                _make(attributes, dict(attributes), held)
+            if not alike(fingerprint(attributes), content):
+                place, whole = place or "attributes of parameters", False
+        return None if place is None else (place, whole)
+
+    def _mappings(self) -> Iterator[tuple[str, MutableMapping[Any, Any]]]:
+        for name, value in self._places.items():
+            for found in reached_from([value]):
+                if isinstance(found, MutableMapping) and _by_parameter(found):
+                    yield name, found
+
+
+def _by_parameter(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in mapping.items() if isinstance(key, torch.Tensor)}
+
+
+def _make(mapping: MutableMapping[Any, Any], now: Mapping[Any, Any], before: Mapping[Any, Any]) -> None:
+    mapping.update(before)
+    for key in now.keys() - before.keys():
+        del mapping[key]
