@@ -401,6 +401,29 @@ def test_two_pass_with_accumulation_where_some_parameters_get_no_gradient_in_the
     compare("two_pass", build, step, clip=TWO_PASS, accumulation_steps=3)
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["detached", "attached again"])
+@pytest.mark.parametrize("clip", [TWO_PASS, ClipValue(0.001)], ids=["norm", "value"])
+def test_detach_in_a_step_that_was_applied_in_part(clip: ClipNorm | ClipValue, again: bool) -> None:
+    """What is left of it is clipped as the rest was."""
+    models = [Sometimes(), Sometimes()]
+    models[1].load_state_dict(models[0].state_dict())
+    plain, attached = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models)
+    overlap = instep.attach(models[1], attached, clip=clip, accumulation_steps=2)
+    for micro, expert in enumerate((0, 1)):
+        x, y = batch(micro)
+        loss_of(models[0](x, expert), y).backward()
+        overlap.backward(loss_of(models[1](x, expert), y))
+    apply(clip, Lane(models[0], plain, {}))
+    assert models[1].experts[0].weight.grad is not None
+    overlap.detach()
+    if again:
+        overlap = instep.attach(models[1], attached, clip=clip)
+    plain.step()
+    attached.step()
+    overlap.detach()
+    assert first_difference(training_state(models[0], plain), training_state(models[1], attached)) is None
+
+
 def checkpointed(lane: Lane, i: int) -> torch.Tensor:
     x, y = batch(i)
     x = lane.model.inner(x)
