@@ -984,7 +984,8 @@ class Attachment:
         @functools.wraps(closure)
         def then_flush() -> Any:
             loss = closure()
-            self._flush(stepper)
+            if self._handles:  # else the closure has detached
+                self._flush(stepper)
             return loss
 
         if len(args) > 1:

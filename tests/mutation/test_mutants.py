@@ -560,13 +560,6 @@ MUTANTS = [
         CLIPPING,
     ),
     Mutant(
-        "leave out earlier micro-batches in the first pass",
-        "_core/transaction.py",
-        "gradients.append(gradient if earlier is None else earlier + gradient)",
-        "gradients.append(gradient)",
-        CLIPPING,
-    ),
-    Mutant(
         "step DDP's buckets before the norm is known",
         "_core/transaction.py",
         'return self._pass == "all"',

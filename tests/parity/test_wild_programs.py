@@ -63,6 +63,12 @@ FOUND_WITH_EDITS = [
 ]
 
 
+@pytest.mark.parametrize("way", ["backward", "forward", "undo"])
+def test_a_closure_that_detaches_and_attaches_again(way: str) -> None:
+    steps = (Step(((True, True),), edits=(("backward", "attach again"),)),) * 2
+    assert run_or_refuse(replace(ONCE, way=way, closure=True, steps=steps)) == "equal"
+
+
 @example(FOUND_WITH_EDITS[0])
 @example(FOUND_WITH_EDITS[1])
 @example(FOUND_WITH_EDITS[2])
