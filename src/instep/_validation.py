@@ -20,6 +20,7 @@ from instep._core.policies import ClipNorm, ClipValue
 from instep._core.stepper import is_elementwise
 from instep._wrappers import fsdp1_in, fsdp2_in, instances_of
 from instep.errors import AttachError, UnsupportedOptimizerError
+from instep.sources.reductions import bucket_parameters
 from instep.sources.replicated import Replicated, living
 
 Names = Mapping[int, tuple[torch.Tensor, tuple[Place, ...]]]
@@ -407,9 +408,17 @@ def refuse_shard_state(
         raise AttachError(
             "comm_hook does not go with shard_state=True, which sends the gradients in a way of its own. Leave one out"
         )
+    reduced = bucket_parameters(wrapped[0])
+    given = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in wrapped[0].module.named_parameters():
         if parameter.is_complex():
             raise AttachError(f"shard_state=True does not take complex parameters, and {name!r} is one")
+        if id(parameter) in reduced and id(parameter) not in given:
+            raise AttachError(
+                f"shard_state=True takes parameters that an attached optimizer updates, and {name!r}, whose gradient "
+                "DistributedDataParallel reduces, is in none. Freeze it (requires_grad_(False)) before "
+                "DistributedDataParallel is made, give it to an optimizer, or attach without shard_state"
+            )
 
 
 def refuse_scripts(model: nn.Module) -> None:

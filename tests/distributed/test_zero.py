@@ -757,6 +757,18 @@ def test_complex_parameters(two_ranks: RankPool) -> None:
         assert "'turn'" in found
 
 
+def left_out() -> str:
+    model = ddp(Blocks())
+    optimizer = torch.optim.SGD(list(model.parameters())[1:], lr=0.1)
+    return said(AttachError, lambda: instep.attach(model, optimizer, shard_state=True))
+
+
+def test_a_parameter_in_no_optimizer(two_ranks: RankPool) -> None:
+    for found in two_ranks.run(left_out):
+        assert "'inner.weight'" in found
+        assert "requires_grad_(False)" in found
+
+
 def mistakes() -> list[str]:
     alone = Blocks()
     model = ddp(Blocks())

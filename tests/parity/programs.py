@@ -394,7 +394,8 @@ class Loop:
         yield "NumPy's generator", (kind, keys.tobytes(), *rest)  # type: ignore[union-attr]
         yield "Python's generator", random.getstate()
         yield "read", self.seen
-        yield "what step() returned", self.returned
+        if self.program.nonfinite != "skip":  # the plain loop does not call step() where instep leaves out what it does
+            yield "what step() returned", self.returned
         # What was applied before it was attached is not in the norm of an attachment.
         has_norm = self.program.way not in SPENDING or self.attached_in != self.number
         if (
