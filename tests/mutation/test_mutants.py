@@ -553,6 +553,13 @@ MUTANTS = [
         UNDO,
     ),
     Mutant(
+        "do not look at modules that an update can get at",
+        "_core/stepper.py",
+        "        if any(memory_of(tensor)._version != version for tensor, version in in_modules):\n",
+        "        if False:\n",
+        "tests/parity/test_odd_optimizers.py",
+    ),
+    Mutant(
         "keep the norms of a step that was put back",
         "_core/transaction.py",
         "        self._clipping.forget_norms()\n",

@@ -20,6 +20,7 @@ from instep.errors import (
     HyperparameterChangedError,
     SpentGradientError,
     StaleAttachmentError,
+    TornStepError,
     UncommittedStepError,
     UnsupportedOptimizerError,
 )
@@ -588,16 +589,70 @@ class SAM(torch.optim.Optimizer):
         self.base_optimizer = base(self.param_groups, lr=0.1)
 
 
+class Averages(torch.optim.SGD):
+    """Keeps an average of the weights, in a module."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        super().__init__(model.parameters(), lr=lr)
+        self.average = copy.deepcopy(model).requires_grad_(False)
+        self.origin = model
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for kept, now in zip(self.average.parameters(), self.origin.parameters(), strict=True):
+            kept.lerp_(now, 0.1)
+        return loss
+
+
+class CountsInAModule(torch.optim.SGD):
+    """In a buffer of a module, but late, which nobody sees who tries a few steps."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.stepped, self.counter = 0, nn.BatchNorm1d(1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if any(p.grad is not None for group in self.param_groups for p in group["params"]):
+            self.stepped += 1
+            if self.stepped >= 40:
+                self.counter.running_mean.add_(1.0)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("way", ["backward", "undo"])
+def test_an_update_that_writes_a_module_late(way: str) -> None:
+    """The step that shows it is torn, or its weights are as before."""
+    model, optimizer = building(lambda m: CountsInAModule(m.parameters(), lr=0.1))()
+    with instep.attach(model, optimizer, **WAYS[way]) as overlap:
+        for i in range(39):
+            x, y = batch(i)
+            loss_of(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        with pytest.raises(UnsupportedOptimizerError, match="writes tensors of a module"):
+            loss.backward()
+        assert overlap.step_count == 39
+        if way == "backward":
+            with pytest.raises(TornStepError):
+                model(x)
+        else:
+            assert torch.equal(loss_of(model(x), y), loss)
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
+        (lambda m: Averages(m, lr=0.1), "writes tensors of a module"),
         (lambda m: Couples(m.parameters(), lr=0.1), "couples parameters"),
         (lambda m: SAM(m.parameters(), torch.optim.SGD), "holds another optimizer.*base_optimizer"),
         (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS"),
         (partial(sgd, differentiable=True), "differentiable=True"),
         (partial(adamw, differentiable=True), "differentiable=True"),
     ],
-    ids=["couples", "wraps", "LBFGS", "SGD differentiable", "AdamW differentiable"],
+    ids=["averages", "couples", "wraps", "LBFGS", "SGD differentiable", "AdamW differentiable"],
 )
 @in_every_way
 def test_what_is_refused_at_attach(way: str, make: Make, match: str) -> None:

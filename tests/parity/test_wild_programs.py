@@ -39,6 +39,10 @@ def _tried_in_vain(memory: str) -> Program:
     return Program("", 4, 3, steps, way="undo", recipe=Recipe(memory=memory))
 
 
+CHECKED = Program("", 2, 2, (Step(((True, True),)),) * 3, way="backward", recipe=Recipe(memory="on the parameter"))
+
+
+@example(replace(CHECKED, check_steps=2))
 @example(_tried_in_vain("parameter"))
 @example(_tried_in_vain("object"))
 @example(_tried_in_vain("on the parameter"))

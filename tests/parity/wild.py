@@ -100,9 +100,7 @@ def on_ranks(draw: Any) -> Program:
     """For ranks: the model is called as a whole, since DDP is not there for its parts."""
     some_edits = st.one_of(no_edits, edits)
     program = draw(wild(edits=some_edits, outputs=any_output, ways=WAYS_ON_RANKS))
-    if (
-        program.way == "shard_state"
-    ):  # what docs/sharded.md says is equal within rounding
+    if program.way == "shard_state":  # what docs/sharded.md says is equal within rounding
         foreach = program.optimizer.replace("-fused", "-foreach")
         program = replace(program, optimizer=foreach, clip=None if "norm" in str(program.clip) else program.clip)
     return replace(program, no_sync=draw(st.sampled_from([False, False, False, True])))

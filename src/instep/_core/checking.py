@@ -6,6 +6,7 @@ applied right before its bucket is stepped, or, where ``optimizer.step()`` is le
 
 import copy
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +113,8 @@ class Check:
         """These are about to be stepped, with what is in their ``.grad``, and this state of the optimizer: who asks the
         optimizer itself may have to wait for this very step."""
         if self.due:
-            self._step_of(stepper).keep(call, state)
+            with _named(stepper):
+                self._step_of(stepper).keep(call, state)
 
     def keep_rest(
         self,
@@ -129,8 +131,17 @@ class Check:
         """
         if not self.due:
             return
+        with _named(stepper):
+            self._keep_rest(stepper, list(mine), bucketed, gradient)
+
+    def _keep_rest(
+        self,
+        stepper: Stepper,
+        mine: Sequence[AttachedParameter],
+        bucketed: Container[AttachedParameter],
+        gradient: Gradient,
+    ) -> None:
         optimizer, step = stepper.optimizer(), self._step_of(stepper)
-        mine = list(mine)
         given = {a: gradient(a) for a in mine if a not in bucketed}
         for call in together([(a, g) for a, g in given.items() if g is not None], alias=False):
             step.keep(call, optimizer.state)
@@ -198,14 +209,18 @@ class Check:
 
     def _step_of(self, stepper: Stepper) -> _Step:
         if stepper not in self._running:
-            try:
-                self._running[stepper] = _Step(stepper.optimizer())
-            except Exception as error:
-                raise UnsupportedOptimizerError(
-                    f"check_steps: {stepper.name} could not be copied ({type(error).__name__}: {error}). Leave out "
-                    "check_steps"
-                ) from error
+            self._running[stepper] = _Step(stepper.optimizer())
         return self._running[stepper]
+
+
+@contextmanager
+def _named(stepper: Stepper) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise UnsupportedOptimizerError(
+            f"check_steps: {stepper.name} could not be copied ({type(error).__name__}: {error}). Leave out check_steps"
+        ) from error
 
 
 def _difference(
@@ -247,5 +262,5 @@ def _stand_in(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         copied = torch.nn.Parameter(copied, requires_grad=False)
         copied.__class__ = kind
     copied.requires_grad_(parameter.requires_grad)
-    vars(copied).update(vars(parameter))
+    vars(copied).update(copy.deepcopy(vars(parameter), {id(parameter): copied}))  # some keep their state there
     return copied

@@ -93,7 +93,9 @@ class Stepper:
         self._shared_state: dict[Any, Any] = {}
         self._used: dict[int, Snapshot] = {}
         self._left = Entries()  # as the updates have left them
-        self._reached: list[torch.Tensor] = []  # parameters that the update can get at through attributes
+        # What the update can get at through attributes: parameters of the optimizer's, and others in modules.
+        self._reached: list[torch.Tensor] = []
+        self._in_modules: list[torch.Tensor] = []
         self._owners: dict[int, int] = {}  # of state tensors, which are held above, by their address
         self._written: dict[str, dict[Any, Any]] = {}
 
@@ -142,6 +144,7 @@ class Stepper:
             generators = Generators({parameters[0].device}, self._settings_of(shadow))
             versions = {id(tensor): tensor._version for _, tensor in _tensors_in(owned, entries)}
         others = [(p, memory_of(p)._version) for p in self._reached if not any(p is own for own in owned)]
+        in_modules = [(tensor, memory_of(tensor)._version) for tensor in self._in_modules]
         try:
             with torch.no_grad(), without_autocast(parameters[0].device.type):
                 undecorated_step(type(optimizer))(shadow)
@@ -165,6 +168,13 @@ class Stepper:
             raise UnsupportedOptimizerError(
                 f"{self.name} writes parameters that it was not given, to which its attributes refer: bucket by bucket "
                 "that would happen once per bucket. Use this optimizer without instep"
+            )
+        if any(memory_of(tensor)._version != version for tensor, version in in_modules):
+            self.wrote_in_place = True
+            raise UnsupportedOptimizerError(
+                f"{self.name} writes tensors of a module to which its attributes refer (an average of the weights?): "
+                "bucket by bucket that would happen once per bucket. Update that module in the loop, after "
+                "optimizer.step()"
             )
         if generators is not None:
             self._require_state_of_one(owned, entries, versions)
@@ -301,8 +311,10 @@ class Stepper:
         self._shared_state = _shared(optimizer.state)
         owners = [read, self._shared_state, *({**group, "params": None} for group in optimizer.param_groups)]
         if not is_torchs_own(optimizer):
-            position = self._position
-            self._reached = [found for found in reached_from(owners) if id(found) in position]
+            position, found = self._position, list(reached_from(owners))
+            self._reached = [value for value in found if id(value) in position]
+            held = (tensor for value in found if isinstance(value, torch.nn.Module) for tensor in _tensors_of(value))
+            self._in_modules = [tensor for tensor in held if id(tensor) not in position]
 
     def reached(self) -> list[torch.Tensor]:
         """The optimizer's parameters to which its attributes refer too: who knows what its update does with them."""
@@ -415,6 +427,11 @@ class Stepper:
         last = len(self._position)
         for key in sorted(added, key=lambda k: self._position.get(id(k), last)):
             optimizer.state[key] = optimizer.state.pop(key)
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Those of whose writes torch keeps count."""
+    return (tensor for tensor in chain(module.parameters(), module.buffers()) if not tensor.is_inference())
 
 
 def shadow_of(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Any, Any]) -> Optimizer:
