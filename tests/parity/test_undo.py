@@ -704,3 +704,33 @@ def test_what_is_kept_of_parameters_outside_of_state(memory: str) -> None:
             assert (
                 first_difference(training_state(plain, optimizers[0]), training_state(attached, optimizers[1])) is None
             )
+
+
+def _with_memory_in(place: str) -> Any:
+    enclosed: dict[Any, Any] = {}
+
+    class Keeps(torch.optim.Optimizer):
+        kept: dict[Any, Any] = {}  # noqa: RUF012  # as somebody may write it
+
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            memory = enclosed if place == "closure" else self.kept
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    memory[p] = memory.get(p, 0.0) + p.grad
+                    p.sub_(memory[p], alpha=0.1)
+
+    return Keeps
+
+
+@pytest.mark.parametrize(("place", "name"), [("closure", r"Keeps\.step"), ("class", r"Keeps\.kept")])
+def test_what_is_kept_of_parameters_by_the_class(place: str, name: str) -> None:
+    model = Blocks(depth=2)
+    optimizer = _with_memory_in(place)(model.parameters())
+    with instep.attach(model, optimizer, undo=True):
+        first = loss(model, 0)
+        with pytest.raises(UnsupportedOptimizerError, match=f"keeps values of single parameters in {name}"):
+            first.backward()

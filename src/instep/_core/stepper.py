@@ -228,7 +228,7 @@ class Stepper:
         places = {f"its attribute {name!r}": value for name, value in _read_by_update(optimizer).items()}
         for index, group in enumerate(optimizer.param_groups):
             places |= {f"param_groups[{index}][{k!r}]": v for k, v in group.items() if k not in _PER_PARAMETER}
-        before = Elsewhere(places, parameters)
+        before = Elsewhere(places | _of_classes(optimizer), parameters)
         self._kept_in = self._kept_in or before.kept
         if self._kept_in is not None:
             raise self._keeps_in(self._kept_in)
@@ -473,6 +473,12 @@ def _read_by_update(optimizer: Optimizer) -> dict[str, Any]:
         for name, value in _attributes(optimizer).items()
         if name not in _TORCHS and not callable(getattr(type(optimizer), name, None))
     }
+
+
+def _of_classes(optimizer: Optimizer) -> dict[str, Any]:
+    """What the classes hold that are not torch's: attributes that all instances share, and what methods enclose."""
+    classes = [cls for cls in type(optimizer).__mro__ if cls is not object and not cls.__module__.startswith("torch.")]
+    return {f"{cls.__name__}.{name}": value for cls in classes for name, value in vars(cls).items()}
 
 
 def _settings(optimizer: Optimizer) -> dict[str, Any]:
