@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import instep
 from instep.errors import AttachError, TornStepError, UnsupportedOptimizerError
@@ -429,3 +430,39 @@ class WritesGradients(torch.optim.Optimizer):
 def test_gradients_that_step_writes_are_kept_as_they_were(way: str) -> None:
     lane = lockstep(way, building(lambda m: WritesGradients(m.parameters())), steps=4, check_steps=3)
     assert "checked 3 steps" in repr(lane.overlap)
+
+
+class Doubled(nn.Module):
+    """One weight is of a class that holds two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.randn(16, 16) / 4
+        self.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+        self.outer = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(x @ self.weight)
+
+
+class OfMine(torch.optim.SGD): ...
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, OfMine])
+@pytest.mark.parametrize("way", ["backward", "forward", "undo"])
+def test_parameters_of_a_wrapper_class(way: str, make: Any) -> None:
+    """Their copies have copies of what they hold, and what they hold is no state that undo does not know."""
+    models = [Doubled(), Doubled()]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [make(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    with instep.attach(models[1], optimizers[1], check_steps=2, **WAYS[way]) as overlap:
+        for i in range(4):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                x, y = batch(i)
+                loss_of(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            overlap.synchronize()
+            plain, attached = ([m.weight.a, m.weight.b, m.outer.weight, m.outer.bias] for m in models)
+            assert all(map(torch.equal, plain, attached))
+        assert overlap.step_count == 4

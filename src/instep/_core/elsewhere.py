@@ -20,7 +20,7 @@ class Elsewhere:
     def __init__(self, places: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> None:
         self._places = places
         self._kept = [(name, mapping, _by_parameter(mapping)) for name, mapping in self._mappings()]
-        self._parameters = [(p, dict(vars(p)), fingerprint(vars(p))) for p in parameters]
+        self._parameters = [(p, held := _attributes_of(p), fingerprint(held)) for p in parameters]
 
     @property
     def kept(self) -> str | None:
@@ -38,12 +38,12 @@ class Elsewhere:
                 place = name
                 _make(mapping, now, kept)
         for parameter, held, content in self._parameters:
-            attributes = vars(parameter)
-            changed = [key for key in attributes.keys() | held.keys() if attributes.get(key) is not held.get(key)]
+            now = _attributes_of(parameter)
+            changed = [key for key in now.keys() | held.keys() if now.get(key) is not held.get(key)]
             if changed:
                 place = f"the attribute {min(changed)!r} of parameters"
-                _make(attributes, dict(attributes), held)
-            if not alike(fingerprint(attributes), content):
+                _make(vars(parameter), now, held)
+            if not alike(fingerprint(held), content):
                 place, whole = place or "attributes of parameters", False
         return None if place is None else (place, whole)
 
@@ -56,6 +56,13 @@ class Elsewhere:
 
 def _by_parameter(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: value for key, value in mapping.items() if isinstance(key, torch.Tensor)}
+
+
+def _attributes_of(parameter: torch.Tensor) -> dict[str, Any]:
+    """Those aside in which a tensor of a wrapper class has its values."""
+    flatten = getattr(parameter, "__tensor_flatten__", None)
+    inner = () if flatten is None else flatten()[0]
+    return {name: value for name, value in vars(parameter).items() if name not in inner}
 
 
 def _make(mapping: MutableMapping[Any, Any], now: Mapping[Any, Any], before: Mapping[Any, Any]) -> None:

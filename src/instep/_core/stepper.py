@@ -391,7 +391,8 @@ class Stepper:
     ) -> None:
         """Raise ``UnsupportedOptimizerError`` if state that several parameters share was written."""
         for own, tensor in _tensors_in(owned, entries):
-            first = self._owners.setdefault(tensor.data_ptr(), id(own))
+            # One that is empty, or of a wrapper class, has no memory to tell it by.
+            first = self._owners.setdefault(tensor.data_ptr() or id(tensor), id(own))
             if first != id(own) and versions.get(id(tensor)) != tensor._version:
                 raise UnsupportedOptimizerError(
                     f"{self.name} writes a state tensor that several parameters share, in an order that bucket by "
