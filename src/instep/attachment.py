@@ -383,7 +383,9 @@ class Attachment:
         self._ranks = Ranks(_rank)
         separable = [] if options.disabled else optimizers
         in_backward = options.schedule == "backward"
-        self._separability = [separability_of(optimizer, in_backward=in_backward) for optimizer in separable]
+        self._separability = [
+            separability_of(optimizer, in_backward=in_backward, on_trial=bool(options.undo)) for optimizer in separable
+        ]
         self._check = Check(options.check_steps) if options.check_steps and not options.disabled else None
         self._step: Transaction | Deferral | PlainSteps
         sink: Sink | None

@@ -65,6 +65,7 @@ def verify(build: Build, steps: int = 3, **options: Any) -> Verification:
         plain, plain_optimizer, plain_step = _built(build)
         torch.manual_seed(0)
         model, optimizer, step = _built(build)
+        _require_two(plain, model, plain_optimizer, optimizer)
         with attach(model, optimizer, **options) as overlap:
             for i in range(steps):
                 torch.manual_seed(i)
@@ -84,6 +85,20 @@ def _built(build: Build) -> tuple[nn.Module, list[Optimizer], Callable[[int], ob
     if not (isinstance(made, tuple) and len(made) == 3 and callable(made[2])):
         raise AttachError(f"build must return (model, optimizer, step), with a function step(i); it returned {made!r}")
     return require_model(made[0], AttachError), optimizers_of(made[1], AttachError), made[2]
+
+
+def _require_two(
+    plain: nn.Module, model: nn.Module, plain_optimizers: Sequence[Optimizer], optimizers: Sequence[Optimizer]
+) -> None:
+    shared = {id(p) for p in plain.parameters()} & {id(p) for p in model.parameters()}
+    if shared:
+        name = next(name for name, p in model.named_parameters() if id(p) in shared)
+        raise AttachError(
+            f"build returned parameter {name!r} twice, so that the plain loop and the attached one would train the "
+            "same weights. Make a new model in build, and a new optimizer"
+        )
+    if set(map(id, plain_optimizers)) & set(map(id, optimizers)):
+        raise AttachError("build returned the same optimizer twice. Make a new model in build, and a new optimizer")
 
 
 def training_state(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:

@@ -560,6 +560,27 @@ MUTANTS = [
         "tests/parity/test_odd_optimizers.py",
     ),
     Mutant(
+        "do not try whether a step that was put back leaves a trace",
+        "_core/probe.py",
+        "keeps=self._keeps() if any(self._specs) else None,",
+        "keeps=None,",
+        UNDO,
+    ),
+    Mutant(
+        "put copies in the place of what state holds",
+        "_core/contents.py",
+        "            return _object(value,",
+        "            return _object(copy.copy(value),",
+        UNDO,
+    ),
+    Mutant(
+        "let check_steps share what is kept on a parameter",
+        "_core/checking.py",
+        "vars(copied).update(copy.deepcopy(vars(parameter), {id(parameter): copied}))",
+        "vars(copied).update(vars(parameter))",
+        "tests/parity/test_check_steps.py",
+    ),
+    Mutant(
         "keep the norms of a step that was put back",
         "_core/transaction.py",
         "        self._clipping.forget_norms()\n",

@@ -158,4 +158,6 @@ def snapshot(loop: Loop) -> State:
 def _copies(loop: Loop) -> Iterator[tuple[str, Any]]:
     with torch._C.DisableTorchFunctionSubclass():
         for name, value in loop.trained():
+            if name == "scale":
+                continue  # the loop's own: an error may come after GradScaler.update()
             yield name, value.detach().clone() if isinstance(value, torch.Tensor) else value

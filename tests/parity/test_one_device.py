@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 import instep
+from instep.errors import AttachError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, OptimizerCase, Rotations, Sometimes, Tied, batch, optimizer_cases, two_groups
 
@@ -565,3 +566,12 @@ def test_verify_looks_into_state_of_every_kind(wrong: bool) -> None:
     found = instep.verify(build, steps=3, schedule="forward")
     assert found.equal is not wrong
     assert not wrong or "['queue'][1] differs by up to 1" in str(found.difference)
+
+
+def test_verify_needs_two_models() -> None:
+    model = Blocks(depth=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(AttachError, match=r"build returned parameter 'inner\.weight' twice"):
+        instep.verify(lambda: (model, optimizer, lambda i: None))
+    with pytest.raises(AttachError, match="same optimizer twice"):
+        instep.verify(lambda: (Blocks(depth=1), optimizer, lambda i: None))

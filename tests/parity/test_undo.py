@@ -1,8 +1,11 @@
 """``undo``: a step that was taken on trial is put back bit for bit, and training goes on as if it had not been."""
 
 import copy
+import functools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +18,6 @@ from instep.errors import HyperparameterChangedError, InstepError, UnsupportedOp
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
 from tests.parity.lockstep import SMALL, Lane, Step, learn, lockstep, loss_of
-from tests.parity.made import Made, Recipe
 
 WAYS: dict[str, dict[str, Any]] = {"undo": {"undo": True}, "undo on the host": {"undo": "host"}}
 in_undo = pytest.mark.parametrize("way", WAYS)
@@ -680,57 +682,126 @@ def test_copies_are_freed_by_the_step(way: str) -> None:
         assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
-@pytest.mark.parametrize("memory", ["parameter", "object", "on the parameter"])
-def test_what_is_kept_of_parameters_outside_of_state(memory: str) -> None:
-    """It is not put back: the trial that shows it is, with what it added, and the next backward says so."""
+def _function_that_remembers() -> Callable[[torch.Tensor], Any]:
+    return functools.lru_cache(None)(torch.zeros_like)
+
+
+MEMORIES: dict[str, Callable[[Any], Any]] = {
+    "attribute": lambda optimizer: optimizer.memory.setdefault,
+    "object": lambda optimizer: optimizer.settings.memory.setdefault,
+    "class": lambda optimizer: optimizer.of_all.setdefault,
+    "parameter": lambda optimizer: lambda p, made: vars(p).setdefault("memory", made),
+    "id": lambda optimizer: lambda p, made: optimizer.enclosing(p),
+    "function": lambda optimizer: lambda p, made: optimizer.remembering(p),
+}
+
+
+class Remembers(torch.optim.Optimizer):
+    """Keeps its momentum outside of its state, from a step of each parameter on."""
+
+    of_all: dict[Any, Any] = {}  # noqa: RUF012  # as somebody may write it
+
+    def __init__(self, params: Any, place: str, since: int) -> None:
+        super().__init__(params, {})
+        self.place, self.since = place, since
+        self.memory: dict[Any, Any] = {}
+        self.settings = SimpleNamespace(memory={})
+        by_id: dict[int, Any] = {}
+        self.enclosing = lambda p: by_id.setdefault(id(p), torch.zeros_like(p))
+        self.remembering = _function_that_remembers()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                if state["step"] >= self.since:
+                    p.sub_(MEMORIES[self.place](self)(p, torch.zeros_like(p)).mul_(0.9).add_(p.grad), alpha=0.1)
+                else:
+                    p.sub_(p.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("place", MEMORIES)
+@in_undo
+def test_what_is_kept_of_parameters_outside_of_state(place: str, way: str) -> None:
+    """Nobody puts it back, wherever it is: attach tries, and sees."""
+    model = Blocks(depth=2)
+    optimizer = Remembers(model.parameters(), place, since=2)
+    with pytest.raises(UnsupportedOptimizerError, match="keeps values of single parameters"):
+        instep.attach(model, optimizer, **WAYS[way])
+    if place not in ("id", "function"):  # in backward bucket by bucket, as ever
+        instep.attach(model, optimizer).detach()
+
+
+@pytest.mark.parametrize("place", ["attribute", "object", "parameter"])
+def test_what_is_kept_of_parameters_outside_of_state_late(place: str) -> None:
+    """The trial that shows it is put back, with what it added, and the next backward says so."""
+    Remembers.of_all.clear()
     plain, attached = Blocks(depth=2), Blocks(depth=2)
     attached.load_state_dict(plain.state_dict())
-    optimizers = [Made([{"params": list(m.named_parameters())}], 0.1, Recipe(memory=memory)) for m in (plain, attached)]
+    optimizers = [Remembers(model.parameters(), place, since=20) for model in (plain, attached)]
     with instep.attach(attached, optimizers[1], undo=True) as overlap:
-        for i in range(2):
-            x, y = batch(i)
-            loss_of(plain(x), y).backward()
-            if i:
-                with pytest.raises(UnsupportedOptimizerError, match=r"keeps values of single parameters in .*memory"):
-                    loss_of(attached(x), y).backward()
-                assert overlap.step_count == 1
-            else:
-                loss_of(attached(x), y).backward()
-                for optimizer in optimizers:
+        for i in range(20):
+            for model, optimizer in zip((plain, attached), optimizers, strict=True):
+                loss(model, i).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            states = training_state(plain, optimizers[0]), training_state(attached, optimizers[1])
+            assert first_difference(*states) is None
+        again = loss(attached, 20)
+        with pytest.raises(UnsupportedOptimizerError, match=r"values of single parameters in .*(memory|settings)"):
+            again.backward()
+        assert overlap.step_count == 20
+        kept = list(map(MEMORIES[place], optimizers))
+        for one, other in zip(plain.parameters(), attached.parameters(), strict=True):
+            assert torch.equal(kept[0](one, None), kept[1](other, None))
+
+
+class Entwined(torch.optim.Optimizer):
+    """Of state that refers to itself, to the parameter, and from two entries to one object; and that grows."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is None:
+                continue
+            state = self.state[p]
+            if not state:
+                momentum = torch.zeros_like(p)
+                state.update(
+                    momentum=momentum, seen=torch.zeros(0), origin=SimpleNamespace(parameter=p, momentum=momentum)
+                )
+                state.update(queue=deque([momentum.view(-1)], maxlen=3), view=p.detach().view(-1), pair=(momentum, [0]))
+                state["add"] = lambda gradient, kept=momentum: kept.mul_(0.9).add_(gradient)
+            state["add"](p.grad)
+            state["queue"].append(state["origin"].momentum.clone().view(-1))
+            state["pair"][1][0] += 1
+            state["seen"].resize_(state["seen"].numel() + 1).fill_(state["pair"][1][0])
+            state["origin"].parameter.sub_(sum(state["queue"]).view_as(p), alpha=0.1 * len(state["seen"]))
+
+
+@pytest.mark.parametrize("put_back", ["clipped", "left out"])
+@in_undo
+def test_state_that_is_entwined(put_back: str, way: str) -> None:
+    """The same objects come back, with what they held."""
+    models = [Blocks(depth=2), Blocks(depth=2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [Entwined(model.parameters()) for model in models]
+    with instep.attach(models[1], optimizers[1], bucket_bytes=SMALL, **WAYS[way]) as overlap:
+        for i in range(6):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                loss(model, i).backward()
+                if put_back == "clipped":
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                if put_back == "clipped" or i % 2:
                     optimizer.step()
-                    optimizer.zero_grad()
-            kept = [dict(optimizer.outside()) for optimizer in optimizers]
-            assert first_difference(iter(kept[0].items()), iter(kept[1].items())) is None
-            assert (
-                first_difference(training_state(plain, optimizers[0]), training_state(attached, optimizers[1])) is None
-            )
-
-
-def _with_memory_in(place: str) -> Any:
-    enclosed: dict[Any, Any] = {}
-
-    class Keeps(torch.optim.Optimizer):
-        kept: dict[Any, Any] = {}  # noqa: RUF012  # as somebody may write it
-
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {})
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            memory = enclosed if place == "closure" else self.kept
-            for p in self.param_groups[0]["params"]:
-                if p.grad is not None:
-                    memory[p] = memory.get(p, 0.0) + p.grad
-                    p.sub_(memory[p], alpha=0.1)
-
-    return Keeps
-
-
-@pytest.mark.parametrize(("place", "name"), [("closure", r"Keeps\.step"), ("class", r"Keeps\.kept")])
-def test_what_is_kept_of_parameters_by_the_class(place: str, name: str) -> None:
-    model = Blocks(depth=2)
-    optimizer = _with_memory_in(place)(model.parameters())
-    with instep.attach(model, optimizer, undo=True):
-        first = loss(model, 0)
-        with pytest.raises(UnsupportedOptimizerError, match=f"keeps values of single parameters in {name}"):
-            first.backward()
+                optimizer.zero_grad()
+            overlap.synchronize()
+            assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+        for parameter, state in optimizers[1].state.items():
+            assert state["origin"].parameter is parameter
+            assert state["origin"].momentum is state["pair"][0] is state["momentum"]

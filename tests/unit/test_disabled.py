@@ -117,6 +117,17 @@ def test_a_loss_scale(clip: str, scaled: str) -> None:
         assert plain.difference(disabled) is None
 
 
+@pytest.mark.parametrize("scaled", ["step", "unscale_"])
+def test_a_loss_scale_of_two_optimizers(scaled: str) -> None:
+    """Values are clipped once their own optimizer's are unscaled: GradScaler may come to the others later."""
+    options, by_hand = CLIPS["value"]
+    plain, disabled = (Loop(given, optimizers=2, scaled=scaled) for given in (None, options))
+    for i in range(3):
+        plain.step(i, by_hand)
+        disabled.step(i, None)
+        assert plain.difference(disabled) is None
+
+
 def test_the_norm_of_the_step_before() -> None:
     plain, disabled = Loop(None), Loop({"clip": ClipNorm(MAX_NORM, mode="previous_norm")})
     previous: list[torch.Tensor] = []

@@ -121,5 +121,7 @@ def test_an_interrupt_of_what_a_failed_backward_is_owed_is_not_lost() -> None:
         del end
         patience = time.monotonic() + net.SECONDS
         while time.monotonic() < patience:
-            pass
+            time.sleep(
+                0.001
+            )  # Python 3.13 may raise Ctrl-C at the jump back of an idle loop, where no clause catches it
     assert calls == [0, 1]

@@ -49,7 +49,7 @@ class Elsewhere:
 
     def _mappings(self) -> Iterator[tuple[str, MutableMapping[Any, Any]]]:
         for name, value in self._places.items():
-            for found in reached_from([value]):
+            for found in reached_from([value], by_name=True):
                 if isinstance(found, MutableMapping) and _by_parameter(found):
                     yield name, found
 

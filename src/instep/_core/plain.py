@@ -11,6 +11,7 @@ from instep._core.clipping import Clipping
 from instep._core.engine import graph_task
 from instep._core.finite import Policy, ask_if_finite, nonfinite_error
 from instep._core.parameters import AttachedParameter
+from instep._core.policies import ClipNorm, ClipValue
 from instep._core.ranks import Ranks
 from instep._core.scaling import found_inf, take_off_here
 from instep._core.stepper import Stepper, remember_settings
@@ -76,15 +77,18 @@ class PlainSteps:
         self._flushing = stepper
         if not self._taken:
             self._leave_out(stepper)
+        elif isinstance(self._clipping.policy, ClipValue):
+            self._clip_values(stepper)
 
     def _begin(self, optimizer: Optimizer) -> None:
-        """The first of the step's optimizers. The plain loop clips the gradients of all of them before it."""
+        """The first of the step's optimizers. The plain loop clips the gradients of all of them by their norm before
+        it."""
         found = [(a, gradient) for a in self.parameters if (gradient := a.get().grad) is not None]
         if not found:
             self._taken = True
         elif not found_inf(optimizer):  # else the kernel skips its update, of gradients as they are
             self._taken = self._is_taken([(a.spec.name, gradient) for a, gradient in found])
-            if self._clipping.policy is not None:
+            if isinstance(self._clipping.policy, ClipNorm):
                 take_off_here(optimizer, [g for a, g in found if a.stepper.optimizer() is optimizer])
                 self._clip([a.get() for a, _ in found])
         self._owing = {a.stepper for a, _ in found}
@@ -94,6 +98,14 @@ class PlainSteps:
         self._clipping.know_total(self.parameters, lambda a: a.get().grad)
         if self._taken:
             self._clipping.clip(parameters)
+
+    def _clip_values(self, stepper: Stepper) -> None:
+        """Of this optimizer alone: GradScaler may not have unscaled the others' gradients."""
+        optimizer = stepper.optimizer()
+        mine = [p for a in self.parameters if a.stepper is stepper and (p := a.get()).grad is not None]
+        if mine and not found_inf(optimizer):
+            take_off_here(optimizer, [p.grad for p in mine if p.grad is not None])
+            self._clipping.clip(mine)
 
     def _is_taken(self, gradients: Sequence[tuple[str, torch.Tensor]]) -> bool:
         if self._nonfinite == "allow":

@@ -15,10 +15,14 @@ from instep._core.generators import Generators
 from instep._core.made_up import STEPS, WEATHERS, Spec, Weather, is_finite, options_of, specs_for
 from instep._core.stepper import Stepper, alias_of, undecorated_step
 from instep._core.twins import different, parameters_of, shared_state, step_plainly, twin_of
+from instep._core.undo import Undo
 from instep._core.watch import plain_type
 from instep.errors import UnsupportedOptimizerError
 
 _logger = logging.getLogger("instep")
+
+KEPT = 3
+"""Steps that are put back, and taken again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,7 @@ class Separability:
         needs_closure: whether ``step()`` takes one, and fails without. Then it can only be called by the loop.
         returns: whether ``step()`` returns a value that depends on how much it finds to update.
         reads_loss: whether ``step()`` updates otherwise when a closure returns it a loss.
+        keeps: what is left of a step that was put back, in words; ``None``: nothing, as far as trying tells.
         untried: what could not be tried on made-up parameters, with the reasons. Empty: separable, as far as trying
             tells, or known.
     """
@@ -42,6 +47,7 @@ class Separability:
     needs_closure: bool = False
     returns: bool = False
     reads_loss: bool = False
+    keeps: str | None = None
 
     @property
     def unproven(self) -> str | None:
@@ -53,7 +59,7 @@ class _CannotBeTriedError(Exception):
     """The plain ``step()`` fails on made-up parameters."""
 
 
-def separability_of(optimizer: Optimizer, *, in_backward: bool = False) -> Separability:
+def separability_of(optimizer: Optimizer, *, in_backward: bool = False, on_trial: bool = False) -> Separability:
     """Step made-up parameters together, one by one and in other divisions, and compare bit for bit.
 
     torch's own optimizers are known and not asked. What was found of a class with the same options is remembered.
@@ -61,11 +67,12 @@ def separability_of(optimizer: Optimizer, *, in_backward: bool = False) -> Separ
 
     Args:
         in_backward: whether it is to be stepped where nobody has a closure for it.
+        on_trial: whether its steps may be put back.
 
     Raises:
         UnsupportedOptimizerError: the divisions differ, ``step()`` draws random numbers, moves parameters without
             gradient, or fails where none is left; with ``in_backward`` also if it returns another value there, or
-            updates by the loss that a closure returns.
+            updates by the loss that a closure returns; with ``on_trial`` if a step that was put back leaves a trace.
     """
     if type(optimizer).__module__.startswith("torch.optim."):
         return Separability(type(optimizer).__name__, contained=True)
@@ -86,6 +93,8 @@ def separability_of(optimizer: Optimizer, *, in_backward: bool = False) -> Separ
             f"{found.optimizer}.step() updates by the loss that its closure returns, and backward has none for it. Use "
             "schedule='forward'"
         )
+    if found.keeps is not None and on_trial:
+        raise UnsupportedOptimizerError(found.keeps)
     if found.unproven is not None:
         _logger.warning(
             "%s. Whether it updates each parameter by itself could not be tried; attach(…, check_steps=…) compares "
@@ -149,8 +158,13 @@ def _tried(optimizer: Optimizer) -> Separability | str:
             return _Probe(optimizer).run()
     except UnsupportedOptimizerError as error:
         return str(error)
+    except RecursionError:
+        return f"{type(optimizer).__name__} keeps values that hold themselves, which cannot be compared. {_WITHOUT}"
     finally:
         generators.restore()
+
+
+_WITHOUT = "Use this optimizer without instep"
 
 
 _BUSY = "whether step() draws random numbers could not be told from what other threads draw"
@@ -227,6 +241,20 @@ class _Lane:
             raise UnsupportedOptimizerError(_raises_without_gradients(self.twin, error)) from error
         stepper.commit()
 
+    def step_in_vain(self) -> None:
+        """As an attached loop does with ``undo``, which then has the step put back."""
+        stepper, undo = Stepper(self.twin), Undo(host=False)
+        parameters = [p for p in self.parameters if p.grad is not None]
+        if not parameters:
+            return
+        before = stepper.look_elsewhere(parameters)
+        undo.save([*parameters, *stepper.reached()], self.twin)
+        stepper.step(parameters)
+        stepper.require_all_in_state(before)
+        for device in undo.devices:
+            undo.restore(device)
+        stepper.abort()
+
     def differs_from(self, other: "_Lane") -> str | None:
         """The first thing that does, in words."""
         for mine, its in zip(self.parameters, other.parameters, strict=True):
@@ -251,6 +279,8 @@ class _Probe:
         self._untried: list[str] = []
         self._contained = True
         self._returns = False
+        # Kept until the end: an optimizer may remember parameters by their ids.
+        self._lanes: list[_Lane] = []
 
     def run(self) -> Separability:
         if self._needs_closure():
@@ -267,10 +297,47 @@ class _Probe:
         reads_loss = any(self._specs) and self._reads_loss()
         contained = self._contained and any(self._specs) and not self._holds_much() and self._takes_aliases()
         contained = contained and not (self._returns or reads_loss)
-        return Separability(self._name, contained, tuple(self._untried), returns=self._returns, reads_loss=reads_loss)
+        return Separability(
+            self._name,
+            contained,
+            tuple(self._untried),
+            returns=self._returns,
+            reads_loss=reads_loss,
+            keeps=self._keeps() if any(self._specs) else None,
+        )
 
     def _lane(self) -> _Lane:
-        return _Lane(self._optimizer, self._specs)
+        lane = _Lane(self._optimizer, self._specs)
+        self._lanes.append(lane)
+        return lane
+
+    def _keeps(self) -> str | None:
+        """What is left of steps that were put back, wherever it is kept: each is taken again, beside steps that are
+        taken once."""
+        once, again = self._lane(), self._lane()
+        for step in range(KEPT):
+            gradients = WEATHERS[0].gradients(self._flat, step)
+            once.give(gradients)
+            again.give(gradients)
+            try:
+                once.step()
+                again.step_in_vain()
+                again.give(gradients)
+                again.step()
+            except UnsupportedOptimizerError as error:
+                return str(error)
+            except Exception as error:
+                return (
+                    f"{self._name}.step() raises after a step that was put back ({_in_short(error)}): it keeps values "
+                    "of single parameters outside of its state. Use schedule='forward', or no undo"
+                )
+            if (difference := again.differs_from(once)) is not None:
+                return (
+                    f"{self._name} keeps values of single parameters outside of its state, which undo does not put "
+                    f"back: a step that was put back and taken again differs in {difference}. Use schedule='forward', "
+                    "or no undo"
+                )
+        return None
 
     @property
     def _flat(self) -> list[Spec]:
@@ -328,6 +395,7 @@ class _Probe:
         weather = Weather((1.0, 1.0))
         try:
             lane = _Lane(self._optimizer, specs)
+            self._lanes.append(lane)
             for step in range(2):
                 lane.give(weather.gradients([spec for mine in specs for spec in mine], step))
                 lane.step()
@@ -422,8 +490,8 @@ class _Probe:
             gradients = WEATHERS[0].gradients(self._flat, step)
             together.give(gradients)
             aliased.give(gradients)
-            together.step()
             try:
+                together.step()
                 aliased.step_divided(_one_by_one, alias=True)
             except Exception:
                 return False

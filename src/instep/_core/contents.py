@@ -1,0 +1,157 @@
+"""What a value of optimizer state holds, copied, to be put back into the same objects: others may refer to them."""
+
+import copy
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+from instep._core.changes import is_immutable
+from instep._core.reach import is_filled
+
+PutBack = Callable[[], Any]
+"""Puts back what a value held. Returns the value, which is the same object."""
+
+
+class Contents:
+    """Copies the contents of values, each object once, however often it is referred to.
+
+    Args:
+        host: keep the copies of tensors in host memory, pinned where the tensors are on an accelerator.
+    """
+
+    def __init__(self, host: bool) -> None:
+        self._host = host
+        self._known: dict[int, PutBack] = {}
+
+    def known(self, value: Any) -> None:
+        """``value`` is put back by whoever says so."""
+        self._known[id(value)] = lambda: value
+
+    def of(self, value: Any) -> PutBack:
+        """The present contents of ``value``.
+
+        Raises:
+            TypeError: an object cannot be copied.
+        """
+        if is_immutable(value):
+            return lambda: value
+        if id(value) not in self._known:
+            self.known(value)  # while what it holds is copied, which may be itself
+            self._known[id(value)] = self._copied(value)
+        return self._known[id(value)]
+
+    def _copied(self, value: Any) -> PutBack:
+        if isinstance(value, torch.Tensor):
+            return _tensor(value, copy_of(value, self._host))
+        if isinstance(value, dict):
+            return _dict(value, {key: self.of(item) for key, item in value.items()})
+        if isinstance(value, (list, deque)):
+            return _list(value, [self.of(item) for item in value])
+        if isinstance(value, tuple):
+            return _tuple(value, [self.of(item) for item in value])
+        if isinstance(value, set):
+            return _set(value, set(value))
+        if isinstance(value, FunctionType):
+            return _function(value, [self._filled(cell) for cell in value.__closure__ or ()])
+        if isinstance(value, MethodType):
+            return _tuple(value, [self.of(value.__self__)])
+        if isinstance(value, partial):
+            return _tuple(value, [self.of(item) for item in (value.func, value.args, value.keywords)])
+        if hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType)):
+            return _object(value, {name: self.of(item) for name, item in vars(value).items()})
+        copied = copy.deepcopy(value)
+        return lambda: copied
+
+    def _filled(self, cell: Any) -> PutBack | None:
+        return self.of(cell.cell_contents) if is_filled(cell) else None
+
+
+def copy_of(tensor: torch.Tensor, host: bool) -> torch.Tensor:
+    if not host or tensor.device.type == "cpu":
+        return tensor.detach().clone()
+    kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return kept.copy_(tensor.detach(), non_blocking=True)
+
+
+def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    if tensor.shape != values.shape:
+        tensor.resize_(values.shape)
+    tensor.detach().copy_(values, non_blocking=True)
+
+
+def _tensor(tensor: torch.Tensor, values: torch.Tensor) -> PutBack:
+    def put() -> torch.Tensor:
+        put_back(tensor, values)
+        return tensor
+
+    return put
+
+
+# Never empty in between, where that can be: Ctrl-C may come anywhere, and then this is done again.
+
+
+def _dict(held: dict[Any, Any], items: dict[Any, PutBack]) -> PutBack:
+    def put() -> dict[Any, Any]:
+        held.update((key, item()) for key, item in items.items())
+        for key in held.keys() - items.keys():
+            del held[key]
+        return held
+
+    return put
+
+
+def _list(held: Any, items: list[PutBack]) -> PutBack:
+    def put() -> Any:
+        values = [item() for item in items]
+        if isinstance(held, list):
+            held[:] = values
+        else:
+            held.clear()
+            held.extend(values)
+        return held
+
+    return put
+
+
+def _tuple(held: Any, items: list[PutBack]) -> PutBack:
+    """Of what cannot be made to refer to something else."""
+
+    def put() -> Any:
+        for item in items:
+            item()
+        return held
+
+    return put
+
+
+def _set(held: set[Any], items: set[Any]) -> PutBack:
+    def put() -> set[Any]:
+        held.update(items)
+        held.intersection_update(items)
+        return held
+
+    return put
+
+
+def _object(held: Any, attributes: dict[str, PutBack]) -> PutBack:
+    def put() -> Any:
+        vars(held).update((name, item()) for name, item in attributes.items())
+        for name in vars(held).keys() - attributes.keys():
+            delattr(held, name)
+        return held
+
+    return put
+
+
+def _function(held: FunctionType, enclosed: list[PutBack | None]) -> PutBack:
+    def put() -> FunctionType:
+        for cell, item in zip(held.__closure__ or (), enclosed, strict=True):
+            if item is not None:
+                cell.cell_contents = item()
+        return held
+
+    return put
