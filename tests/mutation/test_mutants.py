@@ -74,8 +74,8 @@ MUTANTS = [
     Mutant(
         "step every bucket twice",
         "_core/transaction.py",
-        "call.step(stepper)\n            except",
-        "(call.step(stepper), call.step(stepper))\n            except",
+        "                                call.step(stepper)\n",
+        "                                call.step(stepper), call.step(stepper)\n",
         PARITY,
     ),
     Mutant(
@@ -596,8 +596,8 @@ MUTANTS = [
     ),
     Mutant(
         "put parameters back without their state",
-        "_core/undo.py",
-        "                _put_back(value, saved)\n",
+        "_core/contents.py",
+        "        put_back(tensor, values)\n",
         "",
         UNDO,
     ),
