@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from instep._core.changes import alike, fingerprint, is_immutable
 from instep._core.reach import reached_from
@@ -49,9 +50,11 @@ class Elsewhere:
 
     def _mappings(self) -> Iterator[tuple[str, MutableMapping[Any, Any]]]:
         for name, value in self._places.items():
-            for found in reached_from([value], by_name=True):
-                if isinstance(found, MutableMapping) and _by_parameter(found):
-                    yield name, found
+            found = list(reached_from([value]))
+            states = {id(one.state) for one in found if isinstance(one, Optimizer)}
+            for one in found:
+                if isinstance(one, MutableMapping) and id(one) not in states and _by_parameter(one):
+                    yield name, one
 
 
 def _by_parameter(mapping: Mapping[Any, Any]) -> dict[Any, Any]:

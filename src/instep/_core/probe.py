@@ -159,12 +159,12 @@ def _tried(optimizer: Optimizer) -> Separability | str:
     except UnsupportedOptimizerError as error:
         return str(error)
     except RecursionError:
-        return f"{type(optimizer).__name__} keeps values that hold themselves, which cannot be compared. {_WITHOUT}"
+        return (
+            f"{type(optimizer).__name__} keeps values that hold themselves, which cannot be compared. Use this "
+            "optimizer without instep"
+        )
     finally:
         generators.restore()
-
-
-_WITHOUT = "Use this optimizer without instep"
 
 
 _BUSY = "whether step() draws random numbers could not be told from what other threads draw"
