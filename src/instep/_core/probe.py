@@ -443,6 +443,12 @@ class _Probe:
             lane.step()
         except Exception as error:
             raise _CannotBeTriedError(_in_short(error)) from error
+        for entry in map(lane.twin.state.get, lane.parameters):
+            if entry is not None and not isinstance(entry, dict):
+                raise UnsupportedOptimizerError(
+                    f"{self._name} keeps the state of a parameter as a {type(entry).__name__}. instep takes dicts there, "
+                    "as torch's own optimizers have: state[p] = {...}"
+                )
         if any(map(different, idle, before)):
             raise UnsupportedOptimizerError(
                 f"{self._name}.step() changes parameters that have no gradient (weight decay of all parameters?): it "
