@@ -446,8 +446,8 @@ class _Probe:
         for entry in map(lane.twin.state.get, lane.parameters):
             if entry is not None and not isinstance(entry, dict):
                 raise UnsupportedOptimizerError(
-                    f"{self._name} keeps the state of a parameter as a {type(entry).__name__}. instep takes dicts there, "
-                    "as torch's own optimizers have: state[p] = {...}"
+                    f"{self._name} keeps the state of a parameter as a {type(entry).__name__}. instep takes dicts "
+                    "there, as torch's own optimizers have: state[p] = {...}"
                 )
         if any(map(different, idle, before)):
             raise UnsupportedOptimizerError(
