@@ -37,16 +37,19 @@ class Contents:
         Raises:
             TypeError: an object cannot be copied.
         """
-        if is_immutable(value):
-            return lambda: value
-        if id(value) not in self._known:
-            self.known(value)  # while what it holds is copied, which may be itself
-            self._known[id(value)] = self._copied(value)
-        return self._known[id(value)]
+        known = self._known.get(id(value))
+        if known is None:
+            if isinstance(value, torch.Tensor):
+                known = partial(put_back, value, copy_of(value, self._host))
+            elif is_immutable(value):
+                return lambda: value
+            else:
+                self.known(value)  # while what it holds is copied, which may be itself
+                known = self._copied(value)
+            self._known[id(value)] = known
+        return known
 
     def _copied(self, value: Any) -> PutBack:
-        if isinstance(value, torch.Tensor):
-            return _tensor(value, copy_of(value, self._host))
         if isinstance(value, dict):
             return _dict(value, {key: self.of(item) for key, item in value.items()})
         if isinstance(value, (list, deque)):
@@ -77,18 +80,11 @@ def copy_of(tensor: torch.Tensor, host: bool) -> torch.Tensor:
     return kept.copy_(tensor.detach(), non_blocking=True)
 
 
-def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
+def put_back(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     if tensor.shape != values.shape:
         tensor.resize_(values.shape)
     tensor.detach().copy_(values, non_blocking=True)
-
-
-def _tensor(tensor: torch.Tensor, values: torch.Tensor) -> PutBack:
-    def put() -> torch.Tensor:
-        put_back(tensor, values)
-        return tensor
-
-    return put
+    return tensor
 
 
 # Never empty in between, where that can be: Ctrl-C may come anywhere, and then this is done again.
