@@ -569,8 +569,8 @@ MUTANTS = [
     Mutant(
         "put copies in the place of what state holds",
         "_core/contents.py",
-        "            return _object(value,",
-        "            return _object(copy.copy(value),",
+        "known = partial(put_back, value, copy_of(value, self._host))",
+        "known = partial(put_back, value.detach().clone(), copy_of(value, self._host))",
         UNDO,
     ),
     Mutant(
