@@ -5,6 +5,7 @@ raised while nothing differed from the plain loop; or the error has come with th
 later use says so. Nothing else may be raised that the plain loop does not raise.
 """
 
+import copy
 import inspect
 import traceback
 import warnings
@@ -160,4 +161,7 @@ def _copies(loop: Loop) -> Iterator[tuple[str, Any]]:
         for name, value in loop.trained():
             if name == "scale":
                 continue  # the loop's own: an error may come after GradScaler.update()
-            yield name, value.detach().clone() if isinstance(value, torch.Tensor) else value
+            if isinstance(value, torch.Tensor):
+                yield name, value.detach().clone()
+            else:
+                yield name, copy.deepcopy(value)  # an edit may change the object itself
