@@ -727,11 +727,9 @@ class Attachment:
             for source in self._sources:
                 source.connect()
             # Before FSDP2's, which gathers the weights.
-            # DDP's own forward is not traced: these may run where it does.
-            hook = UntracedHook if isinstance(model, DistributedDataParallel) else BoundHook
-            before = hook(self._before_forward)
+            before = BoundHook(self._before_forward)
             self._handles.append(model.register_forward_pre_hook(before, prepend=bool(self._groups)))
-            self._handles.append(model.register_forward_hook(hook(self._after_forward)))
+            self._handles.append(model.register_forward_hook(BoundHook(self._after_forward)))
             self._watch_readers(model, self._owners(self._step.parameters))
             self._watch_groups()
             if self._groups:

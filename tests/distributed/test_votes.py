@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import AttachError, InstepError, NonFiniteGradientError, StepMismatchError, TornStepError
+from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, weights
 from tests.distributed.pool import RankPool
 from tests.pace import Pace
@@ -106,6 +107,24 @@ def test_a_failed_update_reaches_the_other_ranks_in_backward(two_ranks: RankPool
     other, failing = two_ranks.run(update_fails_on_rank_1, "backward", wrap)
     assert failing == ("2 ZeroDivisionError NoneType", "3 TornStepError ZeroDivisionError")
     assert other == ("2 TornStepError InstepError",)
+
+
+def update_fails_once_on_rank_1(wrap: str) -> str | None:
+    """On trial alone: ``optimizer.step()`` then steps as it does on the other rank."""
+    plain, updates = make(wrap)
+    train(plain, updates, range(4))
+    model, optimizer = make(wrap)
+    with instep.attach(model, optimizer, **WAYS["undo"]) as overlap:
+        train(model, optimizer, range(2))
+        Fails.failing = (1,)
+        train(model, optimizer, range(2, 4))
+        assert overlap.redo_count == dist.get_rank()
+    return first_difference(training_state(plain, updates), training_state(model, optimizer))
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "replicate", "fsdp2"])
+def test_an_update_that_fails_on_trial(two_ranks: RankPool, wrap: str) -> None:
+    assert two_ranks.run(update_fails_once_on_rank_1, wrap) == [None] * 2
 
 
 def late_update_fails_on_rank_1() -> tuple[str, bool]:

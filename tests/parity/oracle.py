@@ -7,11 +7,9 @@ later use says so. Nothing else may be raised that the plain loop does not raise
 
 import copy
 import inspect
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,7 +75,7 @@ def _side_by_side(program: Program, plain: Loop, attached: Loop) -> str:
                 continue
         except Exception as error:
             ours = isinstance(error, InstepError)
-            if not (ours or _is_autograds_own(program, error) or _is_the_updates_own(program, number, error)):
+            if not (ours or _is_autograds_own(program, error)):
                 raise
             trail.assert_told(attached, error)
             return "refused"
@@ -90,14 +88,6 @@ def _side_by_side(program: Program, plain: Loop, attached: Loop) -> str:
 def _is_autograds_own(program: Program, error: Exception) -> bool:
     """A graph that is used after a weight that it has saved was updated: nobody else sees that in time."""
     return program.way in SPENDING and "modified by an inplace operation" in str(error)
-
-
-def _is_the_updates_own(program: Program, number: int, error: Exception) -> bool:
-    """An optimizer that cannot step, of which the plain loop does not hear in a step that it leaves out."""
-    step = program.steps[number]
-    left_out = step.event == "skip" or (step.overflow and (program.scaler is not None or program.nonfinite == "skip"))
-    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return left_out and not raised_in.is_relative_to(Path(instep.__file__).parent)
 
 
 def _finished(attached: Loop) -> str:

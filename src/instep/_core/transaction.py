@@ -289,11 +289,13 @@ class Transaction:
                                 writing = True
                                 call.step(stepper)
                             stepper.require_all_in_state(elsewhere)
-            except UnsupportedOptimizerError as error:
+            except Exception as error:
                 if self._undo is None or not writing or any(s.wrote_in_place for s in self._steppers):
                     self.fail(error, writing=writing)
                 else:
-                    self.put_back()  # and left to optimizer.step(), which steps all of them together
+                    # Left to optimizer.step(), which steps all of them together: the plain loop's raises there, if at
+                    # all, and in a step that the plain loop leaves out nobody hears of an error.
+                    self.put_back()
                 return False
             except BaseException as error:
                 self.fail(error, writing=writing)
