@@ -323,7 +323,7 @@ def test_detach_restores_the_model() -> None:
     assert all(type(p.grad) is torch.Tensor for p in model.parameters())
 
 
-@pytest.mark.parametrize("option", ["comm_hook", "mixed_precision"])
+@pytest.mark.parametrize("option", ["clip", "comm_hook", "mixed_precision"])
 def test_verify_refuses_what_changes_the_numbers(option: str) -> None:
     def build() -> Any:
         raise AssertionError("nothing is built")
