@@ -212,6 +212,16 @@ def test_a_hyperparameter_changed_between_backward_and_step(
         model(batch(0)[0])
 
 
+def test_a_hyperparameter_that_holds_much_is_named_in_short(
+    model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any
+) -> None:
+    loss_of(model).backward()
+    optimizer.param_groups[0]["extra"] = [torch.ones(30, 30) for _ in range(30)]
+    with pytest.raises(HyperparameterChangedError, match=r"param_groups\[0\]\['extra'\] changed to \[tensor") as raised:
+        optimizer.step()
+    assert len(str(raised.value)) < 1000
+
+
 def test_a_tensor_hyperparameter_changed_in_place(model: nn.Module) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
     with instep.attach(model, optimizer, bucket_bytes=SMALL):

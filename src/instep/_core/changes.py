@@ -5,6 +5,7 @@ NumPy view, a setting may lie in an object. What is looked into is bounded, see 
 """
 
 import logging
+import reprlib
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,8 @@ MOST = 1024
 """How many values of one setting are looked into, and of how many elements a tensor is compared by value."""
 
 _ABSENT = object()
+_SHORT = reprlib.Repr()  # a setting may hold whole parameters
+_SHORT.maxother = _SHORT.maxstring = 80
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _PER_PARAMETER = ("params", "param_names")
 # Not looked into: they are no settings, and hold much.
@@ -197,7 +200,7 @@ class Snapshot:
         """The first setting that ``group`` has not, or not any more as it was, and what it is now; ``None``: all are as
         they were."""
         for key, value in self.changes(group).items():
-            return f"[{key!r}] changed to {value!r}"
+            return f"[{key!r}] changed to {_SHORT.repr(value)}"
         missing = next((key for key in self._values if key not in group), None)
         return None if missing is None else f"[{missing!r}] was removed"
 
