@@ -64,7 +64,7 @@ def _of_pytorch_optimizer() -> Iterator[tuple[str, Any]]:
 
 def _of_timm() -> Iterator[tuple[str, Any]]:
     found = importlib.import_module("timm.optim")
-    for name in found.list_optimizers():
+    for name in found.list_optimizers(exclude_filters=["bnb*", "fused*"]):  # those want a GPU
         cls = found.get_optimizer_class(name, bind_defaults=True)
         yield name, cls
 
