@@ -332,8 +332,8 @@ def update_fails(name: str) -> None:
     loop.overlap = instep.attach(loop.model, loop.optimizer, undo=True)
     for i in range(3):
         loop.optimizer.bad = ({id(p) for p in loop.model.get_submodule("blocks.1").parameters()},)
-        with pytest.raises(BoomError):
-            loop.backward(100 + i)
+        loop.backward(100 + i)
+        assert loop.overlap.redo_count == i + 1
         loop.optimizer.zero_grad()
         plain.learn(i)
         loop.learn(i)
@@ -343,6 +343,7 @@ def update_fails(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["nested", pytest.param("fsdp1", marks=pytest.mark.nightly)])
 def test_an_update_that_fails(two_ranks: RankPool, name: str) -> None:
+    """On trial, in a step that is left out."""
     two_ranks.run(update_fails, name)
 
 

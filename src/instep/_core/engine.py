@@ -5,8 +5,12 @@ when torch changes them.
 """
 
 import _thread
-from collections.abc import Callable
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from functools import partial
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -59,7 +63,21 @@ class _EndOfBackward:
             failed()
         except KeyboardInterrupt:  # which is lost here, and would be in what is left of this call
             failed()
-            _thread.start_new_thread(_thread.interrupt_main, ())
+            _thread.start_new_thread(_interrupt, (sys._getframe().f_code,))
+
+
+def _interrupt(dropping: CodeType) -> None:
+    """Ctrl-C again, in the main thread, once ``dropping`` runs there no more: in it, it would be lost again."""
+    main = threading.main_thread().ident
+    while main is not None and dropping in _codes(sys._current_frames().get(main)):
+        time.sleep(0.001)
+    _thread.interrupt_main()
+
+
+def _codes(frame: FrameType | None) -> Iterator[CodeType]:
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
 
 
 def after_all_of_backward(end: Callable[[], None], failed: Callable[[], None]) -> None:
