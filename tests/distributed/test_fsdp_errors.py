@@ -313,7 +313,7 @@ def test_a_torn_step_says_so_and_can_be_accepted(two_ranks: RankPool, name: str,
 
 
 class Fails(torch.optim.SGD):
-    """Cannot step some parameters once."""
+    """Cannot step some parameters once, and changes an attribute in place then: a trial of it is not done again."""
 
     bad: tuple[set[int], ...] = (set(),)
 
@@ -332,8 +332,8 @@ def update_fails(name: str) -> None:
     loop.overlap = instep.attach(loop.model, loop.optimizer, undo=True)
     for i in range(3):
         loop.optimizer.bad = ({id(p) for p in loop.model.get_submodule("blocks.1").parameters()},)
-        loop.backward(100 + i)
-        assert loop.overlap.redo_count == i + 1
+        with pytest.raises(BoomError):
+            loop.backward(100 + i)
         loop.optimizer.zero_grad()
         plain.learn(i)
         loop.learn(i)
@@ -343,7 +343,6 @@ def update_fails(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["nested", pytest.param("fsdp1", marks=pytest.mark.nightly)])
 def test_an_update_that_fails(two_ranks: RankPool, name: str) -> None:
-    """On trial, in a step that is left out."""
     two_ranks.run(update_fails, name)
 
 

@@ -65,6 +65,34 @@ CHECK_STEPS = "tests/parity/test_check_steps.py"
 
 MUTANTS = [
     Mutant(
+        "what an update that raises has changed in place is not looked at",
+        "_core/stepper.py",
+        "            self.wrote_in_place |= written or self._wrote_shared(optimizer, shadow, given, base, contents)\n",
+        "            self.wrote_in_place |= written\n",
+        "tests/parity/test_undo.py",
+    ),
+    Mutant(
+        "undo puts back what step() left when it raised again",
+        "_core/transaction.py",
+        "        if self._raises:\n            return",
+        "        if False:\n            return",
+        "tests/parity/test_undo.py",
+    ),
+    Mutant(
+        "a step that was put off in part stands, whatever step() did to the rest",
+        "_core/deferral.py",
+        "        if rest and self._torn is None:\n",
+        "        if False:\n",
+        "tests/unit/test_refusals.py",
+    ),
+    Mutant(
+        "forward does not look whether step() wrote what it had handed over",
+        "_core/deferral.py",
+        "            if memory_of(parameter)._version != version:\n                error = writes",
+        "            if False:\n                error = writes",
+        "tests/unit/test_refusals.py",
+    ),
+    Mutant(
         "an update that raises on trial is heard of in backward",
         "_core/transaction.py",
         "            except Exception as error:\n                if self._undo is None or not writing",

@@ -337,32 +337,99 @@ def failing() -> Iterator[type[Fails]]:
     Fails.failing = False
 
 
+def nothing(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    pass
+
+
+def other_rate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def other_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
+
+
+def smaller_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for p in model.parameters():
+        p.data.mul_(0.5)
+
+
+def other_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for entry in optimizer.state.values():
+        entry["momentum_buffer"].zero_()
+
+
+def again(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    Fails.failing = False
+    other_rate(model, optimizer)
+    optimizer.step()
+
+
 @in_undo
-def test_an_error_in_the_update_of_one_parameter_leaves_all_as_they_were(way: str, failing: type[Fails]) -> None:
-    """It comes from ``optimizer.step()``, as in the plain loop."""
+@pytest.mark.parametrize("answer", [nothing, other_rate, other_weights, smaller_weights, other_state, again])
+def test_an_error_in_the_update(
+    way: str, answer: Callable[[nn.Module, torch.optim.Optimizer], None], failing: type[Fails]
+) -> None:
+    """It comes from ``optimizer.step()`` and leaves what the plain loop's leaves, to which the loop may answer."""
 
     def build() -> Built:
         model = Blocks(depth=2)
         return model, Fails(model.parameters(), lr=0.1, momentum=0.9)
 
+    def learn_with_an_error(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        train(model, optimizer, range(2))
+        failing.failing = True
+        loss(model, 2).backward()
+        try:
+            with pytest.raises(ZeroDivisionError, match="the update"):
+                optimizer.step()
+            answer(model, optimizer)
+        finally:
+            failing.failing = False
+        optimizer.zero_grad()
+        train(model, optimizer, range(3, 5))
+
     model, optimizer = fresh(build)
     with instep.attach(model, optimizer, bucket_bytes=SMALL, **WAYS[way]) as overlap:
+        learn_with_an_error(model, optimizer)
+        assert overlap.redo_count == 1
+    plain = fresh(build)
+    learn_with_an_error(*plain)
+    assert_same(model, optimizer, plain)
+
+
+class Counts(Fails):
+    """Changes an object in place, and then raises."""
+
+    def __init__(self, parameters: Any, what: str) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.counts: Any = {"dict": {"raised": 0}, "list": [], "tensor": torch.zeros(1)}[what]
+
+    def step(self, closure: Any = None) -> Any:
+        if Fails.failing:
+            if isinstance(self.counts, dict):
+                self.counts["raised"] += 1
+            elif isinstance(self.counts, list):
+                self.counts.append(1)
+            else:
+                self.counts += 1
+        return super().step(closure)
+
+
+@in_undo
+@pytest.mark.parametrize("what", ["dict", "list", "tensor"])
+def test_an_update_that_cannot_be_put_back_raises_in_backward(way: str, what: str, failing: type[Fails]) -> None:
+    """Done again, it would change that object a second time."""
+    model = Blocks(depth=2)
+    optimizer = Counts(model.parameters(), what)
+    with instep.attach(model, optimizer, **WAYS[way]):
         train(model, optimizer, range(2))
         old = list(state(model, optimizer))
         failing.failing = True
-        loss(model, 99).backward()
-        assert overlap.redo_count == 1
         with pytest.raises(ZeroDivisionError, match="the update"):
-            optimizer.step()
+            loss(model, 99).backward()
         failing.failing = False
-        optimizer.zero_grad()
-        model.state_dict()  # which puts back what step() wrote, as any use of the model does
         assert_same(model, optimizer, old)
-        train(model, optimizer, range(2, 4))
-        assert overlap.step_count == 4
-    plain = fresh(build)
-    train(*plain, range(4))
-    assert_same(model, optimizer, plain)
 
 
 @in_undo

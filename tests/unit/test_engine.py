@@ -2,8 +2,9 @@
 
 import _thread
 import gc
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +119,15 @@ def start_and_let_run(function: Any, arguments: tuple[Any, ...]) -> None:
     time.sleep(0.05)
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """A shell has its background jobs ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("start", [_thread.start_new_thread, start_and_let_run])
 def test_an_interrupt_of_what_a_failed_backward_is_owed_is_not_lost(
     start: Callable[..., object], monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from instep.errors import (
     StaleAttachmentError,
     TornStepError,
     UncommittedStepError,
+    UnsupportedOptimizerError,
 )
 from tests.cases import Blocks, batch, weights
 
@@ -562,3 +563,52 @@ def test_step_without_backward_is_the_plain_step(model: nn.Module, optimizer: An
     optimizer.step()
     assert len(optimizer.state) == len(list(model.parameters()))
     assert overlap.step_count == 0
+
+
+def test_a_step_put_off_in_part_that_raises(model: nn.Module) -> None:
+    """A sparse gradient is left to ``optimizer.step()``, which refuses it; the others were handed over by then."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    with instep.attach(model, optimizer, schedule="forward", bucket_bytes=SMALL) as overlap:
+        loss_of(model).backward()
+        weight = next(model.parameters())
+        assert weight.grad is not None
+        weight.grad = weight.grad.to_sparse()
+        with pytest.raises(RuntimeError, match="sparse"):
+            optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(TornStepError):
+            loss_of(model)
+        overlap.accept_torn()
+        loss_of(model)
+
+
+class DecaysAllLate(torch.optim.SGD):
+    """After more steps than ``attach`` tries it decays parameters that have no gradient, too."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                entry = self.state[p]
+                if p.grad is not None:
+                    entry["t"] = entry.get("t", 0) + 1
+                    p.add_(p.grad, alpha=-group["lr"])
+                elif entry.get("t", 0) > 17:
+                    p.mul_(0.9)
+
+
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+def test_an_optimizer_that_writes_what_has_no_gradient_late(model: nn.Module, schedule: Any) -> None:
+    optimizer = DecaysAllLate(model.parameters(), lr=0.01)
+
+    def train() -> None:
+        for _ in range(30):
+            loss_of(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with instep.attach(model, optimizer, schedule=schedule):
+        with pytest.raises(UnsupportedOptimizerError, match="writes parameters without a gradient"):
+            train()
+        with pytest.raises(TornStepError):
+            loss_of(model)

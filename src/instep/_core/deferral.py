@@ -40,6 +40,7 @@ from instep._core.stepper import (
     frozen,
     is_torchs_own,
     remember_settings,
+    writes_without_gradient,
 )
 from instep._core.streams import StepStreams
 from instep._core.torn import Torn
@@ -48,7 +49,7 @@ from instep._core.waiting import StateWatch
 from instep._core.watch import Watch, plain_type
 from instep._core.weak import WeakMethod
 from instep._core.worker import Task, Worker, ending
-from instep.errors import StepMismatchError, UncommittedStepError, UnsupportedOptimizerError
+from instep.errors import InstepError, StepMismatchError, UncommittedStepError, UnsupportedOptimizerError
 
 
 class Reader:
@@ -336,6 +337,9 @@ class Deferral:
         self._beginning = False  # whether what was handed over is being sent
         self._now = False
         self._placeholders: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._rest: list[str] = []  # left to step() itself, beside what is handed over
+        # What was handed over, and step() itself has come to nevertheless, with the version that it has found.
+        self._met: list[tuple[str, torch.Tensor, int]] = []
         self._torn: Torn | None = None
 
     # What the model reads.
@@ -344,7 +348,7 @@ class Deferral:
         """The model is about to run."""
         self._end_commit()
         if self._flushing is not None:
-            self.commit(self._flushing)  # the optimizer's own step() raised, for parameters that it stepped at once
+            self._end_raised(self._flushing)
         self.before_read(())
         if self._accumulation.distributed:
             # DDP may lay out its buckets anew now, and copy what is in .grad.
@@ -451,7 +455,19 @@ class Deferral:
             if self._committing[0].was_stopped:
                 self._end_commit()
         elif self._flushing is not None and self._flushing.was_stopped:
-            self.commit(self._flushing)
+            self._end_raised(self._flushing)
+
+    def _end_raised(self, stepper: Stepper) -> None:
+        """``step()`` has raised. What was handed over stands; what was left to ``step()`` itself beside that may have
+        been written in part."""
+        rest = self._rest
+        self.commit(stepper)
+        if rest and self._torn is None:
+            self._finish(self._dues())
+            names = [a.spec.name for a in self.parameters if a.stepper is stepper and a.spec.name not in rest]
+            cause = InstepError(f"{stepper.name}.step() raised")
+            self._torn = Torn(self.step_count, names, rest, self._ranks.rank(), cause, self.step_count, True)
+            self._ranks.say_failed(self.step_count + 1)
 
     def _used_in_step(self, parameter: torch.Tensor, func: object) -> None:
         """Somebody is about to read or replace a ``.grad`` that was taken off: ``step()``, if it still runs."""
@@ -462,7 +478,11 @@ class Deferral:
         if self._beginning:
             return  # the update itself, which is sent
         self._end_stopped()
-        self._finish([self._due.get(id(parameter))])
+        due = self._due.get(id(parameter))
+        self._finish([due])
+        if due is not None and self._flushing is not None:
+            name = next(name for name, tensor in zip(due.names, due.tensors, strict=True) if tensor is parameter)
+            self._met.append((name, parameter, memory_of(parameter)._version))
         self._watch.stop([parameter])
         self.require_whole()
 
@@ -524,7 +544,7 @@ class Deferral:
         """``optimizer.step()`` is called."""
         self._end_commit()
         if self._flushing is not None:
-            self.commit(self._flushing)  # another call of step(), which has raised
+            self._end_raised(self._flushing)  # another call of step()
         self._now = False
         stepper.called()
 
@@ -537,7 +557,7 @@ class Deferral:
         except BaseException:
             if self._flushing is None:  # nothing has been handed over
                 self._owing.clear()
-                self._taken, self._vote, self._settings = True, None, None
+                self._taken, self._vote, self._settings, self._rest = True, None, None, []
                 if self._check is not None:
                     self._check.forget()
             raise
@@ -579,6 +599,7 @@ class Deferral:
         if not later:
             self._flushing = stepper
         else:
+            self._rest = [attached.spec.name for attached in with_gradient if attached not in later]
             first = not stepper.optimizer().state and not is_torchs_own(stepper.optimizer())
             self._put_off(stepper, later, flying, clip)
             if first:  # one bucket of it makes state, see begin_state
@@ -752,6 +773,18 @@ class Deferral:
             self._settings()
         self._committing = stepper, self.step_count + 1, self.skip_count + 1
         self._end_commit()
+        self._require_left_alone(stepper)
+
+    def _require_left_alone(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` has found no gradient of what it had handed over."""
+        met, self._met = self._met, []
+        for name, parameter, version in met:
+            if memory_of(parameter)._version != version:
+                error = writes_without_gradient(stepper.name, name)
+                names = [a.spec.name for a in self.parameters if a.stepper is stepper]
+                self._torn = Torn(self.step_count, names, [], self._ranks.rank(), error, self.step_count)
+                self._ranks.say_failed(self.step_count + 1)
+                raise error
 
     def _end_commit(self) -> None:
         if self._committing is None:
@@ -772,7 +805,7 @@ class Deferral:
     def _count(self, stepper: Stepper, step_count: int, skip_count: int) -> None:
         self._watch.take_from(self._watch_in_step, (p for p, _ in self._placeholders if id(p) in self._due))
         self._watch_in_step.stop(p for p, _ in self._placeholders)
-        self._placeholders, self._settings, self._flushing = [], None, None
+        self._placeholders, self._settings, self._flushing, self._rest = [], None, None, []
         self._accumulation.stepped()
         self._clipped.discard(stepper)
         self._clipping.stepped(stepper)
@@ -863,6 +896,7 @@ class Deferral:
             self._check.forget()
         self._taken = True
         self._placeholders.clear()
+        self._rest, self._met = [], []
         self._owing.clear()
         self._clipped.clear()
         self._clipping.begin()

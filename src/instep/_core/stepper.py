@@ -148,6 +148,10 @@ class Stepper:
         try:
             with torch.no_grad(), without_autocast(parameters[0].device.type):
                 undecorated_step(type(optimizer))(shadow)
+        except Exception:
+            written = any(memory_of(tensor)._version != version for tensor, version in in_modules)
+            self.wrote_in_place |= written or self._wrote_shared(optimizer, shadow, given, base, contents)
+            raise
         finally:
             if parts is not None:
                 for p, own, part in zip(parameters, owned, parts, strict=True):
@@ -187,11 +191,25 @@ class Stepper:
         for index, before in given.items():
             live = optimizer.param_groups[index]
             self._collect(f"param_groups[{index}]", before.changes(shadow.param_groups[index]), live)
-        for name, content in contents.items():
-            if vars(shadow).get(name) is base[name] and not alike(fingerprint(base[name]), content):
-                raise self._writes_in_place(f"its attribute {name!r}")
+        for name in _written_in_place(shadow, base, contents):
+            raise self._writes_in_place(f"its attribute {name!r}")
         self._collect("state", self._shared.changes(_shared(shadow.state)), self._shared_state)
         self._collect("attribute", changes(_attributes(shadow), base))
+
+    def _wrote_shared(
+        self,
+        optimizer: Optimizer,
+        shadow: Optimizer,
+        given: Mapping[int, Snapshot],
+        base: Mapping[str, Any],
+        contents: Mapping[str, Any],
+    ) -> bool:
+        """Whether an update that raised has changed an object that the optimizer itself holds, too."""
+        looks = [(optimizer.param_groups[i], before.changes(shadow.param_groups[i])) for i, before in given.items()]
+        looks.append((self._shared_state, self._shared.changes(_shared(shadow.state))))
+        if any(value is live.get(key) for live, changed in looks for key, value in changed.items()):
+            return True
+        return any(True for _ in _written_in_place(shadow, base, contents))
 
     def require_unchanged(self) -> None:
         """Raise ``HyperparameterChangedError`` if groups or state are not those the buckets were stepped with."""
@@ -428,6 +446,20 @@ class Stepper:
         last = len(self._position)
         for key in sorted(added, key=lambda k: self._position.get(id(k), last)):
             optimizer.state[key] = optimizer.state.pop(key)
+
+
+def _written_in_place(shadow: Optimizer, base: Mapping[str, Any], contents: Mapping[str, Any]) -> Iterator[str]:
+    """Attributes that are the objects they were, and do not hold what they held."""
+    for name, content in contents.items():
+        if vars(shadow).get(name) is base[name] and not alike(fingerprint(base[name]), content):
+            yield name
+
+
+def writes_without_gradient(optimizer: str, parameter: str) -> UnsupportedOptimizerError:
+    return UnsupportedOptimizerError(
+        f"{optimizer}.step() writes parameters without a gradient too: {parameter!r}, which had been updated, was "
+        "written a second time. Use this optimizer without instep"
+    )
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:

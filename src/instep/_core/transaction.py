@@ -30,7 +30,13 @@ from instep._core.placeholders import ACCUMULATE, CONVERSION, UNSCALE, HeldGradi
 from instep._core.plan import ParameterSpec
 from instep._core.ranks import Ranks
 from instep._core.scaling import LossScale, found_inf, is_power_of_two, kernel_scale, take_off_here
-from instep._core.stepper import Stepper, asks_for_state, is_torchs_own, remember_settings
+from instep._core.stepper import (
+    Stepper,
+    asks_for_state,
+    is_torchs_own,
+    remember_settings,
+    writes_without_gradient,
+)
 from instep._core.streams import StepStreams
 from instep._core.torn import Torn
 from instep._core.undo import Undo
@@ -44,7 +50,6 @@ from instep.errors import (
     SpentGradientError,
     StepMismatchError,
     UncommittedStepError,
-    UnsupportedOptimizerError,
 )
 
 
@@ -138,6 +143,7 @@ class Transaction:
         self._outcomes: dict[int, Outcome] = {}  # of those that their update wrote
         self._at_rest: list[tuple[AttachedParameter, int]] = []
         self._plain = False
+        self._raises = False  # whether the update has raised on trial
         # While the step is put back: whose state, and which parameters, somebody had written. Who is interrupted in it
         # does it again, at the next use.
         self._putting_back: tuple[str | None, list[str]] | None = None
@@ -296,6 +302,7 @@ class Transaction:
                     # Left to optimizer.step(), which steps all of them together: the plain loop's raises there, if at
                     # all, and in a step that the plain loop leaves out nobody hears of an error.
                     self.put_back()
+                    self._raises = True
                 return False
             except BaseException as error:
                 self.fail(error, writing=writing)
@@ -710,7 +717,10 @@ class Transaction:
 
     def _save_rest(self, undo: Undo, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
         """What ``optimizer.step()`` is about to write is put back too, if an error or Ctrl-C stops it half way."""
-        self._settings_before = remember_settings(stepper.optimizer())
+        if self._raises:
+            return  # again, most likely: what it then leaves is the plain loop's
+        if not is_torchs_own(stepper.optimizer()):
+            self._settings_before = remember_settings(stepper.optimizer())
         # On the stream that step() will write on.
         undo.save([a.get() for a in left if _gradient(a) is not None], stepper.optimizer())
 
@@ -797,10 +807,7 @@ class Transaction:
         at_rest, self._at_rest = self._at_rest, []
         for attached, version in at_rest:
             if _version(attached, attached.get()) != version:
-                error = UnsupportedOptimizerError(
-                    f"{stepper.name}.step() writes parameters without a gradient too: {attached.spec.name!r}, which "
-                    "backward had updated, was written a second time. Use this optimizer without instep"
-                )
+                error = writes_without_gradient(stepper.name, attached.spec.name)
                 self._flushing = None
                 self._tear(error)
                 raise error
@@ -1222,7 +1229,7 @@ class Transaction:
         self._applied.clear()
         self._uncommitted.clear()
         self._flushing = self._committing = self._putting_back = None
-        self._plain = self._added_up = False
+        self._plain = self._raises = self._added_up = False
         self._taken = self._settings = self._settings_before = None
         self._asked_in_vain.clear()
         self._kept.clear()
