@@ -485,7 +485,7 @@ MUTANTS = [
     Mutant(
         "do not wait for a parameter that is used",
         "_core/deferral.py",
-        "        self._finish([self._due.get(id(parameter))])\n",
+        "        self._finish([due])\n",
         "",
         READERS,
     ),
