@@ -15,6 +15,9 @@ from instep.errors import AttachError, TornStepError, UnsupportedOptimizerError
 from tests.cases import Blocks, Rotations, batch, optimizer_cases, two_groups
 from tests.parity.lockstep import CLIP, WAYS, Lane, in_every_way, in_exact_ways, learn, lockstep, loss_of, ways
 
+# Not by a thread: while one that has just been started runs, it may be that one that draws.
+pytestmark = pytest.mark.timeout(600, method="signal")
+
 BUCKET = 2_000
 SCHEDULES = {name: options for name, options in WAYS.items() if name != "late"} | {"host": {"undo": "host"}}
 in_every_schedule = pytest.mark.parametrize("way", list(SCHEDULES))

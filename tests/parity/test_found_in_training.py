@@ -16,6 +16,9 @@ from tests.cases import Blocks, batch, two_groups
 from tests.parity.lockstep import SMALL, WAYS, Refused, learn, lockstep, loss_of
 from tests.parity.test_undo import WAYS as UNDO
 
+# Not by a thread: while one that has just been started runs, it may be that one that draws.
+pytestmark = pytest.mark.timeout(600, method="signal")
+
 LATER = STEPS + 2  # an optimizer is tried for fewer
 
 

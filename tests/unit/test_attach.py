@@ -12,6 +12,9 @@ import instep
 from instep.errors import AttachError, UnsupportedOptimizerError
 from tests.cases import Blocks, batch
 
+# Not by a thread: while one that has just been started runs, it may be that one that draws.
+pytestmark = pytest.mark.timeout(600, method="signal")
+
 
 def hooks_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[int]:
     """How many hooks are registered where instep registers its own."""
