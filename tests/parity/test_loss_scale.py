@@ -381,3 +381,23 @@ def test_a_disabled_scaler_is_fine_everywhere(way: str, optimizer: str) -> None:
     lane = compare(way, scalers, build(optimizer), step, 4, scaler=scalers.attached)
     assert lane.overlap.redo_count == 0
     assert lane.overlap.step_count == 4
+
+
+def test_a_bucket_that_was_frozen_after_the_forward() -> None:
+    """Its parameters are announced, and have no gradients."""
+
+    def trained(attached: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        if attached:
+            instep.attach(model, optimizer, undo=True, scaler=scaler, bucket_bytes=1)
+        loss = model(torch.ones(2, 4)).square().sum()
+        model[1].requires_grad_(False)  # the first bucket
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(map(torch.equal, trained(True), trained(False)))

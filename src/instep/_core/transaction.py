@@ -275,6 +275,8 @@ class Transaction:
                     if len(gradients) < len(parameters):
                         bucket = [a for a, p in zip(bucket, parameters, strict=True) if p.grad is not None]
                         parameters = [attached.get() for attached in bucket]
+                    if not bucket:
+                        return True
                     if self._scale is not None and not all(map(_can_be_unscaled, parameters)):
                         self.put_back()
                         return False
@@ -313,7 +315,7 @@ class Transaction:
             for parameter, attached in zip(parameters, bucket, strict=True):
                 attached.version = _version(attached, parameter)
             self.streams.keep(p.grad for p in parameters if p.grad is not None)
-            if self.recorder is not None and bucket:
+            if self.recorder is not None:
                 self.recorder("step", [attached.spec.name for attached in bucket], started, perf_counter())
             return True
 
