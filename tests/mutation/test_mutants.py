@@ -90,7 +90,7 @@ MUTANTS = [
         "_core/deferral.py",
         "            if memory_of(parameter)._version != version:\n                error = writes",
         "            if False:\n                error = writes",
-        "tests/unit/test_refusals.py",
+        IN_TRAINING,
     ),
     Mutant(
         "an update that raises on trial is heard of in backward",

@@ -19,7 +19,6 @@ from instep.errors import (
     StaleAttachmentError,
     TornStepError,
     UncommittedStepError,
-    UnsupportedOptimizerError,
 )
 from tests.cases import Blocks, batch, weights
 
@@ -580,35 +579,3 @@ def test_a_step_put_off_in_part_that_raises(model: nn.Module) -> None:
             loss_of(model)
         overlap.accept_torn()
         loss_of(model)
-
-
-class DecaysAllLate(torch.optim.SGD):
-    """After more steps than ``attach`` tries it decays parameters that have no gradient, too."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                entry = self.state[p]
-                if p.grad is not None:
-                    entry["t"] = entry.get("t", 0) + 1
-                    p.add_(p.grad, alpha=-group["lr"])
-                elif entry.get("t", 0) > 17:
-                    p.mul_(0.9)
-
-
-@pytest.mark.parametrize("schedule", ["backward", "forward"])
-def test_an_optimizer_that_writes_what_has_no_gradient_late(model: nn.Module, schedule: Any) -> None:
-    optimizer = DecaysAllLate(model.parameters(), lr=0.01)
-
-    def train() -> None:
-        for _ in range(30):
-            loss_of(model).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    with instep.attach(model, optimizer, schedule=schedule):
-        with pytest.raises(UnsupportedOptimizerError, match="writes parameters without a gradient"):
-            train()
-        with pytest.raises(TornStepError):
-            loss_of(model)

@@ -773,7 +773,6 @@ class Deferral:
             self._settings()
         self._committing = stepper, self.step_count + 1, self.skip_count + 1
         self._end_commit()
-        self._require_left_alone(stepper)
 
     def _require_left_alone(self, stepper: Stepper) -> None:
         """``optimizer.step()`` has found no gradient of what it had handed over."""
@@ -782,8 +781,9 @@ class Deferral:
             if memory_of(parameter)._version != version:
                 error = writes_without_gradient(stepper.name, name)
                 names = [a.spec.name for a in self.parameters if a.stepper is stepper]
-                self._torn = Torn(self.step_count, names, [], self._ranks.rank(), error, self.step_count)
-                self._ranks.say_failed(self.step_count + 1)
+                number = self.step_count + 1
+                self._torn = Torn(number, names, [], self._ranks.rank(), error, number)
+                self._ranks.say_failed(number + 1)
                 raise error
 
     def _end_commit(self) -> None:
@@ -809,6 +809,7 @@ class Deferral:
         self._accumulation.stepped()
         self._clipped.discard(stepper)
         self._clipping.stepped(stepper)
+        self._require_left_alone(stepper)
         if stepper in self._owing and self._taken:
             self._require_checked(stepper)
         if self._owing == {stepper}:

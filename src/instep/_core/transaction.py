@@ -30,13 +30,7 @@ from instep._core.placeholders import ACCUMULATE, CONVERSION, UNSCALE, HeldGradi
 from instep._core.plan import ParameterSpec
 from instep._core.ranks import Ranks
 from instep._core.scaling import LossScale, found_inf, is_power_of_two, kernel_scale, take_off_here
-from instep._core.stepper import (
-    Stepper,
-    asks_for_state,
-    is_torchs_own,
-    remember_settings,
-    writes_without_gradient,
-)
+from instep._core.stepper import Stepper, asks_for_state, is_torchs_own, remember_settings, writes_without_gradient
 from instep._core.streams import StepStreams
 from instep._core.torn import Torn
 from instep._core.undo import Undo
@@ -50,6 +44,7 @@ from instep.errors import (
     SpentGradientError,
     StepMismatchError,
     UncommittedStepError,
+    UnsupportedOptimizerError,
 )
 
 
@@ -304,7 +299,7 @@ class Transaction:
                     # Left to optimizer.step(), which steps all of them together: the plain loop's raises there, if at
                     # all, and in a step that the plain loop leaves out nobody hears of an error.
                     self.put_back()
-                    self._raises = True
+                    self._raises = not isinstance(error, UnsupportedOptimizerError)  # which is not step()'s own
                 return False
             except BaseException as error:
                 self.fail(error, writing=writing)
