@@ -661,7 +661,8 @@ class Attachment:
         """Give the model and the optimizer back as they came. Safe to call twice, and with a step open or torn. What
         ``optimizer.step()`` was called for is finished first. Of a step that backward has applied in part, the
         gradients that are left are clipped with ``clip=`` as those were that backward applied: the plain
-        ``optimizer.step()`` completes the step. Otherwise nothing is clipped any more.
+        ``optimizer.step()`` completes the step. Weights that backward has updated stay so, and nobody is told who uses
+        them before that ``step()``. Otherwise nothing is clipped any more.
 
         One thing stays: DDP cannot let go of a communication hook. It becomes the plain mean that DDP computes
         without one, or the ``comm_hook`` that was given, and a later ``attach`` takes it up again.

@@ -69,7 +69,8 @@ class StaleAttachmentError(InstepError):
 
 
 class HyperparameterChangedError(InstepError):
-    """A hyper-parameter changed between the backward that used it and ``optimizer.step()``."""
+    """A hyper-parameter changed between the backward that used it and ``optimizer.step()``; or ``step()`` was called in
+    an autocast block that changes its update."""
 
 
 class ConcurrentBackwardError(InstepError):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep.errors import AccumulationError, AttachError
+from instep.errors import AccumulationError, AttachError, HyperparameterChangedError, TornStepError
 from instep.planning.live_bytes import LiveBytes
 from instep.sources.state_shards import StateShards
 from tests import net
@@ -265,6 +265,40 @@ def muon(way: str, options: Mapping[str, Any]) -> None:
                 assert overlap.grad_norm is not None
                 assert near(overlap.grad_norm, norm)
                 assert all(map(near, weights(models[0]), weights(models[1]))), f"iteration {i}"
+
+
+def in_an_autocast_block(way: str) -> list[str]:
+    """Each rank's parts are updated by instep, outside of it."""
+    torch.manual_seed(0)
+    model = ddp(Blocks())
+    optimizer = adafactor(model)
+    found = []
+    with instep.attach(model, optimizer, shard_state=True, **WAYS[way]) as overlap:
+        before = [weight.clone() for weight in weights(model)]
+        for parameter in model.parameters():  # of no backward
+            parameter.grad = torch.ones_like(parameter)
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(said(HyperparameterChangedError, optimizer.step))
+        assert all(map(torch.equal, weights(model), before))
+        optimizer.zero_grad()
+        x, y = batch(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss_of(model(x).float(), y).backward()
+            found.append(said(HyperparameterChangedError, optimizer.step))
+        if way == "forward":  # nothing is written before step()
+            optimizer.step()
+            overlap.synchronize()
+            assert not any(map(torch.equal, weights(model), before))
+        else:
+            found.append(said(TornStepError, lambda: model(x)))
+            overlap.accept_torn()
+    return found
+
+
+@pytest.mark.parametrize("way", ["backward", "forward"])
+def test_a_step_in_an_autocast_block_that_changes_it(two_ranks: RankPool, way: str) -> None:
+    for found in two_ranks.run(in_an_autocast_block, way):
+        assert all("inside an autocast block" in said_ for said_ in found)
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")

@@ -26,6 +26,7 @@ class Mutant(NamedTuple):
 
 
 PARITY = "tests/parity/test_one_device.py"
+AUTOCAST = "tests/parity/test_autocast.py"
 REFUSALS = "tests/unit/test_refusals.py"
 DDP = "tests/distributed/test_ddp_parity.py"
 DDP_LIFE = "tests/distributed/test_ddp_life.py"
@@ -200,7 +201,7 @@ MUTANTS = [
     Mutant(
         "do not compare hyper-parameters in step()",
         "_core/transaction.py",
-        "            if applied:\n                stepper.require_unchanged()\n            for attached",
+        "                stepper.require_unchanged()\n            for attached",
         "            for attached",
         REFUSALS,
     ),
@@ -1503,6 +1504,50 @@ MUTANTS = [
         "    found = {name: getattr(value, name) for name in names if hasattr(value, name)}\n",
         "    found: dict[Any, Any] = {}\n",
         CHANGED,
+    ),
+    Mutant(
+        "update in backward whatever autocast block step() is in",
+        "_core/transaction.py",
+        "                require_same_in_autocast(stepper.optimizer())\n"
+        "                stepper.require_unchanged()\n            for attached",
+        "                stepper.require_unchanged()\n            for attached",
+        AUTOCAST,
+    ),
+    Mutant(
+        "undo: keep an update whatever autocast block step() is in",
+        "_core/transaction.py",
+        "                require_same_in_autocast(stepper.optimizer())\n"
+        "                stepper.require_unchanged()\n            right",
+        "                stepper.require_unchanged()\n            right",
+        AUTOCAST,
+    ),
+    Mutant(
+        "update parts that backward has left whatever autocast block step() is in",
+        "_core/transaction.py",
+        "        if parts or mixed:\n            require_same_in_autocast(stepper.optimizer())\n",
+        "        if parts or mixed:\n",
+        ZERO,
+    ),
+    Mutant(
+        "put off a step whatever autocast block it is in",
+        "_core/deferral.py",
+        "put_off and not autocast_matters(stepper.optimizer())",
+        "put_off",
+        AUTOCAST,
+    ),
+    Mutant(
+        "put off the update of parts whatever autocast block step() is in",
+        "_core/deferral.py",
+        "            require_same_in_autocast(stepper.optimizer())  # this rank's",
+        "            pass  # this rank's",
+        ZERO,
+    ),
+    Mutant(
+        "check_steps: take the plain step outside of the autocast block",
+        "_core/checking.py",
+        "step_plainly(self._stepped, autocast=self.autocast)",
+        "step_plainly(self._stepped)",
+        AUTOCAST,
     ),
     Mutant(
         "put off a step with settings that cannot be copied",

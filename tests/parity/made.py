@@ -20,7 +20,8 @@ class Recipe:
     """What the ``step()`` of a hand-written optimizer does.
 
     Attributes:
-        gradient: what becomes of ``p.grad``: ``"read"``, ``"decayed"`` or ``"centralized"`` in place, ``"replaced"``.
+        gradient: what becomes of ``p.grad``: ``"read"``, ``"decayed"`` or ``"centralized"`` in place, ``"replaced"``,
+            or a ``"product"`` of three matrices, which autocast computes in its own dtype.
         decays_all: parameters without a gradient are decayed too.
         memory: where the momentum is kept: ``"state"``; an attribute, by ``"position"``, ``"name"`` or
             ``"parameter"``, or by parameter in an ``"object"``; ``"on the parameter"``; the ``"group"``; ``"nowhere"``.
@@ -56,7 +57,7 @@ class Recipe:
 
 recipes = st.builds(
     Recipe,
-    gradient=st.sampled_from(["read", "read", "decayed", "centralized", "replaced"]),
+    gradient=st.sampled_from(["read", "read", "decayed", "centralized", "replaced", "product"]),
     decays_all=st.sampled_from([False, False, False, True]),
     memory=st.sampled_from(
         ["state"] * 5 + ["position", "name", "parameter", "object", "on the parameter", "group", "nowhere"]
@@ -201,6 +202,9 @@ class Made(torch.optim.Optimizer):
             p.grad.sub_(p.grad.mean())
         elif kind == "replaced":
             p.grad = p.grad + 0.1 * p
+        elif kind == "product" and p.dim() == 2:
+            unit = p.grad / (1 + p.grad.norm())
+            return (unit @ unit.T @ unit).to(p.dtype)
         return p.grad  # type: ignore[no-any-return]
 
     def _rate(self, group: dict[str, Any]) -> float:

@@ -3,7 +3,7 @@
 import copy
 import random
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +60,7 @@ class Program:
         every: whether the loops are compared after every step, which finishes all updates, or after the last.
         check_steps: for ``attach``.
         no_sync: under DDP, whether all micro-batches are in ``no_sync()``.
+        autocast: around which parts of the loop: ``"backward"``, ``"step"``, both (``"all"``), or none (``""``).
     """
 
     optimizer: str
@@ -91,6 +92,7 @@ class Program:
     every: bool = True
     check_steps: int = 0
     no_sync: bool = False
+    autocast: str = ""
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -280,11 +282,14 @@ class Loop:
             layer.requires_grad_(i not in step.frozen)
         self._at("begin")
         if self.program.closure:
-            self._step(lambda: self._forward_and_backward(step))
+            with self._autocast("step"):
+                self._step(lambda: self._forward_and_backward(step))
         else:
-            self._forward_and_backward(step)
+            with self._autocast("backward"):
+                self._forward_and_backward(step)
             if step.event != "skip":
-                self._step()
+                with self._autocast("step"):
+                    self._step()
         if step.event != "skip" and self.scheduler is not None:
             self.scheduler.step()
         self._at("step")
@@ -292,6 +297,11 @@ class Loop:
             self.optimizer.zero_grad(set_to_none=step.event == "skip" or self.program.clear == "none")
         self._at("end")
         self._between(step.event)
+
+    def _autocast(self, part: str) -> AbstractContextManager[Any]:
+        if self.program.autocast in (part, "all"):
+            return torch.autocast("cpu", torch.bfloat16)
+        return nullcontext()
 
     def _at(self, moment: str) -> None:
         self.at(moment)

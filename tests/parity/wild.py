@@ -10,7 +10,7 @@ from tests.parity.edits import EDITS, MOMENTS
 from tests.parity.made import SIZE, recipes
 from tests.parity.oracle import CAN_CHECK
 from tests.parity.outputs import OUTPUTS
-from tests.parity.programs import CALLS, RIGHT, Program, programs
+from tests.parity.programs import CALLS, RIGHT, SPENDING, Program, programs
 from tests.parity.zoo import zoo
 
 WILD_WAYS = (*RIGHT, "late")
@@ -35,7 +35,7 @@ def wild(
     """One of ``programs``, with what is given here in place of the usual."""
     program = draw(programs(ways))
     recipe = draw(recipe)
-    steps = tuple(replace(step, edits=draw(edits)) for step in program.steps)
+    steps = tuple(replace(step, edits=_watched(program.way, draw(edits))) for step in program.steps)
     program = replace(
         program,
         steps=steps,
@@ -48,8 +48,20 @@ def wild(
         nonfinite=draw(st.sampled_from(["allow", "allow", "skip", "raise"])) if program.scaler is None else "allow",
         leave_out=any(edit == "add" for step in steps for _, edit in step.edits),
         every=draw(st.booleans()),
+        autocast=draw(st.sampled_from([""] * 5 + ["backward", "step", "all"])),
     )
     return _agreeing(draw, program)
+
+
+def _watched(way: str, edits: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Without what is done between backward and ``step()`` after a ``detach()`` there, of which nobody is told: what
+    backward has applied is applied (docs/limits.md)."""
+    kept: list[tuple[str, str]] = []
+    for moment, edit in edits:
+        if way in SPENDING and moment == "backward" and ("backward", "attach again") in kept:
+            continue
+        kept.append((moment, edit))
+    return tuple(kept)
 
 
 def _agreeing(draw: Any, program: Program) -> Program:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from instep._core.generators import Generators
 from instep._core.parameters import AttachedParameter, Together, together
 from instep._core.parts import Part, memory_of
-from instep._core.stepper import Stepper
+from instep._core.stepper import Stepper, autocast_of
 from instep._core.twins import different, parameters_of, shared_state, step_plainly, twin_of
 from instep._core.watch import plain_type
 from instep.errors import UnsupportedOptimizerError
@@ -44,6 +44,7 @@ class _Step:
         groups = [{**group, "params": list(map(id, group["params"]))} for group in optimizer.param_groups]
         self._before = twin_of(optimizer, groups, shared_state(optimizer), own)
         self._stepped: Optimizer | None = None
+        self.autocast: torch.dtype | None = None
         self.drew = False
 
     def keep(self, call: Together, state: Mapping[Any, Any]) -> None:
@@ -74,7 +75,7 @@ class _Step:
             devices = {p.device for p in parameters_of(self._stepped)}
             generators = Generators(devices, [self._stepped])
             try:
-                step_plainly(self._stepped)
+                step_plainly(self._stepped, autocast=self.autocast)
                 self.drew = generators.drawn() == "yes"
             finally:
                 generators.restore()
@@ -142,6 +143,7 @@ class Check:
         gradient: Gradient,
     ) -> None:
         optimizer, step = stepper.optimizer(), self._step_of(stepper)
+        step.autocast = autocast_of(mine[0].get().device.type)
         given = {a: gradient(a) for a in mine if a not in bucketed}
         for call in together([(a, g) for a, g in given.items() if g is not None], alias=False):
             step.keep(call, optimizer.state)

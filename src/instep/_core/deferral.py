@@ -19,6 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._core.accumulation import Accumulation
+from instep._core.autocast import autocast_matters, require_same_in_autocast
 from instep._core.checking import Check
 from instep._core.clipping import Clip, Clipping
 from instep._core.engine import graph_task
@@ -582,7 +583,10 @@ class Deferral:
             return
         traced = {a.spec.index for reader in self.readers if reader.traced for a in reader.parameters}
         flying = self._flying(mine)
+        if any(a.part is not None and a.part.alone for a in with_gradient):
+            require_same_in_autocast(stepper.optimizer())  # this rank's parts are updated by instep, put off or not
         put_off = in_loop and not self.at_once() and not ending() and can_be_frozen(stepper.optimizer())
+        put_off = put_off and not autocast_matters(stepper.optimizer())
         waiting = {a: put_off and self._can_be_put_off(a, flying.get(a), traced) for a in with_gradient}
         for attached, flight in list(flying.items()):
             if not waiting[attached]:

@@ -195,7 +195,7 @@ _DIVISIONS: dict[str, Divide] = {
 }
 
 
-class _Lane:
+class Lane:
     """Made-up parameters of one optimizer, and what steps them."""
 
     def __init__(self, optimizer: Optimizer, specs: Sequence[Sequence[Spec]]) -> None:
@@ -255,7 +255,7 @@ class _Lane:
             undo.restore(device)
         stepper.abort()
 
-    def differs_from(self, other: "_Lane") -> str | None:
+    def differs_from(self, other: "Lane") -> str | None:
         """The first thing that does, in words."""
         for mine, its in zip(self.parameters, other.parameters, strict=True):
             if different(mine, its):
@@ -280,7 +280,7 @@ class _Probe:
         self._contained = True
         self._returns = False
         # Kept until the end: an optimizer may remember parameters by their ids.
-        self._lanes: list[_Lane] = []
+        self._lanes: list[Lane] = []
 
     def run(self) -> Separability:
         if self._needs_closure():
@@ -306,8 +306,8 @@ class _Probe:
             keeps=self._keeps() if any(self._specs) else None,
         )
 
-    def _lane(self) -> _Lane:
-        lane = _Lane(self._optimizer, self._specs)
+    def _lane(self) -> Lane:
+        lane = Lane(self._optimizer, self._specs)
         self._lanes.append(lane)
         return lane
 
@@ -394,7 +394,7 @@ class _Probe:
         """Why two plain steps do."""
         weather = Weather((1.0, 1.0))
         try:
-            lane = _Lane(self._optimizer, specs)
+            lane = Lane(self._optimizer, specs)
             self._lanes.append(lane)
             for step in range(2):
                 lane.give(weather.gradients([spec for mine in specs for spec in mine], step))
@@ -435,7 +435,7 @@ class _Probe:
         if not weather.odd and not all(map(is_finite, together.parameters)):
             self._untried.append(f"with {weather} it makes parameters NaN or infinite")
 
-    def _step_together(self, lane: _Lane, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _step_together(self, lane: Lane, gradients: Sequence[torch.Tensor | None]) -> None:
         lane.give(gradients)
         idle = [p for p in lane.parameters if p.grad is None]
         before = [p.detach().clone() for p in idle]
@@ -455,7 +455,7 @@ class _Probe:
                 "would change them once with each bucket, and once more in step(). Use this optimizer without instep"
             )
 
-    def _step(self, lane: _Lane, how: str) -> None:
+    def _step(self, lane: Lane, how: str) -> None:
         try:
             lane.step_divided(_DIVISIONS[how])
         except UnsupportedOptimizerError:
@@ -466,7 +466,7 @@ class _Probe:
                 f"raises {_in_short(error)}. Use this optimizer without instep"
             ) from error
 
-    def _require_same(self, together: _Lane, lane: _Lane, when: str, how: str) -> None:
+    def _require_same(self, together: Lane, lane: Lane, when: str, how: str) -> None:
         if (what := lane.differs_from(together)) is not None:
             raise UnsupportedOptimizerError(
                 f"{self._name} couples parameters: stepped {how} they get other values than stepped together (in "

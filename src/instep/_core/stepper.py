@@ -640,6 +640,11 @@ def undecorated_step(cls: type[Optimizer]) -> Callable[..., Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
+def autocast_of(device_type: str) -> torch.dtype | None:
+    """The dtype of the autocast block that this thread is in; ``None``: it is in none."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     # backward() may be called inside an autocast block; optimizer.step() is not.
     enabled = torch.is_autocast_enabled(device_type)

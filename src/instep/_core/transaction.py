@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._core.accumulation import Accumulation
+from instep._core.autocast import require_same_in_autocast
 from instep._core.checking import Check
 from instep._core.clipping import Clipping
 from instep._core.engine import graph_task
@@ -653,6 +654,7 @@ class Transaction:
         self._watch.stop(parameters)
         try:
             if applied:
+                require_same_in_autocast(stepper.optimizer())
                 stepper.require_unchanged()
             for attached, parameter in zip(applied, parameters, strict=True):
                 if attached.spent is None and self._undo is None:
@@ -730,6 +732,7 @@ class Transaction:
         parts = [a for a in rest if a.part is not None and a.part.alone]
         mixed = self._undo is None and len({a.mesh for a in rest}) > 1 and kernel_scale(stepper.optimizer()) is None
         if parts or mixed:
+            require_same_in_autocast(stepper.optimizer())
             for call in together([(a, g) for a in rest if (g := _gradient(a)) is not None], alias=False):
                 call.step(stepper)
             if self.gather is not None:
@@ -1084,6 +1087,7 @@ class Transaction:
         scaled = kernel_scale(optimizer)
         try:
             if applied:
+                require_same_in_autocast(stepper.optimizer())
                 stepper.require_unchanged()
             right = self._are_as_kept(applied) and self._scale_was_taken_off(optimizer)
         except HyperparameterChangedError:

@@ -39,10 +39,15 @@ def twin_of(
     return twin
 
 
-def step_plainly(twin: Optimizer, *closure: Callable[[], torch.Tensor]) -> Any:
-    """Call its ``step()``, as the plain loop does, without any step hooks. Returns what that returns."""
+def step_plainly(twin: Optimizer, *closure: Callable[[], torch.Tensor], autocast: torch.dtype | None = None) -> Any:
+    """Call its ``step()``, as the plain loop does, without any step hooks. Returns what that returns.
+
+    Args:
+        autocast: that of the block in which the loop calls it; ``None``: it calls it outside.
+    """
     first = next(parameters_of(twin), None)
-    with torch.no_grad(), without_autocast("cpu" if first is None else first.device.type):
+    kind = "cpu" if first is None else first.device.type
+    with torch.no_grad(), without_autocast(kind) if autocast is None else torch.autocast(kind, autocast):
         return undecorated_step(type(twin))(twin, *closure)
 
 

@@ -1,0 +1,124 @@
+"""``optimizer.step()`` inside an autocast block. Updates in backward, and behind the next forward, run outside of it:
+equal where the block changes nothing of the update, refused or left to ``step()`` where it does."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from instep._core import autocast
+from instep.errors import HyperparameterChangedError
+from tests.cases import Blocks, batch
+from tests.parity.lockstep import EXACT, Lane, Refused, in_every_way, lockstep, loss_of
+from tests.parity.made import Made, Recipe
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class OnCommand(torch.optim.SGD):
+    """Its update can be tried on nothing but the parameters that it was made for."""
+
+    def step(self, closure: Any = None) -> Any:
+        if any(p.dim() == 2 and p.shape[1] not in (16, 24, 96) for g in self.param_groups for p in g["params"]):
+            raise ValueError("not mine")
+        return super().step(closure)
+
+
+CHANGED: dict[str, Make] = {
+    "torch's own": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
+    "made by hand": lambda model: Made(list(model.named_parameters()), 1e-2, Recipe(gradient="product")),
+}
+UNCHANGED: dict[str, Make] = {
+    "torch's own": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    "made by hand": lambda model: Made(list(model.named_parameters()), 1e-2, Recipe()),
+}
+TORN = Refused(HyperparameterChangedError, "torn", "step() was called inside an autocast block")
+
+
+def on_cpu() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def learn(lane: Lane, i: int, around: str) -> torch.Tensor:
+    x, y = batch(i)
+    with on_cpu() if around == "all" else nullcontext():
+        with on_cpu() if around == "backward" else nullcontext():
+            loss = loss_of(lane.model(x).float(), y)
+            lane.backward(loss)
+        with on_cpu() if around == "step" else nullcontext():
+            lane.step()
+    lane.zero_grad()
+    return loss.detach()
+
+
+def build(make: Make) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Blocks()
+    return model, make(model)
+
+
+@in_every_way
+@pytest.mark.parametrize("around", ["backward", "step", "all"])
+@pytest.mark.parametrize("name", list(UNCHANGED))
+def test_the_block_does_not_matter(way: str, around: str, name: str) -> None:
+    lane = lockstep(way, partial(build, UNCHANGED[name]), partial(learn, around=around))
+    assert lane.overlap.redo_count == 0
+
+
+@in_every_way
+@pytest.mark.parametrize("around", ["backward", "step", "all"])
+@pytest.mark.parametrize("name", list(CHANGED))
+@pytest.mark.parametrize("check_steps", [0, 3])
+def test_the_block_changes_the_update(way: str, around: str, name: str, check_steps: int) -> None:
+    refused = None if around == "backward" or way in EXACT else {way: TORN}
+    options = {"check_steps": check_steps} if check_steps else {}
+    lockstep(way, partial(build, CHANGED[name]), partial(learn, around=around), refused=refused, **options)
+
+
+def test_the_block_changes_every_optimizer_with_matrix_products() -> None:
+    """Else the tests above would compare what is alike anyway."""
+    for make in CHANGED.values():
+        found = []
+        for block in (nullcontext, on_cpu):
+            torch.manual_seed(0)
+            model, optimizer = build(make)
+            loss_of(model(batch(0)[0]), batch(0)[1]).backward()
+            with block():
+                optimizer.step()
+            found.append([p.detach() for p in model.parameters()])
+        assert not all(map(torch.equal, *found))
+
+
+@contextmanager
+def counted() -> Iterator[list[object]]:
+    """The trials that are made meanwhile."""
+    trials: list[object] = []
+    tried = autocast._tried
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autocast, "_tried", lambda *given: trials.append(given) or tried(*given))
+        yield trials
+
+
+@pytest.mark.parametrize("around", ["backward", "all"])
+def test_it_is_tried_once_and_only_where_step_is_inside(around: str) -> None:
+    with counted() as trials:
+        lockstep("backward", partial(build, UNCHANGED["torch's own"]), partial(learn, around=around))
+    assert len(trials) == (around == "all")
+
+
+def test_an_optimizer_that_cannot_be_tried_is_taken_for_one_that_differs() -> None:
+    _, optimizer = build(lambda model: OnCommand(model.parameters(), lr=0.1))
+    with on_cpu():
+        assert autocast.autocast_matters(optimizer)
+    assert not autocast.autocast_matters(optimizer)
+
+
+def test_the_trial_draws_nothing() -> None:
+    _, optimizer = build(UNCHANGED["torch's own"])
+    before = torch.get_rng_state()
+    with on_cpu():
+        autocast.autocast_matters(optimizer)
+    assert torch.equal(torch.get_rng_state(), before)
