@@ -37,7 +37,18 @@ def test_drawn_programs_on_three_ranks(three_ranks: RankPool, program: Program, 
     three_ranks.run(run_on_this_rank, program, view)
 
 
+# A write of a DTensor that its local tensor does not count.
+STATE_IS_WRITTEN = Program(
+    optimizer="SGD-1-for-loop",
+    width=4,
+    depth=2,
+    steps=(Step(((True, True),), edits=(("backward", "write state"),)), Step(((True, True),))),
+    way="shard_state",
+)
+
+
 @given(wild.on_ranks(), st.booleans())
+@example(STATE_IS_WRITTEN, True)
 @settings(EVERYTHING, max_examples=30, derandomize=True)
 def test_wild_programs_on_two_ranks(two_ranks: RankPool, program: Program, view: bool) -> None:
     assert len(set(two_ranks.run(run_or_refuse_on_this_rank, program, view))) == 1

@@ -20,10 +20,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import instep
-from instep.errors import AccumulationError, UncommittedStepError
+from instep.errors import AccumulationError, HyperparameterChangedError, UncommittedStepError
 from tests.cases import Blocks, batch, two_groups
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import WAYS, Loop, both, in_every_way, loss_of, mesh, nested
@@ -374,33 +375,64 @@ def test_a_gradient_that_is_infinite_on_one_rank(two_ranks: RankPool, way: str) 
     two_ranks.run(infinite_on_one_rank, way)
 
 
-# Writes through a local tensor that was taken earlier, which nobody can be told of: seen before anything is applied.
+# Writes through another tensor of the same memory that was taken earlier, of which nobody is told: seen before anything
+# is applied. A DTensor counts those through itself, or an alias of it, and its local tensor the others.
 
 
-def written_through_an_alias(way: str, what: str) -> str:
+def whole(model: nn.Module) -> nn.Module:
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return DistributedDataParallel(model.to(device))
+
+
+SPREAD: dict[str, tuple[Callable[[nn.Module], nn.Module], dict[str, Any]]] = {
+    "FSDP2": (nested, {}),
+    "shard_state": (whole, {"shard_state": True}),
+}
+OTHERS: dict[str, Callable[[Any], torch.Tensor]] = {
+    "its local tensor": lambda tensor: tensor.to_local().detach(),
+    "an alias": lambda tensor: tensor.detach(),
+}
+
+
+def taken(loop: Loop, what: str) -> list[Any]:
+    if what == "gradient":
+        return [p.grad for p in loop.model.parameters()]
+    if what == "weight":
+        return list(loop.model.parameters())
+    return [entry["exp_avg"] for entry in loop.optimizer.state.values()]
+
+
+def written_through_another(source: str, way: str, what: str, other: str) -> str:
+    shard, options = SPREAD[source]
     torch.manual_seed(0)
-    model = nested(Blocks())
+    model = shard(Blocks())
     loop = Loop(model, adamw(model))
-    early = [p.to_local().detach() for p in model.parameters()]
-    with instep.attach(model, loop.optimizer, **WAYS[way]), late_updates():
+    with instep.attach(model, loop.optimizer, **WAYS[way], **options) as overlap, late_updates():
         loop.learn(0)
+        overlap.synchronize()
+        early = [OTHERS[other](tensor) for tensor in taken(loop, what)] if what != "gradient" else []
         loop.backward(1)
-        if what == "gradient":
-            early = [p.grad.to_local() for p in model.parameters()]
+        early = early or [OTHERS[other](tensor) for tensor in taken(loop, what)]
         if way == "forward":
             loop.optimizer.step()
         for tensor in early:
             tensor.mul_(0.5)
-        with pytest.raises(UncommittedStepError) as caught:
+        with pytest.raises((UncommittedStepError, HyperparameterChangedError)) as caught:
             loop.optimizer.step() if way != "forward" else loop.loss(2)
     return str(caught.value)
 
 
+@pytest.mark.parametrize("other", list(OTHERS))
 @pytest.mark.parametrize(
-    ("way", "what"), [("backward", "weight"), ("undo", "weight"), ("forward", "weight"), ("forward", "gradient")]
+    ("source", "way", "what"),
+    [
+        *(("FSDP2", way, what) for way in ("backward", "undo", "forward") for what in ("weight", "state")),
+        ("FSDP2", "forward", "gradient"),
+        ("shard_state", "backward", "state"),
+    ],
 )
-def test_writes_through_a_local_tensor(two_ranks: RankPool, way: str, what: str) -> None:
-    for message in two_ranks.run(written_through_an_alias, way, what):
+def test_writes_through_another_tensor(two_ranks: RankPool, source: str, way: str, what: str, other: str) -> None:
+    for message in two_ranks.run(written_through_another, source, way, what, other):
         assert "was written" in message
 
 

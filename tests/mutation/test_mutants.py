@@ -27,6 +27,7 @@ class Mutant(NamedTuple):
 
 PARITY = "tests/parity/test_one_device.py"
 AUTOCAST = "tests/parity/test_autocast.py"
+CORNERS = "tests/distributed/test_sharded_corners.py"
 REFUSALS = "tests/unit/test_refusals.py"
 DDP = "tests/distributed/test_ddp_parity.py"
 DDP_LIFE = "tests/distributed/test_ddp_life.py"
@@ -1504,6 +1505,27 @@ MUTANTS = [
         "    found = {name: getattr(value, name) for name in names if hasattr(value, name)}\n",
         "    found: dict[Any, Any] = {}\n",
         CHANGED,
+    ),
+    Mutant(
+        "do not count what is written through a DTensor itself",
+        "_core/parts.py",
+        "tensor._version if memory is tensor else tensor._version + memory._version",
+        "memory._version",
+        CORNERS,
+    ),
+    Mutant(
+        "do not count what is written through a local tensor",
+        "_core/parts.py",
+        "tensor._version if memory is tensor else tensor._version + memory._version",
+        "tensor._version",
+        CORNERS,
+    ),
+    Mutant(
+        "forward: do not count what is written through a DTensor itself",
+        "_core/deferral.py",
+        "[tensor._version + memory._version for",
+        "[memory._version for",
+        CORNERS,
     ),
     Mutant(
         "update in backward whatever autocast block step() is in",

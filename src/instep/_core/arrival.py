@@ -8,6 +8,7 @@ import torch
 from instep._core.accumulation import Accumulation
 from instep._core.clipping import Clipping
 from instep._core.parameters import AttachedParameter
+from instep._core.parts import version_of
 from instep._core.streams import StepStreams
 from instep._core.transaction import Recorder
 from instep._core.watch import Watch
@@ -65,7 +66,7 @@ class Arrival:
         for attached in bucket:
             parameter = attached.get()
             if parameter.grad is not None and self._clipping.is_measured(attached):
-                self._measured[id(parameter)] = attached, parameter.grad, parameter.grad._version
+                self._measured[id(parameter)] = attached, parameter.grad, version_of(parameter.grad)
                 self._watch.start([parameter])
 
     def is_applied(self, attached: AttachedParameter) -> bool:
@@ -94,7 +95,7 @@ class Arrival:
         for attached, gradient, version in self._measured.values():
             parameter = attached.get()
             self._watch.stop([parameter])
-            if parameter.grad is not gradient or gradient._version != version:
+            if parameter.grad is not gradient or version_of(gradient) != version:
                 self._clipping.forget(attached)
         self._measured.clear()
         self._open = False

@@ -27,7 +27,7 @@ from instep._core.entries import Entries
 from instep._core.finite import Policy, ask_if_finite, nonfinite_error
 from instep._core.life import owe, settled
 from instep._core.parameters import AttachedParameter, Together, part_of_gradient, together
-from instep._core.parts import memory_of
+from instep._core.parts import memory_of, version_of
 from instep._core.placeholders import HeldGradient
 from instep._core.plan import Bucket, fill_buckets
 from instep._core.ranks import Ranks, Vote, error_of
@@ -161,14 +161,14 @@ class _Due:
         # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
         torch.autograd.graph.increment_version(self.tensors)
         # Kept, not looked up again: whoever reads the local tensor of a watched DTensor waits for this very update.
-        self._memory = [memory_of(tensor) for tensor in (*self.tensors, *self.gradients)]
+        self._memory = [(tensor, memory_of(tensor)) for tensor in (*self.tensors, *self.gradients)]
         self._versions = self._found()
         self._entries = Entries()
         self._entries.add(self.tensors, step.state)
         step.dues.append(self)
 
     def _found(self) -> list[int]:
-        return [tensor._version for tensor in self._memory]
+        return [tensor._version + memory._version for tensor, memory in self._memory]
 
     def apply(self) -> None:
         """Update the parameters, once, unless an earlier bucket of the step failed. An error is kept."""
@@ -483,7 +483,7 @@ class Deferral:
         self._finish([due])
         if due is not None and self._flushing is not None:
             name = next(name for name, tensor in zip(due.names, due.tensors, strict=True) if tensor is parameter)
-            self._met.append((name, parameter, memory_of(parameter)._version))
+            self._met.append((name, parameter, version_of(parameter)))
         self._watch.stop([parameter])
         self.require_whole()
 
@@ -782,7 +782,7 @@ class Deferral:
         """``optimizer.step()`` has found no gradient of what it had handed over."""
         met, self._met = self._met, []
         for name, parameter, version in met:
-            if memory_of(parameter)._version != version:
+            if version_of(parameter) != version:
                 error = writes_without_gradient(stepper.name, name)
                 names = [a.spec.name for a in self.parameters if a.stepper is stepper]
                 number = self.step_count + 1

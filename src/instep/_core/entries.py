@@ -1,16 +1,15 @@
 """Entries of an optimizer's state, to find out later whether somebody has written them. They are large: no copies."""
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
 
 from instep._core.changes import alike, fingerprint, is_immutable
-from instep._core.parts import memory_of
+from instep._core.parts import version_of
 
 State = Mapping[Any, Any]
-_versions = attrgetter("_version")
 
 
 class Entries:
@@ -43,10 +42,8 @@ class _Some:
         self._parameters = list(parameters)
         self._entries: list[State | None] = list(map(state.get, parameters))
         self._values = self._values_now()
-        self._tensors = [
-            v if type(v) is torch.Tensor else memory_of(v) for v in self._values if isinstance(v, torch.Tensor)
-        ]
-        self._found = list(map(_versions, self._tensors))
+        self._tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
+        self._found = list(map(version_of, self._tensors))
         self._others: list[tuple[Any, Any]] = []
         if len(self._tensors) < len(self._values):
             others = [v for v in self._values if not isinstance(v, torch.Tensor) and not is_immutable(v)]
@@ -68,7 +65,7 @@ class _Some:
         return (
             len(values) != len(self._values)
             or not all(map(is_, values, self._values))
-            or list(map(_versions, self._tensors)) != self._found
+            or list(map(version_of, self._tensors)) != self._found
             or not all(alike(fingerprint(value), then) for value, then in self._others)
         )
 

@@ -36,9 +36,15 @@ class Part(Protocol):
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose version counter tells of every write: a ``DTensor`` does not count what is written through its
-    local tensor, or an alias of that."""
+    """The tensor that has the memory: of a ``DTensor`` its local tensor."""
     if type(tensor) in _WITHOUT_LOCAL:
         return tensor
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """What changes with every write that autograd counts. A ``DTensor`` counts those through itself, and those through
+    its local tensor, or an alias of that, are counted there."""
+    memory = memory_of(tensor)
+    return tensor._version if memory is tensor else tensor._version + memory._version

@@ -26,7 +26,7 @@ from instep._core.elsewhere import Elsewhere
 from instep._core.entries import Entries
 from instep._core.generators import Generators
 from instep._core.hooks import is_in_step
-from instep._core.parts import Part, memory_of
+from instep._core.parts import Part, memory_of, version_of
 from instep._core.reach import reached_from
 from instep._core.waiting import class_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
@@ -142,14 +142,14 @@ class Stepper:
         generators, versions = None, {}
         if not is_torchs_own(optimizer):
             generators = Generators({parameters[0].device}, self._settings_of(shadow))
-            versions = {id(tensor): tensor._version for _, tensor in _tensors_in(owned, entries)}
-        others = [(p, memory_of(p)._version) for p in self._reached if not any(p is own for own in owned)]
-        in_modules = [(tensor, memory_of(tensor)._version) for tensor in self._in_modules]
+            versions = {id(tensor): version_of(tensor) for _, tensor in _tensors_in(owned, entries)}
+        others = [(p, version_of(p)) for p in self._reached if not any(p is own for own in owned)]
+        in_modules = [(tensor, version_of(tensor)) for tensor in self._in_modules]
         try:
             with torch.no_grad(), without_autocast(parameters[0].device.type):
                 undecorated_step(type(optimizer))(shadow)
         except Exception:
-            written = any(memory_of(tensor)._version != version for tensor, version in in_modules)
+            written = any(version_of(tensor) != version for tensor, version in in_modules)
             self.wrote_in_place |= written or self._wrote_shared(optimizer, shadow, given, base, contents)
             raise
         finally:
@@ -168,12 +168,12 @@ class Stepper:
             if parts is not None:
                 torch.autograd.graph.increment_version(owned)
         self._left.add(owned, optimizer.state)
-        if any(memory_of(p)._version != version for p, version in others):
+        if any(version_of(p) != version for p, version in others):
             raise UnsupportedOptimizerError(
                 f"{self.name} writes parameters that it was not given, to which its attributes refer: bucket by bucket "
                 "that would happen once per bucket. Use this optimizer without instep"
             )
-        if any(memory_of(tensor)._version != version for tensor, version in in_modules):
+        if any(version_of(tensor) != version for tensor, version in in_modules):
             self.wrote_in_place = True
             raise UnsupportedOptimizerError(
                 f"{self.name} writes tensors of a module to which its attributes refer (an average of the weights?): "
@@ -410,8 +410,8 @@ class Stepper:
         """Raise ``UnsupportedOptimizerError`` if state that several parameters share was written."""
         for own, tensor in _tensors_in(owned, entries):
             # One that is empty, or of a wrapper class, has no memory to tell it by.
-            first = self._owners.setdefault(tensor.data_ptr() or id(tensor), id(own))
-            if first != id(own) and versions.get(id(tensor)) != tensor._version:
+            first = self._owners.setdefault(memory_of(tensor).data_ptr() or id(tensor), id(own))
+            if first != id(own) and versions.get(id(tensor)) != version_of(tensor):
                 raise UnsupportedOptimizerError(
                     f"{self.name} writes a state tensor that several parameters share, in an order that bucket by "
                     "bucket is not that of the plain loop. Use this optimizer without instep"
@@ -659,8 +659,8 @@ def _tensors_in(owned: Sequence[torch.Tensor], entries: Sequence[Any]) -> Iterat
     """The tensors of some parameters' state, each with its parameter."""
     for own, entry in zip(owned, entries, strict=True):
         for value in (entry or {}).values():
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
-                yield own, memory_of(value)
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided and memory_of(value).numel():
+                yield own, value
 
 
 def _whole_of(stepped: dict[Any, Any], entry: dict[Any, Any] | None, part: Part) -> dict[Any, Any]:

@@ -26,7 +26,7 @@ from instep._core.generators import Generators
 from instep._core.lending import Lent, Outcome
 from instep._core.life import owe, settled
 from instep._core.parameters import AttachedParameter, together
-from instep._core.parts import memory_of
+from instep._core.parts import version_of
 from instep._core.placeholders import ACCUMULATE, CONVERSION, UNSCALE, HeldGradient, Placeholder
 from instep._core.plan import ParameterSpec
 from instep._core.ranks import Ranks
@@ -309,7 +309,7 @@ class Transaction:
             if self._undo is not None:
                 owe(self)
             for parameter, attached in zip(parameters, bucket, strict=True):
-                attached.version = _version(attached, parameter)
+                attached.version = _version(parameter)
             self.streams.keep(p.grad for p in parameters if p.grad is not None)
             if self.recorder is not None:
                 self.recorder("step", [attached.spec.name for attached in bucket], started, perf_counter())
@@ -381,7 +381,7 @@ class Transaction:
             parameter = attached.get()
             gradient = parameter.grad
             assert gradient is not None
-            self._kept[attached.spec.index] = gradient, gradient._version
+            self._kept[attached.spec.index] = gradient, version_of(gradient)
             if self._scale is not None:
                 parameter.grad = HeldGradient(gradient, self._when_used)
             self._watch.start([parameter])
@@ -498,7 +498,7 @@ class Transaction:
         self._measured = None
         try:
             yield
-            self._measured = {index: (g, memory_of(g)._version) for index, g in self._not_applied().items()}
+            self._measured = {index: (g, version_of(g)) for index, g in self._not_applied().items()}
         finally:
             self._pass = None
 
@@ -513,7 +513,7 @@ class Transaction:
         measured, self._measured = self._measured, None
         if measured is None:
             return
-        found = {index: (g, memory_of(g)._version) for index, g in self._not_applied().items()}
+        found = {index: (g, version_of(g)) for index, g in self._not_applied().items()}
         changed = [
             attached.spec.name
             for attached in self.parameters
@@ -659,7 +659,7 @@ class Transaction:
             for attached, parameter in zip(applied, parameters, strict=True):
                 if attached.spent is None and self._undo is None:
                     continue  # nobody has come between: backward has not returned
-                if _version(attached, parameter) != attached.version:
+                if _version(parameter) != attached.version:
                     raise UncommittedStepError(
                         f"parameter {attached.spec.name!r} was written between backward() and optimizer.step(), but "
                         "backward had already updated it: the plain loop would have updated what was written. Change "
@@ -692,7 +692,7 @@ class Transaction:
             for parameter in parameters:
                 parameter.grad = None
         known = is_torchs_own(stepper.optimizer())
-        self._at_rest = [] if known else [(a, _version(a, p)) for a, p in zip(applied, parameters, strict=True)]
+        self._at_rest = [] if known else [(a, _version(p)) for a, p in zip(applied, parameters, strict=True)]
 
     def _count_unannounced(self, optimizer: Optimizer) -> None:
         """Gradients that no source has told of make a step, too."""
@@ -806,7 +806,7 @@ class Transaction:
         """``optimizer.step()`` has found no gradient of what backward had applied, and must have left it alone."""
         at_rest, self._at_rest = self._at_rest, []
         for attached, version in at_rest:
-            if _version(attached, attached.get()) != version:
+            if _version(attached.get()) != version:
                 error = writes_without_gradient(stepper.name, attached.spec.name)
                 self._flushing = None
                 self._tear(error)
@@ -968,7 +968,7 @@ class Transaction:
         if self._putting_back is None:
             self._putting_back = (
                 next((stepper.name for stepper in self._steppers if stepper.state_was_written), None),
-                [a.spec.name for a in self.parameters if self.is_applied(a) and _version(a, a.get()) != a.version],
+                [a.spec.name for a in self.parameters if self.is_applied(a) and _version(a.get()) != a.version],
             )
         written, overwritten = self._putting_back
         for device in undo.devices:
@@ -1124,7 +1124,7 @@ class Transaction:
         taken_off = self._scale is not None and self._scale.taken_off
         return all(
             # Taken off through the gradient that stands in its place, which autograd does not count.
-            gradient._version in (version, version + taken_off)
+            version_of(gradient) in (version, version + taken_off)
             for gradient, version in (self._kept[attached.spec.index] for attached in applied)
         )
 
@@ -1247,9 +1247,9 @@ class Transaction:
             stepper.abort()
 
 
-def _version(attached: AttachedParameter, parameter: torch.Tensor) -> int:
+def _version(parameter: torch.Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():
-        return (parameter if attached.mesh is None else memory_of(parameter))._version
+        return version_of(parameter)
 
 
 def _gradient(attached: AttachedParameter) -> torch.Tensor | None:
