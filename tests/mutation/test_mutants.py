@@ -27,6 +27,7 @@ class Mutant(NamedTuple):
 
 PARITY = "tests/parity/test_one_device.py"
 AUTOCAST = "tests/parity/test_autocast.py"
+SWITCHES = "tests/parity/test_switches.py"
 CORNERS = "tests/distributed/test_sharded_corners.py"
 REFUSALS = "tests/unit/test_refusals.py"
 DDP = "tests/distributed/test_ddp_parity.py"
@@ -1523,9 +1524,37 @@ MUTANTS = [
     Mutant(
         "forward: do not count what is written through a DTensor itself",
         "_core/deferral.py",
-        "[tensor._version + memory._version for",
-        "[memory._version for",
+        "t._version + memory._version for",
+        "memory._version for",
         CORNERS,
+    ),
+    Mutant(
+        "do not compare torch's switches in step()",
+        "_core/stepper.py",
+        "if self._open and (difference := switched(self._switches)) is not None:",
+        "if False:",
+        SWITCHES,
+    ),
+    Mutant(
+        "put off a step under other switches than the forward's",
+        "_core/deferral.py",
+        " and self._forward_is_alike()",
+        "",
+        SWITCHES,
+    ),
+    Mutant(
+        "apply what is due under whatever switches there are",
+        "_core/deferral.py",
+        "if (makes_state or not self.step.known) and (difference := switched(self.step.switches)) is not None:",
+        "if False:",
+        SWITCHES,
+    ),
+    Mutant(
+        "ask inference tensors for a version",
+        "_core/parts.py",
+        "if tensor.is_inference():",
+        "if False:",
+        SWITCHES,
     ),
     Mutant(
         "update in backward whatever autocast block step() is in",

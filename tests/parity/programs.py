@@ -3,7 +3,7 @@
 import copy
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,12 +11,16 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ExponentialLR
 
 import instep
 from instep import ClipNorm, ClipValue
+from instep._core.parts import memory_of
+from instep._wrappers import put_shards_in_place
 from instep.errors import InstepError
 from instep.verification import first_difference, training_state
 from tests.cases import optimizer_cases
@@ -277,6 +281,7 @@ class Loop:
     def step(self, number: int) -> None:
         step = self.program.steps[number]
         self.number = number
+        put_shards_in_place(self.model)
         seed_everything(number)
         for i, layer in enumerate(self.net.layers):
             layer.requires_grad_(i not in step.frozen)
@@ -304,6 +309,7 @@ class Loop:
         return nullcontext()
 
     def _at(self, moment: str) -> None:
+        put_shards_in_place(self.model)  # as who looks at the plain loop's weights does; torch may leave gathered ones
         self.at(moment)
         for when, edit in self.program.steps[self.number].edits:
             if when == moment:
@@ -368,7 +374,8 @@ class Loop:
         """Whether the plain loop leaves a step out for a gradient that is not finite."""
         if self.program.nonfinite == "allow" or self.overlap is not None:
             return False
-        return not all(bool(p.grad.isfinite().all()) for p in self._optimized() if p.grad is not None)
+        gradients = [p.grad for p in self._optimized() if p.grad is not None]
+        return not all(bool(_of_all_ranks(g).isfinite().all()) for g in gradients)
 
     def _optimized(self) -> list[torch.Tensor]:
         """The model's parameters, in its order, that the optimizer has."""
@@ -393,11 +400,22 @@ class Loop:
             return self.model.no_sync()
         if last or self.program.accumulate == "plain":
             return nullcontext()
-        return self.overlap.accumulate() if self.overlap else getattr(self.model, "no_sync", nullcontext)()
+        if self.overlap is not None:
+            return self.overlap.accumulate()
+        return without_reduction(self.model) if isinstance(self.model, FSDPModule) else self._no_sync()
+
+    def _no_sync(self) -> AbstractContextManager[Any]:
+        return getattr(self.model, "no_sync", nullcontext)()  # type: ignore[no-any-return]
 
     def state(self) -> Iterator[tuple[str, Any]]:
+        """Of what is spread over ranks this rank's part."""
         if self.overlap is not None:
             self.overlap.synchronize()
+        yield from (
+            (name, memory_of(value) if isinstance(value, torch.Tensor) else value) for name, value in self._all()
+        )
+
+    def _all(self) -> Iterator[tuple[str, Any]]:
         yield from self.trained()
         yield "torch's generator", torch.get_rng_state()
         kind, keys, *rest = np.random.get_state()
@@ -442,6 +460,10 @@ def _opened(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _opened(f"{name}.{key}", item)
     else:
         yield name, value
+
+
+def _of_all_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def seed_everything(seed: int) -> None:
@@ -489,6 +511,20 @@ def on_this_rank(program: Program, view: bool, find_unused: bool) -> tuple[Progr
         )
 
     return replace(program, steps=steps), wrap
+
+
+def sharded(net: nn.Module, nested: bool) -> nn.Module:
+    """With FSDP2: each layer by itself, and the rest; or all together."""
+    for layer in net.layers if nested else ():  # type: ignore[union-attr]
+        fully_shard(layer)
+    return fully_shard(net)
+
+
+@contextmanager
+def without_reduction(model: FSDPModule) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
 
 
 def _lockstep(program: Program, plain: Loop, attached: Loop) -> None:

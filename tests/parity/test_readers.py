@@ -849,6 +849,15 @@ def state_of_the_last(loop: Loop) -> Any:
     return loop.optimizer.state[loop.last]
 
 
+def doubled(weight: torch.Tensor) -> torch.Tensor:
+    return weight * 2
+
+
+def unwatched(weight: Any) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return weight.detach()
+
+
 UNSEEN: dict[str, tuple[Reader, Callable[[Any], Any]]] = {
     "an alias made by detach": (lambda loop: loop.last.detach(), lambda alias: alias),
     "an alias made by .data": (lambda loop: loop.last.data, lambda alias: alias),
@@ -859,9 +868,15 @@ UNSEEN: dict[str, tuple[Reader, Callable[[Any], Any]]] = {
     "an address": (lambda loop: (loop.last.data_ptr(), loop.last.nbytes), lambda place: ctypes.string_at(*place)),
     "a flat buffer": (flat_buffer, lambda flat: flat),
     "a state_dict": (lambda loop: loop.model.state_dict(), lambda state: state),
-    "optimizer.state[p]": (lambda loop: loop, lambda loop: state_of_the_last(loop)["exp_avg"]),
-    "optimizer.state[p]['step']": (lambda loop: loop, lambda loop: state_of_the_last(loop)["step"]),
+    "optimizer.state[p]": (state_of_the_last, lambda entry: entry["exp_avg"]),
+    "optimizer.state[p]['step']": (lambda loop: state_of_the_last(loop)["step"], lambda step: step),
     "a traced module": (lambda loop: torch.jit.trace(loop.model, batch(9)[0]), lambda module: module(batch(9)[0])),
+    "a scripted function": (lambda loop: (torch.jit.script(doubled), loop.last), lambda given: given[0](given[1])),
+    "torch.Tensor(p)": (lambda loop: loop.last, torch.Tensor),
+    "new_tensor": (lambda loop: loop.last, lambda p: torch.ones(1).new_tensor(p)),
+    "a nested tensor": (lambda loop: loop.last, lambda p: torch.nested.nested_tensor([p])[0]),
+    "a subclass": (lambda loop: loop.last, lambda p: torch.Tensor._make_subclass(torch.Tensor, p)),
+    "with the watch switched off": (lambda loop: loop.last, unwatched),
 }
 
 

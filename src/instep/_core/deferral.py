@@ -44,6 +44,7 @@ from instep._core.stepper import (
     writes_without_gradient,
 )
 from instep._core.streams import StepStreams
+from instep._core.switches import switched, switches
 from instep._core.torn import Torn
 from instep._core.transaction import Gather, Recorder
 from instep._core.waiting import StateWatch
@@ -102,6 +103,7 @@ class _Frozen:
         # torch.compiler.is_compiling() is true for all threads while one of them compiles, and a step then computes
         # its bias corrections in another way. Fused kernels do not.
         self.known = is_torchs_own(optimizer)
+        self.switches = switches()
         self.at_any_time = self.known and all(group.get("fused") for group in optimizer.param_groups)
         self.dues: list[_Due] = []  # that are still to be applied
         self.pending = [attached.spec.name for attached in parameters]
@@ -168,7 +170,7 @@ class _Due:
         step.dues.append(self)
 
     def _found(self) -> list[int]:
-        return [tensor._version + memory._version for tensor, memory in self._memory]
+        return [0 if t.is_inference() else t._version + memory._version for t, memory in self._memory]
 
     def apply(self) -> None:
         """Update the parameters, once, unless an earlier bucket of the step failed. An error is kept."""
@@ -235,6 +237,12 @@ class _Due:
                 f"the state of {self.names[0]!r}, or of another parameter of its bucket, was written after "
                 "optimizer.step(), through a reference that was taken before, before the update was applied: in the "
                 "plain loop it had been applied by then. Call overlap.synchronize() before such a write"
+            )
+        makes_state = not all(map(self.step.state.get, self.tensors))
+        if (makes_state or not self.step.known) and (difference := switched(self.step.switches)) is not None:
+            raise UncommittedStepError(
+                f"{difference}, since optimizer.step(), which has put off the update of {self.names[0]!r}. Call "
+                "overlap.synchronize() before such a change"
             )
         for call in self._calls:
             if self._clip is not None:
@@ -327,6 +335,7 @@ class Deferral:
         self._when_used = WeakMethod(self._used_gradient)
         self._due: dict[int, _Due] = {}  # by the parameter's id
         self._read: dict[int, None] = {}  # in the order in which forwards read them
+        self._switches_in_forward: dict[str, Any] | None = None
         self._went_back = False  # whether a backward was seen to begin since the last step
         self._backward: int | None = None
         self._owing: set[Stepper] = set()
@@ -347,6 +356,7 @@ class Deferral:
 
     def before_forward(self) -> None:
         """The model is about to run."""
+        self._switches_in_forward = switches()
         self._end_commit()
         if self._flushing is not None:
             self._end_raised(self._flushing)
@@ -586,7 +596,7 @@ class Deferral:
         if any(a.part is not None and a.part.alone for a in with_gradient):
             require_same_in_autocast(stepper.optimizer())  # this rank's parts are updated by instep, put off or not
         put_off = in_loop and not self.at_once() and not ending() and can_be_frozen(stepper.optimizer())
-        put_off = put_off and not autocast_matters(stepper.optimizer())
+        put_off = put_off and not autocast_matters(stepper.optimizer()) and self._forward_is_alike()
         waiting = {a: put_off and self._can_be_put_off(a, flying.get(a), traced) for a in with_gradient}
         for attached, flight in list(flying.items()):
             if not waiting[attached]:
@@ -609,6 +619,10 @@ class Deferral:
             if first:  # one bucket of it makes state, see begin_state
                 self._finish([self._due.get(id(later[0].get()))])
             self._finish([self._due.get(id(a.get())) for a, can_wait in waiting.items() if not can_wait])
+
+    def _forward_is_alike(self) -> bool:
+        """Whether the forward, behind which the update would run, is under the switches that ``step()`` is under."""
+        return self._switches_in_forward is None or switched(self._switches_in_forward) is None
 
     def _flying(self, mine: Iterable[AttachedParameter]) -> dict[AttachedParameter, Flight]:
         """Those whose gradient may still be on its way."""

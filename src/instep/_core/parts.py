@@ -46,5 +46,7 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 def version_of(tensor: torch.Tensor) -> int:
     """What changes with every write that autograd counts. A ``DTensor`` counts those through itself, and those through
     its local tensor, or an alias of that, are counted there."""
+    if tensor.is_inference():
+        return 0  # none is counted
     memory = memory_of(tensor)
     return tensor._version if memory is tensor else tensor._version + memory._version

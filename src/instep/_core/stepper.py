@@ -28,6 +28,7 @@ from instep._core.generators import Generators
 from instep._core.hooks import is_in_step
 from instep._core.parts import Part, memory_of, version_of
 from instep._core.reach import reached_from
+from instep._core.switches import switched, switches
 from instep._core.waiting import class_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
 
@@ -87,6 +88,7 @@ class Stepper:
 
     def _forget(self) -> None:
         self._open = False
+        self._switches: dict[str, Any] = {}
         self._containers: list[str] = []
         self._state: Any = None
         self._state_size = 0
@@ -220,6 +222,11 @@ class Stepper:
                 "parameters with the old one. Load before backward() or after optimizer.step()"
             )
         self._require_members(optimizer)
+        if self._open and (difference := switched(self._switches)) is not None:
+            raise HyperparameterChangedError(
+                f"{difference}, in {self.name}.step(), after backward had already stepped parameters under what it "
+                "was. Call backward() and optimizer.step() under the same, or use undo=True or schedule='forward'"
+            )
         looks = [(f"param_groups[{index}]", used, optimizer.param_groups[index]) for index, used in self._used.items()]
         if self._open:
             looks.append(("attribute ", self._attributes, _read_by_update(optimizer)))
@@ -315,6 +322,7 @@ class Stepper:
 
     def _begin(self, optimizer: Optimizer) -> None:
         self._open = True
+        self._switches = switches()
         grouped = [list(map(id, group["params"])) for group in optimizer.param_groups]
         if grouped != self._grouped:
             self._grouped = grouped

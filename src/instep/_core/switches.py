@@ -1,0 +1,30 @@
+"""Switches of torch, for the whole process, that an update may read: it needs those of ``optimizer.step()``."""
+
+from typing import Any
+
+import torch
+
+
+def switches() -> dict[str, Any]:
+    """As they are now, by what tells them. Not among them: whether algorithms are deterministic. A loop may have a
+    backward that is not, and no optimizer is known to use such an algorithm."""
+    return {
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.backends.mkldnn.enabled": torch.backends.mkldnn.enabled,
+        "torch.get_float32_matmul_precision()": _precision_of_products(),
+    }
+
+
+def switched(then: dict[str, Any]) -> str | None:
+    """The first that is not as it was, in words."""
+    for name, now in switches().items():
+        if now != then[name]:
+            return f"{name} was {then[name]} and is {now}"
+    return None
+
+
+def _precision_of_products() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # some were set by the newer names, of which there is one for each backend
+        return None

@@ -1,0 +1,149 @@
+"""Switches of torch for the whole process, set around a part of the loop: the update needs those of ``step()``."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep._core.switches import switched, switches
+from instep.errors import HyperparameterChangedError, UncommittedStepError
+from tests.cases import Blocks, batch
+from tests.late import late_updates
+from tests.parity.lockstep import EXACT, Lane, Refused, in_every_way, lockstep, loss_of
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype = torch.float64) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def products_of_less_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def without_mkldnn() -> AbstractContextManager[Any]:
+    return torch.backends.mkldnn.flags(enabled=False, allow_tf32=None)
+
+
+SWITCHES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "the default dtype": default_dtype,
+    "the precision of products": products_of_less_precision,
+    "mkldnn": without_mkldnn,
+}
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Blocks()
+    return model, torch.optim.NAdam(
+        model.parameters(), lr=1e-2
+    )  # its state is of the default dtype, from the first step
+
+
+def learn(lane: Lane, i: int, name: str, around: str) -> torch.Tensor:
+    x, y = batch(i)
+    block = SWITCHES[name]
+    with block() if around == "all" else nullcontext():
+        with block() if around == "backward" else nullcontext():
+            loss = loss_of(lane.model(x), y)
+            lane.backward(loss)
+        with block() if around == "step" else nullcontext():
+            lane.step()
+        if around == "all" and lane.overlap is not None:
+            lane.overlap.synchronize()  # who waits for an update outside of the block has it raise
+    lane.zero_grad()
+    return loss.detach()
+
+
+@in_every_way
+@pytest.mark.parametrize("around", ["backward", "step", "all"])
+@pytest.mark.parametrize("name", list(SWITCHES))
+def test_set_around_a_part_of_the_loop(way: str, name: str, around: str) -> None:
+    torn = Refused(
+        HyperparameterChangedError, "torn", "after backward had already stepped parameters under what it was"
+    )
+    refused = None if around == "all" or way in EXACT else {way: torn}
+    lockstep(way, build, partial(learn, name=name, around=around), refused=refused)
+
+
+def test_set_anew_while_a_step_is_due() -> None:
+    torch.manual_seed(0)
+    model, optimizer = build()
+    with instep.attach(model, optimizer, schedule="forward") as overlap, late_updates():
+        loss_of(model(batch(0)[0]), batch(0)[1]).backward()
+        optimizer.step()
+        x, _ = batch(1)
+        with default_dtype(), pytest.raises(UncommittedStepError, match=r"get_default_dtype\(\) was .*synchronize"):
+            model(x)
+        assert overlap.step_count == 1
+
+
+def test_set_back_in_time_while_a_step_is_due() -> None:
+    torch.manual_seed(0)
+    model, optimizer = build()
+    with instep.attach(model, optimizer, schedule="forward") as overlap, late_updates():
+        loss_of(model(batch(0)[0]), batch(0)[1]).backward()
+        optimizer.step()
+        with default_dtype():
+            torch.zeros(3)
+        overlap.synchronize()
+
+
+def test_precisions_by_the_newer_names() -> None:
+    """torch then refuses to say one for all backends."""
+    before = switches()
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("they came with torch 2.9")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_float32_matmul_precision", partial(_raise, RuntimeError("mix of the legacy and new")))
+        assert switches()["torch.get_float32_matmul_precision()"] is None
+    assert switched(before) is None
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+# Inference tensors count no writes.
+
+
+def by_hand(lane: Lane, i: int) -> None:
+    """Gradients that no backward has made, as those of evolution strategies."""
+    generator = torch.Generator().manual_seed(i)
+    with torch.inference_mode():
+        gradients = [torch.randn(p.shape, generator=generator) for p in lane.model.parameters()]
+    for parameter, gradient in zip(lane.model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    lane.step()
+    lane.zero_grad()
+
+
+def backward_in_inference_mode(lane: Lane, i: int) -> torch.Tensor:
+    x, y = batch(i)
+    loss = loss_of(lane.model(x), y)
+    with torch.inference_mode():
+        lane.backward(loss)
+    lane.step()
+    lane.zero_grad()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("way", ["backward", *EXACT])  # torch does not clip them
+@pytest.mark.parametrize("step", [by_hand, backward_in_inference_mode])
+def test_gradients_that_are_inference_tensors(way: str, step: Callable[[Lane, int], Any]) -> None:
+    lockstep(way, build, step)
