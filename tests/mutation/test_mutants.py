@@ -91,7 +91,7 @@ MUTANTS = [
     Mutant(
         "forward does not look whether step() wrote what it had handed over",
         "_core/deferral.py",
-        "            if memory_of(parameter)._version != version:\n                error = writes",
+        "            if version_of(parameter) != version:\n                error = writes",
         "            if False:\n                error = writes",
         IN_TRAINING,
     ),
@@ -362,7 +362,7 @@ MUTANTS = [
     Mutant(
         "do not look whether a weight was written before step()",
         "_core/transaction.py",
-        "if _version(attached, parameter) != attached.version:",
+        "if _version(parameter) != attached.version:",
         "if False:",
         REFUSALS,
     ),
@@ -593,7 +593,7 @@ MUTANTS = [
     Mutant(
         "do not look at modules that an update can get at",
         "_core/stepper.py",
-        "        if any(memory_of(tensor)._version != version for tensor, version in in_modules):\n",
+        "        if any(version_of(tensor) != version for tensor, version in in_modules):\n",
         "        if False:\n",
         "tests/parity/test_odd_optimizers.py",
     ),
@@ -656,7 +656,7 @@ MUTANTS = [
     Mutant(
         "let a trial step stand though its gradient was changed",
         "_core/transaction.py",
-        "gradient._version in (version, version + taken_off)",
+        "version_of(gradient) in (version, version + taken_off)",
         "True",
         CLIPPING,
     ),
@@ -1426,7 +1426,7 @@ MUTANTS = [
     Mutant(
         "keep norms of a backward before one that was not seen",
         "_core/arrival.py",
-        "if parameter.grad is not gradient or gradient._version != version:",
+        "if parameter.grad is not gradient or version_of(gradient) != version:",
         "if False:",
         UNSEEN,
     ),
@@ -1722,7 +1722,7 @@ MUTANTS = [
     Mutant(
         "do not look whether an update writes what it was not given",
         "_core/stepper.py",
-        "if any(memory_of(p)._version != version for p, version in others):",
+        "if any(version_of(p) != version for p, version in others):",
         "if False:",
         IN_TRAINING,
     ),
@@ -1813,7 +1813,7 @@ MUTANTS = [
     Mutant(
         "let parameters share the state that they write",
         "_core/stepper.py",
-        "            if first != id(own) and versions.get(id(tensor)) != tensor._version:\n",
+        "            if first != id(own) and versions.get(id(tensor)) != version_of(tensor):\n",
         "            if False:\n",
         IN_TRAINING,
     ),
