@@ -14,7 +14,7 @@ EVERYTHING = settings(deadline=None, suppress_health_check=list(HealthCheck), ph
 
 
 @given(wild.on_shards(), st.booleans())
-@settings(EVERYTHING, max_examples=20, derandomize=True)
+@settings(EVERYTHING, max_examples=10, derandomize=True)
 def test_wild_programs_over_fsdp2(two_ranks: RankPool, program: Program, nested: bool) -> None:
     assert len(set(two_ranks.run(run_or_refuse_on_this_rank_of_fsdp2, program, nested))) == 1
 

@@ -1,5 +1,6 @@
 """Switches of torch for the whole process, set around a part of the loop: the update needs those of ``step()``."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -37,8 +38,12 @@ def products_of_less_precision() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def without_mkldnn() -> AbstractContextManager[Any]:
-    return torch.backends.mkldnn.flags(enabled=False, allow_tf32=None)
+@contextmanager
+def without_mkldnn() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some torches say what they lack
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
 
 
 SWITCHES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
