@@ -402,6 +402,27 @@ def test_a_parameter_moved_to_another_device(model: nn.Module, overlap: Any) -> 
         model(batch(0)[0])
 
 
+@pytest.mark.parametrize("way", [{}, {"undo": True}, {"schedule": "forward"}], ids=str)
+def test_another_optimizer_of_the_same_parameters_that_is_not_attached(way: dict[str, Any]) -> None:
+    found = []
+    for options in (None, way):
+        torch.manual_seed(0)
+        model = Blocks()
+        first, second = (torch.optim.SGD(model.parameters(), lr=rate) for rate in (0.1, 0.01))
+        overlap = None if options is None else instep.attach(model, first, **options)
+        nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+        first.step()
+        if options == {}:
+            with pytest.raises(SpentGradientError, match=r"another optimizer .*, use undo=True or schedule='forward'"):
+                second.step()
+            return
+        second.step()
+        if overlap is not None:
+            overlap.detach()
+        found.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def prune(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     l1_unstructured(model.get_submodule("inner"), "weight", 0.3)
 

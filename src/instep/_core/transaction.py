@@ -1284,5 +1284,6 @@ def _never_cleared(name: str, operation: str) -> SpentGradientError:
     return SpentGradientError(
         f"{operation} met the gradient of {name!r} from a step that is over: it was applied during backward and freed, "
         "so it can neither be added to nor zeroed in place nor read. Call zero_grad() with set_to_none=True, the "
-        "default, between optimizer.step() and the next backward()"
+        "default, between optimizer.step() and the next backward(). Where something else needs the gradient (another "
+        "optimizer of that parameter, a log), use undo=True or schedule='forward'"
     )
