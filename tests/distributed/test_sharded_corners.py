@@ -436,6 +436,38 @@ def test_writes_through_another_tensor(two_ranks: RankPool, source: str, way: st
         assert "was written" in message
 
 
+# Gradients that no backward has made, of which one rank holds nothing but zeros.
+
+
+def gradients_of_one_rank(way: str) -> None:
+    loops = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nested(Blocks())
+        loops.append(Loop(model, adamw(model)))
+    plain, loop = loops
+    with instep.attach(loop.model, loop.optimizer, clip=instep.ClipNorm(0.1), **WAYS[way]) as overlap:
+        for one in loops:
+            for parameter in one.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+                if dist.get_rank() == 0:
+                    parameter.grad.to_local().fill_(0.5)
+        torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 0.1)
+        for one in loops:
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+        overlap.synchronize()
+        for p, q in zip(plain.model.parameters(), loop.model.parameters(), strict=True):
+            assert torch.equal(p.to_local(), q.to_local())
+        assert overlap.step_count == 1
+        loop.learn(1)
+
+
+@pytest.mark.parametrize("way", ["undo", "forward"])
+def test_gradients_of_which_one_rank_holds_zeros(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(gradients_of_one_rank, way)
+
+
 # State that only a step makes.
 
 

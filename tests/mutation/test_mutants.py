@@ -1524,8 +1524,8 @@ MUTANTS = [
     Mutant(
         "forward: do not count what is written through a DTensor itself",
         "_core/deferral.py",
-        "t._version + memory._version for",
-        "memory._version for",
+        "both[0]._version + both[1]._version for",
+        "both[1]._version for",
         CORNERS,
     ),
     Mutant(
@@ -1545,7 +1545,7 @@ MUTANTS = [
     Mutant(
         "apply what is due under whatever switches there are",
         "_core/deferral.py",
-        "if (makes_state or not self.step.known) and (difference := switched(self.step.switches)) is not None:",
+        "if difference is not None and (makes_state or not self.step.known):",
         "if False:",
         SWITCHES,
     ),

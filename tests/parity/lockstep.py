@@ -157,7 +157,8 @@ def _assert_refused(lane: Lane, refused: Refused, error: BaseException, before: 
     assert refused.match in str(error)
     assert _state_of(lane) == {"untouched": "idle"}.get(refused.then, refused.then), error
     if refused.then == "untouched" or lane.options.get("undo"):
-        assert first_difference(iter(before), _state(lane)) is None
+        difference = first_difference(iter(before), _state(lane))
+        assert difference is None, difference
     if refused.then == "torn":
         with pytest.raises(TornStepError):
             lane.step()

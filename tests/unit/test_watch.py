@@ -135,6 +135,7 @@ METADATA: dict[str, Callable[[nn.Parameter], Any]] = {
     "shape": lambda p: (p.shape, p.size(), p.size(0), p.dim(), p.ndim, len(p), p.numel(), torch.numel(p), p.nelement()),
     "layout": lambda p: (p.stride(), p.layout, p.is_contiguous(), p.storage_offset(), p.is_sparse, p.element_size()),
     "dtype and device": lambda p: (p.dtype, p.device, p.is_floating_point(), torch.is_floating_point(p), p.is_cuda),
+    "inference": lambda p: (p.is_inference(), torch.is_inference(p)),
     "autograd": lambda p: (p.requires_grad, p.is_leaf, p.grad_fn, p._version, p.output_nr, p.retains_grad),
     "freezing": lambda p: (p.requires_grad_(False), setattr(p, "requires_grad", True)),
     "a hook": lambda p: (

@@ -163,14 +163,15 @@ class _Due:
         # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
         torch.autograd.graph.increment_version(self.tensors)
         # Kept, not looked up again: whoever reads the local tensor of a watched DTensor waits for this very update.
-        self._memory = [(tensor, memory_of(tensor)) for tensor in (*self.tensors, *self.gradients)]
+        all_of_it = (*self.tensors, *self.gradients)
+        self._memory = [None if tensor.is_inference() else (tensor, memory_of(tensor)) for tensor in all_of_it]
         self._versions = self._found()
         self._entries = Entries()
         self._entries.add(self.tensors, step.state)
         step.dues.append(self)
 
     def _found(self) -> list[int]:
-        return [0 if t.is_inference() else t._version + memory._version for t, memory in self._memory]
+        return [-1 if both is None else both[0]._version + both[1]._version for both in self._memory]
 
     def apply(self) -> None:
         """Update the parameters, once, unless an earlier bucket of the step failed. An error is kept."""
@@ -239,7 +240,8 @@ class _Due:
                 "plain loop it had been applied by then. Call overlap.synchronize() before such a write"
             )
         makes_state = not all(map(self.step.state.get, self.tensors))
-        if (makes_state or not self.step.known) and (difference := switched(self.step.switches)) is not None:
+        difference = switched(self.step.switches, in_export=True)
+        if difference is not None and (makes_state or not self.step.known):
             raise UncommittedStepError(
                 f"{difference}, since optimizer.step(), which has put off the update of {self.names[0]!r}. Call "
                 "overlap.synchronize() before such a change"

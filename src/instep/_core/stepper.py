@@ -605,7 +605,15 @@ def asks_for_state(optimizer: Optimizer, gradients: Iterable[torch.Tensor], *, f
     still = all(_is_zero(group.get("lr", 0)) for group in optimizer.param_groups)
     if optimizer.state or not (first or still):
         return False
-    return not any(bool(memory_of(gradient).any()) for gradient in gradients)
+    return not any(map(_holds_anything, gradients))
+
+
+def _holds_anything(gradient: torch.Tensor) -> bool:
+    if memory_of(gradient) is gradient:
+        return bool(gradient.any())
+    # Of what is spread over ranks all must get the same answer, and one may hold nothing of it.
+    count: Any = torch.linalg.vector_norm(gradient, 0)
+    return bool(count.full_tensor())
 
 
 def _is_zero(rate: Any) -> bool:

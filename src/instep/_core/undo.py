@@ -25,14 +25,16 @@ class _Saved:
         self._version = grad_mode._unsafe_preserve_version_counter(parameter)
         contents = Contents(host)
         contents.known(parameter)
+        self._entry = state
         self._entries: PutBack | None = None if state is None else contents.of(state)
 
     def restore(self) -> None:
         optimizer = self._optimizer()
         mapping = self._mapping if optimizer is None else optimizer.state
+        found = mapping.get(self._parameter)
         if self._entries is None:
             mapping.pop(self._parameter, None)
-        elif mapping.get(self._parameter):  # else somebody has cleared it meanwhile
+        elif found or found is self._entry:  # else somebody has taken it out meanwhile
             mapping[self._parameter] = self._entries()
         put_back(self._parameter, self._values)
         # The bits are back: a graph that has saved them may run. torch has a private way to say so. After the state,

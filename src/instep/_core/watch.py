@@ -66,6 +66,7 @@ _METHODS = (
     "is_complex",
     "is_contiguous",
     "is_floating_point",
+    "is_inference",
     "is_same_size",
     "is_signed",
     "ndimension",
@@ -78,10 +79,17 @@ _METHODS = (
     "storage_offset",
     "stride",
 )
+_FUNCTIONS = (
+    torch.is_complex,
+    torch.is_floating_point,
+    torch.is_inference,
+    torch.is_same_size,
+    torch.numel,
+)
 _WITHOUT_VALUES = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES if hasattr(torch.Tensor, name)]
     + [getattr(torch.Tensor, name) for name in _METHODS]
-    + [torch.Tensor.requires_grad.__set__, torch.is_complex, torch.is_floating_point, torch.is_same_size, torch.numel]  # type: ignore[attr-defined]
+    + [torch.Tensor.requires_grad.__set__, *_FUNCTIONS]  # type: ignore[attr-defined]
 )
 
 
