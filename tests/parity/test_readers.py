@@ -1261,15 +1261,17 @@ def test_a_model_is_sent_to_a_spawned_process_while_an_update_is_due(tmp_path: P
         assert all(type(p) is nn.Parameter for p in pickle.loads(sent).parameters())
 
 
-def test_another_default_dtype_in_the_forward() -> None:
-    """As docs/forward.md says, with ``synchronize()`` before it: state that is made there would have another dtype."""
+@pytest.mark.parametrize("synchronized", [True, False])
+def test_another_default_dtype_in_the_forward(synchronized: bool) -> None:
+    """Which waits for the update."""
     model = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     with instep.attach(model, optimizer, schedule="forward") as overlap:
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        overlap.synchronize()
+        if synchronized:
+            overlap.synchronize()
         torch.set_default_dtype(torch.float64)
         try:
             model(torch.ones(1, 3, dtype=torch.float32))

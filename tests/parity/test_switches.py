@@ -86,9 +86,26 @@ def test_set_around_a_part_of_the_loop(way: str, name: str, around: str) -> None
     lockstep(way, build, partial(learn, name=name, around=around), refused=refused)
 
 
-def test_set_anew_while_a_step_is_due() -> None:
+def test_a_default_dtype_that_is_set_anew_while_a_step_is_due() -> None:
+    """As Lightning's bf16-true has it, around the forward."""
     torch.manual_seed(0)
     model, optimizer = build()
+    with instep.attach(model, optimizer, schedule="forward") as overlap, late_updates():
+        loss_of(model(batch(0)[0]), batch(0)[1]).backward()
+        optimizer.step()
+        x, _ = batch(1)
+        with default_dtype():
+            model(x)
+            assert torch.get_default_dtype() == torch.float64
+        overlap.synchronize()
+        assert all(entry["mu_product"].dtype == torch.float32 for entry in optimizer.state.values())
+
+
+def test_a_default_dtype_under_which_a_fused_kernel_would_make_other_state() -> None:
+    """It may run while the loop asks for the default dtype, which is then left alone."""
+    torch.manual_seed(0)
+    model = Blocks()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with instep.attach(model, optimizer, schedule="forward") as overlap, late_updates():
         loss_of(model(batch(0)[0]), batch(0)[1]).backward()
         optimizer.step()

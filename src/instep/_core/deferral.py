@@ -9,7 +9,7 @@ accelerators. Before a module runs, and whenever anybody uses a parameter in Pyt
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import is_
 from time import perf_counter
@@ -44,7 +44,7 @@ from instep._core.stepper import (
     writes_without_gradient,
 )
 from instep._core.streams import StepStreams
-from instep._core.switches import switched, switches
+from instep._core.switches import DEFAULT_DTYPE, MKLDNN, default_dtype, switched, switches
 from instep._core.torn import Torn
 from instep._core.transaction import Gather, Recorder
 from instep._core.waiting import StateWatch
@@ -239,13 +239,26 @@ class _Due:
                 "optimizer.step(), through a reference that was taken before, before the update was applied: in the "
                 "plain loop it had been applied by then. Call overlap.synchronize() before such a write"
             )
-        makes_state = not all(map(self.step.state.get, self.tensors))
-        difference = switched(self.step.switches, in_export=True)
-        if difference is not None and (makes_state or not self.step.known):
+        self._require_same_switches()
+        # Whoever may ask for the default dtype meanwhile waits for this update, unless it can run at any time.
+        with nullcontext() if self.step.at_any_time else default_dtype(self.step.switches[DEFAULT_DTYPE]):
+            self._step()
+
+    def _require_same_switches(self) -> None:
+        # torch.export may be what waits: it has switched mkldnn off.
+        difference = None if self.step.known else switched(self.step.switches, but=(DEFAULT_DTYPE, MKLDNN))
+        if self.step.at_any_time and not all(map(self.step.state.get, self.tensors)):
+            # State that is made there is of float64, or not.
+            dtypes = (self.step.switches[DEFAULT_DTYPE], torch.get_default_dtype())
+            if dtypes.count(torch.float64) == 1:
+                difference = switched(self.step.switches)
+        if difference is not None:
             raise UncommittedStepError(
                 f"{difference}, since optimizer.step(), which has put off the update of {self.names[0]!r}. Call "
                 "overlap.synchronize() before such a change"
             )
+
+    def _step(self) -> None:
         for call in self._calls:
             if self._clip is not None:
                 with self._noticed_by_none():
@@ -624,7 +637,7 @@ class Deferral:
 
     def _forward_is_alike(self) -> bool:
         """Whether the forward, behind which the update would run, is under the switches that ``step()`` is under."""
-        return self._switches_in_forward is None or switched(self._switches_in_forward) is None
+        return self._switches_in_forward is None or switched(self._switches_in_forward, but=(DEFAULT_DTYPE,)) is None
 
     def _flying(self, mine: Iterable[AttachedParameter]) -> dict[AttachedParameter, Flight]:
         """Those whose gradient may still be on its way."""

@@ -1,32 +1,48 @@
 """Switches of torch, for the whole process, that an update may read: it needs those of ``optimizer.step()``."""
 
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-_MKLDNN = "torch.backends.mkldnn.enabled"
+DEFAULT_DTYPE = "torch.get_default_dtype()"
+MKLDNN = "torch.backends.mkldnn.enabled"
 
 
 def switches() -> dict[str, Any]:
     """As they are now, by what tells them. Not among them: whether algorithms are deterministic. A loop may have a
     backward that is not, and no optimizer is known to use such an algorithm."""
     return {
-        "torch.get_default_dtype()": torch.get_default_dtype(),
-        _MKLDNN: torch.backends.mkldnn.enabled,
+        DEFAULT_DTYPE: torch.get_default_dtype(),
+        MKLDNN: torch.backends.mkldnn.enabled,
         "torch.get_float32_matmul_precision()": _precision_of_products(),
     }
 
 
-def switched(then: dict[str, Any], *, in_export: bool = False) -> str | None:
+def switched(then: dict[str, Any], *, but: Container[str] = ()) -> str | None:
     """The first that is not as it was, in words.
 
     Args:
-        in_export: torch.export may be what waits: it switches mkldnn off meanwhile.
+        but: those that do not count.
     """
     for name, now in switches().items():
-        if now != then[name] and not (in_export and name == _MKLDNN):
+        if now != then[name] and name not in but:
             return f"{name} was {then[name]} and is {now}"
     return None
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Only while nobody else can ask for it: it is the whole process's."""
+    before = torch.get_default_dtype()
+    if before != dtype:
+        torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        if before != dtype:
+            torch.set_default_dtype(before)
 
 
 def _precision_of_products() -> str | None:
