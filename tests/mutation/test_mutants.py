@@ -29,6 +29,7 @@ PARITY = "tests/parity/test_one_device.py"
 AUTOCAST = "tests/parity/test_autocast.py"
 SWITCHES = "tests/parity/test_switches.py"
 CORNERS = "tests/distributed/test_sharded_corners.py"
+ONE_DEVICE_CORNERS = "tests/parity/test_corners.py"
 REFUSALS = "tests/unit/test_refusals.py"
 DDP = "tests/distributed/test_ddp_parity.py"
 DDP_LIFE = "tests/distributed/test_ddp_life.py"
@@ -1428,7 +1429,7 @@ MUTANTS = [
         "_core/arrival.py",
         "if parameter.grad is not gradient or version_of(gradient) != version:",
         "if False:",
-        UNSEEN,
+        ONE_DEVICE_CORNERS,
     ),
     Mutant(
         "leave buckets on their way when a forward has ended",

@@ -207,3 +207,26 @@ def test_a_step_that_raises_tears_nothing_with_undo() -> None:
         assert all(p.grad is not None for p in model.parameters())
         optimizer.step()
         assert overlap.redo_count == 1
+
+
+@pytest.mark.parametrize("way", ["forward", "late", "undo"])
+def test_a_gradient_that_is_changed_through_a_reference_to_it(way: str) -> None:
+    """Its norm was taken when it arrived."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Blocks()
+        kept: list[torch.Tensor] = []
+        vars(model)["kept"] = kept
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(lane: Lane, i: int) -> None:
+        lane.backward(loss_of(lane.model(batch(i)[0]), batch(i)[1]))
+        for gradient in lane.model.kept:
+            gradient.mul_(7.0)
+        lane.model.kept.clear()
+        lane.step()
+        lane.zero_grad()
+
+    lockstep(way, build, step, clip=instep.ClipNorm(CLIP))
