@@ -62,7 +62,7 @@ for optim_cls, kwargs in ((torch.optim.AdamW, {"lr": 3e-3, "foreach": True}), (S
         loss.backward()  # reduces, and steps: nothing else is left to call
         if rank == 0 and step % 20 == 19:
             print(f"{optim_cls.__name__} step {step + 1}: loss {loss.item():.3f}")
-# The process group ends with its last reference, and the threads with it that run the callback of send_signs: not later,
-# while Python ends.
+# The process group ends with its last reference, with it the threads that run the callback of send_signs: before
+# Python does.
 del ddp, overlapped, loss
 dist.destroy_process_group()
