@@ -70,7 +70,7 @@ def learn(lane: Lane, i: int, name: str, around: str) -> torch.Tensor:
         with block() if around == "step" else nullcontext():
             lane.step()
         if around == "all" and lane.overlap is not None:
-            lane.overlap.synchronize()  # who waits for an update outside of the block has it raise
+            lane.overlap.synchronize()  # lockstep would wait for the update outside of the block
     lane.zero_grad()
     return loss.detach()
 
