@@ -11,7 +11,7 @@ All that is done here is local: peers may not have failed. Each private name of 
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,12 +40,18 @@ class AfterErrors:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._sharded: list[weakref.ref[nn.Module]] = []
+        self._let_go: Callable[[], None] = lambda: None
         # The outermost module with FSDP inside whose forward is running; FSDP1's parameters that earlier ones used.
         self._running: weakref.ref[nn.Module] | None = None
         self._awaited: frozenset[int] = frozenset()
 
-    def connect(self) -> Iterator[RemovableHandle]:
-        """Hooks around each forward that FSDP takes part in; they must come before all others."""
+    def connect(self, let_go: Callable[[], None]) -> Iterator[RemovableHandle]:
+        """Hooks around each forward that FSDP takes part in; they must come before all others.
+
+        Args:
+            let_go: returns when a backward that raised has told of it.
+        """
+        self._let_go = let_go
         model = self._model()
         assert model is not None
         sharded = [*fsdp2_in(model), *fsdp1_in(model)]
@@ -65,6 +71,7 @@ class AfterErrors:
         running = None if self._running is None else self._running()
         if running is not None and running is not module and self._contains(running, module):
             return
+        self._let_go()
         if any(map(_is_in_backward, (ref() for ref in self._sharded))):
             self._rebuild(gradients=True)
         elif running is not None:

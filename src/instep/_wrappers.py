@@ -118,6 +118,16 @@ def fsdp2_groups(state: Any) -> Sequence[Any]:
     return groups
 
 
+def fsdp2_reading_streams(model: nn.Module) -> Iterator[torch.Stream]:
+    """On which FSDP2 copies shards to gather them. It has them wait once, where the root's forward begins, or for the
+    event that ``set_post_optim_event`` was given; it has no public name for them, nor a way to have one group wait."""
+    for module in fsdp2_in(model):
+        communication = cast(Any, module)._get_fsdp_state()._comm_ctx
+        stream = getattr(communication, "all_gather_copy_in_stream", None)  # made in the first forward
+        if isinstance(stream, torch.Stream):
+            yield stream
+
+
 class FSDP1Sync(_Sync):
     """The same of FSDP1 models."""
 

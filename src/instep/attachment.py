@@ -69,7 +69,15 @@ from instep._validation import (
     refuse_wrappers,
 )
 from instep._votes import GroupVotes, groups_of, in_join
-from instep._wrappers import BeforeFSDP1Gathers, FSDP1Sync, FSDP2Sync, fsdp1_in, put_shards_in_place, sharded_groups
+from instep._wrappers import (
+    BeforeFSDP1Gathers,
+    FSDP1Sync,
+    FSDP2Sync,
+    fsdp1_in,
+    fsdp2_reading_streams,
+    put_shards_in_place,
+    sharded_groups,
+)
 from instep.errors import (
     AttachError,
     ConcurrentBackwardError,
@@ -331,6 +339,11 @@ def _said_of_plain() -> _Described:
     return "plain", {}, [], None
 
 
+def _reading_streams(model: "weakref.ref[nn.Module]") -> list[torch.Stream]:
+    found = model()
+    return [] if found is None else list(fsdp2_reading_streams(found))
+
+
 def _nobody_listens(recorder: Recorder | None) -> None: ...
 
 
@@ -433,6 +446,8 @@ class Attachment:
         self._handles: list[RemovableHandle | BeforeFSDP1Gathers | Owners | PlainPickles] = []
         self._sources = [] if options.disabled else self._make_sources(wrapped, fsdp1, sink)
         crossing = [s for s in self._sources if isinstance(s, CrossingSource)]
+        if self._groups and not fsdp1 and isinstance(self._step, Deferral):
+            self._step.streams.readers = functools.partial(_reading_streams, self._model)
         if crossing and isinstance(self._step, Deferral):
             self._step.flights = functools.partial(_flights, crossing)
             self._step.at_once = functools.partial(_waited, crossing)
@@ -734,7 +749,7 @@ class Attachment:
             self._watch_readers(model, self._owners(self._step.parameters))
             self._watch_groups()
             if self._groups:
-                self._handles += self._after_errors.connect()
+                self._handles += self._after_errors.connect(weakly(self._let_go))
             for ref, stepper in zip(self._optimizers, self._steppers, strict=True):
                 optimizer = ref()
                 assert optimizer is not None
@@ -908,6 +923,11 @@ class Attachment:
                 "optimizer of its own"
             )
 
+    def _let_go(self) -> None:
+        """Of a backward that raised."""
+        assert not isinstance(self._step, PlainSteps)
+        self._step.backwards.let_go()
+
     def _end_backward(self) -> None:
         self._in_backward = False
         self._step.end_backward()
@@ -929,6 +949,8 @@ class Attachment:
             if not self._in_backward:
                 self._in_backward = True
                 after_all_of_backward(self._end_backward, self._backward_failed)
+        if not isinstance(self._step, PlainSteps):
+            self._step.backwards.begin(self._step.parameters[0].spec.device)
         if self._step.begin_backward():
             if self._groups:
                 self._accumulation.decide()
@@ -1028,7 +1050,6 @@ class Attachment:
 
     def _before_fsdp1_gathers(self, step: Deferral, mine: Sequence[AttachedParameter]) -> None:
         step.before_read(mine)
-        step.streams.join()
 
     def _before_gather(self, number: int, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
         if torch.compiler.is_compiling() or graph_task() is not None:

@@ -22,7 +22,7 @@ from instep._core.accumulation import Accumulation
 from instep._core.autocast import autocast_matters, require_same_in_autocast
 from instep._core.checking import Check
 from instep._core.clipping import Clip, Clipping
-from instep._core.engine import graph_task
+from instep._core.engine import Backwards, graph_task
 from instep._core.entries import Entries
 from instep._core.finite import Policy, ask_if_finite, nonfinite_error
 from instep._core.life import owe, settled
@@ -43,7 +43,7 @@ from instep._core.stepper import (
     remember_settings,
     writes_without_gradient,
 )
-from instep._core.streams import StepStreams
+from instep._core.streams import Mark, StepStreams
 from instep._core.switches import DEFAULT_DTYPE, MKLDNN, default_dtype, switched, switches
 from instep._core.torn import Torn
 from instep._core.transaction import Gather, Recorder
@@ -152,7 +152,7 @@ class _Due:
         self.done: Task | None = None
         self.sent = False
         self._receive: Callable[[], None] | None = None
-        self.mark: torch.Event | None = None
+        self.mark: Mark | None = None
         self._clip = clip
         self._recorder = recorder
         self._keep = keep
@@ -190,7 +190,9 @@ class _Due:
         except BaseException as error:
             self.step.failure = error
             return
-        self.gradients, self._memory, self._calls, self._entries = [], [], [], Entries()
+        self._memory, self._calls, self._entries = [], [], Entries()
+        if self.device.type == "cpu":
+            self.gradients = []  # else the side stream still reads them: they go with the bucket
         self.step.applied += self.names
         if self._recorder is not None:
             self._recorder("step", self.names, started, perf_counter())
@@ -306,6 +308,7 @@ class Deferral:
         recorder: told of each bucket's step and communication; ``None`` when nobody listens.
         readers: the hooks of the modules that read parameters.
         gather: where each rank steps its own part of parameters: gets the others' parts.
+        backwards: those that were seen to begin.
         flights: the buckets that may still be on their way.
         at_once: whether nothing is to be put off at present: it would take more time than it saves.
     """
@@ -329,6 +332,7 @@ class Deferral:
         self.skip_count = 0
         self.recorder: Recorder | None = None
         self.gather: Gather | None = None
+        self.backwards = Backwards()
         self.flights: Callable[[], Sequence[Flight]] = lambda: ()
         self.at_once: Callable[[], bool] = lambda: False
         self._can_wait = frozenset(can_wait)
@@ -371,6 +375,7 @@ class Deferral:
 
     def before_forward(self) -> None:
         """The model is about to run."""
+        self.backwards.let_go()
         self._switches_in_forward = switches()
         self._end_commit()
         if self._flushing is not None:
@@ -389,12 +394,15 @@ class Deferral:
             # Without gradients some modules choose a fused path, for which they read the parameters of others.
             some = torch.is_grad_enabled()
             self._finish([self._due.get(id(a.peek())) for a in parameters] if some else self._dues())
+        self.streams.follow()  # what the loop's stream has waited for, this forward's may not have
         self.require_whole()
 
     def synchronize(self) -> None:
         """Wait for everything that is due."""
+        self.backwards.let_go()
         self._end_stopped()
         self._finish(self._dues())
+        self.streams.follow()
         self.require_whole()
 
     def require_whole(self) -> None:
@@ -429,10 +437,8 @@ class Deferral:
         self.require_whole()
 
     def _wait(self, due: _Due) -> None:
-        if due.mark is not None:
-            self.streams.wait(due.mark)
-        elif due.device.type != "cpu":
-            due.finish()
+        if due.device.type != "cpu":
+            self.streams.wait(due.mark or self._finished(due))
         else:
             with _not_compiling():
                 due.done = due.done or self._worker.run(due.finish)
@@ -568,6 +574,7 @@ class Deferral:
 
     def begin_step(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is called."""
+        self.backwards.let_go()
         self._end_commit()
         if self._flushing is not None:
             self._end_raised(self._flushing)  # another call of step()
@@ -782,17 +789,22 @@ class Deferral:
             if due.sent:
                 continue
             if self.gather is not None:
-                due.send([by_id[id(tensor)] for tensor in due.tensors], self.gather)
-                due.done = self._worker.run(due.finish) if due.device.type == "cpu" else None
-            elif due.device.type == "cpu":
+                with self.streams.on(due.device):
+                    due.send([by_id[id(tensor)] for tensor in due.tensors], self.gather)
+            if due.device.type == "cpu":
                 # Others are stepped when they are waited for, by the same thread: who waits may be in the middle of
                 # tracing, or in inference mode.
-                due.done = self._worker.run(due.finish) if due.step.at_any_time else None
-            else:
-                self.streams.keep(due.gradients)
-                with self.streams.on(due.device):
-                    due.apply()
-                due.mark = self.streams.mark(due.device)
+                at_once = due.step.at_any_time or self.gather is not None
+                due.done = self._worker.run(due.finish) if at_once else None
+        for due in dues:  # once all are sent: the side stream waits for those of other ranks
+            if due.device.type != "cpu" and due.mark is None:
+                due.mark = self._finished(due)
+
+    def _finished(self, due: _Due) -> Mark:
+        """Do what is left of it on the side stream."""
+        with self.streams.on(due.device):
+            due.finish()
+        return self.streams.mark(due.device)
 
     def commit(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to return. Who is interrupted here begins again with the next use."""
@@ -918,6 +930,7 @@ class Deferral:
 
     def forget(self, *, gradients: bool) -> None:
         """Let go of a torn step; with ``gradients``, clear all of them."""
+        self.backwards.let_go()
         for due in self._dues():
             self._wait(due)
         for attached in self.parameters:

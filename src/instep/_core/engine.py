@@ -36,23 +36,59 @@ def runs(node: Node) -> bool:
         return False
 
 
+_expected: dict[int, int] = {}
+"""By ``id`` of each ``_EndOfBackward`` that is still to be called or dropped: the number of its backward."""
+
+_LET_GO_SECONDS = 10.0
+"""How long a backward is waited for that another thread of the loop's may be running: a mistake, told of later."""
+
+
+class Backwards:
+    """Those of one attachment that were seen to begin.
+
+    On an accelerator each device has a thread of the engine's, which may let go of a backward that raised only when
+    the exception has reached the loop.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[int | None] = set()
+
+    def begin(self, device: torch.device) -> None:
+        """The running backward has come to something on ``device``."""
+        if device.type != "cpu":  # where the engine's thread is the loop's
+            self._tasks.add(graph_task())
+
+    def let_go(self) -> None:
+        """Return when nothing will be heard of them any more, unless one is running."""
+        if not self._tasks or graph_task() is not None:
+            return
+        last = time.monotonic() + _LET_GO_SECONDS
+        while not self._tasks.isdisjoint(_expected.copy().values()) and time.monotonic() < last:
+            time.sleep(0.0001)
+        self._tasks.clear()
+
+
 class _EndOfBackward:
     """Called by the engine when the backward ends; dropped without a call when the backward raises.
 
-    The engine frees a failed backward's callbacks before the exception reaches Python, so ``failed`` has run by
-    the time the user's ``except`` clause does.
+    On CPU the engine frees a failed backward's callbacks before the exception reaches Python, so ``failed`` has run by
+    the time the user's ``except`` clause does. On an accelerator ``Backwards.let_go`` waits for that.
     """
 
     __slots__ = ("_end", "_failed")
 
     def __init__(self, end: Callable[[], None], failed: Callable[[], None]) -> None:
         self._end = end
+        _expected[id(self)] = torch._C._current_graph_task_id()
         self._failed: Callable[[], None] | None = failed
 
     @untraced
     def __call__(self) -> None:
         self._failed = None
-        self._end()
+        try:
+            self._end()
+        finally:
+            _expected.pop(id(self), None)
 
     @untraced
     def __del__(self) -> None:
@@ -64,6 +100,8 @@ class _EndOfBackward:
         except KeyboardInterrupt:  # which is lost here, and would be in what is left of this call
             failed()
             _thread.start_new_thread(_interrupt, (sys._getframe().f_code,))
+        finally:
+            _expected.pop(id(self), None)
 
 
 def _interrupt(dropping: CodeType) -> None:

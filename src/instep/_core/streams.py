@@ -1,9 +1,64 @@
-"""All stream code. On CPU there are no streams, and everything here does nothing."""
+"""All stream code. On CPU there are no streams, and everything here does nothing.
 
-from collections.abc import Iterable, Iterator
+Three streams of a device have to do with a step. Gradients are made on the stream that is current where their bucket
+is announced. The bucket is stepped on a side stream, which first waits for that one. The loop goes on on the stream
+that is current where backward ends, or where ``optimizer.step()`` was called, and that one waits for the side stream.
+
+Gradients that are freed go back to the stream that they were allocated on, whose next tensor may get their memory
+while the side stream still reads it. ``record_stream`` would keep that memory from everybody until the device has come
+so far. The host is ahead of the device, though, and would ask for new memory meanwhile: nothing would be saved. So
+gradients are held here until the stream that has made them waits for the side stream, which costs one bucket.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
+
+
+class Mark(NamedTuple):
+    """What the side stream of a device held at some time.
+
+    Attributes:
+        event: recorded on the side stream then.
+        home: the stream that was current when the step was given to the side stream.
+    """
+
+    event: torch.Event
+    home: torch.Stream
+
+    def order(self, *streams: torch.Stream) -> None:
+        """Have these streams, and the home, wait for it."""
+        for stream in {self.home, *streams}:
+            stream.wait_event(self.event)
+
+
+class _Side:
+    """The side stream of one device."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self.stream = stream
+        self.home = stream  # current around the last use of the side stream
+        self.loop: torch.Stream | None = None  # that of the last end of a backward
+        self.ordered: torch.Event | None = None  # which the home has waited for
+        self._held: tuple[Mark, Sequence[torch.Tensor]] | None = None
+
+    def mark(self) -> Mark:
+        return Mark(self.stream.record_event(), self.home)
+
+    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.let_go()
+        self._held = self.mark(), tensors
+
+    def let_go(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held[0].order()
+
+    def drop(self) -> None:
+        """Let go where nothing has to wait."""
+        self._held = None
 
 
 class StepStreams:
@@ -11,12 +66,16 @@ class StepStreams:
 
     Args:
         given: the stream to use on its device.
+
+    Attributes:
+        readers: the streams, beside the one that is current, on which parameters are about to be read.
     """
 
     def __init__(self, given: torch.Stream | None = None) -> None:
-        self._streams: dict[torch.device, torch.Stream] = {}
+        self.readers: Callable[[], Iterable[torch.Stream]] = lambda: ()
+        self._sides: dict[torch.device, _Side] = {}
         if given is not None and given.device.type != "cpu":
-            self._streams[given.device] = given
+            self._sides[given.device] = _Side(given)
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
@@ -26,36 +85,66 @@ class StepStreams:
             yield
             return
         current = torch.accelerator.current_stream(device)
-        side = self._streams.get(device)
+        side = self._sides.get(device)
         if side is None:
-            side = self._streams[device] = torch.Stream(device)
-        side.wait_stream(current)
-        torch.accelerator.set_stream(side)
+            side = self._sides[device] = _Side(torch.Stream(device))
+        if current == side.stream:
+            yield
+            return
+        side.home = current
+        side.stream.wait_stream(current)
+        torch.accelerator.set_stream(side.stream)
         try:
             yield
         finally:
             torch.accelerator.set_stream(current)
 
-    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Tell the caching allocator that the side stream still reads ``tensors``, so they may be dropped now."""
-        if not self._streams:
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keep alive ``tensors``, which the side stream of their device has used, until the stream that was current
+        before has waited for that: up to the next call, or to ``join``."""
+        if not self._sides:
             return
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
         for tensor in tensors:
-            side = self._streams.get(tensor.device)
-            if side is not None:
-                for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
-                    part.record_stream(side)
+            by_device.setdefault(tensor.device, []).append(tensor)
+        for device, of_device in by_device.items():
+            if (side := self._sides.get(device)) is not None:
+                side.hold(of_device)
 
-    def mark(self, device: torch.device) -> torch.Event | None:
-        """All that the device's side stream holds by now; ``None`` on CPU."""
-        side = self._streams.get(device)
-        return None if side is None else side.record_event()
+    def mark(self, device: torch.device) -> Mark:
+        """All that the side stream of this device, which is none of the CPU's, holds by now."""
+        return self._sides[device].mark()
 
-    def wait(self, mark: torch.Event) -> None:
-        """Order the device's current stream after what was marked."""
-        torch.accelerator.current_stream(mark.device).wait_event(mark)
+    def wait(self, mark: Mark) -> None:
+        """Order after what was marked: the device's current stream, which is about to read; its home, whose reads
+        nobody hears of any more; and ``readers``."""
+        device = mark.home.device
+        mark.order(torch.accelerator.current_stream(device), *(s for s in self.readers() if s.device == device))
+        self._sides[device].ordered = mark.event
+
+    def follow(self) -> None:
+        """Order the current streams after what the homes have waited for."""
+        for device, side in self._sides.items():
+            if side.ordered is not None and (current := torch.accelerator.current_stream(device)) != side.home:
+                current.wait_event(side.ordered)
 
     def join(self) -> None:
-        """Order the current stream of each device after everything stepped so far."""
-        for device, side in self._streams.items():
-            torch.accelerator.current_stream(device).wait_stream(side)
+        """Backward ends: order the current stream of each device, which is the loop's, after everything stepped."""
+        for device, side in self._sides.items():
+            side.loop = torch.accelerator.current_stream(device)
+            side.loop.wait_stream(side.stream)
+            side.let_go()
+
+    def join_all(self) -> None:
+        """The same at any other time: beside the current stream, the loop's and that of a running backward."""
+        for device, side in self._sides.items():
+            for stream in {torch.accelerator.current_stream(device), side.loop or side.home, side.home}:
+                stream.wait_stream(side.stream)
+            side.let_go()
+
+    def finish(self) -> None:
+        """Return when the device has done everything stepped. An error leaves the loop on a stream that nobody knows:
+        whatever it does next is ordered after this."""
+        for side in self._sides.values():
+            side.stream.synchronize()
+            side.drop()

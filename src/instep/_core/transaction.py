@@ -20,7 +20,7 @@ from instep._core.accumulation import Accumulation
 from instep._core.autocast import require_same_in_autocast
 from instep._core.checking import Check
 from instep._core.clipping import Clipping
-from instep._core.engine import graph_task
+from instep._core.engine import Backwards, graph_task
 from instep._core.finite import Policy, all_finite, ask_if_finite, nonfinite_error
 from instep._core.generators import Generators
 from instep._core.lending import Lent, Outcome
@@ -72,6 +72,7 @@ class Transaction:
         redo_count: how many steps were put back, and left to ``optimizer.step()``.
         skip_count: how many steps were left out, for a gradient that was not finite.
         recorder: told of each bucket's step and communication; ``None`` when nobody listens.
+        backwards: those that were seen to begin.
         lock: held while gradients are announced and applied. On accelerators the engine runs one thread per device,
             each of which may complete a bucket.
         on_open: called when a step opens.
@@ -97,6 +98,7 @@ class Transaction:
         self.recorder: Recorder | None = None
         self.on_open: Callable[[], None] = lambda: None
         self.gather: Gather | None = None
+        self.backwards = Backwards()
         self._steppers = tuple(steppers)
         self._ranks = ranks
         self._accumulation = accumulation
@@ -218,6 +220,7 @@ class Transaction:
             if not self._arrived:
                 self._open()
             self._backwards.add(graph_task())
+            self.backwards.begin(parameters[0].spec.device)
             for attached in parameters:
                 index = attached.spec.index
                 if index in self._arrived:
@@ -310,7 +313,8 @@ class Transaction:
                 owe(self)
             for parameter, attached in zip(parameters, bucket, strict=True):
                 attached.version = _version(parameter)
-            self.streams.keep(p.grad for p in parameters if p.grad is not None)
+            if self._undo is None:  # else they stay until the step is committed
+                self.streams.hold(p.grad for p in parameters if p.grad is not None)
             if self.recorder is not None:
                 self.recorder("step", [attached.spec.name for attached in bucket], started, perf_counter())
             return True
@@ -330,7 +334,6 @@ class Transaction:
             made = [g.clone() for g in gradients] if self._scale is None else self._scale.unscaled(gradients)
             for parameter, gradient in zip(parameters, made, strict=True):
                 parameter.grad = gradient
-            self.streams.keep(made)
         else:
             made = gradients
         if final and self._pass is None:
@@ -353,13 +356,11 @@ class Transaction:
         """On trial an update must leave the plain loop's gradients alone. torch's own optimizers do."""
         if self._undo is None:
             return {}
-        lent = {
+        return {
             attached: Lent(parameter, gradient)
             for attached, parameter, gradient in zip(bucket, parameters, gradients, strict=True)
             if not is_torchs_own(attached.stepper.optimizer())
         }
-        self.streams.keep(one.given for one in lent.values())
-        return lent
 
     def spend(self, bucket: Iterable[AttachedParameter]) -> None:
         """The gradients of applied parameters have served: free them, leaving spent ones. With ``undo`` they stay.
@@ -423,6 +424,7 @@ class Transaction:
         with self.lock:
             self._failure = None
             self._stop(None, False)
+            self.streams.finish()
 
     def raise_failure(self) -> None:
         """At the end of a backward: raise what stopped the step, with its own type."""
@@ -544,6 +546,7 @@ class Transaction:
 
     def before_forward(self) -> None:
         """Before a forward: raise if the weights are not those the plain loop would read."""
+        self.backwards.let_go()
         self._end_commit()
         self._hear(wait=False)
         self.require_whole()
@@ -564,6 +567,7 @@ class Transaction:
 
     def require_whole(self) -> None:
         """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
+        self.backwards.let_go()
         self._end_commit()
         if self._flushing is not None and self._torn is None and not self._ending:
             if self._undo is None:
@@ -602,6 +606,7 @@ class Transaction:
 
     def begin_step(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is called."""
+        self.backwards.let_go()
         if self._flushing is not None or self._committing is not None:
             self.require_whole()  # another call of step(), which has raised
         stepper.called()
@@ -884,6 +889,7 @@ class Transaction:
 
     def forget(self, *, gradients: bool) -> None:
         """Go back to IDLE from any state, and take spent gradients, or all of them, off the parameters."""
+        self.backwards.let_go()
         self._release()
         for attached in self.parameters:
             parameter = attached.peek()
@@ -895,6 +901,7 @@ class Transaction:
 
     def whole_step(self) -> int | None:
         """The number of the last step if all of it was applied here, else ``None``."""
+        self.backwards.let_go()
         if self._torn is None:
             return self.step_count if not self._applied else None
         return None if self._torn.in_part else self._torn.accepted
@@ -902,6 +909,7 @@ class Transaction:
     def accept(self) -> bool:
         """Go on from a step that is torn, or open with weights written, as if it had been committed. ``False``: there
         is none."""
+        self.backwards.let_go()
         self._end_commit()
         if self._torn is None and self._undo is None and (self._applied or self._flushing is not None):
             self._tear(InstepError("it was given up"))
@@ -923,6 +931,7 @@ class Transaction:
 
     def settle(self) -> None:
         """The interpreter is about to end, or to fork: a step on trial is not the plain loop's."""
+        self.backwards.let_go()
         self._end_commit()
         if self._undo is not None and self._torn is None:
             if self._flushing is not None and self._flushing.was_stopped:
@@ -939,7 +948,8 @@ class Transaction:
                 stepper.abort()
 
     def synchronize(self) -> None:
-        self.streams.join()
+        self.backwards.let_go()
+        self.streams.join_all()
         self._hear(wait=True)
 
     @property
@@ -974,7 +984,7 @@ class Transaction:
         for device in undo.devices:
             with self.streams.on(device):
                 undo.restore(device)
-        self.streams.join()
+        self.streams.join_all()
         for stepper in self._steppers:
             stepper.abort()
         self._applied.clear()
@@ -1007,6 +1017,7 @@ class Transaction:
                 "rollback() needs the copies of undo=True (or undo='host'), taken before a step writes: "
                 "attach(…, undo=True)"
             )
+        self.backwards.let_go()
         if self._undo.devices:
             self.put_back()
         self.forget(gradients=True)
@@ -1031,6 +1042,9 @@ class Transaction:
 
     def _used(self, parameter: torch.Tensor, func: Any) -> None:
         """Somebody is about to read or write an applied parameter, or its gradient."""
+        self.backwards.let_go()
+        if self._torn is not None:
+            return  # there to be read
         if self._undo is None:
             where = "between backward() and optimizer.step()" if graph_task() is None else "in backward"
             raise UncommittedStepError(
@@ -1050,6 +1064,7 @@ class Transaction:
     def before_state(self, stepper: Stepper, *, saving: bool) -> None:
         """The optimizer's state is about to be saved or loaded: the plain loop's is that of before this step. What is
         torn may be loaded anew, and not be saved."""
+        self.backwards.let_go()
         if saving:
             self.before_save()
         applied = self._applied_by(stepper) if self._flushing is None else []
@@ -1065,6 +1080,7 @@ class Transaction:
 
     def before_save(self) -> None:
         """The model or its optimizer's state is about to be saved: not a step that is torn, here or on another rank."""
+        self.backwards.let_go()
         self._end_stopped()
         self._hear(wait=True)
         if self._torn is not None:

@@ -208,8 +208,8 @@ class StepAfterReduction:
                 if any(map(self._wanted, reduction.parameters)):
                     with self._streams.on(reduction.parameters[0].device):
                         gradients = reduction.gradients()
-                        self._streams.keep(gradients)
                         self._step_all(zip(reduction.parameters, gradients, strict=True))
+                        self._streams.hold(gradients)
                 else:
                     reduction.gradients()  # a failed one must stop those after it too
         except BaseException as error:

@@ -250,7 +250,6 @@ class StateShards:
 
         def finish() -> None:
             work.wait()
-            _used_on_this_stream(received)
             # The step has counted as a write of the parameter already.
             with _uncounted(tensors):
                 _copy([(rows, flat) for flat, rows in _in_rows(received, members)])
@@ -265,7 +264,6 @@ class StateShards:
 
         def finish() -> None:
             work.wait()
-            _used_on_this_stream(sent)
             if owner != self._rank:
                 # The step has counted as a write of the parameter already.
                 with _uncounted(tensors):
@@ -307,9 +305,8 @@ class Scattered:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        self._sent = []
-        if self.done():  # not so on an accelerator, where another stream may have to wait, too
-            self._works = []  # they keep what was sent
+        if self.done():  # not so on an accelerator: there the memory is needed until the device has come so far
+            self._works, self._sent = [], []
 
     def let_go(self) -> bool:
         """Free what was sent if it has been. Whether it has."""
@@ -418,9 +415,3 @@ def _uncounted(tensors: Iterable[torch.Tensor]) -> ExitStack:
     for tensor in tensors:
         stack.enter_context(grad_mode._unsafe_preserve_version_counter(tensor))
     return stack
-
-
-def _used_on_this_stream(*tensors: torch.Tensor) -> None:
-    for tensor in tensors:
-        if tensor.device.type != "cpu":
-            tensor.record_stream(torch.accelerator.current_stream(tensor.device))

@@ -57,7 +57,7 @@ class ZeroSource:
         self._in_place = ddp.gradient_as_bucket_view or not self._late
         self._rooms: dict[int, torch.Tensor] = {}
         self._under_way: list[Scattered] = []
-        self._gathers: list[Gathered] = []
+        self._gathers: list[tuple[torch.device, Gathered]] = []
         self._buckets = {0: Bucket("ddp", tuple(attached.spec for attached in parameters))}
 
     @property
@@ -151,9 +151,9 @@ class ZeroSource:
     def _settle(self, reductions: Sequence[Reduction]) -> None:
         if self._late:
             self._step_late(reductions)
-        self._rooms, self._under_way = {}, []
         self._sink.spend(a for a in self._members(reductions) if self._sink.is_applied(a))
         self._sink.streams.join()
+        self._rooms, self._under_way = {}, []
         self._sink.raise_failure()
 
     def _step_late(self, reductions: Sequence[Reduction]) -> None:
@@ -174,14 +174,17 @@ class ZeroSource:
         for reduction in reductions:
             members = [self._by_id[id(p)] for p in reduction.members]
             with self._sink.streams.on(members[0].spec.device):
-                self._gathers.append(self._shards.gather(members, self._rooms.get(reduction.index)))
+                gathered = self._shards.gather(members, self._rooms.get(reduction.index))
+            self._gathers.append((members[0].spec.device, gathered))
             self._receive(wait=False)
 
     def _receive(self, *, wait: bool) -> None:
         """Write what has arrived into the parameters, in the order of sending."""
-        while self._gathers and (wait or self._gathers[0].done()):
+        while self._gathers and (wait or self._gathers[0][1].done()):
+            device, gathered = self._gathers.pop(0)
             try:
-                self._gathers.pop(0)()
+                with self._sink.streams.on(device):
+                    gathered()
             except BaseException as error:
                 self._sink.fail(error)
 
