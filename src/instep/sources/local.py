@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from instep._core.engine import at_end_of_backward, graph_task
 from instep._core.hooks import UntracedHook
 from instep._core.parameters import AttachedParameter
+from instep._core.parts import memory_of
 from instep._core.plan import Bucket, fill_buckets
 from instep._core.weak import weakly
 from instep.errors import InstepError
@@ -167,7 +168,7 @@ class LocalSource:
 
     def _count(self, attached: AttachedParameter) -> None:
         index, task = attached.spec.index, graph_task()
-        if self._uses is not None and self._uses.several(attached.spec.group):
+        if self._uses is not None and (self._uses.several(attached.spec.group) or _is_being_copied(attached.get())):
             if not self._in_parts:
                 at_end_of_backward(self._apply_whole, self._drop_parts)
             self._in_parts[index] = attached
@@ -260,7 +261,7 @@ class LocalSource:
         at_end_of_backward(self._sink.raise_failure, self._sink.backward_raised)
 
     def _apply_whole(self) -> None:
-        """What came in parts is final now: FSDP2 asked for the end of this backward before its first gradient."""
+        """What came in parts, or was on its way to the host, is final now: FSDP2 asked for the end of this backward before its first gradient."""
         members = list(self._in_parts.values())
         self._in_parts.clear()
         try:
@@ -280,3 +281,9 @@ class LocalSource:
         with suppress(InstepError):
             self._announce()
         self._sink.backward_raised()
+
+
+def _is_being_copied(parameter: torch.Tensor) -> bool:
+    """Whether FSDP2's ``CPUOffloadPolicy`` copies this gradient to the host beside what the host does. It waits for
+    that where backward ends; in a torch before 2.13 or so for hooks of its parameters, too."""
+    return parameter.grad is not None and memory_of(parameter.grad).is_pinned()
