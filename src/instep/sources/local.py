@@ -261,7 +261,8 @@ class LocalSource:
         at_end_of_backward(self._sink.raise_failure, self._sink.backward_raised)
 
     def _apply_whole(self) -> None:
-        """What came in parts, or was on its way to the host, is final now: FSDP2 asked for the end of this backward before its first gradient."""
+        """What came in parts, or was on its way to the host, is final now: FSDP2 asked for the end of this backward
+        before its first gradient."""
         members = list(self._in_parts.values())
         self._in_parts.clear()
         try:
