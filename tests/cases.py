@@ -110,8 +110,11 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
 
 
 def batch(seed: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, 16, generator=generator), torch.randint(0, 10, (rows,), generator=generator)
+    """The same values on every device; on torch's default one."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    x = torch.randn(rows, 16, generator=generator, device="cpu")
+    y = torch.randint(0, 10, (rows,), generator=generator, device="cpu")
+    return x.to(torch.get_default_device()), y.to(torch.get_default_device())
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from instep.errors import CheckpointError, DamagedCheckpointError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
 from tests.checkpoint.loops import adamw, everything, require_same
+from tests.devices import here
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, loss_of, nested, parameters_of
 from tests.distributed.test_meshes import hsdp, tp_alone
@@ -28,12 +29,8 @@ from tests.distributed.test_meshes import hsdp, tp_alone
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
-def device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model.to(device()), bucket_cap_mb=0.004)
+    return DistributedDataParallel(model.to(here()), bucket_cap_mb=0.004)
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -74,7 +71,7 @@ def for_loop(model: nn.Module) -> torch.optim.Optimizer:
 WRAPPED: Mapping[str, Callable[[nn.Module], nn.Module]] = {
     "bare": bare,
     "ddp": ddp,
-    "replicate": lambda model: instep.replicate(model.to(device())),
+    "replicate": lambda model: instep.replicate(model.to(here())),
     "fsdp2": nested,
     "hsdp": hsdp,
     "tp": tp_alone,
@@ -96,7 +93,7 @@ def learn(loop: Loop, steps: range, kind: str = "") -> None:
     for i in steps:
         if kind in ("tp", "bare"):  # all ranks see the same data
             x, y = batch(i)
-            loss_of(loop.model(x.to(device())), y.to(device())).backward()
+            loss_of(loop.model(x.to(here())), y.to(here())).backward()
             loop.optimizer.step()
             loop.optimizer.zero_grad()
         else:
@@ -349,7 +346,7 @@ def test_a_directory_of_each_rank(two_ranks: RankPool, tmp_path: Path) -> None:
 
 
 def fsdp1_refused(directory: str) -> None:
-    model = FullyShardedDataParallel(Blocks(), use_orig_params=True, device_id=device())
+    model = FullyShardedDataParallel(Blocks(), use_orig_params=True, device_id=here())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for call in (partial(instep.save, step=1), instep.load):
         with pytest.raises(CheckpointError, match="Use fully_shard"):

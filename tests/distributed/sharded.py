@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 import instep
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
+from tests.devices import here
 from tests.late import late_updates
 
 Shard = Callable[[nn.Module], nn.Module]
@@ -48,8 +49,7 @@ def sampled(names: Iterable[str], every: int, ways: Iterable[str] = tuple(WAYS))
 @cache
 def mesh(*sizes: int) -> Any:
     """One of each shape in a process: each makes groups, whose threads are there to stay, and wake all the time."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return init_device_mesh(device, sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
+    return init_device_mesh(here().type, sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
 
 
 def nested(model: nn.Module, **options: Any) -> nn.Module:

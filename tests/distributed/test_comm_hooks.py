@@ -24,8 +24,8 @@ import instep
 from instep.errors import AttachError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, Rotations, Sometimes, batch
+from tests.devices import here
 from tests.distributed.pool import RankPool
-from tests.distributed.test_ddp_parity import rank_device
 
 
 def power_sgd(**options: Any) -> powerSGD_hook.PowerSGDState:
@@ -123,7 +123,7 @@ def compare(hook: str, model: str, optimizer: str, options: dict[str, Any], step
     def build(attach: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         cap = 25 if any(name in hook for name in ONE_BUCKET) else 0.002
-        ddp = DistributedDataParallel(MODELS[model]().to(rank_device()), bucket_cap_mb=cap, **options)
+        ddp = DistributedDataParallel(MODELS[model]().to(here()), bucket_cap_mb=cap, **options)
         opt: torch.optim.Optimizer
         if optimizer == "AdamW":
             opt = torch.optim.AdamW(ddp.parameters(), lr=1e-2, fused=True)
@@ -138,7 +138,7 @@ def compare(hook: str, model: str, optimizer: str, options: dict[str, Any], step
     pairs = [build(False), build(True)]
     averagers = [PeriodicModelAverager(period=2, warmup_steps=2) for _ in pairs]
     for i in range(steps):
-        x, y = (t.to(rank_device()) for t in batch(1000 * rank + i))
+        x, y = (t.to(here()) for t in batch(1000 * rank + i))
         for (ddp, opt), averager in zip(pairs, averagers, strict=True):
             torch.manual_seed(i)
             out = ddp(x, rank % 2 if i % 2 else None) if model == "Sometimes" else ddp(x)

@@ -19,24 +19,20 @@ OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
 EVERY_FORM = ["SGD-1-for-loop", "AdamW-0-for-loop", "AdamW-0-foreach", "AdamW-0-fused"]
 
 
-def rank_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def _blocks_loss(model: nn.Module, seed: int) -> torch.Tensor:
     x, y = batch(seed)
-    return nn.functional.cross_entropy(model(x.to(rank_device())).float(), y.to(rank_device()))
+    return nn.functional.cross_entropy(model(x.to(here())).float(), y.to(here()))
 
 
 def _tied_loss(model: nn.Module, seed: int) -> torch.Tensor:
-    tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(seed)).to(rank_device())
+    tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(seed)).to(here())
     return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def _expert_loss(choice: Callable[[int], int | None]) -> Callable[[nn.Module, int], torch.Tensor]:
     def loss(model: nn.Module, seed: int) -> torch.Tensor:
         x, y = batch(seed)
-        return nn.functional.cross_entropy(model(x.to(rank_device()), choice(seed)), y.to(rank_device()))
+        return nn.functional.cross_entropy(model(x.to(here()), choice(seed)), y.to(here()))
 
     return loss
 
@@ -58,7 +54,7 @@ def channels_last() -> nn.Module:
 
 def _image_loss(model: nn.Module, seed: int) -> torch.Tensor:
     x, y = batch(seed)
-    return nn.functional.cross_entropy(model(x.view(-1, 1, 4, 4).to(rank_device())), y.to(rank_device()))
+    return nn.functional.cross_entropy(model(x.view(-1, 1, 4, 4).to(here())), y.to(here()))
 
 
 class Transposed(nn.Module):
@@ -99,7 +95,7 @@ def compare(
 
     def build(attach: bool) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[int], None]]:
         torch.manual_seed(0)
-        inner = make().to(rank_device())
+        inner = make().to(here())
         if ignored:
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, list(ignored))
         model = DistributedDataParallel(inner, **ddp_options)
@@ -226,7 +222,7 @@ def bfloat16_blocks() -> nn.Module:
 
 def _bfloat16_loss(model: nn.Module, seed: int) -> torch.Tensor:
     x, y = batch(seed)
-    return nn.functional.cross_entropy(model(x.to(rank_device(), torch.bfloat16)).float(), y.to(rank_device()))
+    return nn.functional.cross_entropy(model(x.to(here(), torch.bfloat16)).float(), y.to(here()))
 
 
 @pytest.mark.parametrize("view", [False, True])

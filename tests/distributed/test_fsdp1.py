@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 import instep
 from instep.errors import AccumulationError, AttachError, SpentGradientError
 from tests.cases import Blocks, optimizer_cases, two_groups
+from tests.devices import here
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, both, in_every_way, mesh, sampled
 
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 def fsdp1(model: nn.Module, **options: Any) -> nn.Module:
     """Each block, and the rest."""
     warnings.simplefilter("ignore")
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = here()
     options = {"use_orig_params": True, "device_id": device, **options}
     for number, block in enumerate(model.blocks):
         model.blocks[number] = FullyShardedDataParallel(block, **options)

@@ -21,8 +21,8 @@ from instep.errors import AttachError, InstepError
 from instep.verification import first_difference, training_state
 from tests import net, own_precision
 from tests.cases import Blocks, Sometimes, Tied, batch
+from tests.devices import here
 from tests.distributed.pool import RankPool
-from tests.distributed.test_ddp_parity import rank_device
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
 
@@ -125,7 +125,7 @@ def compare(
         torch.manual_seed(0)
         # functional_call ends before a checkpointed segment is run again.
         inner = MODELS["Blocks" if kind == "Checkpointed" and not attach else kind]()
-        inner = inner if options is None else inner.to(rank_device())
+        inner = inner if options is None else inner.to(here())
         model: nn.Module = inner if attach else CastByHand(inner, DTYPES[param])
         if options is not None:
             model = DistributedDataParallel(model, bucket_cap_mb=0.002, **options)

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import instep
 from instep.errors import AccumulationError, HyperparameterChangedError, UncommittedStepError
 from tests.cases import Blocks, batch, two_groups
+from tests.devices import here
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import WAYS, Loop, both, in_every_way, loss_of, mesh, nested
 from tests.late import late_updates
@@ -380,7 +381,7 @@ def test_a_gradient_that_is_infinite_on_one_rank(two_ranks: RankPool, way: str) 
 
 
 def whole(model: nn.Module) -> nn.Module:
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = here()
     return DistributedDataParallel(model.to(device))
 
 

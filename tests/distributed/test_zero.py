@@ -20,6 +20,7 @@ from instep.planning.live_bytes import LiveBytes
 from instep.sources.state_shards import StateShards
 from tests import net
 from tests.cases import Blocks, Sometimes, Tied, batch, optimizer_cases, two_groups, weights
+from tests.devices import here
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, loss_of, sampled
 from tests.late import late_updates
@@ -36,7 +37,7 @@ in_every_way = pytest.mark.parametrize("way", ["backward", "forward", pytest.par
 
 
 def ddp(model: nn.Module, **options: Any) -> nn.Module:
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = here()
     return DistributedDataParallel(model.to(device), **{"bucket_cap_mb": 0.004, **options})
 
 

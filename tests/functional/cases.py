@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from tests.cases import Blocks, Rotations, Sometimes, Tied, batch, optimizer_cases
-from tests.distributed.test_ddp_parity import SparseWords, channels_last, rank_device
+from tests.devices import here
+from tests.distributed.test_ddp_parity import SparseWords, channels_last
 
 OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
 OPTIMIZERS["sparse SGD"] = (torch.optim.SGD, {"lr": 0.05})
@@ -56,7 +57,7 @@ def make(kind: str, wrapper: str) -> nn.Module:
     """On the rank's device. Sharded over gloo on CPU everywhere: it does not reduce-scatter on GPUs."""
     torch.manual_seed(0)
     model = MODELS[kind]()
-    return model.to(rank_device()) if wrapper == "ddp" else model
+    return model.to(here()) if wrapper == "ddp" else model
 
 
 def wrap(model: nn.Module, wrapper: str, low: bool = False, **options: Any) -> nn.Module:

@@ -29,6 +29,7 @@ from instep.errors import AttachError
 from instep.functional import upcast
 from instep.functional.upcast import AllreduceUpcastHookState, reducer_allreduce_and_upcast_hook
 from tests import own_precision
+from tests.devices import here
 from tests.distributed.pool import RankPool
 
 pytestmark = own_precision.needs_it
@@ -102,14 +103,10 @@ class Strided(nn.Module):
 MODELS = {"Layers": Layers, "Strided": Strided}
 
 
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def _batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randn(8, 16, generator=generator), torch.randint(0, 10, (8,), generator=generator)
-    return x.to(_device()), y.to(_device())
+    return x.to(here()), y.to(here())
 
 
 def _loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -125,7 +122,7 @@ class _NoEvent:
 @contextlib.contextmanager
 def ddp_forward() -> Iterator[None]:
     """DDP's own forward hooks ask for events and streams, which a CPU has not. Nothing else runs under this."""
-    if _device().type != "cpu":
+    if here().type != "cpu":
         yield
         return
     with (
@@ -275,7 +272,7 @@ def compare(case: Case) -> str | None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     param, reduce = DTYPES[case.dtypes]
     torch.manual_seed(0)
-    net = MODELS[case.model]().to(_device())
+    net = MODELS[case.model]().to(here())
     hand = ByHand(copy.deepcopy(net), param, reduce)
     options: dict[str, Any] = {"batched_grad_copy": True} if case.batched else {}
     native = Native(
@@ -389,8 +386,8 @@ def test_batched_grad_copy(two_ranks: RankPool, view: bool) -> None:
 def gradients_of_an_unused_parameter(view: bool) -> list[list[float]]:
     """Set by the user before every backward, on each rank to another value: what native and plain DDP make of it."""
     options = {"gradient_as_bucket_view": view, "static_graph": True}
-    native = Native(Layers().to(_device()), torch.bfloat16, None, **options)
-    plain = DistributedDataParallel(Layers().to(_device()), **options)
+    native = Native(Layers().to(here()), torch.bfloat16, None, **options)
+    plain = DistributedDataParallel(Layers().to(here()), **options)
     for i in range(4):
         for net in (native.net, plain.module):
             net.sometimes.weight.grad = torch.full_like(net.sometimes.weight, 2.0 + 2 * dist.get_rank())
@@ -408,7 +405,7 @@ def test_what_no_rank_used_keeps_the_gradient_that_plain_ddp_leaves(two_ranks: R
 
 def _plain_and_native(view: bool = False, in_backward: bool = True) -> tuple[ByHand, Native]:
     torch.manual_seed(0)
-    net = Layers().to(_device())
+    net = Layers().to(here())
     hand = ByHand(copy.deepcopy(net), torch.bfloat16, torch.bfloat16)
     native = Native(net, torch.bfloat16, None, gradient_as_bucket_view=view, bucket_cap_mb=0.0005)
     if in_backward:
@@ -549,13 +546,13 @@ def test_join(three_ranks: RankPool, by_initial: bool, view: bool) -> None:
 
 
 def refusals() -> None:
-    native = Native(Layers().to(_device()), torch.bfloat16, None, find_unused_parameters=True)
+    native = Native(Layers().to(here()), torch.bfloat16, None, find_unused_parameters=True)
     with pytest.raises(AttachError, match="find_unused_parameters"):
         native.loss(0)
     net = Layers()
     net.waves = nn.Parameter(torch.randn(3, dtype=torch.complex64))
     with pytest.raises(AttachError, match="waves is complex"):
-        Native(net.to(_device()), torch.float16, None)
+        Native(net.to(here()), torch.float16, None)
 
 
 def test_what_cannot_be_right_is_refused(two_ranks: RankPool) -> None:
@@ -563,7 +560,7 @@ def test_what_cannot_be_right_is_refused(two_ranks: RankPool) -> None:
 
 
 def weakly_held() -> bool:
-    native = Native(Layers().to(_device()), torch.bfloat16, None)
+    native = Native(Layers().to(here()), torch.bfloat16, None)
     native.loss(0).backward()
     ddp = weakref.ref(native.ddp)
     del native.ddp._setup_in_backward_optimizers
