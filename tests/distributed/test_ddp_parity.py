@@ -13,6 +13,7 @@ from torch.torch_version import TorchVersion
 import instep
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, Rotations, Sometimes, Tied, batch, optimizer_cases, two_groups
+from tests.devices import here
 from tests.distributed.pool import RankPool
 
 OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
