@@ -5,6 +5,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -15,16 +16,34 @@ from hypothesis import HealthCheck, settings
 from instep import attachment
 from instep._core.worker import NAME
 from tests import missing, net
+from tests.accelerator import sessions
 from tests.distributed.pool import RankPool
 
 # Of a test with more cases than this, about as many run by default, and the others nightly.
 CASES = 2
 MORE_CASES = {"tests/unit/test_life.py": 20, "tests/parity/test_interrupted_step.py": 15}
 LIGHT = ("tests/unit/", "tests/report/", "tests/mutation/", "tests/checkpoint/", "tests/faults/", "tests/test_")
+LIGHT += ("tests/accelerator/",)
 
 # By default an example may take 0.2 s, and drawing them 1 s or so: on a busy machine neither says anything.
 settings.register_profile("instep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("instep")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if sessions.asked_for(config):
+        sessions.start(config)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", _devices(metafunc.config), indirect=True)
+
+
+def _devices(config: pytest.Config) -> list[Any]:
+    if sessions.asked_for(config):
+        return [pytest.param("emu", marks=pytest.mark.accelerator)]
+    return ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -48,8 +67,11 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    if request.param == "emu":
+        yield from sessions.on_device(request.node)
+        return
     if request.param == "cuda":
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")

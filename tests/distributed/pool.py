@@ -33,9 +33,14 @@ class RankPool:
     """``world_size`` processes in one process group. Started when first used, and again after a failure."""
 
     def __init__(
-        self, world_size: int, body_seconds: float = net.SECONDS, group_seconds: float = GROUP_SECONDS
+        self,
+        world_size: int,
+        body_seconds: float = net.SECONDS,
+        group_seconds: float = GROUP_SECONDS,
+        backend: str = "gloo",
     ) -> None:
         self.world_size = world_size
+        self._backend = backend
         self._body_seconds = body_seconds
         self._group_seconds = group_seconds
         self._processes: list[Any] = []
@@ -83,7 +88,7 @@ class RankPool:
         rendezvous = Path(self._directory.name) / "store"
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            args = (rank, self.world_size, self._group_seconds, str(rendezvous), theirs)
+            args = (rank, self.world_size, self._group_seconds, str(rendezvous), theirs, self._backend)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -123,7 +128,7 @@ class RankPool:
         return answer
 
 
-def _serve(rank: int, world_size: int, group_seconds: float, rendezvous: str, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, group_seconds: float, rendezvous: str, pipe: Connection, backend: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
     faulthandler.enable()  # a rank that crashes says where
@@ -131,9 +136,11 @@ def _serve(rank: int, world_size: int, group_seconds: float, rendezvous: str, pi
     if torch.cuda.is_available():
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+    if backend == "emu":
+        from tests.accelerator import backend as _  # loads the device, and makes the backend known
     timeout = timedelta(seconds=group_seconds)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timeout
+        backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timeout
     )
     # What torch has loaded is there for good. attach() asks the garbage collector for DDP's instances, and to look
     # through all of it takes longer than most bodies.

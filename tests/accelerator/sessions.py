@@ -1,0 +1,58 @@
+"""Test sessions on the emulated accelerator: those whose ``-m`` asks for it.
+
+The device has to be there before the first backward of the process, and changes what torch takes for the accelerator.
+So it is loaded when such a session starts, in each of its processes, and never in another session.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from _pytest.mark.expression import Expression
+
+from tests.accelerator.building import why_not
+from tests.accelerator.recording import recorded
+
+_PASSED = pytest.StashKey[bool]()
+
+
+def asked_for(config: pytest.Config) -> bool:
+    """Whether ``-m`` selects what is marked with nothing but ``accelerator``, and not what has no mark."""
+    expression = Expression.compile(config.option.markexpr or "not accelerator")
+
+    def only(names: set[str]) -> bool:
+        return expression.evaluate(lambda name, **_: name in names)
+
+    return only({"accelerator"}) and not only(set())
+
+
+def start(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Session(), "emulated accelerator")
+    if why_not() is None:
+        from tests.accelerator.device import load
+
+        load()
+
+
+def on_device(item: pytest.Item) -> Iterator[torch.device]:
+    """For a fixture: the device, recorded. What nothing orders fails a test that has passed up to then."""
+    with recorded() as log:
+        yield torch.device("emu", 0)
+    if item.stash.get(_PASSED, False):
+        log.assert_ordered()
+
+
+class _Session:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        reason = why_not()
+        if reason is not None:
+            for item in items:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Iterator[Any]:
+        result = yield
+        pyfuncitem.stash[_PASSED] = True
+        return result
