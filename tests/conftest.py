@@ -99,8 +99,12 @@ def _nothing_leaks() -> Iterator[None]:
 
 def _is_of_torch_compile(thread: threading.Thread) -> bool:
     """It shows progress with tqdm where that is installed, which keeps one thread; torch 2.6 keeps one that reads what
-    its compiling processes say."""
-    return thread.name == "tqdm_monitor" or thread.name.endswith("(_read_thread)")
+    its compiling processes say. The engine's own threads, one for each accelerator, are there for good."""
+    return (
+        isinstance(thread, threading._DummyThread)
+        or thread.name == "tqdm_monitor"
+        or thread.name.endswith("(_read_thread)")
+    )
 
 
 def _pool(world_size: int) -> Iterator[RankPool]:

@@ -22,6 +22,9 @@ def load() -> None:
     if hasattr(torch, "emu"):
         return
     library = build()
+    # In the engine's threads, which are made below, as in the loop's: kernels that share their work out among several
+    # may round otherwise.
+    torch.set_num_threads(1)
     torch.utils.rename_privateuse1_backend("emu")
     torch.ops.load_library(str(library))
     module = _module()
@@ -29,6 +32,7 @@ def load() -> None:
     sys.modules["torch.emu"] = module
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     module.manual_seed_all(torch.initial_seed())
+    torch.manual_seed = torch.random.manual_seed  # tests/__init__.py has one for the CPU alone
     try:
         torch.ones((), device="emu", requires_grad=True).backward()
     except RuntimeError as error:

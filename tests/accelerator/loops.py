@@ -1,6 +1,6 @@
 """One training loop on an accelerator, plain and attached, with what may happen in it, and who may read its weights."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import instep
+from instep.errors import TornStepError
 from tests.cases import Blocks, Sometimes, Tied, batch
 
 CLIP = 0.05
@@ -251,7 +252,7 @@ def _bucket_fails(loop: Loop, i: int) -> None:
     """The update of one bucket raises, when a part of it is written."""
     load = loop.snapshot()
     loop.optimizer.bad = list(loop.model.parameters())[2]
-    with suppress(Stopped, instep.TornStepError):
+    with suppress(Stopped, TornStepError):
         loop.learn(i)
         if loop.overlap is not None:
             loop.overlap.synchronize()
@@ -301,11 +302,7 @@ def _detached_after(loop: Loop, i: int) -> None:
 def _looked_at(loop: Loop, i: int) -> None:
     """Somebody uses weights between backward and step, which puts the step back; on another stream."""
     loop.backward(i)
-    other = torch.Stream(torch.accelerator.current_accelerator())
-    other.wait_stream(torch.accelerator.current_stream())
-    with other:
-        loop.copied += [p.detach().clone() for p in loop.model.parameters()]
-    torch.accelerator.current_stream().wait_stream(other)
+    _copy(loop)
     loop.step()
 
 
@@ -374,44 +371,64 @@ ONLY: Mapping[str, tuple[str, ...]] = {
 def _nobody(loop: Loop) -> None: ...
 
 
+@contextmanager
+def _on_other_streams() -> Iterator[None]:
+    """On every device, one that waits for the loop's, which waits for it in turn: weights are written again."""
+    mine = [torch.accelerator.current_stream(index) for index in range(torch.accelerator.device_count())]
+    others = [torch.Stream(stream.device) for stream in mine]
+    for other, stream in zip(others, mine, strict=True):
+        other.wait_stream(stream)
+    with _current(others):
+        yield
+    for other, stream in zip(others, mine, strict=True):
+        stream.wait_stream(other)
+
+
+@contextmanager
+def _current(streams: Sequence[torch.Stream]) -> Iterator[None]:
+    index = torch.accelerator.current_device_index()
+    before = [torch.accelerator.current_stream(stream.device) for stream in streams]
+    for stream in streams:
+        torch.accelerator.set_stream(stream)
+    torch.accelerator.set_device_index(index)
+    yield
+    for stream in before:
+        torch.accelerator.set_stream(stream)
+    torch.accelerator.set_device_index(index)
+
+
 def _copy(loop: Loop) -> None:
     """Another stream copies them."""
-    other = _another()
-    with other:
+    with _on_other_streams():
         loop.copied += [p.detach().clone() for p in loop.model.parameters()]
-    torch.accelerator.current_stream().wait_stream(other)  # before they are written again
 
 
 def _copy_to_host(loop: Loop) -> None:
-    other = _another()
-    with other:
+    with _on_other_streams():
         hosts = [torch.empty_like(p, device="cpu", pin_memory=True) for p in loop.model.parameters()]
         for host, p in zip(hosts, loop.model.parameters(), strict=True):
             host.copy_(p.detach(), non_blocking=True)
-    done = other.record_event()
-    torch.accelerator.current_stream().wait_stream(other)
-    done.synchronize()
+        events = [torch.accelerator.current_stream(p.device).record_event() for p in loop.model.parameters()]
+    for event in events:
+        event.synchronize()
     loop.copied += [torch.from_numpy(host.numpy().copy()) for host in hosts]
 
 
 def _evaluate(loop: Loop) -> None:
     """A forward of the model on another stream."""
-    other = _another()
     x, y = batch(77)
-    with other, torch.no_grad():
+    with _on_other_streams(), torch.no_grad():
         loop.copied.append(loop.loss(loop.model, x, y))
-    torch.accelerator.current_stream().wait_stream(other)
 
 
 def _both_forward(loop: Loop) -> None:
-    """A forward on the loop's stream, and one on another stream that was ordered before it."""
-    other = _another()
+    """A forward on the loop's stream, and one on another stream that has waited for it before."""
     x, y = batch(77)
-    with torch.no_grad():
+    mine = torch.accelerator.current_stream()
+    with _on_other_streams(), torch.no_grad():
+        with mine:
+            loop.copied.append(loop.loss(loop.model, x, y))
         loop.copied.append(loop.loss(loop.model, x, y))
-    with other, torch.no_grad():
-        loop.copied.append(loop.loss(loop.model, x, y))
-    torch.accelerator.current_stream().wait_stream(other)
 
 
 def _item(loop: Loop) -> None:
@@ -422,12 +439,6 @@ def _item(loop: Loop) -> None:
 def _allocate(loop: Loop) -> None:
     """Nobody; the memory of gradients is given out again, and written."""
     loop.copied += [torch.full_like(p, 3.0) for p in loop.model.parameters()]
-
-
-def _another() -> torch.Stream:
-    other = torch.Stream(torch.accelerator.current_accelerator())
-    other.wait_stream(torch.accelerator.current_stream())
-    return other
 
 
 Reader = Callable[[Loop], None]

@@ -17,7 +17,7 @@ _HIDDEN = ("/torch/", "/contextlib.py", "/tests/accelerator/recording.py")
 
 @dataclass(frozen=True)
 class Finding:
-    kind: str  # "race" or "lifetime"; "left": another stream is current after the block
+    kind: str  # "race" or "lifetime"; "left": another stream or device is current after the block
     first: str
     second: str
     count: int = 1
@@ -107,7 +107,7 @@ def recorded() -> Iterator[Log]:
     reads of a NumPy array that shares pinned memory are not seen.
     """
     log = Log()
-    before = _current_streams()
+    before = _current()
     torch.ops.emu.start()
     try:
         with _python_reads_seen():
@@ -115,12 +115,13 @@ def recorded() -> Iterator[Log]:
     finally:
         torch.ops.emu.stop()
         log.read(torch.ops.emu.log())
-        if _current_streams() != before:
-            log.findings.append(Finding("left", "the current stream is not what it was", "where the block ended"))
+        if _current() != before:
+            log.findings.append(Finding("left", "the current stream or device is not what it was", "after the block"))
 
 
-def _current_streams() -> list[torch.Stream]:
-    return [torch.accelerator.current_stream(index) for index in range(torch.accelerator.device_count())]
+def _current() -> tuple[int, list[torch.Stream]]:
+    streams = [torch.accelerator.current_stream(index) for index in range(torch.accelerator.device_count())]
+    return torch.accelerator.current_device_index(), streams
 
 
 @contextlib.contextmanager

@@ -93,11 +93,14 @@ class StepStreams:
             return
         side.home = current
         side.stream.wait_stream(current)
-        torch.accelerator.set_stream(side.stream)
+        index = torch.accelerator.current_device_index()
+        torch.accelerator.set_stream(side.stream)  # and its device, which may not be the loop's
         try:
             yield
         finally:
             torch.accelerator.set_stream(current)
+            if index != device.index:
+                torch.accelerator.set_device_index(index)
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep alive ``tensors``, which the side stream of their device has used, until the stream that was current

@@ -1,0 +1,136 @@
+"""The attached loop beside the plain one on the emulated accelerator: the same bits, and nothing left to chance."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+import instep
+from tests.accelerator.loops import CLIP, HAPPENINGS, MODELS, ONLY, OPTIMIZERS, READERS, WAYS, train
+from tests.accelerator.recording import Log, recorded
+
+pytestmark = pytest.mark.accelerator
+
+
+def compare(
+    options: Mapping[str, Any], plain: Mapping[str, Any] | None = None, **how: Any
+) -> tuple[list[torch.Tensor], Log]:
+    """Train plain, with ``plain`` on top, and attached, with what the attached loop left for dispatch."""
+    expected = train(None, **{**how, **(plain or {})})
+    with recorded() as log:
+        found = train(options, **how)
+    assert len(expected) == len(found)
+    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert torch.equal(one, other), f"tensor {number} differs by {(one - other).abs().max()}"
+    log.assert_ordered()
+    return found, log
+
+
+@pytest.fixture(autouse=True)
+def _on_the_device() -> Any:
+    with torch.device("emu"):
+        yield
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "failing"])
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "two devices"])
+def test_models_and_optimizers(model: str, optimizer: str, way: str) -> None:
+    _, log = compare(WAYS[way], model=model, optimizer=optimizer)
+    assert len(log.streams) == 2, "the step is on a stream of its own"
+
+
+@pytest.mark.parametrize("own_stream", [False, True])
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    ("happening", "way"),
+    [(one, way) for one, way in product(HAPPENINGS, WAYS) if one != "nothing" and way in ONLY.get(one, WAYS)],
+)
+def test_what_happens_and_who_reads_next(happening: str, way: str, reader: str, own_stream: bool) -> None:
+    optimizer = "failing" if happening == "a bucket that fails" else "AdamW"
+    options = dict(WAYS[way])
+    if happening == "a gradient that is not finite":
+        options["nonfinite"] = "skip"
+    compare(options, optimizer=optimizer, happening=happening, reader=reader, own_stream=own_stream)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", ["tied", "two devices"])
+def test_readers(model: str, way: str, reader: str) -> None:
+    compare(WAYS[way], model=model, optimizer="fused", reader=reader)
+
+
+@pytest.mark.parametrize("happening", [name for name in HAPPENINGS if name not in ONLY and "bucket" not in name])
+@pytest.mark.parametrize("way", WAYS)
+def test_two_devices(way: str, happening: str) -> None:
+    compare(WAYS[way], model="two devices", happening=happening)
+
+
+CLIPS: Mapping[str, Mapping[str, Any]] = {
+    "forward": {"schedule": "forward", "clip": instep.ClipNorm(CLIP)},
+    "two passes": {"clip": instep.ClipNorm(CLIP, mode="two_pass")},
+    "undo": {"undo": True, "clip": instep.ClipNorm(CLIP)},
+    "undo on the host": {"undo": "host", "clip": instep.ClipNorm(CLIP)},
+    "undo, and nothing to clip": {"undo": True, "clip": instep.ClipNorm(1e6)},
+}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "fused"])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_clips(clip: str, optimizer: str, micro_batches: int) -> None:
+    norm = CLIPS[clip]["clip"].max_norm
+    compare(CLIPS[clip], {"clip": norm}, optimizer=optimizer, micro_batches=micro_batches)
+
+
+@pytest.mark.parametrize("way", [name for name in WAYS if name != "backward"])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "fused"])
+def test_the_loop_clips(optimizer: str, way: str) -> None:
+    compare(WAYS[way], optimizer=optimizer, clip=CLIP)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", ["blocks", "tied", "dropout"])
+def test_accumulation(model: str, way: str) -> None:
+    compare(WAYS[way], model=model, micro_batches=3)
+
+
+@pytest.mark.parametrize("way", [name for name in WAYS if name != "backward"])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "fused"])
+def test_a_scaler(optimizer: str, way: str) -> None:
+    scalers = [torch.amp.GradScaler("emu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
+    options = {**WAYS[way], **({"scaler": scalers[1]} if "undo" in WAYS[way] else {})}
+    expected = train(None, optimizer=optimizer, scaler=scalers[0])
+    with recorded() as log:
+        found = train(options, optimizer=optimizer, scaler=scalers[1])
+    assert all(map(torch.equal, expected, found))
+    log.assert_ordered()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_right_after_another(way: str) -> None:
+    """Nothing of the first is waited for by a forward: the second has its gradients at hand."""
+
+    def twice(options: Mapping[str, Any] | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(64, 64)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        with nullcontext() if options is None else instep.attach(layer, optimizer, **options):
+            for i in range(3):
+                layer(torch.full((2, 64), float(i))).sum().backward()
+                optimizer.step()
+                for p in layer.parameters():
+                    p.grad = torch.ones(p.shape)
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach().cpu() for p in layer.parameters()]
+
+    expected = twice(None)
+    with recorded() as log:
+        found = twice(WAYS[way])
+    assert all(map(torch.equal, expected, found))
+    log.assert_ordered()
