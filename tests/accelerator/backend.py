@@ -1,6 +1,6 @@
 """The backend "emu" of torch.distributed: NCCL's manners for tensors on ``emu``, gloo for those on the CPU.
 
-Importing this module loads the device and registers the backend: ``dist.init_process_group("emu", …)``.
+``register()``, then ``dist.init_process_group("emu", …)``.
 """
 
 from datetime import timedelta
@@ -30,6 +30,8 @@ def _with_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> dist.Pro
     return group
 
 
-load()
-if "emu" not in dist.Backend.backend_list:
-    dist.Backend.register_backend("emu", _group, devices=["emu", "cpu"])
+def register() -> None:
+    """Load the device, and make the backend known. To be called before the first backward of the process."""
+    load()
+    if "emu" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("emu", _group, devices=["emu", "cpu"])

@@ -1,7 +1,9 @@
 """The device "emu" in this process, and ``torch.emu``."""
 
+import atexit
 import contextlib
 import sys
+import time
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from tests.accelerator.building import build
 
 DEVICES = 2
+_SECONDS_OF_ENGINE = 0.05
 
 
 def load() -> None:
@@ -31,12 +34,24 @@ def load() -> None:
     torch._register_device_module("emu", module)
     sys.modules["torch.emu"] = module
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    module.manual_seed_all(torch.initial_seed())
-    torch.manual_seed = torch.random.manual_seed  # tests/__init__.py has one for the CPU alone
+    _seed_with_torch(module)
+    # torch's own threads drop what a backward has left after it has returned: a process that ends meanwhile aborts.
+    atexit.register(time.sleep, _SECONDS_OF_ENGINE)
     try:
         torch.ones((), device="emu", requires_grad=True).backward()
     except RuntimeError as error:
         raise RuntimeError("load() must be called before the first backward of the process") from error
+
+
+def _seed_with_torch(module: types.ModuleType) -> None:
+    """``torch.manual_seed`` seeds the device, too; without the other kinds of devices, as in tests/__init__.py."""
+
+    def manual_seed(seed: int) -> torch.Generator:
+        module.manual_seed_all(int(seed))
+        return torch.default_generator.manual_seed(int(seed))
+
+    module.manual_seed_all(torch.initial_seed())
+    torch.manual_seed = manual_seed
 
 
 def _index(device: Any = None) -> int:

@@ -18,7 +18,7 @@ STEPS = 5
 AT = 2  # the iteration in which something happens
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """What a loop meets in the middle of a step."""
 
 
@@ -33,7 +33,7 @@ class Failing(torch.optim.SGD):
             with torch.no_grad():
                 for p in mine:
                     p.add_(1)
-            raise Stopped
+            raise StoppedError
         return super().step(closure)
 
 
@@ -214,10 +214,10 @@ def _raising(parameter: torch.Tensor) -> Iterator[None]:
     """A backward that comes to ``parameter`` raises."""
 
     def stop(gradient: torch.Tensor) -> None:
-        raise Stopped
+        raise StoppedError
 
     handle = parameter.register_hook(stop)
-    with suppress(Stopped):
+    with suppress(StoppedError):
         yield
     handle.remove()
 
@@ -252,7 +252,7 @@ def _bucket_fails(loop: Loop, i: int) -> None:
     """The update of one bucket raises, when a part of it is written."""
     load = loop.snapshot()
     loop.optimizer.bad = list(loop.model.parameters())[2]
-    with suppress(Stopped, TornStepError):
+    with suppress(StoppedError, TornStepError):
         loop.learn(i)
         if loop.overlap is not None:
             loop.overlap.synchronize()

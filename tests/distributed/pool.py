@@ -137,7 +137,9 @@ def _serve(rank: int, world_size: int, group_seconds: float, rendezvous: str, pi
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if backend == "emu":
-        pass  # loads the device, and makes the backend known
+        from tests.accelerator.backend import register
+
+        register()
     timeout = timedelta(seconds=group_seconds)
     dist.init_process_group(
         backend, init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=timeout

@@ -160,6 +160,26 @@ int64_t choose_attention(const Tensor& q, const Tensor& k, const Tensor& v, cons
   return at::_fused_sdp_choice(bytes_of(q), bytes_of(k), bytes_of(v), mask_of_cpu, dropout_p, causal, scale, gqa);
 }
 
+// Recurrent cells: torch takes another device's to be one kernel, which the CPU does not have. The last result is what
+// that kernel's own backward would need.
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input, const Tensor& hidden, const Tensor& c,
+                                             const std::optional<Tensor>& input_bias,
+                                             const std::optional<Tensor>& hidden_bias) {
+  const auto gates = (input_bias ? hidden + *hidden_bias : hidden) + (input_bias ? input + *input_bias : input);
+  const auto parts = gates.chunk(4, 1);
+  const auto next = parts[1].sigmoid() * c + parts[0].sigmoid() * parts[2].tanh();
+  return {parts[3].sigmoid() * next.tanh(), next, gates.detach()};
+}
+std::tuple<Tensor, Tensor> gru_cell(const Tensor& input, const Tensor& hidden, const Tensor& h,
+                                    const std::optional<Tensor>& input_bias,
+                                    const std::optional<Tensor>& hidden_bias) {
+  const auto of_input = (input_bias ? input + *input_bias : input).chunk(3, 1);
+  const auto of_hidden = (hidden_bias ? hidden + *hidden_bias : hidden).chunk(3, 1);
+  const auto reset = (of_hidden[0] + of_input[0]).sigmoid();
+  const auto fresh = (of_input[2] + of_hidden[2] * reset).tanh();
+  return {(h - fresh) * (of_hidden[1] + of_input[1]).sigmoid() + fresh, reset.detach()};
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
@@ -180,12 +200,18 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
                      "copy_", "_to_copy", "pin_memory", "_pin_memory", "is_pinned"});
 }
 
+// torch resolves a conjugated source by a copy, which is this operator again. The CPU's copy knows what is conjugated.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
 TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
   prefer_kernels_of(c10::DispatchKey::SparseCPU, m, {"is_pinned", "_pin_memory", "_to_copy", "_sparse_coo_tensor_unsafe"});
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type);
+  m.impl("_thnn_fused_lstm_cell", &lstm_cell);
+  m.impl("_thnn_fused_gru_cell", &gru_cell);
   m.impl("dropout", &dropout);
   m.impl("dropout_", &dropout_in_place);
 }
