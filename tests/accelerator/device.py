@@ -83,6 +83,7 @@ def _devices() -> dict[str, Any]:
         "device": device,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "_initialized": True,
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,
         "init": lambda: None,
@@ -111,26 +112,18 @@ def _streams() -> dict[str, Any]:
 
     device = _devices()["device"]
 
-    class Stream(torch.Stream):
-        """A new stream of the current device, unless told which."""
+    def new_stream(device: Any = None, priority: int = 0) -> torch.Stream:
+        return torch.Stream(torch.device("emu", _index(device)), priority=priority)
 
-        def __new__(cls, device: Any = None, priority: int = 0, **packed: Any) -> Any:
-            if packed:
-                return super().__new__(cls, priority=priority, **packed)
-            return super().__new__(cls, torch.device("emu", _index(device)), priority=priority)
-
-    class Event(torch.Event):
-        def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
-            return super().__new__(
-                cls, "emu", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
-            )
+    def new_event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
+        return torch.Event("emu", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
     def default_stream(device: Any = None) -> torch.Stream:
         return torch.Stream(stream_id=0, device_index=_index(device), device_type=_DEVICE_TYPE)
 
     return {
-        "Stream": Stream,
-        "Event": Event,
+        "Stream": new_stream,
+        "Event": new_event,
         "stream": stream,
         "current_stream": lambda device=None: torch.accelerator.current_stream(_index(device)),
         "default_stream": default_stream,

@@ -12,7 +12,7 @@ import torch
 from tests.accelerator.ordering import Ordering
 
 _FRAMES = 8
-_HIDDEN = ("/torch/", "/contextlib.py", "/tests/accelerator/recording.py")
+_HIDDEN = ("/torch/", "/_pytest/", "/pluggy/", "/contextlib.py", "<frozen", "/tests/accelerator/recording.py")
 
 
 @dataclass(frozen=True)

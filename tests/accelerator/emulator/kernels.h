@@ -15,12 +15,17 @@ using at::IValue;
 
 bool on_emu(const Tensor& t) { return t.defined() && t.device().type() == EMU; }
 
+// torch itself wraps a storage's address in a tensor when it writes the storage to a file: such a tensor has no block.
+c10::Storage cpu_storage(const c10::Storage& storage) {
+  if (const Block* block = block_of(storage)) return block->cpu;
+  c10::DataPtr data(storage.unsafeGetStorageImpl()->mutable_data(), c10::Device(c10::kCPU));
+  return c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), nullptr, false);
+}
+
 // The same bytes as a CPU tensor.
 Tensor cpu_alias(const Tensor& t) {
-  Block* block = block_of(t.storage());
-  TORCH_CHECK(block, "a tensor on emu whose memory is not emu's");
   auto made = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(block->cpu), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
+      cpu_storage(t.storage()), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
   auto* impl = made.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
   if (t.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
@@ -185,12 +190,12 @@ class Call {
         sparse_impl(original)->resize_(from->sparse_dim(), from->dense_dim(), cpu.sizes());
         sparse_impl(original)->set_indices_and_values_unsafe(from_cpu(from->indices()), from_cpu(from->values()));
         sparse_impl(original)->set_coalesced(from->coalesced());
-      } else if (cpu.storage().unsafeGetStorageImpl() != block_of(original.storage())->cpu.unsafeGetStorageImpl()) {
+      } else if (cpu.storage().data() != original.storage().data()) {
         if (cpu.sizes() == original.sizes() && cpu.numel() == 0) continue;
         original.resize_(cpu.sizes());
         original.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides());
         if (cpu.numel() == 0) continue;
-        std::memcpy(block_of(original.storage())->cpu.mutable_data(), cpu.data_ptr(), cpu.nbytes());
+        std::memcpy(cpu_alias(original).data_ptr(), cpu.data_ptr(), cpu.nbytes());
         writes_ += span(block_of(original.storage()), original);
       } else if (cpu.sizes() != original.sizes() || cpu.strides() != original.strides()) {
         original.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
