@@ -5,6 +5,7 @@ import torch
 
 def here() -> torch.device:
     """The accelerator that this process uses, if there is one."""
-    if not torch.accelerator.is_available():
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
         return torch.device("cpu")
-    return torch.device(torch.accelerator.current_accelerator(), torch.accelerator.current_device_index())
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

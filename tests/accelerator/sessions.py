@@ -14,6 +14,9 @@ from _pytest.mark.expression import Expression
 from tests.accelerator.building import why_not
 from tests.accelerator.recording import recorded
 
+BODIES = ("tests/parity/",)
+"""Tests of other folders whose bodies run on the device: what they make without naming a device is there."""
+
 _PASSED = pytest.StashKey[bool]()
 
 
@@ -47,12 +50,19 @@ class _Session:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         reason = why_not()
-        if reason is not None:
-            for item in items:
+        for item in items:
+            if item.nodeid.startswith(BODIES):
+                item.add_marker(pytest.mark.accelerator)
+            if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Iterator[Any]:
-        result = yield
-        pyfuncitem.stash[_PASSED] = True
+        if not pyfuncitem.nodeid.startswith(BODIES):
+            result = yield
+            pyfuncitem.stash[_PASSED] = True
+            return result
+        with torch.device("emu"), recorded() as log:
+            result = yield
+        log.assert_ordered()
         return result
