@@ -75,7 +75,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] =
     "conv2d": (lambda: nn.Conv2d(4, 6, 3, padding=1, stride=2), images),
     "conv2d in groups": (lambda: nn.Conv2d(4, 8, 3, groups=4, dilation=2, bias=False), images),
     "conv transposed": (lambda: nn.ConvTranspose2d(4, 3, 3, stride=2), images),
-    "pools": (lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1)), images),
+    "pools": (
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1)),
+        images,
+    ),
     "upsample": (lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.Upsample(scale_factor=2, mode="bilinear")), images),
     "embedding": (lambda: nn.Embedding(16, 8, padding_idx=0), tokens),
     "embedding bag": (lambda: nn.EmbeddingBag(16, 8, mode="mean"), tokens),
