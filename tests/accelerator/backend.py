@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from tests.accelerator.device import load
 
@@ -17,8 +18,8 @@ _CPU = torch.device("cpu")
 def _group(store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=5)) -> dist.ProcessGroup:
     """A process group whose CPU collectives and whose device's ones go over two gloo groups: the device's are carried
     in the background, and so in another order among the CPU's on each rank."""
-    group = _with_gloo(dist.PrefixStore("host", store), rank, size, timeout)
-    bytes_ = _with_gloo(dist.PrefixStore("device", store), rank, size, timeout)
+    group = _with_gloo(PrefixStore("host", store), rank, size, timeout)
+    bytes_ = _with_gloo(PrefixStore("device", store), rank, size, timeout)
     return dist.ProcessGroup.unbox(torch.ops.emu.add_backend(group.boxed(), bytes_.boxed()))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
 from tests.accelerator.building import build
 
@@ -28,12 +29,12 @@ def load() -> None:
     # In the engine's threads, which are made below, as in the loop's: kernels that share their work out among several
     # may round otherwise.
     torch.set_num_threads(1)
-    torch.utils.rename_privateuse1_backend("emu")
+    rename_privateuse1_backend("emu")
     torch.ops.load_library(str(library))
     module = _module()
     torch._register_device_module("emu", module)
     sys.modules["torch.emu"] = module
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    generate_methods_for_privateuse1_backend(for_storage=True)
     _seed_with_torch(module)
     # torch's own threads drop what a backward has left after it has returned: a process that ends meanwhile aborts.
     atexit.register(time.sleep, _SECONDS_OF_ENGINE)

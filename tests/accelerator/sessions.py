@@ -25,7 +25,7 @@ def asked_for(config: pytest.Config) -> bool:
     expression = Expression.compile(config.option.markexpr or "not accelerator")
 
     def only(names: set[str]) -> bool:
-        return expression.evaluate(lambda name, **_: name in names)
+        return expression.evaluate(lambda name, /, **_: name in names)
 
     return only({"accelerator"}) and not only(set())
 

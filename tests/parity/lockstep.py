@@ -144,7 +144,7 @@ def lockstep(
                 found = step(lane, i)
             results.append((_named(expected), _named(found)))
             # On an accelerator whoever compares has the host wait, and with it all that is launched later.
-            if (way == "late" or here().type != "cpu") and i < steps - 1:
+            if (way == "late" or (here().type != "cpu" and refused is None)) and i < steps - 1:
                 continue
             for number, both in enumerate(results, i + 1 - len(results)):
                 difference = first_difference(*both)

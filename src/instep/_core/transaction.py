@@ -955,6 +955,7 @@ class Transaction:
     @property
     def state(self) -> str:
         """``"idle"``, ``"open"`` or ``"torn"``."""
+        self.backwards.let_go()
         return "torn" if self._torn is not None else "open" if self._arrived else "idle"
 
     # With undo.

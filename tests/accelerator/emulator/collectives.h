@@ -95,7 +95,10 @@ struct Carrier : std::enable_shared_from_this<Carrier> {
   void add(std::shared_ptr<Task> task) {
     {
       std::lock_guard<std::mutex> guard(mutex);
-      TORCH_CHECK(!closed, "the process group was destroyed or aborted");
+      if (closed) {
+        task->end({}, gone());
+        std::rethrow_exception(gone());
+      }
       if (task->point_to_point) sent.push_back(task);
       tasks.push_back(std::move(task));
     }
@@ -110,8 +113,10 @@ struct Carrier : std::enable_shared_from_this<Carrier> {
     auto left = std::exchange(tasks, {});
     lock.unlock();
     changed.notify_all();
-    for (const auto& task : left)
-      task->end({}, std::make_exception_ptr(std::runtime_error("the process group was destroyed or aborted")));
+    for (const auto& task : left) task->end({}, gone());
+  }
+  static std::exception_ptr gone() {
+    return std::make_exception_ptr(std::runtime_error("the process group was destroyed or aborted"));
   }
 
   c10::intrusive_ptr<c10d::Backend> gloo;
@@ -170,6 +175,25 @@ bool records_streams() {
   const char* avoid = std::getenv("TORCH_NCCL_AVOID_RECORD_STREAMS");
   return avoid == nullptr ? by_default : std::string(avoid) == "0";
 }
+
+// gloo has neither a mean nor a factor.
+struct Reduction {
+  c10d::ReduceOp op;
+  int size;
+  c10d::ReduceOp of_gloo() const {
+    return is(c10d::ReduceOp::AVG) || is(c10d::ReduceOp::PREMUL_SUM) ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op;
+  }
+  void before(Tensor& t) const {
+    if (!is(c10d::ReduceOp::PREMUL_SUM)) return;
+    const auto* by = static_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+    by->tensor_factor.defined() ? t.mul_(on_emu(by->tensor_factor) ? cpu_alias(by->tensor_factor) : by->tensor_factor)
+                                : t.mul_(by->double_factor);
+  }
+  void after(Tensor& t) const {
+    if (is(c10d::ReduceOp::AVG)) t.div_(size);
+  }
+  bool is(c10d::ReduceOp::RedOpType type) const { return op.op_ == type; }
+};
 
 struct Launch {
   const char* name;
@@ -306,21 +330,14 @@ struct EmuBackend final : c10d::Backend {
     return made;
   }
 
-  // gloo has neither a mean nor a factor.
   template <typename Options, typename Reduce>
   std::function<Works()> reducing(Tensors in, Tensors out, Options o, Reduce reduce) {
-    return [in = std::move(in), out = std::move(out), o, reduce, size = getSize()]() mutable -> Works {
-      const auto op = o.reduceOp;
-      const bool mean = op == c10d::ReduceOp::AVG;
-      if (op == c10d::ReduceOp::PREMUL_SUM) {
-        const auto* by = static_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-        for (auto& t : in) by->tensor_factor.defined() ? t.mul_(by->tensor_factor.cpu()) : t.mul_(by->double_factor);
-      }
-      if (mean || op == c10d::ReduceOp::PREMUL_SUM) o.reduceOp = c10d::ReduceOp::SUM;
+    return [in = std::move(in), out = std::move(out), o, reduce, how = Reduction{o.reduceOp, getSize()}]() mutable {
+      o.reduceOp = how.of_gloo();
+      for (auto& t : in) how.before(t);
       reduce(in, o)->wait();
-      if (mean)
-        for (auto& t : out) t.div_(size);
-      return {};
+      for (auto& t : out) how.after(t);
+      return Works();
     };
   }
 
@@ -339,17 +356,10 @@ struct EmuBackend final : c10d::Backend {
   }
   Works allreduce_coalesced(Tensors& t, const c10d::AllreduceCoalescedOptions& o) override {
     auto c = cpu(t);
-    auto each = [gloo = carrier->gloo](Tensors& in, const c10d::AllreduceOptions& with) {
-      Works last;
-      for (auto& one : in) {
-        Tensors alone{one};
-        last = gloo->allreduce(alone, with);
-        last->wait();
-      }
-      return last;
-    };
     return launch({"allreduce_coalesced", c10d::OpType::COALESCED, t, t, t, EMULATOR_ASYNC(o)},
-                  reducing(c, c, static_cast<const c10d::AllreduceOptions&>(o), each));
+                  reducing(c, c, o, [gloo = carrier->gloo](Tensors& in, const c10d::AllreduceCoalescedOptions& with) {
+                    return gloo->allreduce_coalesced(in, with);
+                  }));
   }
   Works reduce(Tensors& t, const c10d::ReduceOptions& o) override {
     const bool root = o.rootRank == getRank();
@@ -367,7 +377,8 @@ struct EmuBackend final : c10d::Backend {
                   });
   }
   Works _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& o) override {
-    TORCH_CHECK_VALUE(out.numel() == in.numel() * getSize(), "output tensor size must be equal to world_size times input tensor size");
+    TORCH_CHECK_VALUE(out.numel() == in.numel() * getSize(),
+                      "output tensor size must be equal to world_size times input tensor size");
     return launch({"_allgather_base", c10d::OpType::_ALLGATHER_BASE, {in}, {out}, {out}, EMULATOR_ASYNC(o)},
                   [co = cpu_alias(out), ci = cpu_alias(in), o, gloo = carrier->gloo]() mutable {
                     auto flat_out = co.view(-1), flat_in = ci.view(-1); // NCCL compares the numbers of elements alone
@@ -375,40 +386,41 @@ struct EmuBackend final : c10d::Backend {
                   });
   }
   Works _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& o) override {
-    TORCH_CHECK_VALUE(in.numel() == out.numel() * getSize(), "input tensor must be the same size as output size times world size");
+    TORCH_CHECK_VALUE(in.numel() == out.numel() * getSize(),
+                      "input tensor must be the same size as output size times world size");
     return launch({"_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE, {in}, {out}, {out}, EMULATOR_ASYNC(o)},
-                  scattering(cpu_alias(out), cpu_alias(in), o));
+                  scattering({cpu_alias(out)}, {cpu_alias(in)}, o));
   }
-  std::function<Works()> scattering(Tensor out, Tensor in, const c10d::ReduceScatterOptions& o) {
-    return [out, in, o, this_ = reducer()]() mutable -> Works {
-      auto copy = in.reshape(-1).clone(); // gloo writes its input
-      return this_(copy, out, o);
-    };
+  Works reduce_scatter_tensor_coalesced(Tensors& outs, Tensors& ins, const c10d::ReduceScatterOptions& o) override {
+    return launch({"reduce_scatter_tensor_coalesced", c10d::OpType::COALESCED, ins, outs, outs, EMULATOR_ASYNC(o)},
+                  scattering(cpu(outs), cpu(ins), o));
   }
-  std::function<Works(Tensor, Tensor, c10d::ReduceScatterOptions)> reducer() {
-    return [gloo = carrier->gloo, size = getSize()](Tensor in, Tensor out, c10d::ReduceScatterOptions o) -> Works {
-      const bool mean = o.reduceOp == c10d::ReduceOp::AVG;
-      if (o.reduceOp == c10d::ReduceOp::PREMUL_SUM) {
-        const auto* by = static_cast<const c10d::NCCLPreMulSumSupplement*>(o.reduceOp.supplement_.get());
-        by->tensor_factor.defined() ? in.mul_(by->tensor_factor.cpu()) : in.mul_(by->double_factor);
-        o.reduceOp = c10d::ReduceOp::SUM;
+  std::function<Works()> scattering(Tensors outs, Tensors ins, c10d::ReduceScatterOptions o) {
+    return [outs, ins, o, how = Reduction{o.reduceOp, getSize()}, gloo = carrier->gloo]() mutable {
+      o.reduceOp = how.of_gloo();
+      for (size_t i = 0; i < outs.size(); ++i) {
+        auto in = ins[i].reshape(-1).clone(), out = outs[i].view(-1); // gloo writes its input
+        how.before(in);
+        gloo->_reduce_scatter_base(out, in, o)->wait();
+        how.after(out);
       }
-      if (mean) o.reduceOp = c10d::ReduceOp::SUM;
-      auto flat_out = out.view(-1);
-      gloo->_reduce_scatter_base(flat_out, in, o)->wait();
-      if (mean) out.div_(size);
-      return {};
+      return Works();
     };
   }
   Works reduce_scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ReduceScatterOptions& o) override {
     return launch({"reduce_scatter", c10d::OpType::REDUCE_SCATTER, flat(in), out, out, EMULATOR_ASYNC(o)},
-                  [co = cpu(out), ci = cpu(in), o, reduce = reducer()]() mutable -> Works {
-                    for (size_t i = 0; i < co.size(); ++i) {
-                      Tensors parts;
-                      for (const auto& part : ci[i]) parts.push_back(part.reshape(-1));
-                      reduce(at::cat(parts), co[i], o);
+                  [co = cpu(out), ci = cpu(in), o = c10d::ReduceScatterOptions(o), how = Reduction{o.reduceOp, getSize()},
+                   gloo = carrier->gloo]() mutable {
+                    o.reduceOp = how.of_gloo();
+                    for (auto& list : ci) {
+                      for (auto& part : list) {
+                        part = part.clone();
+                        how.before(part);
+                      }
                     }
-                    return {};
+                    gloo->reduce_scatter(co, ci, o)->wait();
+                    for (auto& t : co) how.after(t);
+                    return Works();
                   });
   }
   Works allgather_into_tensor_coalesced(Tensors& outs, Tensors& ins, const c10d::AllgatherOptions& o) override {
@@ -418,13 +430,6 @@ struct EmuBackend final : c10d::Backend {
                       auto flat_out = co[i].view(-1), flat_in = ci[i].view(-1);
                       gloo->_allgather_base(flat_out, flat_in, o)->wait();
                     }
-                    return {};
-                  });
-  }
-  Works reduce_scatter_tensor_coalesced(Tensors& outs, Tensors& ins, const c10d::ReduceScatterOptions& o) override {
-    return launch({"reduce_scatter_tensor_coalesced", c10d::OpType::COALESCED, ins, outs, outs, EMULATOR_ASYNC(o)},
-                  [co = cpu(outs), ci = cpu(ins), o, reduce = reducer()]() mutable -> Works {
-                    for (size_t i = 0; i < co.size(); ++i) reduce(ci[i].reshape(-1).clone(), co[i], o);
                     return {};
                   });
   }
@@ -443,8 +448,9 @@ struct EmuBackend final : c10d::Backend {
                     for (const auto& t : ci) flat_in.push_back(t.reshape(-1)), ins.push_back(t.numel());
                     for (const auto& t : co) flat_out.push_back(t.reshape(-1)), outs.push_back(t.numel());
                     auto all_in = at::cat(flat_in), all_out = at::empty_like(at::cat(flat_out));
+                    const auto sizes = outs; // gloo takes the others away
                     gloo->alltoall_base(all_out, all_in, outs, ins, o)->wait();
-                    const auto parts = all_out.split_with_sizes(outs);
+                    const auto parts = all_out.split_with_sizes(sizes);
                     for (size_t i = 0; i < co.size(); ++i) co[i].copy_(parts[i].view_as(co[i]));
                     return {};
                   });
