@@ -1,5 +1,6 @@
 """On which device the tests of this process run."""
 
+import pytest
 import torch
 
 
@@ -9,3 +10,6 @@ def here() -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+on_cpu_only = pytest.mark.skipif(here().type != "cpu", reason="of tensors in the host's memory")

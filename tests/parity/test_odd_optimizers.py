@@ -26,6 +26,7 @@ from instep.errors import (
 )
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
+from tests.devices import on_cpu_only
 from tests.parity.lockstep import (
     CLIP,
     EXACT,
@@ -700,6 +701,7 @@ def test_zero_redundancy_optimizer_is_refused(way: str, tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
+@on_cpu_only
 @in_every_way
 def test_capturable_on_a_cpu_raises_as_in_the_plain_loop(way: str) -> None:
     plain, optimizer = building(partial(adamw, capturable=True))()

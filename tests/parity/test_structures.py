@@ -23,6 +23,7 @@ from instep.errors import (
     UncommittedStepError,
 )
 from tests.cases import Blocks, Sometimes, Tied, batch
+from tests.devices import on_cpu_only
 from tests.parity.lockstep import (
     EXACT,
     Lane,
@@ -628,7 +629,12 @@ class KeepsAnother(torch.autograd.Function):
 
 @pytest.mark.parametrize(
     "read",
-    [lambda p: p, lambda p: p.data, lambda p: p.detach(), lambda p: p.data.numpy() is None or p],
+    [
+        lambda p: p,
+        lambda p: p.data,
+        lambda p: p.detach(),
+        pytest.param(lambda p: p.data.numpy() is None or p, marks=on_cpu_only),
+    ],
     ids=["weight", "data", "detach", "numpy"],
 )
 @in_every_way

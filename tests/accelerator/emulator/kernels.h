@@ -34,9 +34,14 @@ Tensor cpu_alias(const Tensor& t) {
   return made;
 }
 
-Tensor on_device(const c10::Storage& storage, const Tensor& like) {
-  auto made = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), like.dtype());
+// With ``base``, a view of it: one of an ordinary tensor is an ordinary tensor, in inference mode too.
+Tensor on_device(const c10::Storage& storage, const Tensor& like, const Tensor* base = nullptr) {
+  const auto own = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
+  const auto bits = c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  auto made = base == nullptr
+      ? at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), own, like.dtype())
+      : at::detail::make_tensor<c10::TensorImpl>(
+            c10::TensorImpl::VIEW, c10::Storage(storage), base->key_set() - bits, like.dtype());
   auto* impl = made.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
   if (like.is_conj()) impl->_set_conj(true);
@@ -147,7 +152,12 @@ class Call {
         value = to_cpu(value.toTensor(), written);
       } else if (value.isTensorList()) {
         c10::List<Tensor> list;
-        for (const Tensor& t : value.toTensorVector()) list.push_back(to_cpu(t, written));
+        for (const Tensor& t : value.toTensorVector()) {
+          list.push_back(to_cpu(t, written));
+          // CUDA's kernel counts each write; there is nothing above it that would.
+          if (written && schema_.name().rfind("aten::_foreach_", 0) == 0 && !t.is_inference())
+            t.unsafeGetTensorImpl()->bump_version();
+        }
         value = list;
       } else if (value.isOptionalTensorList()) {
         c10::List<std::optional<Tensor>> list;
@@ -209,8 +219,11 @@ class Call {
       return sparse_like(result, c10::DispatchKey::SparsePrivateUse1, from_cpu(sparse_impl(result)->indices()),
                          from_cpu(sparse_impl(result)->values()));
     auto* found = result.storage().unsafeGetStorageImpl();
+    for (auto& [original, cpu, written] : taken_)
+      if (!cpu.is_sparse() && cpu.storage().unsafeGetStorageImpl() == found)
+        return on_device(original.storage(), result, &original);
     for (auto& [cpu, storage] : twins_)
-      if (cpu == found) return on_device(storage, result); // a view of an argument, or of another result
+      if (cpu == found) return on_device(storage, result); // of the same memory as another result
     c10::Storage storage(c10::Storage::use_byte_size_t(), result.storage().nbytes(),
                          adopt(result.storage(), device_), &emu_allocator, /*resizable=*/true);
     twins_.emplace_back(found, storage);
