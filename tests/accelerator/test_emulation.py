@@ -45,7 +45,7 @@ def test_a_missing_wait_is_a_race_with_both_stacks() -> None:
     a, side = ones(), torch.Stream("emu")
     with recorded() as log:
         a.add_(1)
-        with side:
+        with torch.emu.stream(side):
             a.mul_(2)
     assert kinds(log) == ["race"]
     finding = log.findings[0]
@@ -72,7 +72,7 @@ def test_a_wait_is_none(how: str) -> None:
     with recorded() as log:
         a.add_(1)
         WAITS[how](side)
-        with side:
+        with torch.emu.stream(side):
             a.mul_(2)
         current().wait_stream(side)
         a.add_(1)
@@ -86,7 +86,7 @@ def test_an_event_orders_what_was_recorded_and_no_more() -> None:
         event = current().record_event()
         a.add_(1)
         side.wait_event(event)
-        with side:
+        with torch.emu.stream(side):
             a.mul_(2)
     assert kinds(log) == ["race"]
 
@@ -97,7 +97,7 @@ def test_a_wait_for_an_event_before_its_recording_is_none() -> None:
         a.add_(1)
         side.wait_event(event)
         event.record(current())
-        with side:
+        with torch.emu.stream(side):
             a.mul_(2)
     assert kinds(log) == ["race"]
 
@@ -108,7 +108,7 @@ def test_order_through_a_third_stream() -> None:
         a.add_(1)
         one.wait_stream(current())
         two.wait_stream(one)
-        with two:
+        with torch.emu.stream(two):
             a.mul_(2)
     log.assert_ordered()
 
@@ -116,7 +116,7 @@ def test_order_through_a_third_stream() -> None:
 def test_the_default_stream_does_not_wait_by_itself() -> None:
     a, side = ones(), torch.Stream("emu")
     with recorded() as log:
-        with side:
+        with torch.emu.stream(side):
             a.mul_(2)
         a.add_(1)
     assert kinds(log) == ["race"]
@@ -125,11 +125,11 @@ def test_the_default_stream_does_not_wait_by_itself() -> None:
 def test_reads_do_not_race_and_neither_do_other_bytes() -> None:
     a, side = ones(), torch.Stream("emu")
     with recorded() as log:
-        with side:
+        with torch.emu.stream(side):
             a[:4].add_(1)
         a[4:].add_(1)
         torch.accelerator.synchronize()
-        with side:
+        with torch.emu.stream(side):
             b = a * 2
         c = a * 3
         torch.accelerator.synchronize()
@@ -143,7 +143,7 @@ def test_a_second_race_of_the_same_places_is_counted() -> None:
         for _ in range(3):
             torch.accelerator.synchronize()
             a.add_(1)
-            with side:
+            with torch.emu.stream(side):
                 a.mul_(2)
     assert [finding.count for finding in log.findings] == [3]
 
@@ -156,7 +156,7 @@ def test_a_host_wait_of_another_thread_counts() -> None:
         thread = threading.Thread(target=stream.synchronize)
         thread.start()
         thread.join()
-        with side:
+        with torch.emu.stream(side):
             a.mul_(2)
     log.assert_ordered()
 
@@ -179,7 +179,7 @@ def test_memory_freed_while_another_stream_reads(told: bool) -> None:
     with recorded() as log:
         a = torch.ones(8, device="emu")
         side.wait_stream(current())
-        with side:
+        with torch.emu.stream(side):
             b = a * 2
         if told:
             a.record_stream(side)
@@ -194,7 +194,7 @@ def test_record_stream_of_another_stream_does_not_help() -> None:
     with recorded() as log:
         a = torch.ones(8, device="emu")
         side.wait_stream(current())
-        with side:
+        with torch.emu.stream(side):
             b = a * 2
         a.record_stream(other)
         del a
@@ -210,7 +210,7 @@ def test_memory_freed_and_not_given_out_too_early(how: str) -> None:
     with recorded() as log:
         a = torch.ones(8, device="emu")
         side.wait_stream(current())
-        with side:
+        with torch.emu.stream(side):
             b = a * 2
         del a
         if how == "joined":
@@ -250,7 +250,7 @@ def test_record_stream_holds_memory_until_the_host_has_waited(waited: bool) -> N
         for _ in range(3):
             a = torch.empty(1000, device="emu")
             side.wait_stream(current())
-            with side:
+            with torch.emu.stream(side):
                 a.zero_()
             a.record_stream(side)
             del a
@@ -400,7 +400,7 @@ def test_a_query_that_is_true_orders(asked: int) -> None:
         event = current().record_event()
         for _ in range(asked):
             event.query()
-        with side:
+        with torch.emu.stream(side):
             a.mul_(2)
     assert kinds(log) == (["race"] if asked == 1 else [])
 
@@ -421,8 +421,9 @@ def test_streams_as_contexts() -> None:
     side = torch.emu.Stream()
     with torch.emu.stream(side):
         assert current() == side
-    with side:
-        assert torch.emu.current_stream() == side
+    if hasattr(torch.Stream, "__enter__"):  # since torch 2.7
+        with side:
+            assert torch.emu.current_stream() == side
     assert current() == torch.emu.default_stream()
     other = torch.emu.Stream(device="emu:1")
     with torch.emu.stream(other):
@@ -443,7 +444,7 @@ def test_backward_runs_on_the_stream_of_forward() -> None:
     side = torch.Stream("emu")
     weight = ones().requires_grad_()
     with recorded() as log:
-        with side:
+        with torch.emu.stream(side):
             loss = (weight * 2).sum()
         loss.backward()
         with torch.no_grad():
@@ -457,7 +458,7 @@ def test_a_hook_that_uses_another_stream_without_a_wait() -> None:
     weight = ones().requires_grad_()
 
     def hook(p: torch.Tensor) -> None:
-        with side, torch.no_grad():
+        with torch.emu.stream(side), torch.no_grad():
             p.sub_(p.grad)
 
     weight.register_post_accumulate_grad_hook(hook)
@@ -501,7 +502,7 @@ def test_a_copy_between_devices_orders_the_current_streams_alone() -> None:
     a, side = ones(), torch.Stream("emu:1")
     b = ones("emu:1")
     with recorded() as log:
-        with side:
+        with torch.emu.stream(side):
             b.add_(1)
         b.copy_(a)
     assert kinds(log) == ["race"]

@@ -15,6 +15,9 @@ from tests.accelerator.recording import Log, recorded
 from tests.distributed.pool import RankPool
 
 pytestmark = pytest.mark.accelerator
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+NEW = TORCH >= (2, 8)
+"""NCCL runs what is not asynchronous on the current stream, and works keep their tensors."""
 
 
 def _kinds(log: Log) -> list[str]:
@@ -164,6 +167,8 @@ def _collective_body(name: str) -> tuple[list[torch.Tensor], list[torch.Tensor],
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_collectives_have_the_bits_of_gloo(four_emulated_ranks: RankPool, name: str) -> None:
+    if name == "reduce_scatter" and not NEW:
+        pytest.skip("gloo has none for lists")
     for ours, plain, found in four_emulated_ranks.run(_collective_body, name):
         assert len(ours) == len(plain)
         assert all(map(torch.equal, ours, plain))
@@ -187,7 +192,7 @@ def _more_than_gloo() -> list[str]:
         works.wait()
         assert torch.equal(gathered[0][:6], x.new_tensor(_gather_into(x)[:6].tolist()))
         dist.barrier(device_ids=[0])
-    assert any("barrier" in wait for wait in log.host_waits)
+    assert any("barrier" in wait for wait in log.host_waits) or not NEW  # before, torch took the CPU's
     assert dist.get_backend() == "emu"
     return _found(log)
 
@@ -222,12 +227,12 @@ def _order_body(case: str) -> tuple[list[str], int]:
             work.wait()
         elif case == "waited on another stream":
             work = dist.all_reduce(x, async_op=True)
-            with side:
+            with torch.emu.stream(side):
                 work.wait()
             x.add_(1)
         elif case == "launched from a stream that does not wait":
             x.mul_(2)
-            with side:
+            with torch.emu.stream(side):
                 dist.all_reduce(x)
         elif case == "future":
             dist.all_reduce(x, async_op=True).get_future().wait()
@@ -253,7 +258,7 @@ def _order_body(case: str) -> tuple[list[str], int]:
 @pytest.mark.parametrize(
     ("case", "kinds", "streams"),
     [
-        ("sync", [], 1),
+        ("sync", [], 1 if NEW else 2),
         ("waited", [], 2),
         ("not waited", ["race"], 2),
         ("waited on another stream", ["race"], 2),
@@ -298,7 +303,8 @@ def _freed_body(manner: str) -> tuple[list[str], int, int]:
 
 @pytest.mark.parametrize(("manner", "kept"), [("kept by the work", 8000), ("dropped", 8000), ("record_stream", 4000)])
 def test_tensors_of_a_running_collective(two_emulated_ranks: RankPool, manner: str, kept: int) -> None:
-    assert two_emulated_ranks.run(_freed_body, manner) == [([], kept, 4000)] * 2
+    expected = kept if NEW else 4000
+    assert two_emulated_ranks.run(_freed_body, manner) == [([], expected, 4000)] * 2
 
 
 # A rank that launches does not wait for the others.
@@ -527,7 +533,7 @@ def _hybrid(device: str) -> nn.Module:
 
 
 def _hybrid_body() -> tuple[list[torch.Tensor], list[torch.Tensor], list[str]]:
-    plain = _train(_hybrid, "cpu")
+    plain = _train(_hybrid, "cpu") if NEW else []
     with recorded() as log:
         ours = _train(_hybrid, "emu")
     return ours, plain, _found(log)
@@ -536,7 +542,8 @@ def _hybrid_body() -> tuple[list[torch.Tensor], list[torch.Tensor], list[str]]:
 def test_hybrid_sharding_on_four_ranks(four_emulated_ranks: RankPool) -> None:
     for ours, plain, found in four_emulated_ranks.run(_hybrid_body):
         assert found == []
-        for our, their in zip(ours, plain, strict=True):
+        assert len(plain) == (len(ours) if NEW else 0)  # torch 2.6 does not shard on a CPU
+        for our, their in zip(ours, plain, strict=False):
             torch.testing.assert_close(our, their)
 
 

@@ -210,13 +210,16 @@ struct EmuBackend final : c10d::Backend {
   }
   ~EmuBackend() override { carrier->close(std::chrono::seconds(0)); }
   const std::string getBackendName() const override { return "emu"; }
-  void shutdown() override { carrier->close(std::chrono::seconds(2)); }
-  void abort() override { carrier->close(std::chrono::seconds(0)); }
-  void setTimeout(std::chrono::milliseconds timeout) override { carrier->gloo->setTimeout(timeout); }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return c10::make_intrusive<Options>("emu"); }
+  // The next ones override in newer versions of torch.
+  void shutdown() { carrier->close(std::chrono::seconds(2)); }
+  void abort() { carrier->close(std::chrono::seconds(0)); }
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 8
+  void setTimeout(std::chrono::milliseconds timeout) { carrier->gloo->setTimeout(timeout); }
+#endif
+  c10::intrusive_ptr<Options> getBackendOptions() { return c10::make_intrusive<Options>("emu"); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence; }
-  bool supportsCoalescing() const override { return true; }
+  bool supportsCoalescing() const { return true; }
 
   const std::shared_ptr<Carrier> carrier;
   std::map<int, Key> streams_of_devices;
@@ -395,9 +398,13 @@ struct EmuBackend final : c10d::Backend {
     return launch({"reduce_scatter_tensor_coalesced", c10d::OpType::COALESCED, ins, outs, outs, EMULATOR_ASYNC(o)},
                   scattering(cpu(outs), cpu(ins), o));
   }
-  std::function<Works()> scattering(Tensors outs, Tensors ins, c10d::ReduceScatterOptions o) {
-    return [outs, ins, o, how = Reduction{o.reduceOp, getSize()}, gloo = carrier->gloo]() mutable {
-      o.reduceOp = how.of_gloo();
+  std::function<Works()> scattering(Tensors outs, Tensors ins, const c10d::ReduceScatterOptions& o) {
+    return [outs, ins, scatter = scattering_with(o)] { return scatter(outs, ins); };
+  }
+  std::function<Works(const Tensors&, const Tensors&)> scattering_with(c10d::ReduceScatterOptions o) {
+    const Reduction how{o.reduceOp, getSize()};
+    o.reduceOp = how.of_gloo();
+    return [o, how, gloo = carrier->gloo](const Tensors& outs, const Tensors& ins) {
       for (size_t i = 0; i < outs.size(); ++i) {
         auto in = ins[i].reshape(-1).clone(), out = outs[i].view(-1); // gloo writes its input
         how.before(in);
@@ -408,6 +415,18 @@ struct EmuBackend final : c10d::Backend {
     };
   }
   Works reduce_scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ReduceScatterOptions& o) override {
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 8 // gloo has none for lists
+    return launch({"reduce_scatter", c10d::OpType::REDUCE_SCATTER, flat(in), out, out, EMULATOR_ASYNC(o)},
+                  [scatter = scattering_with(o), co = cpu(out), ci = cpu(in)]() {
+                    Tensors flat_in;
+                    for (const auto& list : ci) {
+                      Tensors parts;
+                      for (const auto& part : list) parts.push_back(part.reshape(-1));
+                      flat_in.push_back(at::cat(parts));
+                    }
+                    return scatter(co, flat_in);
+                  });
+#endif
     return launch({"reduce_scatter", c10d::OpType::REDUCE_SCATTER, flat(in), out, out, EMULATOR_ASYNC(o)},
                   [co = cpu(out), ci = cpu(in), o = c10d::ReduceScatterOptions(o), how = Reduction{o.reduceOp, getSize()},
                    gloo = carrier->gloo]() mutable {

@@ -5,6 +5,8 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Generator.h>
+#include <ATen/core/GeneratorForPrivateuseone.h>
+#include <torch/version.h>
 
 namespace {
 
@@ -30,6 +32,11 @@ const at::Generator& default_generator(int device) {
   }();
   return all.at(device < 0 ? current_device : device);
 }
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 8 // newer ones ask the hooks
+at::Generator new_generator(c10::DeviceIndex device) { return at::make_generator<EmuGenerator>(device); }
+REGISTER_GENERATOR_PRIVATEUSE1(new_generator)
+#endif
 
 at::Generator cpu_generator(const at::Generator& generator) {
   return generator.device().type() == EMU ? static_cast<EmuGenerator*>(generator.unsafeGetGeneratorImpl())->cpu

@@ -9,6 +9,9 @@
 
 namespace {
 
+// torch 2.6 says of some that they raise nothing.
+#define EMULATOR_AS_DECLARED(call) noexcept(noexcept(std::declval<const c10::impl::DeviceGuardImplInterface&>().call))
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return EMU; }
   c10::Device exchangeDevice(c10::Device d) const override {
@@ -29,12 +32,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   static c10::Stream stream(c10::Device d, int64_t id) {
     return c10::Stream(c10::Stream::UNSAFE, emu(d.index()), id);
   }
-  c10::Stream getStream(c10::Device d) const override { return stream(d, current_key(d.index()).id); }
+  c10::Stream getStream(c10::Device d) const EMULATOR_AS_DECLARED(getStream(d)) override { return stream(d, current_key(d.index()).id); }
   c10::Stream getDefaultStream(c10::Device d) const override { return stream(d, 0); }
   // CUDA's pool gives a stream out again after 32 others, which would hide what is not ordered.
   c10::Stream getNewStream(c10::Device d, int) const override { return stream(d, next_stream++); }
   c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return stream(d, next_stream++); }
-  c10::Stream exchangeStream(c10::Stream s) const override {
+  c10::Stream exchangeStream(c10::Stream s) const EMULATOR_AS_DECLARED(exchangeStream(s)) override {
     const auto before = getStream(s.device());
     current_streams[s.device_index()] = s.id();
     return before;
@@ -69,8 +72,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 struct Hooks final : at::PrivateUse1HooksInterface {
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
+  bool isBuilt() const { return true; } // these two override in newer versions of torch
+  bool isAvailable() const { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return DEVICES; }
   void setCurrentDevice(c10::DeviceIndex d) const override { Guard().setDevice(emu(d)); }

@@ -208,6 +208,12 @@ TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
   prefer_kernels_of(c10::DispatchKey::SparseCPU, m, {"is_pinned", "_pin_memory", "_to_copy", "_sparse_coo_tensor_unsafe"});
 }
 
+// torch 2.6 does not know what autograd is to do where an operator has no gradient.
+TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, m) {
+  if (!c10::Dispatcher::singleton().hasBackendFallbackForDispatchKey(c10::DispatchKey::AutogradPrivateUse1))
+    m.fallback(torch::CppFunction::makeFallthrough());
+}
+
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   m.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type);
   m.impl("_thnn_fused_lstm_cell", &lstm_cell);
