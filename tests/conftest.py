@@ -43,7 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "device" in metafunc.fixturenames:
+    marks = metafunc.definition.iter_markers("parametrize")
+    if "device" in metafunc.fixturenames and not any("device" in mark.args[0] for mark in marks):
         metafunc.parametrize("device", _devices(metafunc.config), indirect=True)
 
 
