@@ -22,8 +22,15 @@ from tests.distributed.pool import RankPool
 # Of a test with more cases than this, about as many run by default, and the others nightly.
 CASES = 2
 MORE_CASES = {"tests/unit/test_life.py": 20, "tests/parity/test_interrupted_step.py": 15}
-LIGHT = ("tests/unit/", "tests/report/", "tests/mutation/", "tests/checkpoint/", "tests/faults/", "tests/test_")
-LIGHT += ("tests/accelerator/",)
+LIGHT = (
+    "tests/unit/",
+    "tests/report/",
+    "tests/mutation/",
+    "tests/checkpoint/",
+    "tests/faults/",
+    "tests/accelerator/",
+    "tests/test_",
+)
 
 # By default an example may take 0.2 s, and drawing them 1 s or so: on a busy machine neither says anything.
 settings.register_profile("instep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -36,7 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "device" in metafunc.fixturenames:
+    marks = metafunc.definition.iter_markers("parametrize")
+    if "device" in metafunc.fixturenames and not any("device" in mark.args[0] for mark in marks):
         metafunc.parametrize("device", _devices(metafunc.config), indirect=True)
 
 
@@ -88,7 +96,7 @@ def _nothing_leaks() -> Iterator[None]:
     if attachment._attachments:
         gc.collect()  # slow with torch loaded, so only where something is left
     assert not list(attachment._attachments), "a model is still attached: detach it, or drop it"
-    left = {thread for thread in set(threading.enumerate()) - threads if not _is_of_torch_compile(thread)}
+    left = {thread for thread in set(threading.enumerate()) - threads if not _is_of_torch(thread)}
     for thread in left:
         if thread.name == NAME:
             thread.join(net.SECONDS)  # of a model that was dropped: it ends when it has done what it was given
@@ -97,14 +105,11 @@ def _nothing_leaks() -> Iterator[None]:
     assert not dist.is_initialized(), "a process group was left in this process"
 
 
-def _is_of_torch_compile(thread: threading.Thread) -> bool:
-    """It shows progress with tqdm where that is installed, which keeps one thread; torch 2.6 keeps one that reads what
-    its compiling processes say. The engine's own threads, one for each accelerator, are there for good."""
-    return (
-        isinstance(thread, threading._DummyThread)
-        or thread.name == "tqdm_monitor"
-        or thread.name.endswith("(_read_thread)")
-    )
+def _is_of_torch(thread: threading.Thread) -> bool:
+    """torch.compile shows progress with tqdm where that is installed, which keeps one thread; torch 2.6 keeps one that
+    reads what its compiling processes say. An accelerator's own thread of backward is one as soon as a hook asks."""
+    of_backward = isinstance(thread, threading._DummyThread)
+    return of_backward or thread.name == "tqdm_monitor" or thread.name.endswith("(_read_thread)")
 
 
 def _pool(world_size: int) -> Iterator[RankPool]:

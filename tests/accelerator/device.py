@@ -36,6 +36,7 @@ def load() -> None:
     sys.modules["torch.emu"] = module
     generate_methods_for_privateuse1_backend(for_storage=True)
     _seed_with_torch(module)
+    torch.random._fork_rng_warned_already = True  # of two devices, which tests take for an error
     # torch's own threads drop what a backward has left after it has returned: a process that ends meanwhile aborts.
     atexit.register(time.sleep, _SECONDS_OF_ENGINE)
     try:

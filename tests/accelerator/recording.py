@@ -106,6 +106,8 @@ def recorded() -> Iterator[Log]:
     ``numpy()``, ``__array__`` and ``tolist()`` of pinned memory count as reads by the host when they are called. Later
     reads of a NumPy array that shares pinned memory are not seen.
     """
+    if torch.ops.emu.recording():
+        raise RuntimeError("a recording is already under way in this process")
     log = Log()
     before = _current()
     torch.ops.emu.start()

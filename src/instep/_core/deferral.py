@@ -125,6 +125,13 @@ class _Frozen:
         if vote is not None and (error := error_of(vote)) is not None:
             self.failure, self.refused = error, True
 
+    def raise_interrupt(self) -> None:
+        """Ctrl-C in an update that the loop's own thread has run is for the loop, at once; and the step is torn."""
+        error = self.failure
+        if error is not None and not isinstance(error, Exception):
+            self.failure = InstepError(f"{self.stepper.name}.step() was interrupted")
+            raise error
+
     def stepped_here(self) -> list[torch.Tensor]:
         """Its parameters, those aside that another rank updates."""
         here = [a.peek() for a in self._parameters if a.part is None or a.part.here]
@@ -799,6 +806,8 @@ class Deferral:
         for due in dues:  # once all are sent: the side stream waits for those of other ranks
             if due.device.type != "cpu" and due.mark is None:
                 due.mark = self._finished(due)
+        for due in dues:
+            due.step.raise_interrupt()
 
     def _finished(self, due: _Due) -> Mark:
         """Do what is left of it on the side stream."""

@@ -18,6 +18,7 @@ void start() {
 }
 
 void stop() { logging = false; }
+bool recording() { return logging; }
 
 std::string text_of_log() {
   std::lock_guard<std::mutex> guard(log_mutex);
@@ -59,6 +60,7 @@ at::Generator generator_of_device(int64_t device) { return default_generator(sta
 TORCH_LIBRARY(emu, m) {
   m.def("start", &start);
   m.def("stop", &stop);
+  m.def("recording", &recording);
   m.def("log", &text_of_log);
   m.def("stack", &stack_of_line);
   m.def("host_reads(Tensor t, str name) -> ()", &host_reads);
