@@ -112,24 +112,24 @@ def _is_of_torch(thread: threading.Thread) -> bool:
     return of_backward or thread.name == "tqdm_monitor" or thread.name.endswith("(_read_thread)")
 
 
-def _pool(world_size: int) -> Iterator[RankPool]:
-    pool = RankPool(world_size)
+def _pool(config: pytest.Config, world_size: int) -> Iterator[RankPool]:
+    pool = RankPool(world_size, **sessions.ranks(config))
     yield pool
     pool.stop()
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[RankPool]:
-    yield from _pool(2)
+def two_ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
+    yield from _pool(pytestconfig, 2)
 
 
 @pytest.fixture(scope="session")
-def three_ranks() -> Iterator[RankPool]:
+def three_ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
     """With two ranks every sum commutes and halving is exact; only three tell the right order of both."""
-    yield from _pool(3)
+    yield from _pool(pytestconfig, 3)
 
 
 @pytest.fixture(scope="session")
-def four_ranks() -> Iterator[RankPool]:
+def four_ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
     """For meshes of two dimensions."""
-    yield from _pool(4)
+    yield from _pool(pytestconfig, 4)

@@ -39,8 +39,17 @@ def group_beside(group: dist.ProcessGroup, device: torch.device) -> dist.Process
             options = backend.Options()
             options._timeout = timeout_of(group)
             made = backend(store, rank, size, options)
+        elif (plugin := dist.Backend._plugins.get(dist.get_backend(group).upper())) and not plugin.extended_api:
+            # Of another package, registered with dist.Backend.register_backend: it has said there how one is made.
+            made = plugin.creator_fn(store, rank, size, timeout_of(group))
         else:
-            raise AttachError(f"this needs a process group of gloo or NCCL, and that of the model is {group.name()}")
+            raise AttachError(
+                "this needs a process group of gloo, of NCCL or of a backend that another package has registered, and "
+                f"that of the model is {group.name()}"
+            )
+        if isinstance(made, dist.ProcessGroup):
+            _beside[group] = made
+            return made
         found = dist.ProcessGroup(store, rank, size)
         kind = getattr(dist.ProcessGroup.BackendType, backend.__name__.removeprefix("ProcessGroup").upper())
         found._register_backend(torch.device(device.type), kind, made)

@@ -90,7 +90,7 @@ class _Cast:
     def __init__(self, groups: Sequence[_Group], said: Sequence[int]) -> None:
         self._lock = threading.Lock()
         self._verdict: Verdict | None = None
-        self._boxes = [torch.tensor(said, dtype=torch.int64) for _ in groups]
+        self._boxes = [torch.tensor(said, dtype=torch.int64, device="cpu") for _ in groups]
         self._works = [group.minimum(box) for group, box in zip(groups, self._boxes, strict=True)]
 
     def done(self) -> bool:

@@ -5,6 +5,7 @@ So it is loaded when such a session starts, in each of its processes, and never 
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from _pytest.mark.expression import Expression
 from tests.accelerator.building import why_not
 from tests.accelerator.recording import recorded
 
-BODIES = ("tests/parity/",)
+BODIES = ("tests/parity/", "tests/distributed/", "tests/functional/", "tests/checkpoint/test_ranks.py")
 """Tests of other folders whose bodies run on the device: what they make without naming a device is there."""
 
 _PASSED = pytest.StashKey[bool]()
@@ -46,6 +47,19 @@ def on_device(item: pytest.Item) -> Iterator[torch.device]:
         log.assert_ordered()
 
 
+def ranks(config: pytest.Config) -> dict[str, Any]:
+    """For a pool of ranks: what its bodies run on."""
+    return {"backend": "emu", "around": recorded_on_device} if asked_for(config) else {}
+
+
+@contextmanager
+def recorded_on_device() -> Iterator[None]:
+    """What is made here without naming a device is on the emulated one, and whatever it does must be ordered."""
+    with torch.device("emu"), recorded() as log:
+        yield
+    log.assert_ordered()
+
+
 class _Session:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -62,7 +76,6 @@ class _Session:
             result = yield
             pyfuncitem.stash[_PASSED] = True
             return result
-        with torch.device("emu"), recorded() as log:
+        with recorded_on_device():
             result = yield
-        log.assert_ordered()
         return result

@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -38,9 +39,11 @@ class RankPool:
         body_seconds: float = net.SECONDS,
         group_seconds: float = GROUP_SECONDS,
         backend: str = "gloo",
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
+        """``around`` is what each body runs in."""
         self.world_size = world_size
-        self._backend = backend
+        self._backend, self._around = backend, around
         self._body_seconds = body_seconds
         self._group_seconds = group_seconds
         self._processes: list[Any] = []
@@ -88,7 +91,7 @@ class RankPool:
         rendezvous = Path(self._directory.name) / "store"
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            args = (rank, self.world_size, self._group_seconds, str(rendezvous), theirs, self._backend)
+            args = (rank, self.world_size, self._group_seconds, str(rendezvous), theirs, self._backend, self._around)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -128,7 +131,15 @@ class RankPool:
         return answer
 
 
-def _serve(rank: int, world_size: int, group_seconds: float, rendezvous: str, pipe: Connection, backend: str) -> None:
+def _serve(
+    rank: int,
+    world_size: int,
+    group_seconds: float,
+    rendezvous: str,
+    pipe: Connection,
+    backend: str,
+    around: Callable[[], AbstractContextManager[Any]],
+) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
     faulthandler.enable()  # a rank that crashes says where
@@ -155,7 +166,9 @@ def _serve(rank: int, world_size: int, group_seconds: float, rendezvous: str, pi
         except EOFError:
             break
         try:
-            pipe.send((True, body(*args, **kwargs)))
+            with around():
+                result = body(*args, **kwargs)
+            pipe.send((True, result))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()

@@ -58,7 +58,7 @@ class Reader:
             raise DamagedCheckpointError(f"{self.directory}: tensor {key!r} cannot be read: {error}") from error
 
     def _read(self, key: str, record: TensorRecord, box: Box) -> torch.Tensor:
-        found = torch.empty(box.shape, dtype=record.dtype)
+        found = torch.empty(box.shape, dtype=record.dtype, device="cpu")
         into = torch.view_as_real(found) if record.dtype.is_complex else found
         for file, chunk in record.chunks:
             common = chunk.common(box)
