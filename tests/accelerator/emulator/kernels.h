@@ -147,7 +147,8 @@ class Call {
     for (size_t i = 0; i < schema_.arguments().size(); ++i) {
       IValue& value = (*stack_)[first_ + i];
       const auto& argument = schema_.arguments()[i];
-      const bool written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+      const bool written = argument.alias_info() != nullptr && argument.alias_info()->isWrite() &&
+          !(argument.name() == "grads" && leaves_gradients());
       if (value.isTensor()) {
         value = to_cpu(value.toTensor(), written);
       } else if (value.isTensorList()) {
@@ -176,6 +177,12 @@ class Call {
         draws_ = true;
       }
     }
+  }
+
+  // A fused optimizer is said to write its gradients. It does so where it takes a loss scale off them.
+  bool leaves_gradients() const {
+    const auto scale = schema_.argumentIndexWithName("grad_scale");
+    return schema_.name().rfind("aten::_fused_", 0) == 0 && scale && (*stack_)[first_ + *scale].isNone();
   }
 
   void run_on_cpu() {
