@@ -25,6 +25,7 @@ from instep.errors import AttachError, InstepError, TornStepError
 from instep.sources import crossing
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, Sometimes, Tied, batch, optimizer_cases, two_groups, weights
+from tests.devices import on_cpu_only
 from tests.distributed.pool import RankPool
 from tests.distributed.test_mixed_precision import CastByHand, send_as
 from tests.pace import Pace
@@ -422,6 +423,7 @@ def on_their_way() -> None:
     overlap.detach()
 
 
+@on_cpu_only
 def test_backward_does_not_wait(two_ranks: RankPool) -> None:
     two_ranks.run(on_their_way)
 

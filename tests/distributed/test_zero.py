@@ -20,7 +20,7 @@ from instep.planning.live_bytes import LiveBytes
 from instep.sources.state_shards import StateShards
 from tests import net
 from tests.cases import Blocks, Sometimes, Tied, batch, optimizer_cases, two_groups, weights
-from tests.devices import here
+from tests.devices import here, on_cpu_only
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, loss_of, sampled
 from tests.late import late_updates
@@ -185,6 +185,7 @@ def kept_of_what_was_sent() -> int:
     return kept - there + size
 
 
+@on_cpu_only
 def test_what_was_sent_is_let_go(two_ranks: RankPool) -> None:
     for kept in two_ranks.run(kept_of_what_was_sent):
         assert kept <= 0
@@ -278,12 +279,12 @@ def in_an_autocast_block(way: str) -> list[str]:
         before = [weight.clone() for weight in weights(model)]
         for parameter in model.parameters():  # of no backward
             parameter.grad = torch.ones_like(parameter)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(here().type, torch.bfloat16):
             found.append(said(HyperparameterChangedError, optimizer.step))
         assert all(map(torch.equal, weights(model), before))
         optimizer.zero_grad()
         x, y = batch(0)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(here().type, torch.bfloat16):
             loss_of(model(x).float(), y).backward()
             found.append(said(HyperparameterChangedError, optimizer.step))
         if way == "forward":  # nothing is written before step()
@@ -626,7 +627,7 @@ def scaled() -> list[bool]:
             for loop, scaler in zip(loops, scalers, strict=True):
                 if i == 2:
                     handle = loop.model.module.three.register_hook(
-                        lambda g: g * torch.tensor([[1.0], [1.0], [torch.inf]])
+                        lambda g: g * g.new_tensor([[1.0], [1.0], [torch.inf]])
                     )
                 scaler.scale(loop.loss(i)).backward()
                 scaler.unscale_(loop.optimizer)

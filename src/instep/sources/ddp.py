@@ -115,6 +115,8 @@ class DDPSource:
                         break
         except BaseException as error:
             self._sink.fail(error)
+        # DDP's own end of backward is next, and may copy from the buckets, in which gradients are clipped.
+        self._sink.streams.join()
 
     def _step_all(self, reductions: Sequence[Reduction]) -> None:
         mine = self._mine(reductions)

@@ -147,6 +147,7 @@ class ZeroSource:
         except BaseException as error:
             self._sink.fail(error)
         self._receive(wait=True)  # before DDP's own end of backward goes through its buckets
+        self._sink.streams.join()
 
     def _settle(self, reductions: Sequence[Reduction]) -> None:
         if self._late:
