@@ -13,3 +13,4 @@ def here() -> torch.device:
 
 
 on_cpu_only = pytest.mark.skipif(here().type != "cpu", reason="of tensors in the host's memory")
+sparse_collectives = pytest.mark.skipif(here().type == "emu", reason="the emulated device has no sparse collectives")

@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 import instep
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, Rotations, Sometimes, Tied, batch, optimizer_cases, two_groups
-from tests.devices import here
+from tests.devices import here, sparse_collectives
 from tests.distributed.pool import RankPool
 
 OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
@@ -232,6 +232,7 @@ def test_bfloat16_parameters(three_ranks: RankPool, optimizer: str, view: bool) 
     assert_equal_on_all(three_ranks, bfloat16_blocks, _bfloat16_loss, optimizer, {"gradient_as_bucket_view": view})
 
 
+@sparse_collectives
 @pytest.mark.parametrize("optimizer", ["SGD-0-for-loop", "Adagrad-0-for-loop"])
 def test_sparse_embeddings(three_ranks: RankPool, optimizer: str) -> None:
     # Adagrad takes sparse gradients only without lr_decay's foreach form; gloo reduces them natively.

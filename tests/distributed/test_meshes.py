@@ -122,7 +122,7 @@ def mixed(way: str, form: str) -> None:
     plain = tp_alone(WithSpares())
     torch.manual_seed(0)
     model = tp_alone(WithSpares())
-    plain_optimizer, optimizer = adamw(plain), adamw(model, **{form: True})
+    plain_optimizer, optimizer = adamw(plain, foreach=False), adamw(model, **{form: True})
     with instep.attach(model, optimizer, bucket_bytes=2000, **WAYS[way]) as overlap:
         for i in range(5):
             same_data(Loop(plain, plain_optimizer), i)

@@ -21,7 +21,7 @@ from instep.errors import AttachError, InstepError
 from instep.verification import first_difference, training_state
 from tests import net, own_precision
 from tests.cases import Blocks, Sometimes, Tied, batch
-from tests.devices import here
+from tests.devices import here, on_cpu_only
 from tests.distributed.pool import RankPool
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
@@ -252,6 +252,7 @@ def test_a_forward_that_was_interrupted() -> None:
     assert all(p is before[name] for name, p in model.named_parameters())
 
 
+@on_cpu_only
 def test_a_second_thread_is_refused() -> None:
     inside, done = threading.Event(), threading.Event()
 

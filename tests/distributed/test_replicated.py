@@ -22,6 +22,7 @@ from instep import ClipNorm, ClipValue
 from instep.errors import AccumulationError, SpentGradientError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, Rotations, Sometimes, Tied, batch, two_groups, weights
+from tests.devices import sparse_collectives
 from tests.distributed.pool import RankPool
 from tests.distributed.test_ddp_parity import SparseWords, Transposed, channels_last
 from tests.distributed.test_mixed_precision import send_as
@@ -160,6 +161,7 @@ def test_the_first_step_on_three_ranks_is_that_of_ddp_with_find_unused_parameter
     assert three_ranks.run(body_first_backward) == [None] * 3
 
 
+@sparse_collectives
 @pytest.mark.parametrize("way", ["alone", "backward"])
 def test_sparse_gradients(two_ranks: RankPool, way: str) -> None:
     assert_equal(two_ranks, Case(way, make=one_group_of_words, loss=token_loss, optimizer="SGD-0-for-loop"))
@@ -715,7 +717,7 @@ def body_first_weights() -> list[torch.Tensor]:
         model.norm.running_mean.add_(dist.get_rank())
     replica = instep.replicate(model)
     assert list(replica.state_dict()) == [f"module.{name}" for name in model.state_dict()]
-    return [tensor.clone() for tensor in replica.state_dict().values()]
+    return [tensor.cpu().clone() for tensor in replica.state_dict().values()]
 
 
 def test_first_weights_and_buffers_are_those_of_the_first_rank(three_ranks: RankPool) -> None:

@@ -26,6 +26,7 @@ from instep.planning.live_bytes import LiveBytes
 from instep.verification import first_difference, training_state
 from tests import net
 from tests.cases import Blocks, batch, weights
+from tests.devices import sparse_collectives
 from tests.distributed.pool import RankPool
 from tests.distributed.test_ddp_life import Fails, WithOwn, equal, loss_of, train
 from tests.living import settle
@@ -399,6 +400,7 @@ def body_sparse_and_dense() -> None:
             model(torch.arange(4)).sum().backward()
 
 
+@sparse_collectives
 def test_sparse_gradients_where_dense_ones_were_expected(two_ranks: RankPool) -> None:
     two_ranks.run(body_sparse_and_dense)
 

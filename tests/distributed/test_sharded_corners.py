@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import instep
 from instep.errors import AccumulationError, HyperparameterChangedError, UncommittedStepError
 from tests.cases import Blocks, batch, two_groups
-from tests.devices import here
+from tests.devices import here, on_cpu_only
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import WAYS, Loop, both, in_every_way, loss_of, mesh, nested
 from tests.late import late_updates
@@ -291,7 +291,7 @@ def moved(way: str) -> None:
     both(way, nested, adamw, step)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="to('cpu') is to move nothing")
+@on_cpu_only
 @pytest.mark.parametrize("way", ["backward", "forward"])
 def test_model_to_between_steps_works_as_in_the_plain_loop(two_ranks: RankPool, way: str) -> None:
     two_ranks.run(moved, way)

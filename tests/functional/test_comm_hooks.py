@@ -17,6 +17,7 @@ import instep
 from instep.errors import AttachError, InstepError
 from tests import own_precision
 from tests.cases import Blocks, batch
+from tests.devices import sparse_collectives
 from tests.distributed.pool import RankPool
 from tests.distributed.test_comm_hooks import HOOKS
 from tests.distributed.test_mixed_precision import DTYPES, CastByHand, send_as
@@ -83,6 +84,7 @@ def test_every_kind_of_model(three_ranks: RankPool, which: str, kind: str, view:
     assert three_ranks.run(parity, which, "allreduce", "AdamW-0-foreach", kind, options=options) == [None] * 3
 
 
+@sparse_collectives
 @pytest.mark.parametrize("which", ["hook_then_optimizer", "apply_optim_in_backward_hook"])
 def test_sparse_gradients(three_ranks: RankPool, which: str) -> None:
     assert three_ranks.run(parity, which, "allreduce", "sparse SGD", "SparseWords") == [None] * 3
