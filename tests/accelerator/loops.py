@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import instep
 from instep.errors import TornStepError
@@ -127,14 +128,12 @@ class Loop:
 
     Attributes:
         options: for ``attach``; ``None``: the plain loop.
-        stream: on which the loop runs; ``None``: on the device's default stream.
     """
 
     model: Any
     optimizer: Any
     loss: Loss
     options: Mapping[str, Any] | None
-    stream: torch.Stream | None = None
     clip: float | None = None
     micro_batches: int = 1
     scaler: Any = None
@@ -143,7 +142,7 @@ class Loop:
 
     def attach(self) -> None:
         if self.options is not None:
-            self.overlap = instep.attach(self.model, self.optimizer, **{"bucket_bytes": SMALL, **self.options})
+            self.overlap = instep.attach(self.model, self.optimizer, **self.options)
 
     def learn(self, i: int) -> None:
         """An iteration of the usual kind."""
@@ -155,11 +154,25 @@ class Loop:
             loss = self.loss(self.model, *batch(i * self.micro_batches + micro))
             loss = loss if self.scaler is None else self.scaler.scale(loss)
             last = micro == self.micro_batches - 1
-            with nullcontext() if last or self.overlap is None else self.overlap.accumulate():
+            with nullcontext() if last else self._adding_up():
                 if self.overlap is None:
                     loss.backward()
                 else:
                     self.overlap.backward(loss)
+
+    @contextmanager
+    def _adding_up(self) -> Iterator[None]:
+        """Around all micro-batches but the last."""
+        if isinstance(self.model, FSDPModule) and self.overlap is None:
+            self.model.set_requires_gradient_sync(False)
+            yield
+            self.model.set_requires_gradient_sync(True)
+        elif self.overlap is not None:
+            with self.overlap.accumulate():
+                yield
+        else:
+            with self.model.no_sync() if hasattr(self.model, "no_sync") else nullcontext():
+                yield
 
     def step(self) -> None:
         if self.scaler is not None:
@@ -453,6 +466,19 @@ READERS: Mapping[str, Reader] = {
 }
 
 
+@contextmanager
+def on_stream(own: bool) -> Iterator[None]:
+    """A stream for the loop; or the device's default one."""
+    if not own:
+        yield
+        return
+    before = torch.accelerator.current_stream()
+    stream = torch.Stream(before.device)
+    stream.wait_stream(before)
+    with _current([stream]):
+        yield
+
+
 def train(
     options: Mapping[str, Any] | None,
     *,
@@ -466,13 +492,12 @@ def train(
 ) -> list[torch.Tensor]:
     """Weights, state, and what readers have found. ``how``: more of ``Loop``'s attributes."""
     torch.manual_seed(0)
+    if options is not None:
+        options = {"bucket_bytes": SMALL, **options}
     build, loss = MODELS[model]
     made = build()
-    stream = torch.Stream(torch.accelerator.current_accelerator()) if own_stream else None
-    loop = Loop(made, OPTIMIZERS[optimizer](made.parameters()), loss, options, stream, **how)
-    if stream is not None:
-        stream.wait_stream(torch.accelerator.current_stream())
-    with nullcontext() if stream is None else stream:
+    loop = Loop(made, OPTIMIZERS[optimizer](made.parameters()), loss, options, **how)
+    with on_stream(own_stream):
         loop.attach()
         for i in range(steps):
             (HAPPENINGS[happening] if i == AT else _nothing)(loop, i)

@@ -17,6 +17,10 @@ from tests.accelerator.recording import recorded
 
 BODIES = ("tests/parity/", "tests/distributed/", "tests/functional/", "tests/checkpoint/test_ranks.py")
 """Tests of other folders whose bodies run on the device: what they make without naming a device is there."""
+OF_THE_CPU = {
+    "tests/parity/test_interrupted_step.py": "Ctrl-C at every point, those of torch's default device among them",
+    "tests/parity/test_interrupts.py": "the same",
+}
 
 _PASSED = pytest.StashKey[bool]()
 
@@ -60,19 +64,22 @@ def recorded_on_device() -> Iterator[None]:
     log.assert_ordered()
 
 
+def _is_body(item: pytest.Item) -> bool:
+    return item.nodeid.startswith(BODIES) and item.nodeid.partition("::")[0] not in OF_THE_CPU
+
+
 class _Session:
-    @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         reason = why_not()
         for item in items:
-            if item.nodeid.startswith(BODIES):
+            if _is_body(item) and item.get_closest_marker("nightly") is None:
                 item.add_marker(pytest.mark.accelerator)
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Iterator[Any]:
-        if not pyfuncitem.nodeid.startswith(BODIES):
+        if not _is_body(pyfuncitem):
             result = yield
             pyfuncitem.stash[_PASSED] = True
             return result
