@@ -52,9 +52,21 @@ class _Shard:
     def as_state(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape != self._local_shape:
             return value
-        make: Any = sys.modules["torch.distributed.tensor"].DTensor.from_local
-        with torch.no_grad():
-            return make(value, self._mesh, self._placements, run_check=False, shape=self._shape, stride=self._stride)
+        return spread(value, self._mesh, self._placements, self._shape, self._stride)
+
+
+def spread(local: torch.Tensor, mesh: Any, placements: Any, shape: Any, stride: Any) -> Any:
+    """The ``DTensor`` of this shape whose part on this rank is ``local``, wherever that is.
+
+    ``DTensor.from_local`` moves it to the mesh's device; FSDP2's ``CPUOffloadPolicy`` has shards in host memory, on a
+    mesh of accelerators. It makes them as here: with the constructor, which torch does not document.
+    """
+    tensors: Any = sys.modules["torch.distributed.tensor"].DTensor
+    there = local.device.type == mesh.device_type
+    with torch.no_grad():
+        some = local if there else local.new_empty(0, device=mesh.device_type)
+        made = tensors.from_local(some, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return made if there else tensors(local, made._spec, requires_grad=False)
 
 
 def part_of(parameter: torch.Tensor, optimizer: Optimizer) -> Part | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import instep
 from instep.errors import TornStepError
@@ -174,6 +175,15 @@ class Loop:
             with self.model.no_sync() if hasattr(self.model, "no_sync") else nullcontext():
                 yield
 
+    def evaluate(self, i: int) -> torch.Tensor:
+        """A forward without gradients."""
+        with torch.no_grad():
+            loss = self.loss(self.model, *batch(i))
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # which it leaves to the next backward
+        return loss
+
     def step(self) -> None:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
@@ -256,8 +266,7 @@ def _backward_raises_and_weights_are_read(loop: Loop, i: int) -> None:
     elif loop.overlap is not None:
         loop.overlap.accept_torn()
     loop.optimizer.zero_grad()
-    with torch.no_grad():
-        loop.loss(loop.model, *batch(i))
+    loop.evaluate(i)
     load()
 
 
@@ -307,8 +316,7 @@ def _detached_after(loop: Loop, i: int) -> None:
     loop.learn(i)
     if loop.overlap is not None:
         loop.overlap.detach()
-    with torch.no_grad():
-        loop.loss(loop.model, *batch(i))
+    loop.evaluate(i)
     loop.attach()
 
 
@@ -418,10 +426,12 @@ def _copy(loop: Loop) -> None:
 
 def _copy_to_host(loop: Loop) -> None:
     with _on_other_streams():
-        hosts = [torch.empty_like(p, device="cpu", pin_memory=True) for p in loop.model.parameters()]
-        for host, p in zip(hosts, loop.model.parameters(), strict=True):
-            host.copy_(p.detach(), non_blocking=True)
-        events = [torch.accelerator.current_stream(p.device).record_event() for p in loop.model.parameters()]
+        weights = [p.detach() for p in loop.model.parameters()]
+        weights = [p.to_local() if isinstance(p, DTensor) else p for p in weights]
+        hosts = [torch.empty_like(p, device="cpu", pin_memory=True) for p in weights]
+        for host, p in zip(hosts, weights, strict=True):
+            host.copy_(p, non_blocking=True)
+        events = [torch.accelerator.current_stream(p.device).record_event() for p in weights]
     for event in events:
         event.synchronize()
     loop.copied += [torch.from_numpy(host.numpy().copy()) for host in hosts]
@@ -429,19 +439,17 @@ def _copy_to_host(loop: Loop) -> None:
 
 def _evaluate(loop: Loop) -> None:
     """A forward of the model on another stream."""
-    x, y = batch(77)
-    with _on_other_streams(), torch.no_grad():
-        loop.copied.append(loop.loss(loop.model, x, y))
+    with _on_other_streams():
+        loop.copied.append(loop.evaluate(77))
 
 
 def _both_forward(loop: Loop) -> None:
     """A forward on the loop's stream, and one on another stream that has waited for it before."""
-    x, y = batch(77)
     mine = torch.accelerator.current_stream()
-    with _on_other_streams(), torch.no_grad():
+    with _on_other_streams():
         with mine:
-            loop.copied.append(loop.loss(loop.model, x, y))
-        loop.copied.append(loop.loss(loop.model, x, y))
+            loop.copied.append(loop.evaluate(77))
+        loop.copied.append(loop.evaluate(77))
 
 
 def _item(loop: Loop) -> None:

@@ -170,15 +170,24 @@ ALL = [(source, way) for source, (_, ways) in SOURCES.items() for way in ways]
     [
         (source, way, optimizer)
         for (source, way), optimizer in product(ALL, ["AdamW", "fused", "SGD"])
-        if optimizer == "AdamW" or source in ("ddp", "shard_state", "fsdp2")
+        if optimizer == "AdamW" or source in ("ddp", "fsdp2") or (source == "shard_state" and optimizer == "SGD")
     ],
 )
 def test_sources(two_emulated_ranks: RankPool, source: str, way: str, optimizer: str) -> None:
     two_emulated_ranks.run(on_device, source, way, "nothing", "the next forward", False, optimizer)
 
 
-@pytest.mark.parametrize("reader", [name for name in READERS if name not in ("the next forward", "the host")])
-@pytest.mark.parametrize(("source", "way"), [both for both in ALL if "," not in both[0]])
+@pytest.mark.parametrize(
+    ("source", "way", "reader"),
+    [
+        (source, way, reader)
+        for (source, way), reader in product(ALL, READERS)
+        if "," not in source
+        and reader not in ("the next forward", "the host")
+        # FSDP2 gathers weights for one stream, and frees them: of two forwards the second is torch's own affair.
+        and not (source == "fsdp2" and reader == "forwards on both")
+    ],
+)
 def test_who_reads_next(two_emulated_ranks: RankPool, source: str, way: str, reader: str) -> None:
     two_emulated_ranks.run(on_device, source, way, "nothing", reader, True, "AdamW")
 
@@ -188,7 +197,9 @@ def test_who_reads_next(two_emulated_ranks: RankPool, source: str, way: str, rea
     [
         (source, way, happening)
         for (source, way), happening in product(ALL, HAPPENS)
-        if way in HAPPENS[happening] and not ("shard" in source and happening in ALONE)
+        if way in HAPPENS[happening]
+        and not ("shard" in source and happening in ALONE)
+        and not (source == "fsdp1" and happening == "detach after the step")  # can be attached to once
     ],
 )
 def test_what_happens(two_emulated_ranks: RankPool, source: str, way: str, happening: str) -> None:

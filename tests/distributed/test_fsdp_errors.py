@@ -35,6 +35,7 @@ from instep.errors import TornStepError
 from instep.verification import first_difference
 from tests import net
 from tests.cases import Blocks, two_groups
+from tests.devices import on_cpu_only
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import WAYS, Loop, mesh, nested, parameters_of
 from tests.late import late_updates
@@ -259,6 +260,7 @@ def side_by_side() -> tuple[list[bool], list[bool]]:
     return found[0], found[1]
 
 
+@on_cpu_only  # on another device it uses memory that it has freed
 def test_plain_fsdp2_stops_training_without_a_word(two_ranks: RankPool) -> None:
     """What this is for. Should it fail, torch has become better, and the docs are wrong."""
     for plain, attached in two_ranks.run(side_by_side):

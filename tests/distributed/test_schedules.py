@@ -330,7 +330,7 @@ def body_weights(clip: ClipNorm, loss: Any) -> list[torch.Tensor]:
             loss(loop.model, 1000 * dist.get_rank() + i).backward()
             loop.optimizer.step()
             loop.optimizer.zero_grad()
-    return [p.detach() for p in loop.model.parameters()]
+    return [p.detach().cpu() for p in loop.model.parameters()]
 
 
 @pytest.mark.parametrize("loss", [expert_of_this_rank, sometimes_an_expert])

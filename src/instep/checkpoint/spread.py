@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from instep._shards import is_sharded
+from instep._shards import is_sharded, spread
 from instep.checkpoint.tiles import Box, whole
 
 
@@ -39,6 +39,5 @@ def empty_beside(parameter: Any, shape: Sequence[int], dtype: torch.dtype) -> An
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     tensor: Any = sys.modules["torch.distributed.tensor"]
     local = torch.empty(shape, dtype=dtype, device=parameter._local_tensor.device)
-    return tensor.DTensor.from_local(
-        local, parameter.device_mesh, [tensor.Replicate()] * parameter.device_mesh.ndim, run_check=False
-    )
+    mesh = parameter.device_mesh
+    return spread(local, mesh, [tensor.Replicate()] * mesh.ndim, local.shape, local.stride())
