@@ -57,20 +57,25 @@ def _build() -> Path:
     return made
 
 
+def compiler() -> str | None:
+    """The C++ compiler of this machine."""
+    return shutil.which("g++") or shutil.which("c++")
+
+
 def _command() -> list[str]:
     if sys.platform != "linux":
         raise CannotBuildError(f"the emulated accelerator is built on Linux, not on {sys.platform}")
     if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
         raise CannotBuildError(f"the emulated accelerator needs torch 2.6, not {torch.__version__}")
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
+    found = compiler()
+    if found is None:
         raise CannotBuildError("there is no C++ compiler: neither g++ nor c++ is on the path")
     include, lib = (Path(torch.__file__).parent / name for name in ("include", "lib"))
     if not (include / "ATen" / "ATen.h").exists():
         raise CannotBuildError(f"torch's headers are not in {include}")
     return [
-        compiler,
-        f"-std=c++{20 if _compiles_cpp20(compiler) else 17}",
+        found,
+        f"-std=c++{20 if _compiles_cpp20(found) else 17}",
         "-O1",
         "-DNDEBUG",  # as torch: without it, assertions of torch's headers fail on members that torch does not set
         "-fPIC",
@@ -86,8 +91,8 @@ def _command() -> list[str]:
     ]
 
 
-def _compiles_cpp20(compiler: str) -> bool:
-    command = [compiler, "-std=c++20", "-x", "c++", "-fsyntax-only", os.devnull]
+def _compiles_cpp20(program: str) -> bool:
+    command = [program, "-std=c++20", "-x", "c++", "-fsyntax-only", os.devnull]
     return subprocess.run(command, capture_output=True).returncode == 0
 
 

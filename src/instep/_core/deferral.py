@@ -111,6 +111,7 @@ class _Frozen:
         self.failure: BaseException | None = None
         self.written = False  # anything of it
         self.refused = False  # by the other ranks
+        self.told = False  # whether the loop has heard of the failure
         self._vote = vote
         self._parameters = tuple(parameters)
 
@@ -129,7 +130,7 @@ class _Frozen:
         """Ctrl-C in an update that the loop's own thread has run is for the loop, at once; and the step is torn."""
         error = self.failure
         if error is not None and not isinstance(error, Exception):
-            self.failure = InstepError(f"{self.stepper.name}.step() was interrupted")
+            self.failure, self.told = InstepError(f"{self.stepper.name}.step() was interrupted"), True
             raise error
 
     def stepped_here(self) -> list[torch.Tensor]:
@@ -437,7 +438,7 @@ class Deferral:
         assert self._torn is not None
         failure, step.failure = step.failure, self._torn.cause
         try:
-            if failure is not None and (not step.refused or isinstance(failure, StepMismatchError)):
+            if failure is not None and not step.told and (not step.refused or isinstance(failure, StepMismatchError)):
                 raise failure
         finally:
             del failure

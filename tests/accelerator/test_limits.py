@@ -1,0 +1,77 @@
+"""What docs/accelerators.md says that a loop must know."""
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep.errors import TornStepError
+from tests.accelerator.loops import WAYS
+from tests.accelerator.recording import recorded
+
+pytestmark = pytest.mark.accelerator
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    with torch.device("emu"):
+        return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+
+
+@pytest.mark.parametrize("synchronizes", [False, True])
+def test_a_stream_that_waits_before_the_forward_and_reads_after_it(model: nn.Module, synchronizes: bool) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    overlap = instep.attach(model, optimizer, schedule="forward")
+    x = torch.ones(2, 16, device="emu")
+    other = torch.Stream("emu")
+    with recorded() as log:
+        model(x).sum().backward()
+        optimizer.step()
+        other.wait_stream(torch.accelerator.current_stream())
+        model(x)
+        with other:
+            if synchronizes:
+                overlap.synchronize()
+            copies = [p.detach().clone() for p in model.parameters()]
+    assert {finding.kind for finding in log.findings} == (set() if synchronizes else {"race"})
+    overlap.detach()
+    assert copies
+
+
+class Interrupted(torch.optim.SGD):
+    """Ctrl-C comes in the middle of an update."""
+
+    now = False
+
+    def step(self, closure: object = None) -> None:
+        super().step()
+        if self.now:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ctrl_c(model: nn.Module, way: str) -> None:
+    """It reaches the loop once, on the loop's own stream; then the step is torn, or was put back."""
+    optimizer = Interrupted(model.parameters(), lr=0.1, momentum=0.9)
+    overlap = instep.attach(model, optimizer, bucket_bytes=1, **WAYS[way])
+    x = torch.ones(2, 16, device="emu")
+    with recorded() as log:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.now = True
+        with pytest.raises(KeyboardInterrupt):
+            model(x).sum().backward()
+            optimizer.step()
+        optimizer.now = False
+        if "undo" not in way:
+            with pytest.raises(TornStepError):
+                model(x)
+        overlap.accept_torn()
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        weights = [p.detach().clone() for p in model.parameters()]
+    log.assert_ordered()
+    overlap.detach()
+    assert all(bool(weight.isfinite().all()) for weight in weights)

@@ -1,0 +1,24 @@
+"""A part of the tests on the emulated accelerator, in a session of their own: the device must be there from the start."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.accelerator.building import compiler, why_not
+
+ROOT = Path(__file__).parents[1]
+PART = ["tests/accelerator/test_one_device.py", "tests/accelerator/test_emulation.py", "tests/parity/test_one_device.py"]
+SOME = "test_readers or test_clips or emulation or parity or (next and (nothing or raises or fails or middle))"
+
+
+def test_a_part() -> None:
+    reason = why_not()
+    if reason is not None and compiler() is None:
+        pytest.skip(reason)
+    assert reason is None
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "accelerator", "-k", SOME, *PART]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout[-10_000:] + ended.stderr[-2_000:]
+    print(ended.stdout.splitlines()[-1])
