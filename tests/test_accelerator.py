@@ -9,7 +9,11 @@ import pytest
 from tests.accelerator.building import compiler, why_not
 
 ROOT = Path(__file__).parents[1]
-PART = ["tests/accelerator/test_one_device.py", "tests/accelerator/test_emulation.py", "tests/parity/test_one_device.py"]
+PART = [
+    "tests/accelerator/test_one_device.py",
+    "tests/accelerator/test_emulation.py",
+    "tests/parity/test_one_device.py",
+]
 SOME = "test_readers or test_clips or emulation or parity or (next and (nothing or raises or fails or middle))"
 
 

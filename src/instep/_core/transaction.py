@@ -336,7 +336,8 @@ class Transaction:
                 parameter.grad = gradient
         else:
             made = gradients
-        if final and self._pass is None:
+        # Without undo nothing is left to measure later, and no plain loop has taken this norm.
+        if (final or self._undo is None) and self._pass is None:
             self._clipping.measure(bucket, made)
         self._clipping.clip(parameters)
         lent = self._lend(bucket, parameters, made)
