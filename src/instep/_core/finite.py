@@ -25,7 +25,8 @@ def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for norm in norms:
         by_device.setdefault(norm.device, []).append(norm.double() if norm.device.type == "cpu" else norm.float())
-    if all(bool(torch.stack(found).isfinite().all()) for found in by_device.values()):
+    finite = [torch.stack(found).isfinite().all() for found in by_device.values()]
+    if not finite or bool(torch.stack([answer.to(finite[0].device) for answer in finite]).all()):
         return True
     return all(bool(v.isfinite().all()) for v in values)
 

@@ -36,8 +36,10 @@ class LossScale:
 
     def taken_off_by(self, inverse: torch.Tensor) -> None:
         """``GradScaler`` multiplies all gradients by ``inverse``, in place. 1 is its check for infinities alone."""
-        if self._inverse is not None and torch.equal(inverse.to(self._inverse.device), self._inverse):
-            self.taken_off = True
+        # Asked for each gradient of a call, and the host waits for the answer.
+        if self.taken_off or self._inverse is None:
+            return
+        self.taken_off = torch.equal(inverse.to(self._inverse.device), self._inverse)
 
     def is_inverse_of(self, scale: torch.Tensor) -> bool:
         return self._inverse is not None and torch.equal(_reciprocal(scale).to(self._inverse.device), self._inverse)

@@ -1,0 +1,283 @@
+"""In a regular step the host waits for the device as often as in the plain loop's: never, unless something asks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import instep
+from tests.accelerator.loops import CLIP, MODELS, OPTIMIZERS, SMALL, WAYS
+from tests.accelerator.recording import Log, recorded
+from tests.cases import Blocks, batch
+from tests.distributed.pool import RankPool
+
+pytestmark = pytest.mark.accelerator
+WARM_UP, STEPS = 2, 3
+Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
+
+
+class Asking(torch.optim.SGD):
+    """Looks at each gradient on the host, as some optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad.abs().max().item() < 0:
+                    raise AssertionError
+        return super().step(closure)
+
+
+def regular_steps(
+    options: Mapping[str, Any] | None,
+    *,
+    model: str = "blocks",
+    optimizers: str | Optimizers = "AdamW",
+    micro_batches: int = 1,
+    clip: float | None = None,
+    scaler: Any = None,
+) -> tuple[Log, int]:
+    """Steps after the warm-up, on data that is there before; and the number of buckets."""
+    torch.manual_seed(0)
+    build, loss = MODELS[model]
+    with torch.device("emu"):
+        made = build()
+        data = [batch(i) for i in range((WARM_UP + STEPS) * micro_batches)]
+    steppers = [OPTIMIZERS[optimizers](made.parameters())] if isinstance(optimizers, str) else optimizers(made)
+    overlap = None if options is None else instep.attach(made, steppers, **{"bucket_bytes": SMALL, **options})
+    by_steps = overlap is None or (options or {}).get("accumulation_steps") is not None
+
+    def learn(i: int) -> None:
+        for micro in range(micro_batches):
+            value = loss(made, *data[i * micro_batches + micro])
+            value = value if scaler is None else scaler.scale(value)
+            with nullcontext() if by_steps or micro == micro_batches - 1 else overlap.accumulate():
+                value.backward() if overlap is None else overlap.backward(value)
+        for optimizer in steppers:
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(made.parameters(), clip)
+        for optimizer in steppers:
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
+        for optimizer in steppers:
+            optimizer.zero_grad()
+
+    for i in range(WARM_UP):
+        learn(i)
+    with recorded() as log:
+        for i in range(WARM_UP, WARM_UP + STEPS):
+            learn(i)
+    buckets = 0
+    if overlap is not None:
+        buckets = len(overlap.plan.buckets)
+        overlap.detach()
+    return log, buckets
+
+
+def require_waits(
+    options: Mapping[str, Any], more: int = 0, plain: Mapping[str, Any] | None = None, **how: Any
+) -> None:
+    """The host waits ``more`` often in a step than in the plain loop's, which has ``plain`` on top; it asks nothing."""
+    expected, _ = regular_steps(None, **{**how, **(plain or {})})
+    found, _ = regular_steps(options, **how)
+    surplus = len(found.host_waits) - len(expected.host_waits)
+    assert surplus == more * STEPS, "\n".join(found.host_waits)
+    assert found.queries == expected.queries == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "failing"])
+def test_optimizers(optimizer: str, way: str) -> None:
+    require_waits(WAYS[way], optimizers=optimizer)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", MODELS)
+def test_models(model: str, way: str) -> None:
+    """None of these loops has a wait."""
+    log, _ = regular_steps(WAYS[way], model=model)
+    assert log.host_waits == []
+    assert log.queries == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_optimizer_that_asks(way: str) -> None:
+    """As often as the plain loop's: once for each gradient."""
+
+    def asking(model: nn.Module) -> list[torch.optim.Optimizer]:
+        return [Asking(model.parameters(), lr=0.05)]
+
+    expected, _ = regular_steps(None, optimizers=asking)
+    assert len(expected.host_waits) == STEPS * len(list(Blocks().parameters()))
+    require_waits(WAYS[way], optimizers=asking)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_several_optimizers(way: str) -> None:
+    def several(model: nn.Module) -> list[torch.optim.Optimizer]:
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        rest = [p for p in model.parameters() if p.dim() <= 1]
+        return [torch.optim.AdamW(matrices, lr=1e-2, fused=True), torch.optim.SGD(rest, lr=0.05, momentum=0.9)]
+
+    require_waits(WAYS[way], optimizers=several)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("counted", [False, True])
+def test_accumulation(counted: bool, way: str) -> None:
+    options = {**WAYS[way], **({"accumulation_steps": 3} if counted else {})}
+    require_waits(options, micro_batches=3)
+
+
+CLIPS: Mapping[str, tuple[Mapping[str, Any], int]] = {
+    "forward": ({"schedule": "forward", "clip": instep.ClipNorm(CLIP)}, 0),
+    "two passes": ({"clip": instep.ClipNorm(CLIP, mode="two_pass")}, 0),
+    "per bucket": ({"clip": instep.ClipNorm(CLIP, mode="per_bucket")}, 0),
+    "previous norm": ({"clip": instep.ClipNorm(CLIP, mode="previous_norm")}, 0),
+    "by value": ({"clip": instep.ClipValue(CLIP)}, 0),
+    # Whether the trial stands is known to the device alone.
+    "undo": ({"undo": True, "clip": instep.ClipNorm(CLIP)}, 1),
+    "undo, and nothing to clip": ({"undo": True, "clip": instep.ClipNorm(1e6)}, 1),
+    "undo on the host": ({"undo": "host", "clip": instep.ClipNorm(1e6)}, 1),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "fused"])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_clips(clip: str, optimizer: str) -> None:
+    options, waits = CLIPS[clip]
+    require_waits(options, waits, {"clip": CLIP}, optimizers=optimizer)
+
+
+@pytest.mark.parametrize("way", [name for name in WAYS if name != "backward"])
+def test_the_loop_clips(way: str) -> None:
+    require_waits(WAYS[way], clip=CLIP)
+
+
+@pytest.mark.parametrize("way", [name for name in WAYS if name != "backward"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "fused"])
+def test_a_scaler(optimizer: str, way: str) -> None:
+    """Whether the kernel of a fused optimizer will skip is asked, and with ``undo`` which scale was taken off."""
+    more = (optimizer == "fused") + ("undo" in way)
+    scalers = [torch.amp.GradScaler("emu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
+    options = {**WAYS[way], **({"scaler": scalers[1]} if "undo" in WAYS[way] else {})}
+    require_waits(options, more, {"scaler": scalers[0]}, optimizers=optimizer, scaler=scalers[1])
+
+
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+@pytest.mark.parametrize("way", [name for name in WAYS if name != "backward"])
+@pytest.mark.parametrize("model", ["blocks", "two devices"])
+def test_whether_gradients_are_finite_is_asked_once(model: str, way: str, policy: str) -> None:
+    require_waits({**WAYS[way], "nonfinite": policy}, 1, model=model)
+
+
+def test_whether_gradients_are_finite_is_asked_for_each_bucket_in_backward() -> None:
+    log, buckets = regular_steps({"nonfinite": "raise"})
+    assert buckets > 1
+    assert len(log.host_waits) == STEPS * buckets
+
+
+# Ranks.
+
+
+def _ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, bucket_cap_mb=0.002, gradient_as_bucket_view=True)
+
+
+def _replicated(model: nn.Module) -> nn.Module:
+    return instep.replicate(model, bucket_cap_mb=0.002)
+
+
+def _fully_sharded(model: Any) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("emu", (2,))
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+WRAPPERS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
+    "ddp": _ddp,
+    "replicate": _replicated,
+    "fsdp2": _fully_sharded,
+}
+Waits = tuple[Sequence[str], Sequence[str]]
+"""Of the host, and its questions."""
+
+
+def _ranks_body(wrapper: str, options: Mapping[str, Any] | None, fused: bool, first: int, last: int) -> Waits:
+    torch.manual_seed(0)
+    with torch.device("emu"):
+        model = WRAPPERS[wrapper](Blocks())
+        data = [batch(i) for i in range(last)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused, foreach=not fused)
+    overlap = None if options is None else instep.attach(model, optimizer, **options)
+
+    def learn(i: int) -> None:
+        x, y = data[i]
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward() if overlap is None else overlap.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for i in range(first):
+        learn(i)
+    with recorded() as log:
+        for i in range(first, last):
+            learn(i)
+    if overlap is not None:
+        overlap.detach()
+    log.assert_ordered()
+    return log.host_waits, log.queries
+
+
+OF_RANKS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    **{f"{wrapper}, {way}": (wrapper, WAYS[way]) for wrapper in WRAPPERS for way in WAYS},
+    "ddp, clipped": ("ddp", {"schedule": "forward", "clip": instep.ClipNorm(CLIP)}),
+    "ddp, clipped in two passes": ("ddp", {"clip": instep.ClipNorm(CLIP, mode="two_pass")}),
+    "fsdp2, clipped": ("fsdp2", {"schedule": "forward", "clip": instep.ClipNorm(CLIP)}),
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("case", OF_RANKS)
+def test_ranks(two_emulated_ranks: RankPool, case: str, fused: bool) -> None:
+    wrapper, options = OF_RANKS[case]
+    for how in (None, options):
+        assert two_emulated_ranks.run(_ranks_body, wrapper, how, fused, 3, 6) == [([], [])] * 2
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("way", [name for name in WAYS if name != "backward"])
+def test_ranks_vote_behind_one_wait(two_emulated_ranks: RankPool, wrapper: str, way: str) -> None:
+    options = {**WAYS[way], "nonfinite": "skip"}
+    for waits, queries in two_emulated_ranks.run(_ranks_body, wrapper, options, False, 3, 6):
+        assert len(waits) == 3, "\n".join(waits)
+        assert queries == []
+
+
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+def test_divided_state(two_emulated_ranks: RankPool, schedule: str) -> None:
+    """It is asked whether what was sent has arrived and may be freed; nobody waits."""
+    options = {"schedule": schedule, "shard_state": True}
+    for waits, queries in two_emulated_ranks.run(_ranks_body, "ddp", options, False, 3, 6):
+        assert waits == []
+        assert all("state_shards.py" in query for query in queries), "\n".join(queries)
+
+
+def test_across_the_iteration(two_emulated_ranks: RankPool) -> None:
+    """Where ranks exchange times, twice; in other steps never."""
+    options = {"schedule": "forward", "cross_iteration": True}
+    for first, last in ((10, 16), (18, 32)):
+        assert two_emulated_ranks.run(_ranks_body, "ddp", options, False, first, last) == [([], [])] * 2
+    for waits, queries in two_emulated_ranks.run(_ranks_body, "ddp", options, False, 3, 10):
+        assert queries == []
+        assert all("_adopt_plan" in wait or "_agree" in wait for wait in waits), "\n".join(waits)
