@@ -1,4 +1,4 @@
-"""A part of the tests on the emulated accelerator, in a session of their own: the device must be there from the start."""
+"""A part of the tests on the emulated accelerator, in a session of its own: the device must be there from the start."""
 
 import subprocess
 import sys

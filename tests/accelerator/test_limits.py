@@ -55,22 +55,24 @@ def test_ctrl_c(model: nn.Module, way: str) -> None:
     optimizer = Interrupted(model.parameters(), lr=0.1, momentum=0.9)
     overlap = instep.attach(model, optimizer, bucket_bytes=1, **WAYS[way])
     x = torch.ones(2, 16, device="emu")
-    with recorded() as log:
+
+    def train() -> None:
         model(x).sum().backward()
         optimizer.step()
+
+    with recorded() as log:
+        train()
         optimizer.zero_grad()
         optimizer.now = True
         with pytest.raises(KeyboardInterrupt):
-            model(x).sum().backward()
-            optimizer.step()
+            train()
         optimizer.now = False
         if "undo" not in way:
             with pytest.raises(TornStepError):
                 model(x)
         overlap.accept_torn()
         optimizer.zero_grad()
-        model(x).sum().backward()
-        optimizer.step()
+        train()
         weights = [p.detach().clone() for p in model.parameters()]
     log.assert_ordered()
     overlap.detach()
