@@ -195,7 +195,7 @@ class StepAfterReduction:
         self._streams = streams or StepStreams()
         self._settled = settled
         self._failure: BaseException | None = None
-        self._reductions = Reductions(self._step, self._settle, self._drop)
+        self._reductions = Reductions(self._step, self._settle, self._raised)
 
     def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> bool:
         """``False`` on a rank that has joined: it steps nothing."""
@@ -236,6 +236,10 @@ class StepAfterReduction:
                 parameter.grad = None
         self._streams.join()
         self._settled()
+
+    def _raised(self, reductions: Sequence[Reduction]) -> None:
+        self._drop(reductions)
+        self._streams.finish()
 
     def _step_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for parameter, gradient in pairs:

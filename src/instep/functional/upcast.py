@@ -202,6 +202,7 @@ class AllreduceUpcastHookState:
         if ddp is not None:
             _to_full_precision(ddp)
             _drop_gradients(ddp)
+        self._streams.finish()
 
 
 def reducer_allreduce_and_upcast_hook(
