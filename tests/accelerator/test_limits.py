@@ -38,6 +38,27 @@ def test_a_stream_that_waits_before_the_forward_and_reads_after_it(model: nn.Mod
     assert copies
 
 
+def test_a_forward_on_another_stream_after_buckets_were_read_in_another_order(model: nn.Module) -> None:
+    """The last bucket first: whoever comes later must come after that one, too."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    overlap = instep.attach(model, optimizer, schedule="forward", bucket_bytes=1)
+    x = torch.ones(2, 16, device="emu")
+    other = torch.Stream("emu")
+    with recorded() as log:
+        for _ in range(3):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            other.wait_stream(torch.accelerator.current_stream())
+            read = [p.sum() for p in reversed(list(model.parameters()))]
+            with other, torch.no_grad():
+                model(x)
+            torch.accelerator.current_stream().wait_stream(other)
+    log.assert_ordered()
+    overlap.detach()
+    assert read
+
+
 class Interrupted(torch.optim.SGD):
     """Ctrl-C comes in the middle of an update."""
 

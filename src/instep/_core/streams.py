@@ -23,10 +23,12 @@ class Mark(NamedTuple):
     Attributes:
         event: recorded on the side stream then.
         home: the stream that was current when the step was given to the side stream.
+        number: later ones have higher numbers.
     """
 
     event: torch.Event
     home: torch.Stream
+    number: int
 
     def order(self, *streams: torch.Stream) -> None:
         """Have these streams, and the home, wait for it."""
@@ -41,11 +43,13 @@ class _Side:
         self.stream = stream
         self.home = stream  # current around the last use of the side stream
         self.loop: torch.Stream | None = None  # that of the last end of a backward
-        self.ordered: torch.Event | None = None  # which the home has waited for
+        self.ordered: Mark | None = None  # the latest that the home has waited for
+        self._marks = 0
         self._held: tuple[Mark, Sequence[torch.Tensor]] | None = None
 
     def mark(self) -> Mark:
-        return Mark(self.stream.record_event(), self.home)
+        self._marks += 1
+        return Mark(self.stream.record_event(), self.home, self._marks)
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> None:
         self.let_go()
@@ -123,13 +127,15 @@ class StepStreams:
         nobody hears of any more; and ``readers``."""
         device = mark.home.device
         mark.order(torch.accelerator.current_stream(device), *(s for s in self.readers() if s.device == device))
-        self._sides[device].ordered = mark.event
+        side = self._sides[device]
+        if side.ordered is None or side.ordered.number < mark.number:
+            side.ordered = mark
 
     def follow(self) -> None:
         """Order the current streams after what the homes have waited for."""
         for device, side in self._sides.items():
             if side.ordered is not None and (current := torch.accelerator.current_stream(device)) != side.home:
-                current.wait_event(side.ordered)
+                current.wait_event(side.ordered.event)
 
     def join(self) -> None:
         """Backward ends: order the current stream of each device, which is the loop's, after everything stepped."""
