@@ -224,7 +224,6 @@ def test_fsdp_has_no_more_than_without(two_emulated_ranks: RankPool, way: str) -
         assert found.peak <= plain.peak - GRADIENTS // 2 + BUCKET + plain.peak // 20
 
 
-@pytest.mark.xfail(strict=True, reason="its works keep their buckets: only their futures are waited for")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_replicated_has_a_few_buckets(two_emulated_ranks: RankPool, optimizer: str) -> None:
     """One fills, two are on their way, and one is stepped."""

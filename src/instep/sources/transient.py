@@ -71,6 +71,7 @@ class _Flight:
     unused: frozenset[int]
     future: torch.futures.Future[Any]
     sparse: bool
+    work: dist.Work | None = None  # NCCL's keeps the bucket until it has been waited for itself, not its future alone
 
 
 class _Backward:
@@ -264,14 +265,15 @@ class TransientBuckets:
         unused = frozenset(i for i in members if i not in self._fresh or _gradient(self._parameters[i]) is None)
         sparse = members[0] in self._sparse
         with torch.no_grad():
-            future = self._reduce_sparse(members[0], unused) if sparse else self._reduce(members, unused)
-        backward.flying.append(_Flight(members, unused, future, sparse))
+            work = None if sparse else self._reduce(members, unused)
+            future = self._reduce_sparse(members[0], unused) if work is None else _future_of(work)
+        backward.flying.append(_Flight(members, unused, future, sparse, work))
         backward.unused |= unused
         if self.receiver is not None:
             self.receiver.launched([self._parameters[number] for number in members], future)
         backward.sent += 1
 
-    def _reduce(self, members: Sequence[int], unused: frozenset[int]) -> torch.futures.Future[Any]:
+    def _reduce(self, members: Sequence[int], unused: frozenset[int]) -> dist.Work | None:
         """Multiplied by 1/W before the sum, as DDP's reducer does (``mark_variable_ready_dense``)."""
         parameters = [self._parameters[number] for number in members]
         factor = 1.0 / dist.get_world_size(self.group)
@@ -296,7 +298,7 @@ class TransientBuckets:
                 parameter.grad = None
         if dtype != own:
             flat = flat.to(dtype).mul_(factor)
-        return _future_of(dist.all_reduce(flat, group=self.group, async_op=True))
+        return dist.all_reduce(flat, group=self.group, async_op=True)
 
     def _reduce_sparse(self, number: int, unused: frozenset[int]) -> torch.futures.Future[Any]:
         parameter = self._parameters[number]
@@ -323,6 +325,9 @@ class TransientBuckets:
 
     def _deliver(self, backward: _Backward, flight: _Flight) -> None:
         flight.future.wait()
+        if flight.work is not None:
+            flight.work.wait()
+            flight.work = None
         if flight.unused:
             backward.held.append(flight)
         else:
