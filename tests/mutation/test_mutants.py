@@ -1,29 +1,11 @@
 """Defects put in by hand, each of which the tests must catch. Run with ``pytest -m nightly tests/mutation``."""
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-import instep
 from tests import net
-
-ROOT = Path(__file__).parents[2]
-SOURCE = Path(instep.__file__).parent
-SOME_TESTS_FAILED = 1
-
-
-class Mutant(NamedTuple):
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: str
-
+from tests.mutation.seeding import Mutant, require_caught, require_there
 
 PARITY = "tests/parity/test_one_device.py"
 AUTOCAST = "tests/parity/test_autocast.py"
@@ -1972,26 +1954,11 @@ MUTANTS = [
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_defect_can_still_be_put_in(mutant: Mutant) -> None:
-    assert (SOURCE / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1, "write this defect anew"
-    assert (ROOT / mutant.tests).exists()
+    require_there(mutant)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(4 * net.SECONDS)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_defect_is_caught(mutant: Mutant, tmp_path: Path) -> None:
-    shutil.copytree(SOURCE, tmp_path / "instep", ignore=shutil.ignore_patterns("__pycache__"))
-    file = tmp_path / "instep" / mutant.file
-    text = file.read_text(encoding="utf-8")
-    assert text.count(mutant.old) == 1, "the code has changed: write this defect anew"
-    file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider", mutant.tests],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "INSTEP_TEST_ALL_CASES": "1"},
-        capture_output=True,
-        text=True,
-        timeout=3 * net.SECONDS,
-        check=False,
-    )
-    assert done.returncode == SOME_TESTS_FAILED, done.stdout[-3000:]
+    require_caught(mutant, tmp_path)
