@@ -135,7 +135,8 @@ class Loop:
     optimizer: Any
     loss: Loss
     options: Mapping[str, Any] | None
-    clip: float | None = None
+    clip: float | None = None  # to this norm, by the loop itself
+    clip_value: float | None = None
     micro_batches: int = 1
     scaler: Any = None
     overlap: Any = None
@@ -189,6 +190,8 @@ class Loop:
             self.scaler.unscale_(self.optimizer)
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        if self.clip_value is not None:
+            nn.utils.clip_grad_value_(self.model.parameters(), self.clip_value)
         if self.scaler is None:
             self.optimizer.step()
         else:

@@ -126,6 +126,8 @@ def train(
     torch.manual_seed(0)
     model = wrap(Blocks())
     options = None if way is None else {**ways[way], **_SIZES.get(source, {})}
+    if options is not None and "clip_value" in how:
+        options["clip"] = instep.ClipValue(how.pop("clip_value"))
     loss = _loss if source == "tensor parallel" else _of_this_rank(_loss)
     optimizer = _OPTIMIZERS.get(source, optimizer)
     loop = Loop(model, OPTIMIZERS[optimizer](model.parameters()), loss, options, **how)
@@ -223,3 +225,16 @@ def test_accumulation(two_emulated_ranks: RankPool, source: str, way: str) -> No
 @pytest.mark.parametrize("source", ["ddp", "replicate", "fsdp2"])
 def test_the_loop_clips(two_emulated_ranks: RankPool, source: str, way: str) -> None:
     two_emulated_ranks.run(on_device, source, way, "nothing", "the next allocation", False, "SGD", clip=CLIP)
+
+
+@pytest.mark.parametrize(
+    ("source", "way"),
+    [
+        *product(["ddp", "ddp, copies", "shard_state, copies", "fsdp1", "replicate", "fsdp2"], ["backward"]),
+        ("ddp, copies", "undo"),
+        ("ddp, copies", "forward"),
+    ],
+)
+def test_clipped_by_value(two_emulated_ranks: RankPool, source: str, way: str) -> None:
+    """In place: also where DDP is about to copy the same bucket."""
+    two_emulated_ranks.run(on_device, source, way, "nothing", "the next forward", False, "SGD", clip_value=1e-3)

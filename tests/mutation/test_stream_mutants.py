@@ -333,6 +333,31 @@ MUTANTS = [
         "test_some_parameters",
     ),
     _mutant(
+        "FSDP1's backward ends without a join",
+        "sources/fsdp.py",
+        "        self._sink.streams.join()\n",
+        "",
+        "tests/accelerator/test_sources.py",
+        "test_sources and fsdp1-backward-AdamW",
+    ),
+    _mutant(
+        "DDP copies from a bucket that is being clipped",
+        "sources/ddp.py",
+        "        # DDP's own end of backward is next, and may copy from the buckets, in which gradients are clipped.\n"
+        "        self._sink.streams.join()\n",
+        "",
+        "tests/accelerator/test_sources.py",
+        "test_clipped_by_value and copies-backward and not shard_state",
+    ),
+    _mutant(
+        "DDP copies from a bucket in which parts are received",
+        "sources/zero.py",
+        "goes through its buckets\n        self._sink.streams.join()\n",
+        "goes through its buckets\n",
+        "tests/accelerator/test_sources.py",
+        "test_sources and copies-backward-AdamW and shard_state",
+    ),
+    _mutant(
         "an upcast ends without a join",
         "functional/upcast.py",
         "            self._streams.join()\n",
