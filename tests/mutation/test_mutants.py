@@ -870,7 +870,7 @@ MUTANTS = [
     Mutant(
         "keep what was sent",
         "sources/state_shards.py",
-        "            self._works = []  # they keep what was sent\n",
+        "            self._works, self._sent = [], []\n",
         "            pass\n",
         ZERO,
     ),
