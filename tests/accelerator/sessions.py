@@ -66,6 +66,8 @@ def recorded_on_device() -> Iterator[None]:
 
 
 def _is_body(item: pytest.Item) -> bool:
+    if "device" in getattr(item, "fixturenames", ()):
+        return False  # asks for the device itself
     return item.nodeid.startswith(BODIES) and item.nodeid.partition("::")[0] not in OF_THE_CPU
 
 

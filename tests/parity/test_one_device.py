@@ -32,9 +32,10 @@ def loop(
     make: Callable[[], nn.Module],
     optimizer: Callable[[nn.Module], torch.optim.Optimizer],
     loss: Callable[[nn.Module, int], torch.Tensor] | None = None,
-    device: torch.device | str = "cpu",
+    device: torch.device | None = None,
 ) -> Callable[[], Any]:
-    """A loop with a scheduler, as a user would write it."""
+    """A loop with a scheduler, as a user would write it; on torch's default device unless told."""
+    device = device or torch.get_default_device()
 
     def cross_entropy(model: nn.Module, i: int) -> torch.Tensor:
         x, y = batch(i)
@@ -93,7 +94,7 @@ def test_muon_and_adamw_as_two_optimizers() -> None:
 
 def test_tied_weights(device: torch.device) -> None:
     def loss(model: nn.Module, i: int) -> torch.Tensor:
-        tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(i)).to(device)
+        tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(i), device="cpu").to(device)
         return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
     assert_equal(loop(Tied, adamw, loss, device))
@@ -176,7 +177,9 @@ def test_complex_parameters() -> None:
 @pytest.mark.parametrize("cls", [torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD])
 def test_sparse_gradients(cls: Callable[..., torch.optim.Optimizer]) -> None:
     def loss(model: nn.Module, i: int) -> torch.Tensor:
-        tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(i))
+        tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(i), device="cpu").to(
+            torch.get_default_device()
+        )
         return model(tokens).square().mean()
 
     def words() -> nn.Module:
