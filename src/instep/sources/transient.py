@@ -298,7 +298,8 @@ class TransientBuckets:
                 parameter.grad = None
         if dtype != own:
             flat = flat.to(dtype).mul_(factor)
-        return dist.all_reduce(flat, group=self.group, async_op=True)
+        work: dist.Work | None = dist.all_reduce(flat, group=self.group, async_op=True)
+        return work
 
     def _reduce_sparse(self, number: int, unused: frozenset[int]) -> torch.futures.Future[Any]:
         parameter = self._parameters[number]
