@@ -314,7 +314,7 @@ class Transaction:
             for parameter, attached in zip(parameters, bucket, strict=True):
                 attached.version = _version(parameter)
             if self._undo is None:  # else they stay until the step is committed
-                self.streams.hold(p.grad for p in parameters if p.grad is not None)
+                self.streams.hold(gradients)  # as they were: some optimizers replace .grad
             if self.recorder is not None:
                 self.recorder("step", [attached.spec.name for attached in bucket], started, perf_counter())
             return True
