@@ -142,6 +142,9 @@ def _python_reads_seen() -> Iterator[None]:
 def _seen(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(read)
     def reading(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if type(self) not in (torch.Tensor, torch.nn.Parameter) and torch._C._is_torch_function_enabled():
+            # torch would look the name up, and give the class this function in place of its own.
+            return type(self).__torch_function__(read, (type(self),), (self, *args), kwargs)
         if type(self) in (torch.Tensor, torch.nn.Parameter) and self.device.type == "cpu" and not self.is_sparse:
             torch.ops.emu.host_reads(self.detach(), name)
         return read(self, *args, **kwargs)

@@ -21,6 +21,7 @@ from instep.sources.reducer_group import ReducerGroup
 from instep.sources.reductions import buckets_of
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
+from tests.devices import sparse_collectives
 from tests.distributed.pool import RankPool
 from tests.distributed.test_ddp_life import loss_of, train
 
@@ -131,7 +132,7 @@ def body_kept_gradients(build: type[nn.Module]) -> str | None:
     return first_difference(*states)
 
 
-@pytest.mark.parametrize("build", [Blocks, Words])
+@pytest.mark.parametrize("build", [Blocks, pytest.param(Words, marks=sparse_collectives)])
 def test_gradients_that_were_kept(three_ranks: RankPool, build: type[nn.Module]) -> None:
     assert three_ranks.run(body_kept_gradients, build) == [None] * 3
 

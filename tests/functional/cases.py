@@ -83,9 +83,7 @@ def wrap(model: nn.Module, wrapper: str, low: bool = False, **options: Any) -> n
 
 
 def _fsdp1(module: nn.Module, policy: MixedPrecision | None, **options: Any) -> nn.Module:
-    return FullyShardedDataParallel(
-        module, use_orig_params=True, device_id=torch.device("cpu"), mixed_precision=policy, **options
-    )
+    return FullyShardedDataParallel(module, use_orig_params=True, device_id=here(), mixed_precision=policy, **options)
 
 
 def holding(model: nn.Module, wrapper: str, last: bool) -> contextlib.AbstractContextManager[Any]:

@@ -200,7 +200,7 @@ def _watching(gradients: Checksums) -> Iterator[shipped_on_cpu.Shim]:
 
 
 def _checksum(gradient: torch.Tensor | None) -> int | None:
-    return None if gradient is None else zlib.crc32(gradient.detach().flatten().view(torch.uint8).numpy())
+    return None if gradient is None else zlib.crc32(gradient.detach().flatten().view(torch.uint8).cpu().numpy())
 
 
 def _replacements(case: Case, source: str, calls: Counter[str]) -> Iterator[shipped_on_cpu.Shim]:

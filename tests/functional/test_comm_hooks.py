@@ -17,7 +17,7 @@ import instep
 from instep.errors import AttachError, InstepError
 from tests import own_precision
 from tests.cases import Blocks, batch
-from tests.devices import sparse_collectives
+from tests.devices import let_go, sparse_collectives
 from tests.distributed.pool import RankPool
 from tests.distributed.test_comm_hooks import HOOKS
 from tests.distributed.test_mixed_precision import DTYPES, CastByHand, send_as
@@ -171,6 +171,7 @@ def failing(which: str, bucket: int) -> tuple[str, list[bool], list[bool], bool]
     armed[0] = True
     with pytest.raises(Exception, match="the cable was pulled") as caught:
         loss(ddp, "Blocks", 2).backward()
+    let_go()
     changed = [any(not torch.equal(p, before[p]) for p in parameters) for parameters in calls]
     dropped = [p.grad is None for p in ddp.parameters()]
     armed[0] = False

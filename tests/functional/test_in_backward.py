@@ -15,6 +15,7 @@ import instep
 from instep.errors import AccumulationError, AttachError, UnsupportedOptimizerError
 from instep.functional import param_to_optim_hook_handle_map
 from tests.cases import Blocks, Tied, batch
+from tests.devices import sparse_collectives
 from tests.distributed.pool import RankPool
 from tests.functional.cases import FSDP_CASES, OPTIMIZERS, SOME, in_backward_parity, loss, wrap
 
@@ -72,6 +73,7 @@ def test_ddp_with_every_kind_of_model(three_ranks: RankPool, kind: str, view: bo
     )
 
 
+@sparse_collectives
 def test_ddp_with_sparse_gradients(three_ranks: RankPool) -> None:
     assert three_ranks.run(in_backward_parity, "ddp", SPARSE, "SparseWords", before=True) == [None] * 3
 

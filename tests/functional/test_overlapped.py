@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 from instep.errors import AttachError
 from tests.cases import Blocks, batch
+from tests.devices import let_go, sparse_collectives
 from tests.distributed.pool import RankPool
 from tests.functional.cases import FSDP_CASES, OPTIMIZERS, SOME, loss, overlapped_parity, wrap
 
@@ -34,6 +35,7 @@ def test_ddp_with_every_kind_of_model(three_ranks: RankPool, kind: str) -> None:
     assert three_ranks.run(overlapped_parity, "ddp", "AdamW-0-foreach", kind, options=options) == [None] * 3
 
 
+@sparse_collectives
 def test_ddp_with_sparse_gradients(three_ranks: RankPool) -> None:
     assert three_ranks.run(overlapped_parity, "ddp", "sparse SGD", "SparseWords") == [None] * 3
 
@@ -224,6 +226,7 @@ def failed_step() -> list[str]:
             loss(ddp, "Blocks", i).backward()
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
+            let_go()
             assert all(map(torch.equal, broken, ddp.parameters()))
             assert all(p.grad is None for p in ddp.parameters())
     instep.attached(ddp).detach()

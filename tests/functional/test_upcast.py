@@ -29,7 +29,7 @@ from instep.errors import AttachError
 from instep.functional import upcast
 from instep.functional.upcast import AllreduceUpcastHookState, reducer_allreduce_and_upcast_hook
 from tests import own_precision
-from tests.devices import here
+from tests.devices import here, let_go, of_torch_unordered
 from tests.distributed.pool import RankPool
 
 pytestmark = own_precision.needs_it
@@ -397,6 +397,7 @@ def gradients_of_an_unused_parameter(view: bool) -> list[list[float]]:
     return [net.sometimes.weight.grad.unique().tolist() for net in (native.net, plain.module)]
 
 
+@of_torch_unordered
 @pytest.mark.parametrize("view", [False, True])
 def test_what_no_rank_used_keeps_the_gradient_that_plain_ddp_leaves(two_ranks: RankPool, view: bool) -> None:
     for native, plain in two_ranks.run(gradients_of_an_unused_parameter, view):
@@ -444,6 +445,7 @@ def interrupted(where: str, view: bool) -> str | None:
     loss = native.loss(1000 * rank + 2)
     with _breaks(where, native.net), pytest.raises(Exception, match="unplugged"):
         loss.backward()
+    let_go()
     wrong = _unchanged(native.net, before)
     if wrong is not None or where == "node":
         return wrong  # DDP itself does not survive a backward that raised between two buckets
@@ -490,6 +492,7 @@ def refused_step() -> str | None:
     loss = native.loss(dist.get_rank())
     with pytest.raises(ValueError, match="no step"):
         loss.backward()
+    let_go()
     native.net.last.bias._in_backward_optimizers = []
     wrong = _left_as_torch_leaves_it(native.net)
     native.loss(dist.get_rank()).backward()

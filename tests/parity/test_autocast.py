@@ -13,6 +13,7 @@ from torch import nn
 from instep._core import autocast
 from instep.errors import HyperparameterChangedError
 from tests.cases import Blocks, batch
+from tests.devices import here
 from tests.parity.lockstep import EXACT, Lane, Refused, in_every_way, lockstep, loss_of
 from tests.parity.made import Made, Recipe
 
@@ -39,17 +40,17 @@ UNCHANGED: dict[str, Make] = {
 TORN = Refused(HyperparameterChangedError, "torn", "step() was called inside an autocast block")
 
 
-def on_cpu() -> Any:
-    return torch.autocast("cpu", torch.bfloat16)
+def in_low_precision() -> Any:
+    return torch.autocast(here().type, torch.bfloat16)
 
 
 def learn(lane: Lane, i: int, around: str) -> torch.Tensor:
     x, y = batch(i)
-    with on_cpu() if around == "all" else nullcontext():
-        with on_cpu() if around == "backward" else nullcontext():
+    with in_low_precision() if around == "all" else nullcontext():
+        with in_low_precision() if around == "backward" else nullcontext():
             loss = loss_of(lane.model(x).float(), y)
             lane.backward(loss)
-        with on_cpu() if around == "step" else nullcontext():
+        with in_low_precision() if around == "step" else nullcontext():
             lane.step()
     lane.zero_grad()
     return loss.detach()
@@ -82,7 +83,7 @@ def test_the_block_changes_every_optimizer_with_matrix_products() -> None:
     """Else the tests above would compare what is alike anyway."""
     for make in CHANGED.values():
         found = []
-        for block in (nullcontext, on_cpu):
+        for block in (nullcontext, in_low_precision):
             torch.manual_seed(0)
             model, optimizer = build(make)
             loss_of(model(batch(0)[0]), batch(0)[1]).backward()
@@ -111,7 +112,7 @@ def test_it_is_tried_once_and_only_where_step_is_inside(around: str) -> None:
 
 def test_an_optimizer_that_cannot_be_tried_is_taken_for_one_that_differs() -> None:
     _, optimizer = build(lambda model: OnCommand(model.parameters(), lr=0.1))
-    with on_cpu():
+    with in_low_precision():
         assert autocast.autocast_matters(optimizer)
     assert not autocast.autocast_matters(optimizer)
 
@@ -119,6 +120,6 @@ def test_an_optimizer_that_cannot_be_tried_is_taken_for_one_that_differs() -> No
 def test_the_trial_draws_nothing() -> None:
     _, optimizer = build(UNCHANGED["torch's own"])
     before = torch.get_rng_state()
-    with on_cpu():
+    with in_low_precision():
         autocast.autocast_matters(optimizer)
     assert torch.equal(torch.get_rng_state(), before)

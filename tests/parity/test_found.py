@@ -14,6 +14,7 @@ from torch import nn
 import instep
 from instep.errors import InstepError
 from instep.verification import first_difference, training_state
+from tests.devices import on_cpu_only
 from tests.parity.dropping import run_dropped
 from tests.parity.edits import MOMENTS
 from tests.parity.interrupts import Interrupter
@@ -133,6 +134,7 @@ def test_a_parameter_moved_to_another_group() -> None:
     none(broken_by_edits(["move"], *ALL))
 
 
+@on_cpu_only  # on an accelerator the step after it raises
 def test_a_tensor_rate_changed_where_no_version_tells() -> None:
     edits = ("tensor in place", "tensor through data", "tensor through NumPy")
     none(broken_by_edits(edits, *ALL, moments=("forward", "backward", "step"), optimizer="SGD tensor rate"))

@@ -11,6 +11,7 @@ import torch
 import instep
 from instep.errors import HyperparameterChangedError, UncommittedStepError
 from tests.cases import Blocks, batch, two_groups
+from tests.devices import on_cpu_only
 from tests.late import late_updates
 from tests.parity.lockstep import SMALL, Lane, Refused, lockstep, loss_of
 from tests.parity.test_undo import WAYS as UNDO
@@ -163,6 +164,7 @@ def test_a_subclass_that_counts_its_subclasses_has_none_more() -> None:
     assert Registers.found == []
 
 
+@pytest.mark.races
 @pytest.mark.parametrize(
     "change",
     [
@@ -189,7 +191,7 @@ def test_state_written_through_an_older_reference_while_a_step_is_due(change: An
     lockstep("late", build, step, refused={"late": LATE})
 
 
-@pytest.mark.parametrize("schedule", ["backward", "forward"])
+@pytest.mark.parametrize("schedule", ["backward", pytest.param("forward", marks=on_cpu_only)])
 def test_state_written_through_data_is_not_seen(schedule: str) -> None:
     """The limit that docs/limits.md and docs/forward.md name: no version tells."""
 

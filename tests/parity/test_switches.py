@@ -14,6 +14,7 @@ import instep
 from instep._core.switches import switched, switches
 from instep.errors import HyperparameterChangedError, UncommittedStepError
 from tests.cases import Blocks, batch
+from tests.devices import on_cpu_only
 from tests.late import late_updates
 from tests.parity.lockstep import EXACT, Lane, Refused, in_every_way, lockstep, loss_of
 
@@ -101,6 +102,7 @@ def test_a_default_dtype_that_is_set_anew_while_a_step_is_due() -> None:
         assert all(entry["mu_product"].dtype == torch.float32 for entry in optimizer.state.values())
 
 
+@on_cpu_only  # on an accelerator the update has been launched
 def test_a_default_dtype_under_which_a_fused_kernel_would_make_other_state() -> None:
     """It may run while the loop asks for the default dtype, which is then left alone."""
     torch.manual_seed(0)

@@ -106,6 +106,7 @@ class _Frozen:
         self.switches = switches()
         self.at_any_time = self.known and all(group.get("fused") for group in optimizer.param_groups)
         self.dues: list[_Due] = []  # that are still to be applied
+        self.outstanding: list[_Due] = []  # that nobody has waited for
         self.pending = [attached.spec.name for attached in parameters]
         self.applied: list[str] = []
         self.failure: BaseException | None = None
@@ -177,6 +178,7 @@ class _Due:
         self._entries = Entries()
         self._entries.add(self.tensors, step.state)
         step.dues.append(self)
+        step.outstanding.append(self)
 
     def _found(self) -> list[int]:
         return [-1 if both is None else both[0]._version + both[1]._version for both in self._memory]
@@ -198,9 +200,10 @@ class _Due:
         except BaseException as error:
             self.step.failure = error
             return
-        self._memory, self._calls, self._entries = [], [], Entries()
+        self._calls = []
         if self.device.type == "cpu":
-            self.gradients = []  # else the side stream still reads them: they go with the bucket
+            self._memory, self.gradients, self._entries = [], [], Entries()
+        # Else the side stream still reads them: they go with the bucket, and whoever writes them before races with it.
         self.step.applied += self.names
         if self._recorder is not None:
             self._recorder("step", self.names, started, perf_counter())
@@ -234,21 +237,35 @@ class _Due:
         except BaseException as error:
             self.step.failure = self.step.failure or error
 
-    def _apply(self) -> None:
+    def look(self) -> None:
+        """What is there now is what is to be there when somebody waits for it."""
+        self._versions = self._found()
+        self._entries = Entries()
+        self._entries.add(self.tensors, self.step.state)
+
+    def require_left_alone(self) -> None:
         names = (*self.names, *(f"{name}.grad" for name in self.names))
         for name, found, version in zip(names, self._found(), self._versions, strict=True):
             if found != version:
                 raise UncommittedStepError(
-                    f"{name!r} was written after optimizer.step(), through another tensor of the same memory, before "
-                    "the update was applied: in the plain loop it had been applied by then. Call "
-                    "overlap.synchronize() before such a write"
+                    f"{name!r} was written after optimizer.step(), through another tensor of the same memory, while "
+                    "the update was due: in the plain loop it had been applied by then. Call overlap.synchronize() "
+                    "before such a write"
                 )
         if self._entries.written or not self._entries.are_in(self.step.state):
             raise UncommittedStepError(
                 f"the state of {self.names[0]!r}, or of another parameter of its bucket, was written after "
-                "optimizer.step(), through a reference that was taken before, before the update was applied: in the "
-                "plain loop it had been applied by then. Call overlap.synchronize() before such a write"
+                "optimizer.step(), through a reference that was taken before, while the update was due: in the plain "
+                "loop it had been applied by then. Call overlap.synchronize() before such a write"
             )
+
+    def raced(self, error: BaseException) -> None:
+        """Somebody has written what the update, which is under way, reads or writes."""
+        self.step.failure = self.step.failure or error
+        self.step.applied = [name for name in self.step.applied if name not in self.names]
+
+    def _apply(self) -> None:
+        self.require_left_alone()
         self._require_same_switches()
         # Whoever may ask for the default dtype meanwhile waits for this update, unless it can run at any time.
         with nullcontext() if self.step.at_any_time else default_dtype(self.step.switches[DEFAULT_DTYPE]):
@@ -296,7 +313,7 @@ class _Due:
     def _noticed_by_none(self) -> Iterator[None]:
         """Around a write of this bucket's gradients. Those that are views of one of DDP's buckets count their writes
         together, wherever they are stepped."""
-        right = [due for due in self.step.dues if due._found() == due._versions]
+        right = [due for due in self.step.outstanding if due._found() == due._versions]
         yield
         for due in right:
             due._versions = due._found()
@@ -447,6 +464,11 @@ class Deferral:
     def _wait(self, due: _Due) -> None:
         if due.device.type != "cpu":
             self.streams.wait(due.mark or self._finished(due))
+            if due.step.failure is None:
+                try:
+                    due.require_left_alone()
+                except UncommittedStepError as error:
+                    due.raced(error)
         else:
             with _not_compiling():
                 due.done = due.done or self._worker.run(due.finish)
@@ -466,6 +488,7 @@ class Deferral:
             elif tensor.grad is not None:
                 self._gradient_watch.stop([tensor.grad])
         step = due.step
+        step.outstanding = [one for one in step.outstanding if one is not due]
         if any(d.step is step for d in self._dues()):
             return
         if (optimizer := step.optimizer()) is not None:
@@ -797,7 +820,7 @@ class Deferral:
             if due.sent:
                 continue
             if self.gather is not None:
-                with self.streams.on(due.device):
+                with self._on_side(due):
                     due.send([by_id[id(tensor)] for tensor in due.tensors], self.gather)
             if due.device.type == "cpu":
                 # Others are stepped when they are waited for, by the same thread: who waits may be in the middle of
@@ -812,9 +835,17 @@ class Deferral:
 
     def _finished(self, due: _Due) -> Mark:
         """Do what is left of it on the side stream."""
-        with self.streams.on(due.device):
+        with self._on_side(due):
             due.finish()
+        due.look()
         return self.streams.mark(due.device)
+
+    @contextmanager
+    def _on_side(self, due: _Due) -> Iterator[None]:
+        with self.streams.on(due.device):
+            yield
+        if due.step.stepper.gave_back:
+            self.streams.let_go(due.device)
 
     def commit(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to return. Who is interrupted here begins again with the next use."""

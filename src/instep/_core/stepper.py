@@ -27,6 +27,7 @@ from instep._core.entries import Entries
 from instep._core.generators import Generators
 from instep._core.hooks import is_in_step
 from instep._core.parts import Part, memory_of, version_of
+from instep._core.places import Places
 from instep._core.reach import reached_from
 from instep._core.switches import switched, switches
 from instep._core.waiting import class_of
@@ -70,6 +71,7 @@ class Stepper:
     Attributes:
         wrote_in_place: whether an update has changed an object beside parameters and their state: nobody can put that
             back.
+        gave_back: whether an update of this step has given back memory of an accelerator that it has read.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -88,6 +90,7 @@ class Stepper:
 
     def _forget(self) -> None:
         self._open = False
+        self.gave_back = False
         self._switches: dict[str, Any] = {}
         self._containers: list[str] = []
         self._state: Any = None
@@ -141,8 +144,10 @@ class Stepper:
         before_step = list(shadow.state.values())
         base = dict(vars(shadow))
         contents = {name: fingerprint(base[name]) for name in self._containers}
-        generators, versions = None, {}
+        generators, versions, places = None, {}, None
         if not is_torchs_own(optimizer):
+            if parameters[0].device.type != "cpu":
+                places = Places(parameters, map(optimizer.state.get, owned))
             generators = Generators({parameters[0].device}, self._settings_of(shadow))
             versions = {id(tensor): version_of(tensor) for _, tensor in _tensors_in(owned, entries)}
         others = [(p, version_of(p)) for p in self._reached if not any(p is own for own in owned)]
@@ -169,6 +174,8 @@ class Stepper:
             torch.autograd.graph.increment_version(parameters)
             if parts is not None:
                 torch.autograd.graph.increment_version(owned)
+            if places is not None:
+                self.gave_back |= places.were_left(map(optimizer.state.get, owned))
         self._left.add(owned, optimizer.state)
         if any(version_of(p) != version for p, version in others):
             raise UnsupportedOptimizerError(

@@ -98,13 +98,15 @@ class StepStreams:
         side.home = current
         side.stream.wait_stream(current)
         index = torch.accelerator.current_device_index()
-        torch.accelerator.set_stream(side.stream)  # and its device, which may not be the loop's
         try:
+            torch.accelerator.set_stream(side.stream)  # and its device, which may not be the loop's
             yield
         finally:
-            torch.accelerator.set_stream(current)
-            if index != device.index:
-                torch.accelerator.set_device_index(index)
+            try:
+                _go_on(current, index)
+            except BaseException:  # Ctrl-C: the loop is to go on where it was
+                _go_on(current, index)
+                raise
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep alive ``tensors``, which the side stream of their device has used, until the stream that was current
@@ -117,6 +119,12 @@ class StepStreams:
         for device, of_device in by_device.items():
             if (side := self._sides.get(device)) is not None:
                 side.hold(of_device)
+
+    def let_go(self, device: torch.device) -> None:
+        """Have the stream that was current before wait for the side stream at once: an update has given back memory
+        that it has read, and the next tensor that is made there may get it."""
+        if (side := self._sides.get(device)) is not None:
+            side.mark().order()
 
     def mark(self, device: torch.device) -> Mark:
         """All that the side stream of this device, which is none of the CPU's, holds by now."""
@@ -157,3 +165,10 @@ class StepStreams:
         for side in self._sides.values():
             side.stream.synchronize()
             side.drop()
+
+
+def _go_on(stream: torch.Stream, device_index: int) -> None:
+    """Make ``stream`` current on its device, and that device current."""
+    torch.accelerator.set_stream(stream)
+    if device_index != stream.device.index:
+        torch.accelerator.set_device_index(device_index)

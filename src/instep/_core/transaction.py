@@ -344,6 +344,8 @@ class Transaction:
         try:
             yield [lent[a].given if a in lent else gradient for a, gradient in zip(bucket, made, strict=True)]
         finally:
+            if any(stepper.gave_back for stepper in self._steppers):
+                self.streams.let_go(parameters[0].device)
             if self._undo is not None:
                 for attached, one in lent.items():
                     if (outcome := one.outcome()) is not None:
@@ -1020,7 +1022,7 @@ class Transaction:
                 "attach(…, undo=True)"
             )
         self.backwards.let_go()
-        if self._undo.devices:
+        if self._undo.devices or self._putting_back is not None:
             self.put_back()
         self.forget(gradients=True)
 

@@ -1,7 +1,6 @@
 """The buckets that DDP has under way in one backward."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -96,9 +95,12 @@ class Reduction:
 
     def drain(self) -> None:
         """Wait until nothing writes the bucket any more, whether it failed or not."""
-        if not self._future.done():
-            with suppress(Exception):
-                self._future.wait()
+        try:
+            self._future.wait()
+        except Exception:
+            device = self._members[0].device
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)  # its communication may be under way, on a stream of its own
 
 
 class Reductions:
