@@ -1,5 +1,7 @@
 """On which device the tests of this process run."""
 
+import ctypes
+
 import pytest
 import torch
 
@@ -15,7 +17,16 @@ def here() -> torch.device:
 def let_go() -> None:
     """After a backward that raised: an accelerator's thread of the engine lets go of it when the error has surfaced,
     and before that thread runs anything of another backward."""
-    torch.ones((), device=here(), requires_grad=True).backward()
+    if here().type != "cpu":
+        torch.ones((), device=here(), requires_grad=True).backward()
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """The values of a contiguous tensor. Of one on the emulated accelerator, which nobody hears of."""
+    if tensor.device.type == "emu":
+        return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+    flat = tensor.contiguous().reshape(-1)
+    return (torch.view_as_real(flat) if flat.is_complex() else flat).cpu().numpy().tobytes()
 
 
 on_cpu_only = pytest.mark.skipif(here().type != "cpu", reason="of tensors in the host's memory")

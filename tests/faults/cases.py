@@ -53,6 +53,7 @@ class Case:
         then: what a rank does after an error: ``"again"`` (catches it, clears gradients, and does the same step once
             more) or ``"leave"`` (lets it end the process).
         nonfinite: the option of ``attach``; ``None``: not given.
+        device: ``"cpu"``, or ``"emu"``, the emulated accelerator, on which nothing may be left to chance either.
     """
 
     source: str = "local"
@@ -67,6 +68,7 @@ class Case:
     model: str = "Blocks"
     world: int = 1
     nonfinite: str | None = None
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         assert self.point in (*POINTS, ""), self
@@ -97,6 +99,7 @@ class Case:
             "" if self.world == 1 else f" on {'all ranks' if self.rank == ALL else f'rank {self.rank}'} of {self.world}"
         )
         more = "" if self.nonfinite is None else f", nonfinite={self.nonfinite}"
+        more += "" if self.device == "cpu" else f" on {self.device}"
         what = f"{self.source}/{self.way}/{self.model}/{self.optimizer}{more}"
         return f"{what}: {self.kind}, {self.point} {self.where}, step {self.step}{who}, then {self.then}"
 

@@ -34,9 +34,10 @@ NOT_REACHED = "not reached"
 NOT_BUILT = "not built"
 CRASH = "CRASH"
 BROKEN = "BROKEN CASE"
+UNORDERED = "UNORDERED"
 DDP_GIVES_UP = ("Expected to have finished reduction in the prior iteration", "!unmarked_param_indices.empty()")
 """What DDP raises for ever once its backward or its hook was interrupted, attached or not. Nothing is written."""
-BY_SEVERITY = (SILENT, LATE_WRITE, HANG, CRASH, NOT_REFUSED, WRONG_ERROR, STUCK, BROKEN)
+BY_SEVERITY = (SILENT, LATE_WRITE, UNORDERED, HANG, CRASH, NOT_REFUSED, WRONG_ERROR, STUCK, BROKEN)
 
 OUT_OF_TIME = re.compile("time(d )?out", re.IGNORECASE)
 
@@ -298,6 +299,8 @@ def judge_rank(verdict: Verdict, rank: int, report: Report, plain: Sequence[Hash
             assert raised is not None
             judge_settled(verdict, rank, report, raised, one, plain, broke)
             words.append("torn" if one["torn"] else "whole")
+        elif what == "unordered":
+            broke(UNORDERED, one["text"])
         elif what == "accepted" and one["left"]:
             broke(SILENT, f"{one['left']} gradients were left after accept_torn()")
         elif what == "save":
@@ -465,7 +468,9 @@ class Summary:
     def line(self) -> str:
         longest = max((v.seconds for v in self.injected if v.seconds is not None), default=0.0)
         others = "".join(
-            f", {o.lower()} {n}" for o in (CRASH, NOT_REFUSED, WRONG_ERROR, STUCK, BROKEN) if (n := self.count(o))
+            f", {o.lower()} {n}"
+            for o in (UNORDERED, CRASH, NOT_REFUSED, WRONG_ERROR, STUCK, BROKEN)
+            if (n := self.count(o))
         )
         return (
             f"faults injected {len(self.injected)}, silent corruptions {self.count(SILENT)}, hangs {self.count(HANG)}, "

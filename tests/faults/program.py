@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.cases import Blocks, Sometimes, Tied, batch
+from tests.devices import bytes_of
 from tests.faults.cases import Case
 
 
@@ -84,7 +85,7 @@ BUCKET_MB = 0.004
 
 def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = MODELS[case.model]()
+    model = MODELS[case.model]().to(case.device)
     if case.source == "ddp":
         model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=case.way == "crossing")
     elif case.source == "fsdp2":
@@ -123,9 +124,9 @@ def with_torchs_own_overlap(model: nn.Module) -> object:
 def loss_of(model: nn.Module, case: Case, rank: int, step: int) -> torch.Tensor:
     seed = 1000 * rank + step
     if case.model == "Tied":
-        tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(seed))
+        tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(seed)).to(case.device)
         return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-    x, y = batch(seed)
+    x, y = (tensor.to(case.device) for tensor in batch(seed))
     out = model(x, (None, 0, 1)[seed % 3]) if case.model == "Sometimes" else model(x)
     return nn.functional.cross_entropy(out, y)
 
@@ -134,7 +135,8 @@ def fingerprint(optimizer: torch.optim.Optimizer) -> tuple[str, str]:
     """SHA-256 of the parameters and of the optimizer's state as they are in memory. instep is not told of this."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     with torch._C.DisableTorchFunctionSubclass():
-        states = [optimizer.state.get(p, {}) for p in parameters]
+        state = vars(optimizer)["state"]  # whose users are told
+        states = [state.get(p, {}) for p in parameters]
     return digest(parameters), digest_of_states(states)
 
 
@@ -148,9 +150,8 @@ def _digest(tensors: Iterable[torch.Tensor]) -> str:
     for tensor in tensors:
         # Read through DTensor's own slot: a parameter that is watched tells of other ways.
         local = DTensor._local_tensor.__get__(tensor) if isinstance(tensor, DTensor) else tensor  # type: ignore[attr-defined]
-        flat = local.detach().contiguous().reshape(-1)
         found.update(str((tuple(local.shape), local.dtype)).encode())
-        found.update((torch.view_as_real(flat) if flat.is_complex() else flat).numpy().tobytes())
+        found.update(bytes_of(local.detach()))
     return found.hexdigest()[:16]
 
 

@@ -19,6 +19,9 @@ import torch.distributed as dist
 import instep
 from instep._core.placeholders import Placeholder
 from instep.errors import TornStepError
+from tests.accelerator.backend import register
+from tests.accelerator.recording import recorded
+from tests.devices import let_go
 from tests.faults import program
 from tests.faults.cases import STEPS, TIMEOUT, Case
 from tests.faults.inject import SEAMS, Trigger
@@ -120,6 +123,7 @@ class Run:
     def _after(self, error: BaseException, step: int) -> tuple[bool, int]:
         """What became of an error. Returns whether to go on, and with which step."""
         raised, ticks = time.monotonic(), self._pace.ticks()
+        let_go()
         found = program.fingerprint(self.optimizer)
         self.note(
             "raised",
@@ -154,7 +158,7 @@ class Run:
             self._accepted = True
             self._found = []
             self.note("accepted", left=self._left())
-        elif self.case.way == "backward" and self.phase in ("before step", "step") and self._state() == "open":
+        elif self.case.way == "backward" and self.phase != "forward" and self._state() == "open":
             # All of it was applied in backward, and the loop was stopped before step() could say so.
             self._probe("optimizer.step", self.optimizer.step)
         done = self.phase == "after step" if self.overlap is None else self.overlap.step_count > self._count
@@ -234,16 +238,22 @@ def serve(case: Case, rank: int, folder: str, namespace: str | None) -> None:
         interface = f"node{rank}"
         _enter(namespace)
     os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if case.device == "emu":
+        register()
     if case.world > 1 or case.source != "local":
         timeout = timedelta(seconds=TIMEOUT)
         method = f"file://{folder}/store"
-        dist.init_process_group("gloo", init_method=method, rank=rank, world_size=case.world, timeout=timeout)
+        backend = "emu" if case.device == "emu" else "gloo"
+        dist.init_process_group(backend, init_method=method, rank=rank, world_size=case.world, timeout=timeout)
     trigger = Trigger(case, rank)
     with ExitStack() as stack:
+        log = stack.enter_context(recorded()) if case.device == "emu" else None
         run = Run(case, rank, Path(folder) / str(rank), interface, stack.enter_context(Pace()))
         if case.point:
             stack.enter_context(SEAMS[case.point](trigger, run))
         run.train(trigger)
+    for finding in log.findings if log is not None else ():
+        run.note("unordered", text=str(finding)[:1500])
     run.note("end")
     # Without the process group's own end, which waits for ranks that are gone; and without the other's of Python.
     os._exit(0)
