@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import instep
-from instep.errors import TornStepError
+from instep.errors import TornStepError, UncommittedStepError
 from tests.accelerator.loops import WAYS
 from tests.accelerator.recording import recorded
 
@@ -98,3 +98,28 @@ def test_ctrl_c(model: nn.Module, way: str) -> None:
     log.assert_ordered()
     overlap.detach()
     assert all(bool(weight.isfinite().all()) for weight in weights)
+
+
+@pytest.mark.parametrize("what", ["weight", "gradient", "state"])
+def test_a_write_that_races_with_an_update_under_way(model: nn.Module, what: str) -> None:
+    """Whoever waits for it is told, and the step is torn: nobody knows which came first."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    overlap = instep.attach(model, optimizer, schedule="forward", bucket_bytes=1)
+    x = torch.ones(2, 16, device="emu")
+    last = list(model.parameters())[-1]
+    with recorded() as log:
+        model(x).sum().backward()
+        optimizer.step()
+        overlap.synchronize()
+        model(x).sum().backward()
+        held = {"weight": last.detach(), "gradient": last.grad, "state": optimizer.state[last]["momentum_buffer"]}
+        optimizer.step()
+        optimizer.zero_grad()
+        held[what].mul_(2.0)
+        with pytest.raises(UncommittedStepError, match=r"while the update was due.*overlap\.synchronize\(\)"):
+            model(x)
+        with pytest.raises(TornStepError, match="3 parameters were updated .* and 1 were left"):
+            model(x)
+    assert {finding.kind for finding in log.findings} == {"race"}
+    overlap.accept_torn()
+    overlap.detach()

@@ -1,0 +1,107 @@
+"""Updates that give memory back which they have read: the next tensor of the loop's may get it at once."""
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from tests.accelerator.loops import SMALL, WAYS
+from tests.accelerator.recording import recorded
+
+pytestmark = pytest.mark.accelerator
+
+
+class GivingBack(torch.optim.Optimizer):
+    """Momentum, whose state ``keep`` updates in its own way."""
+
+    def __init__(self, params: Any, make: Callable[..., Any], keep: Callable[..., torch.Tensor]) -> None:
+        super().__init__(params, {})
+        self.make, self.keep = make, keep
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                if not state:
+                    state.update(self.make(p))
+                momentum = self.keep(state, p)
+                p.sub_(momentum, alpha=0.05)
+
+
+def replaced(state: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
+    state["momentum"] = state["momentum"] * 0.9 + p.grad
+    return state["momentum"]
+
+
+def replaced_inside(state: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
+    state["box"].momentum = state["box"].momentum * 0.9 + p.grad
+    return state["box"].momentum
+
+
+def latest(state: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
+    state["latest"] = [*state["latest"][-2:], p.grad.clone()]
+    return torch.stack(state["latest"]).mean(0)
+
+
+def by_data(state: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
+    state["momentum"].data = state["momentum"] * 0.9 + p.grad
+    return state["momentum"]
+
+
+def resized(state: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
+    history = state["momentum"]
+    history.resize_(len(history) + 1, *p.shape[1:])[-1].copy_(p.grad[0])
+    return history.mean(0).expand_as(p)
+
+
+def weight_by_data(state: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
+    p.data = p * 0.99
+    return state["momentum"].mul_(0.9).add_(p.grad)
+
+
+def gradient_by_data(state: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
+    p.grad.data = p.grad * 0.99
+    return state["momentum"].mul_(0.9).add_(p.grad)
+
+
+def momentum(p: torch.Tensor) -> dict[str, Any]:
+    return {"momentum": torch.zeros_like(p)}
+
+
+KINDS: Mapping[str, tuple[Callable[..., Any], Callable[..., torch.Tensor]]] = {
+    "replaced": (momentum, replaced),
+    "replaced in an object": (lambda p: {"box": SimpleNamespace(momentum=torch.zeros_like(p))}, replaced_inside),
+    "the oldest of a list": (lambda p: {"latest": [torch.zeros_like(p)]}, latest),
+    "state.data": (momentum, by_data),
+    "resized": (momentum, resized),
+    "weight.data": (momentum, weight_by_data),
+    "gradient.data": (momentum, gradient_by_data),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_given_back(kind: str, way: str) -> None:
+    """Of state that was made on the loop's stream, before the model was attached."""
+    found = []
+    for options in (None, WAYS[way]):
+        with torch.device("emu"), recorded() as log:
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(5)))
+            optimizer = GivingBack(model.parameters(), *KINDS[kind])
+            for i in range(6):
+                if i == 2 and options is not None:
+                    overlap = instep.attach(model, optimizer, bucket_bytes=SMALL, **options)
+                model(torch.full((4, 16), 0.1 * (i + 1))).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if options is not None:
+                overlap.detach()
+            found.append([p.cpu() for p in model.parameters()])
+        log.assert_ordered()
+    assert all(map(torch.equal, *found))
