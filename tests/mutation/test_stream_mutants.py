@@ -168,7 +168,7 @@ MUTANTS = [
         "a mark is recorded before the update",
         "_core/deferral.py",
         "            due.finish()\n        due.look()\n        return self.streams.mark(due.device)\n",
-        "            mark = self.streams.mark(due.device)\n            due.finish()\n        due.look()\n        return mark\n",
+        "            mark = self.streams.mark(due.device)\n            due.finish()\n        return mark\n",
         ONE_DEVICE,
         "test_accumulation and blocks and forward",
     ),
