@@ -1,6 +1,7 @@
 """Loops whose streams wait for one another only where the plain loop needs it."""
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import instep
+from instep._core.engine import _EndOfBackward
 from tests import net
 from tests.accelerator.loops import SMALL, WAYS
 from tests.accelerator.recording import recorded
@@ -234,6 +236,27 @@ def test_backward_does_not_wait_for_the_latest_bucket() -> None:
     assert len(lag) >= 4
     assert all(lag[:-2]), lag
     assert lag[-1] == 0
+
+
+def test_a_backward_that_raised_is_waited_for() -> None:
+    """Where the engine lets go of it long after the error has surfaced."""
+    kept: list[object] = []
+
+    def stop(gradient: torch.Tensor) -> None:
+        kept.extend(one for one in gc.get_objects() if type(one) is _EndOfBackward)
+        threading.Timer(0.2, kept.clear).start()
+        raise KeyError
+
+    with torch.device("emu"):
+        program = Program({}, layers())
+        next(program.model.parameters()).register_hook(stop)
+        with pytest.raises(KeyError):
+            program.backward(program.loss(0))
+        assert kept
+        assert "torn" in repr(program.overlap)
+        assert not kept
+        program.overlap.accept_torn()
+        program.overlap.detach()
 
 
 def test_a_backward_that_raised_keeps_no_gradient() -> None:

@@ -1,6 +1,7 @@
 """The buckets that DDP has under way in one backward."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -95,12 +96,9 @@ class Reduction:
 
     def drain(self) -> None:
         """Wait until nothing writes the bucket any more, whether it failed or not."""
-        try:
-            self._future.wait()
-        except Exception:
-            device = self._members[0].device
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)  # its communication may be under way, on a stream of its own
+        if not self._future.done():
+            with suppress(Exception):
+                self._future.wait()
 
 
 class Reductions:
