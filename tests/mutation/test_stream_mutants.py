@@ -233,8 +233,8 @@ MUTANTS = [
         "_core/deferral.py",
         "for due in self.step.outstanding if",
         "for due in self.step.dues if",
-        "tests/accelerator/test_sources.py",
-        "test_clipped_by_value and views-forward and not shard_state",
+        "tests/distributed/test_schedules.py",
+        "test_buckets_that_lie_across",
     ),
     _mutant(
         "Ctrl-C on the way back leaves the side stream current",
