@@ -10,6 +10,7 @@ from torch.torch_version import TorchVersion
 # Since torch 2.7 or so.
 _FSDP2_ON_CPU = torch.cuda.is_available() or hasattr(torch.cpu.Stream, "record_event")
 _GLOO_SENDS_COMPLEX = TorchVersion(torch.__version__) >= (2, 7)
+_ACCELERATORS_ARE_NEW = TorchVersion(torch.__version__) < (2, 7)
 _TRITON_WITHOUT_GPU = find_spec("triton") is not None and not torch.cuda.is_available()
 
 # All of it but for cases of FSDP1.
@@ -21,6 +22,8 @@ _OF_FSDP2 = (
     "test_sharded_checkpoints.py",
     "sharded_model",
 )
+# On an accelerator that is not CUDA.
+_BESIDE_CUDA = ("test_two_devices", "test_divided_state", "test_fsdp_has_no_more", "test_replicated_has_a_few")
 _COMPLEX = ("complex", "Rotations")
 _ON_ONE_DEVICE = ("tests/parity/", "tests/checkpoint/", "on_one_device")
 
@@ -31,6 +34,8 @@ def from_torch(nodeid: str) -> str | None:
         return "this torch's fully_shard records events, of which its CPU has none"
     if not _GLOO_SENDS_COMPLEX and _names(nodeid, _COMPLEX) and not _names(nodeid, _ON_ONE_DEVICE):
         return "this torch's gloo does not send complex parameters"
+    if _ACCELERATORS_ARE_NEW and _names(nodeid, _BESIDE_CUDA):
+        return "this torch's collectives record streams, and its optimizers make state on the default device"
     if _TRITON_WITHOUT_GPU and _names(nodeid, ("StableAdamW",)):
         return "optimi's StableAdamW asks the triton that came with this torch for a GPU"
     return None

@@ -450,7 +450,7 @@ def _both_forward(loop: Loop) -> None:
     """A forward on the loop's stream, and one on another stream that has waited for it before."""
     mine = torch.accelerator.current_stream()
     with _on_other_streams():
-        with mine:
+        with torch.emu.stream(mine):
             loop.copied.append(loop.evaluate(77))
         loop.copied.append(loop.evaluate(77))
 

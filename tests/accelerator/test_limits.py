@@ -29,7 +29,7 @@ def test_a_stream_that_waits_before_the_forward_and_reads_after_it(model: nn.Mod
         optimizer.step()
         other.wait_stream(torch.accelerator.current_stream())
         model(x)
-        with other:
+        with torch.emu.stream(other):
             if synchronizes:
                 overlap.synchronize()
             copies = [p.detach().clone() for p in model.parameters()]
@@ -51,7 +51,7 @@ def test_a_forward_on_another_stream_after_buckets_were_read_in_another_order(mo
             optimizer.zero_grad()
             other.wait_stream(torch.accelerator.current_stream())
             read = [p.sum() for p in reversed(list(model.parameters()))]
-            with other, torch.no_grad():
+            with torch.emu.stream(other), torch.no_grad():
                 model(x)
             torch.accelerator.current_stream().wait_stream(other)
     log.assert_ordered()

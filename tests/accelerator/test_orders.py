@@ -89,7 +89,7 @@ def test_two_streams_read() -> None:
         for i in range(ITERATIONS):
             program.learn(i)
             program.second.wait_stream(program.first)
-            with program.second:
+            with torch.emu.stream(program.second):
                 program.forward(i)
             program.forward(i)
             program.first.wait_stream(program.second)
@@ -106,7 +106,7 @@ def test_synchronize_on_another_stream(way: str) -> None:
             program.learn(i)
             if program.overlap is None:
                 program.second.wait_stream(program.first)
-            with program.second:
+            with torch.emu.stream(program.second):
                 if program.overlap is not None:
                     program.overlap.synchronize()
                 program.read()
@@ -120,11 +120,11 @@ def test_synchronize_after_a_forward_on_another_stream() -> None:
         for i in range(ITERATIONS):
             program.learn(i)
             program.second.wait_stream(program.first)
-            with program.second:
+            with torch.emu.stream(program.second):
                 program.forward(i)
             if program.overlap is None:
                 program.third.wait_stream(program.first)
-            with program.third:
+            with torch.emu.stream(program.third):
                 if program.overlap is not None:
                     program.overlap.synchronize()
                 program.read()
@@ -142,7 +142,7 @@ def test_put_back_by_another_stream(undo: Any) -> None:
         for i in range(ITERATIONS):
             program.second.wait_stream(program.first)
             program.backward(program.loss(i))
-            with program.second:
+            with torch.emu.stream(program.second):
                 program.read()
             program.read()
             program.first.wait_stream(program.second)
@@ -159,11 +159,11 @@ def test_backward_is_called_on_another_stream(way: str) -> None:
         for i in range(ITERATIONS):
             loss = program.loss(i)
             program.second.wait_stream(program.first)
-            with program.second:
+            with torch.emu.stream(program.second):
                 program.backward(loss)
             program.copies += [torch.full((32, 32), 3.0) for _ in range(8)]
             program.second.wait_stream(program.first)
-            with program.second:
+            with torch.emu.stream(program.second):
                 program.step()
             program.first.wait_stream(program.second)
 
@@ -188,11 +188,11 @@ def test_put_back_in_a_backward_that_another_stream_has_called() -> None:
         for i in range(ITERATIONS):
             loss = scaler.scale(program.loss(i))
             program.second.wait_stream(program.first)
-            with program.second:
+            with torch.emu.stream(program.second):
                 program.backward(loss)
             program.read()
             program.second.wait_stream(program.first)
-            with program.second:
+            with torch.emu.stream(program.second):
                 scaler.step(program.optimizer)
                 scaler.update()
                 program.optimizer.zero_grad()
