@@ -1045,11 +1045,8 @@ class Attachment:
                 before = BoundHook(functools.partial(self._before_gather, number, mine))
                 self._handles.append(module.register_forward_pre_hook(before, prepend=True))
             elif isinstance(self._step, Deferral):
-                gathers = BoundHook(functools.partial(self._before_fsdp1_gathers, self._step, mine))
-                self._handles.append(BeforeFSDP1Gathers(module, gathers))
-
-    def _before_fsdp1_gathers(self, step: Deferral, mine: Sequence[AttachedParameter]) -> None:
-        step.before_read(mine)
+                before_read = BoundHook(functools.partial(self._step.before_read, mine))
+                self._handles.append(BeforeFSDP1Gathers(module, before_read))
 
     def _before_gather(self, number: int, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
         if torch.compiler.is_compiling() or graph_task() is not None:
