@@ -1,5 +1,7 @@
-"""Updates that give memory back which they have read: the next tensor of the loop's may get it at once."""
+"""Updates that give memory back which they have read, which the next tensor of the loop's may get at once; and that
+write gradients."""
 
+import weakref
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -7,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from tests.accelerator.loops import SMALL, WAYS
 from tests.accelerator.recording import recorded
+from tests.distributed.pool import RankPool
 
 pytestmark = pytest.mark.accelerator
 
@@ -71,6 +75,12 @@ def gradient_by_data(state: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
     return state["momentum"].mul_(0.9).add_(p.grad)
 
 
+def gradient_written(state: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
+    """It may lie in a bucket of DDP's, which copies from there."""
+    p.grad.mul_(0.99)
+    return state["momentum"].mul_(0.9).add_(p.grad)
+
+
 def momentum(p: torch.Tensor) -> dict[str, Any]:
     return {"momentum": torch.zeros_like(p)}
 
@@ -83,7 +93,13 @@ KINDS: Mapping[str, tuple[Callable[..., Any], Callable[..., torch.Tensor]]] = {
     "resized": (momentum, resized),
     "weight.data": (momentum, weight_by_data),
     "gradient.data": (momentum, gradient_by_data),
+    "gradient written": (momentum, gradient_written),
 }
+
+
+def kind_of(name: str) -> type[GivingBack]:
+    make, keep = map(staticmethod, KINDS[name])
+    return type("Kind", (GivingBack,), {"make": make, "keep": keep})
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -95,8 +111,7 @@ def test_given_back(kind: str, way: str) -> None:
         with torch.device("emu"), recorded() as log:
             torch.manual_seed(0)
             model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(5)))
-            make, keep = map(staticmethod, KINDS[kind])
-            optimizer = type("Kind", (GivingBack,), {"make": make, "keep": keep})(model.parameters())
+            optimizer = kind_of(kind)(model.parameters())
             for i in range(6):
                 if i == 2 and options is not None:
                     overlap = instep.attach(model, optimizer, bucket_bytes=SMALL, **options)
@@ -110,3 +125,41 @@ def test_given_back(kind: str, way: str) -> None:
             found.append([p.cpu() for p in model.parameters()])
         log.assert_ordered()
     assert all(map(torch.equal, *found))
+
+
+def in_hook(kind: str) -> None:
+    """Of state that was loaded."""
+    found = []
+    for attached in (False, True):
+        with torch.device("emu"), recorded() as log:
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(5)))
+            optimizer = kind_of(kind)(model.parameters())
+            for i in range(6):
+                if i == 2 and attached:
+                    model = in_backward(model, optimizer)
+                elif i == 2:
+                    model = DistributedDataParallel(model, bucket_cap_mb=SMALL / 2**20)
+                model(torch.full((16, 16), 0.1 * (i + 1))).square().sum().backward()
+                if i < 2 or not attached:
+                    optimizer.step()
+                optimizer.zero_grad()
+            found.append([p.cpu() for p in model.parameters()])
+        log.assert_ordered()
+    assert all(map(torch.equal, *found))
+
+
+def in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    """Optimizers of single parameters, with the state that they have in ``optimizer``, behind DDP's buckets."""
+    instep.apply_optimizer_in_backward(type(optimizer), model.parameters(), {})
+    for parameter in model.parameters():
+        (own,) = parameter._in_backward_optimizers  # type: ignore[attr-defined]
+        own.state[parameter] = optimizer.state.pop(parameter)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL / 2**20)
+    ddp.register_comm_hook(weakref.ref(ddp), instep.apply_optim_in_backward_hook(False))
+    return ddp
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "weight.data"])
+def test_given_back_in_a_communication_hook(two_emulated_ranks: RankPool, kind: str) -> None:
+    two_emulated_ranks.run(in_hook, kind)

@@ -424,10 +424,18 @@ MUTANTS = [
     _mutant(
         "a hook's backward ends without a join",
         "functional/comm_hooks.py",
-        "        self._streams.join()\n",
-        "",
+        "                parameter.grad = None\n        self._streams.join()\n",
+        "                parameter.grad = None\n",
         "tests/functional/test_comm_hooks.py",
-        "test_some_parameters",
+        "test_every_kind and Sometimes and hook_then",
+    ),
+    _mutant(
+        "a hook's step is not waited for where DDP ends",
+        "functional/comm_hooks.py",
+        "        # tensors in memory that one has given back.\n        self._streams.join()\n",
+        "",
+        GIVEN_BACK,
+        "hook and written",
     ),
     _mutant(
         "FSDP1's backward ends without a join",

@@ -209,11 +209,13 @@ class StepAfterReduction:
                     with self._streams.on(reduction.parameters[0].device):
                         gradients = reduction.gradients()
                         self._step_all(zip(reduction.parameters, gradients, strict=True))
-                        self._streams.hold(gradients)
                 else:
                     reduction.gradients()  # a failed one must stop those after it too
         except BaseException as error:
             self._failure = error
+        # DDP's own end of backward is next. It copies from the buckets, which an update may have written, and makes
+        # tensors in memory that one has given back.
+        self._streams.join()
 
     def _settle(self, reductions: Sequence[Reduction]) -> None:
         """DDP has set the gradients of those that other ranks used: step them, drop all, raise what went wrong."""
