@@ -8,10 +8,11 @@ import argparse
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 from tests import missing
-from tests.faults.cases import ALL, Case
+from tests.faults.cases import ALL, LOSES_A_RANK, Case
 from tests.faults.harness import BY_SEVERITY, NOT_REACHED, OK, Summary, Verdict, can_partition, run_cases
 
 WAYS = ("backward", "undo", "forward")
@@ -185,6 +186,17 @@ def permitted(cases: Iterable[Case]) -> list[Case]:
     """Without those that need what this machine does not let us do, or this torch has not got."""
     cuts = can_partition()
     return [case for case in cases if (cuts or case.kind != "partition") and missing.from_torch(case.source) is None]
+
+
+def on_accelerator() -> list[Case]:
+    """On the emulated one. A rank that is lost, or goes on alone, is found out by the backend: NCCL's manners in that
+    are not emulated."""
+
+    def can_be_tried(case: Case) -> bool:
+        alone = case.world > 1 and case.rank != ALL and case.then == "again"
+        return case.kind not in LOSES_A_RANK and not alone
+
+    return [replace(case, device="emu") for case in everything() if can_be_tried(case)]
 
 
 def spread(cases: Sequence[Case], number: int) -> list[Case]:

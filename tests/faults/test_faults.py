@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests import net
+from tests.accelerator.building import why_not
 from tests.faults import sweep
 from tests.faults.cases import ALL, KINDS, LIMIT, POINTS, STEPS, Case
 from tests.faults.harness import (
@@ -75,6 +76,15 @@ def test_every_fault(request: pytest.FixtureRequest, capsys: pytest.CaptureFixtu
         print(told)
     (request.config.cache.mkdir("faults") / "summary.txt").write_text(told, encoding="utf-8")
     assert not any(summary.count(outcome) for outcome in (*BY_SEVERITY, NOT_BUILT)), told
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_every_fault_on_an_accelerator() -> None:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    broken = [verdict for verdict in run_cases(sweep.on_accelerator(), jobs=4) if verdict.found]
+    assert not broken, "\n".join(map(str, broken))
 
 
 CONTROL = [
