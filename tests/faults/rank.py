@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,8 @@ class Run:
     def _after(self, error: BaseException, step: int) -> tuple[bool, int]:
         """What became of an error. Returns whether to go on, and with which step."""
         raised, ticks = time.monotonic(), self._pace.ticks()
-        let_go()
+        with suppress(RuntimeError):  # a collective of a rank that is gone
+            let_go()
         found = program.fingerprint(self.optimizer)
         self.note(
             "raised",
