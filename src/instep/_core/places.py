@@ -13,7 +13,7 @@ Entries = Iterable[Mapping[str, Any] | None]
 
 
 class Places:
-    """Those of some parameters, of their gradients and of all tensors in their entries of the optimizer's state."""
+    """Where some parameters lie, their gradients, and all tensors in their entries of the optimizer's state."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], entries: Entries) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
