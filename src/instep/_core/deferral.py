@@ -203,7 +203,7 @@ class _Due:
         self._calls = []
         if self.device.type == "cpu":
             self._memory, self.gradients, self._entries = [], [], Entries()
-        # Else the side stream still reads them: they go when it was waited for, and who writes them before races with it.
+        # Else the side stream still reads them: they stay until it was waited for, and who writes them races with it.
         self.step.applied += self.names
         if self._recorder is not None:
             self._recorder("step", self.names, started, perf_counter())
