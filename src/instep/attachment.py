@@ -897,6 +897,8 @@ class Attachment:
         if isinstance(self._step, Deferral):
             # What this forward did not read: DDP's next backward writes the buckets that gradients may lie in.
             self._step.synchronize()
+        if not isinstance(self._step, PlainSteps) and torch.is_grad_enabled():
+            self._step.streams.see(self._step.parameters[0].spec.device)
         self._see_backward_from(output)
 
     def _see_backward_of(self, part: nn.Module) -> None:

@@ -10,7 +10,7 @@ so far. The host is ahead of the device, though, and would ask for new memory me
 gradients are held here until the stream that has made them waits for the side stream, which costs one bucket.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -36,11 +36,39 @@ class Mark(NamedTuple):
             stream.wait_event(self.event)
 
 
+class Makers:
+    """The streams of each device that make gradients: on which a forward, a gradient's own hook or the end of a
+    backward was seen. Nobody tells which of them a gradient was made on, or has its memory from: who waits for one
+    waits for all."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, set[torch.Stream]] = {}
+
+    def saw(self, device: torch.device) -> None:
+        """The device's current stream is one of them."""
+        if device.type != "cpu":
+            self._streams.setdefault(device, set()).add(torch.accelerator.current_stream(device))
+
+    def of(self, device: torch.device) -> Set[torch.Stream]:
+        return self._streams.get(device, _NONE)
+
+    def gather(self, device: torch.device) -> None:
+        """Have the device's current stream wait for all of them."""
+        if makers := self.of(device):
+            current = torch.accelerator.current_stream(device)
+            for stream in makers - {current}:
+                current.wait_stream(stream)
+
+
+_NONE: Set[torch.Stream] = frozenset()
+
+
 class _Side:
     """The side stream of one device."""
 
-    def __init__(self, stream: torch.Stream) -> None:
+    def __init__(self, stream: torch.Stream, makers: Makers) -> None:
         self.stream = stream
+        self._makers = makers
         self.home = stream  # current around the last use of the side stream
         self.loop: torch.Stream | None = None  # that of the last end of a backward
         self.ordered: Mark | None = None  # the latest that the home has waited for
@@ -58,7 +86,11 @@ class _Side:
     def let_go(self) -> None:
         held, self._held = self._held, None
         if held is not None:
-            held[0].order()
+            held[0].order(*self.makers)
+
+    @property
+    def makers(self) -> Set[torch.Stream]:
+        return self._makers.of(self.stream.device)
 
     def drop(self) -> None:
         """Let go where nothing has to wait."""
@@ -73,30 +105,38 @@ class StepStreams:
 
     Attributes:
         readers: the streams, beside the one that is current, on which parameters are about to be read.
+        makers: those that make gradients.
     """
 
     def __init__(self, given: torch.Stream | None = None) -> None:
         self.readers: Callable[[], Iterable[torch.Stream]] = lambda: ()
+        self.makers = Makers()
         self._sides: dict[torch.device, _Side] = {}
         if given is not None and given.device.type != "cpu":
-            self._sides[given.device] = _Side(given)
+            self._sides[given.device] = _Side(given, self.makers)
+
+    def see(self, device: torch.device) -> None:
+        """A forward that is trained was on the current streams of this device, and of the others that were stepped."""
+        for one in {device, *self._sides}:
+            self.makers.saw(one)
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
-        """Make the device's side stream current, ordered after all that the device's current stream holds now:
-        the gradient, and every kernel that still reads the old weight."""
+        """Make the device's side stream current, ordered after all that the device's current stream holds now, and
+        those that make gradients: the gradients, and every kernel that still reads an old weight."""
         if device.type == "cpu":
             yield
             return
         current = torch.accelerator.current_stream(device)
         side = self._sides.get(device)
         if side is None:
-            side = self._sides[device] = _Side(torch.Stream(device))
+            side = self._sides[device] = _Side(torch.Stream(device), self.makers)
         if current == side.stream:
             yield
             return
         side.home = current
-        side.stream.wait_stream(current)
+        for stream in side.makers | {current}:
+            side.stream.wait_stream(stream)
         index = torch.accelerator.current_device_index()
         try:
             torch.accelerator.set_stream(side.stream)  # and its device, which may not be the loop's
@@ -124,7 +164,7 @@ class StepStreams:
         """Have the stream that was current before wait for the side stream at once: an update has given back memory
         that it has read, and the next tensor that is made there may get it."""
         if (side := self._sides.get(device)) is not None:
-            side.mark().order()
+            side.mark().order(*side.makers)
 
     def mark(self, device: torch.device) -> Mark:
         """All that the side stream of this device, which is none of the CPU's, holds by now."""
@@ -134,8 +174,10 @@ class StepStreams:
         """Order after what was marked: the device's current stream, which is about to read; its home, whose reads
         nobody hears of any more; and ``readers``."""
         device = mark.home.device
-        mark.order(torch.accelerator.current_stream(device), *(s for s in self.readers() if s.device == device))
         side = self._sides[device]
+        readers = (stream for stream in self.readers() if stream.device == device)
+        # The makers: gradients that were handed over go now, and their memory is theirs.
+        mark.order(torch.accelerator.current_stream(device), *readers, *side.makers)
         if side.ordered is None or side.ordered.number < mark.number:
             side.ordered = mark
 
@@ -148,14 +190,16 @@ class StepStreams:
     def join(self) -> None:
         """Backward ends: order the current stream of each device, which is the loop's, after everything stepped."""
         for device, side in self._sides.items():
+            self.makers.saw(device)
             side.loop = torch.accelerator.current_stream(device)
-            side.loop.wait_stream(side.stream)
+            for stream in side.makers:
+                stream.wait_stream(side.stream)
             side.let_go()
 
     def join_all(self) -> None:
         """The same at any other time: beside the current stream, the loop's and that of a running backward."""
         for device, side in self._sides.items():
-            for stream in {torch.accelerator.current_stream(device), side.loop or side.home, side.home}:
+            for stream in {torch.accelerator.current_stream(device), side.loop or side.home, side.home, *side.makers}:
                 stream.wait_stream(side.stream)
             side.let_go()
 

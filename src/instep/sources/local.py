@@ -164,6 +164,7 @@ class LocalSource:
 
     def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
         with self._sink.lock:  # the gradients of another device arrive on a thread of their own
+            self._sink.streams.makers.saw(parameter.device)
             self._count(self._listened[index])
 
     def _count(self, attached: AttachedParameter) -> None:
@@ -194,6 +195,7 @@ class LocalSource:
 
     def _bucket_accumulated(self, number: int, speaker: int, parameter: torch.Tensor) -> None:
         with self._sink.lock:
+            self._sink.streams.makers.saw(parameter.device)
             self._count_bucket(number, speaker)
 
     def _count_bucket(self, number: int, speaker: int) -> None:

@@ -23,6 +23,7 @@ from instep._core.engine import at_end_of_backward, runs
 from instep._core.hooks import UntracedHook
 from instep._core.outputs import nodes_of
 from instep._core.placeholders import Placeholder
+from instep._core.streams import Makers
 from instep._core.weak import weakly
 from instep.comm_hooks import mean_allreduce
 from instep.errors import AccumulationError, InstepError
@@ -128,6 +129,7 @@ class TransientBuckets:
         self._reduces = False
         self._backward: _Backward | None = None
         # With a gradient of this rank's own in .grad, from a backward in no_sync too.
+        self._makers = Makers()
         self._fresh: set[int] = set()
         self.refresh()
         # The buckets own no parameter's life: without a replicated model around it, the model is a plain one.
@@ -191,6 +193,7 @@ class TransientBuckets:
     def _accumulated(self, number: int, parameter: torch.Tensor) -> None:
         if not parameter.requires_grad:
             return  # frozen since the forward: it got nothing
+        self._makers.saw(parameter.device)
         self._fresh.add(number)
         if not self._reduces:
             return
@@ -264,6 +267,7 @@ class TransientBuckets:
         members = backward.layout.buckets[backward.sent]
         unused = frozenset(i for i in members if i not in self._fresh or _gradient(self._parameters[i]) is None)
         sparse = members[0] in self._sparse
+        self._makers.gather(self._parameters[members[0]].device)
         with torch.no_grad():
             work = None if sparse else self._reduce(members, unused)
             future = self._reduce_sparse(members[0], unused) if work is None else _future_of(work)
