@@ -75,12 +75,20 @@ class Contents:
 
 def copy_of(tensor: torch.Tensor, host: bool) -> torch.Tensor:
     if not host or tensor.device.type == "cpu":
+        _await_copies(tensor)
         return tensor.detach().clone()
     kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
     return kept.copy_(tensor.detach(), non_blocking=True)
 
 
+def _await_copies(tensor: torch.Tensor) -> None:
+    """Some optimizers keep state in pinned memory, from and to which an accelerator copies while the host goes on."""
+    if tensor.device.type == "cpu" and tensor.is_pinned():
+        torch.accelerator.current_stream().synchronize()
+
+
 def put_back(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    _await_copies(tensor)
     if tensor.shape != values.shape:
         tensor.resize_(values.shape)
     tensor.detach().copy_(values, non_blocking=True)

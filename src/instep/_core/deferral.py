@@ -415,6 +415,8 @@ class Deferral:
         if torch.is_grad_enabled():
             for attached in parameters:
                 self._read.setdefault(attached.spec.index)
+            if parameters:
+                self.streams.makers.saw(parameters[0].spec.device)
         if self._due:
             # Without gradients some modules choose a fused path, for which they read the parameters of others.
             some = torch.is_grad_enabled()
