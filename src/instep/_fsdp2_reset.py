@@ -1,4 +1,5 @@
-"""``FSDPModule.reset_iter_state()`` for a torch that has none: before 2.13 or so."""
+"""What FSDP2 keeps from one iteration to the next, taken back: ``FSDPModule.reset_iter_state()`` for a torch that has
+none (before 2.13 or so), and what it notes of forwards that no backward follows."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -45,6 +46,20 @@ def _reset_group(group: Any) -> None:
         parameter.to_sharded()
     group._sharded_state = type(group._sharded_state).SHARDED
     group._training_state = type(group._training_state).IDLE
+
+
+def noted_forwards(states: Iterable[Any]) -> list[tuple[Any, int]]:
+    """Each of ``states`` with how many forwards its root has noted, from which backward knows what to gather ahead."""
+    return [(state, len(getattr(state._comm_ctx, "post_forward_order", ()))) for state in states]  # made in the first
+
+
+def forget_forwards(noted: Iterable[tuple[Any, int]]) -> None:
+    """Forget the forwards since then. FSDP2 notes those without gradients, too: a backward that comes to an end would
+    gather ahead of them, and read the weights of its own last layer, which may have been stepped."""
+    for state, count in noted:
+        del state._comm_ctx.post_forward_order[count:]
+        for group in fsdp2_groups(state):
+            group._post_forward_indices[:] = [index for index in group._post_forward_indices if index < count]
 
 
 def wait_for(owner: Any, streams: Iterable[str], device_handle: Any) -> None:

@@ -12,7 +12,7 @@ All that is done here is local: peers may not have failed. Each private name of 
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from instep._core.engine import graph_task
 from instep._core.hooks import BoundHook
-from instep._fsdp2_reset import reset_iter_state, wait_for, wait_for_work
+from instep._fsdp2_reset import forget_forwards, noted_forwards, reset_iter_state, wait_for, wait_for_work
 from instep._wrappers import fsdp1_in, fsdp2_groups, fsdp2_in, is_fsdp2
 
 # On which each FSDP1 instance lets its communication run.
@@ -31,7 +31,8 @@ _PARTIAL = ("_partial_reduce_output", _LAYOUT)
 
 
 class AfterErrors:
-    """Rebuilds the FSDP state of ``model`` once a forward or backward of it was left by an exception.
+    """Rebuilds the FSDP state of ``model`` once a forward or backward of it was left by an exception, or a forward
+    without gradients was run.
 
     A backward tells of it (``backward_failed``). A forward does where torch calls hooks after an exception; an
     interrupted one, after which it calls none, is noticed before the next forward.
@@ -44,6 +45,7 @@ class AfterErrors:
         # The outermost module with FSDP inside whose forward is running; FSDP1's parameters that earlier ones used.
         self._running: weakref.ref[nn.Module] | None = None
         self._awaited: frozenset[int] = frozenset()
+        self._noted: list[tuple[Any, int]] = []  # by FSDP2, before a forward without gradients
 
     def connect(self, let_go: Callable[[], None]) -> Iterator[RemovableHandle]:
         """Hooks around each forward that FSDP takes part in; they must come before all others.
@@ -78,6 +80,10 @@ class AfterErrors:
             self._rebuild(gradients=False)
         self._running = weakref.ref(module)
         self._awaited = frozenset(_awaiting_backward(ref() for ref in self._sharded))
+        self._noted = []
+        if not torch.is_grad_enabled():
+            fsdp2 = (one for ref in self._sharded if (one := ref()) is not None and is_fsdp2(one))
+            self._noted = noted_forwards(cast(Any, one)._get_fsdp_state() for one in fsdp2)
 
     def _contains(self, outer: nn.Module, module: nn.Module) -> bool:
         return outer is self._model() or any(module is inner for inner in outer.modules())
@@ -85,6 +91,7 @@ class AfterErrors:
     def _end(self, module: nn.Module, args: object, output: object) -> None:
         if self._is_running(module):
             self._running = None
+            forget_forwards(self._noted)
 
     def _left(self, module: nn.Module, args: object, output: object) -> None:
         """Called after ``_end``, and also where that was not called."""

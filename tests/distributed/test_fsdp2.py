@@ -363,6 +363,32 @@ def test_loops(two_ranks: RankPool, name: str, way: str) -> None:
     two_ranks.run(one_loop, name, way)
 
 
+def in_layers(model: Any) -> nn.Module:
+    """The root has no parameters of its own: FSDP2 gathers for its layers alone."""
+    for layer in (model.inner, *model.blocks, model.outer):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def evaluated_and_trained(way: str) -> None:
+    def step(loop: Loop, i: int) -> Any:
+        with torch.no_grad():
+            found = loop.model(batch(50 + i)[0])
+        loop.learn(i)
+        with torch.inference_mode():
+            loop.model(batch(60 + i)[0])
+        return found
+
+    loop = both(way, in_layers, adamw, step)
+    assert loop.overlap.redo_count == 0
+
+
+@in_every_way
+def test_evaluated_before_and_after_steps(two_ranks: RankPool, way: str) -> None:
+    """FSDP2 would gather for the evaluation's layers at the end of the next backward, which has stepped them."""
+    two_ranks.run(evaluated_and_trained, way)
+
+
 @pytest.mark.parametrize("way", ["forward", "late", "undo"])
 @pytest.mark.parametrize("name", list(EXACT))
 def test_loops_that_use_gradients(two_ranks: RankPool, name: str, way: str) -> None:
