@@ -39,6 +39,7 @@ def regular_steps(
     micro_batches: int = 1,
     clip: float | None = None,
     scaler: Any = None,
+    unscales: bool = True,
 ) -> tuple[Log, int]:
     """Steps after the warm-up, on data that is there before; and the number of buckets."""
     torch.manual_seed(0)
@@ -57,7 +58,7 @@ def regular_steps(
             with nullcontext() if by_steps or micro == micro_batches - 1 else overlap.accumulate():
                 value.backward() if overlap is None else overlap.backward(value)
         for optimizer in steppers:
-            if scaler is not None:
+            if scaler is not None and unscales:
                 scaler.unscale_(optimizer)
         if clip is not None:
             nn.utils.clip_grad_norm_(made.parameters(), clip)
@@ -168,6 +169,26 @@ def test_a_scaler(optimizer: str, way: str) -> None:
     scalers = [torch.amp.GradScaler("emu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
     options = {**WAYS[way], **({"scaler": scalers[1]} if "undo" in WAYS[way] else {})}
     require_waits(options, more, {"scaler": scalers[0]}, optimizers=optimizer, scaler=scalers[1])
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "fused"])
+def test_a_scaler_in_a_loop_that_does_not_unscale(optimizer: str) -> None:
+    """A fused kernel takes the scale off by itself: whether as it was taken off in backward is asked, too."""
+    scalers = [torch.amp.GradScaler("emu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
+    options = {"undo": True, "scaler": scalers[1]}
+    how = {"optimizers": optimizer, "scaler": scalers[1], "unscales": False}
+    require_waits(options, 5 if optimizer == "fused" else 1, {"scaler": scalers[0]}, **how)
+
+
+@pytest.mark.parametrize(("way", "more"), [("backward", 1), ("forward", 0), ("undo", 2), ("undo on the host", 2)])
+def test_rates_that_are_on_the_device(way: str, more: int) -> None:
+    """However many groups there are."""
+
+    def build(model: nn.Module) -> list[torch.optim.Optimizer]:
+        groups = [{"params": [p], "lr": torch.tensor(0.01, device="emu")} for p in model.parameters()]
+        return [torch.optim.AdamW(groups, capturable=True)]
+
+    require_waits(WAYS[way], more, optimizers=build)
 
 
 @pytest.mark.parametrize("policy", ["skip", "raise"])

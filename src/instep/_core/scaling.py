@@ -19,11 +19,13 @@ class LossScale:
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
         self._inverse: torch.Tensor | None = None
+        self._asked: torch.Tensor | None = None  # about which the answer is known
+        self._leaves = False
         self.taken_off = False
 
     def begin(self) -> None:
         """A new step: the scale may be another."""
-        self._inverse = None
+        self._inverse = self._asked = None
         self.taken_off = False
 
     def unscaled(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -34,12 +36,16 @@ class LossScale:
         _unscale(copies, self._inverse)
         return copies
 
-    def taken_off_by(self, inverse: torch.Tensor) -> None:
-        """``GradScaler`` multiplies all gradients by ``inverse``, in place. 1 is its check for infinities alone."""
-        # Asked for each gradient of a call, and the host waits for the answer.
-        if self.taken_off or self._inverse is None:
-            return
-        self.taken_off = torch.equal(inverse.to(self._inverse.device), self._inverse)
+    def take_off(self, inverse: torch.Tensor) -> bool:
+        """``GradScaler`` multiplies all gradients by ``inverse``, in place. Whether the scale is taken off so, or
+        nothing is changed: 1 is its check for infinities alone. Asked for each gradient of a call; the host waits
+        once."""
+        if inverse is not self._asked:
+            self._asked = inverse
+            if self._inverse is not None and not self.taken_off:
+                self.taken_off = torch.equal(inverse.to(self._inverse.device), self._inverse)
+            self._leaves = self.taken_off or float(inverse) == 1.0
+        return self._leaves
 
     def is_inverse_of(self, scale: torch.Tensor) -> bool:
         return self._inverse is not None and torch.equal(_reciprocal(scale).to(self._inverse.device), self._inverse)

@@ -403,8 +403,9 @@ class Stepper:
         """What the host cannot know without waiting for an accelerator is found out there, and read a step later."""
         flags, self._flags = self._flags, []
         self._flags = [(f"{where}[{key!r}]", flag) for where, then, now in looks for key, flag in then.flags(now)]
-        for name, flag in flags:
-            if flag.item():
+        told = torch.stack([flag.to(flags[0][1].device) for _, flag in flags]).tolist() if flags else []
+        for (name, _), written in zip(flags, told, strict=True):
+            if written:
                 raise HyperparameterChangedError(
                     f"{name} in {self.name} was written, in the step before, after backward had already stepped "
                     "parameters with what it was. Change hyper-parameters after optimizer.step() or before backward()"

@@ -1092,10 +1092,8 @@ class Transaction:
 
     def _used_gradient(self, operation: str, args: Sequence[Any]) -> None:
         assert self._scale is not None
-        if operation == UNSCALE and self._kept:
-            self._scale.taken_off_by(args[2])
-            if self._scale.taken_off or float(args[2]) == 1.0:
-                return
+        if operation == UNSCALE and self._kept and self._scale.take_off(args[2]):
+            return
         if self._applied:
             self.put_back()
 

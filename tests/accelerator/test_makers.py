@@ -1,0 +1,169 @@
+"""Models whose gradients are made on several streams, and have their memory from several."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from tests.accelerator.loops import WAYS
+from tests.accelerator.recording import recorded
+from tests.distributed.pool import RankPool
+
+pytestmark = pytest.mark.accelerator
+
+STEPS = 6
+ONE_BUCKET = 10**7
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+class Towers(nn.Module):
+    """Each on its stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(10, 10), nn.Linear(10, 10)
+        self.stream = torch.Stream("emu")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        here = torch.accelerator.current_stream()
+        self.stream.wait_stream(here)
+        with torch.emu.stream(self.stream):
+            other = self.other(x)
+        one = self.one(x)
+        here.wait_stream(self.stream)
+        return one * other
+
+
+class Branch(nn.Module):
+    """A branch on a stream that waits once, and then makes tensors before any of its modules runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(*(nn.Linear(10, 10) for _ in range(3)))
+        self.branch = nn.Sequential(*(nn.Linear(10, 10) for _ in range(3)))
+        self.stream = torch.Stream("emu")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        here = torch.accelerator.current_stream()
+        self.stream.wait_stream(here)
+        trunk = self.trunk(x)
+        with torch.emu.stream(self.stream):
+            mixed = (x * 2).sin() @ (torch.ones(10, 10) + 1)
+            branch = self.branch(mixed)
+        here.wait_stream(self.stream)
+        return trunk + branch
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(10, 10) for _ in range(5)))
+
+
+class Train:
+    """Steps of a loop, each on the stream that ``stream_of`` gives for its number."""
+
+    def __init__(self, stream_of: Callable[[int, list[torch.Stream]], torch.Stream]) -> None:
+        self.stream_of = stream_of
+
+    def __call__(self, model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[Any], None]) -> None:
+        home = torch.accelerator.current_stream()
+        streams = [home, torch.Stream("emu")]
+        last = home
+        for i in range(STEPS):
+            stream = self.stream_of(i, streams)
+            stream.wait_stream(last)
+            with torch.emu.stream(stream):
+                # The loss of the step before is alive: with its graph, and the streams of that.
+                loss = model(torch.full((4, 10), 0.1 * (i + 1))).square().mean()
+                backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            last = stream
+        home.wait_stream(last)
+        del loss
+
+
+LOOPS: Mapping[str, Train] = {
+    "one stream": Train(lambda i, streams: streams[0]),
+    "warmed up on another": Train(lambda i, streams: streams[i < 1]),
+    "in turns": Train(lambda i, streams: streams[i % 2]),
+}
+MODELS: Mapping[str, Callable[[], nn.Module]] = {"towers": Towers, "branch": Branch, "layers": layers}
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    **WAYS,
+    "forward, clipped": {"schedule": "forward", "clip": instep.ClipNorm(1e6)},
+    "undo, clipped": {"undo": True, "clip": instep.ClipNorm(1e6)},
+    "backward, finite": {"nonfinite": "raise"},
+    "in two passes": {"clip": instep.ClipNorm(1e6, mode="two_pass")},
+}
+
+
+def compare(
+    make: Callable[[], nn.Module],
+    loop: Train,
+    options: Mapping[str, Any],
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = fused,
+) -> None:
+    """Plain and attached: the same bits, and nothing is left to chance."""
+    found = []
+    for attached in (False, True):
+        with torch.device("emu"), recorded() as log:
+            torch.manual_seed(0)
+            model = make()
+            optimizer = optimizer_of(model)
+            overlap = instep.attach(model, optimizer, **options) if attached else None
+            loop(model, optimizer, torch.Tensor.backward if overlap is None else overlap.backward)
+            if overlap is not None:
+                overlap.detach()
+            found.append([value.cpu() for value in model.state_dict().values()])
+        log.assert_ordered()
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+@pytest.mark.parametrize("bucket_bytes", [450, ONE_BUCKET])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("model", MODELS)
+def test_streams(model: str, loop: str, options: str, bucket_bytes: int) -> None:
+    compare(MODELS[model], LOOPS[loop], {**OPTIONS[options], "bucket_bytes": bucket_bytes})
+
+
+def replicated(schedule: str) -> None:
+    compare(lambda: instep.replicate(Towers()), LOOPS["one stream"], {"schedule": schedule})
+
+
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+def test_replicated(two_emulated_ranks: RankPool, schedule: str) -> None:
+    two_emulated_ranks.run(replicated, schedule)
+
+
+class OnTheHost(torch.optim.Optimizer):
+    """Momentum in pinned memory, which the host itself never touches."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                if not self.state[p]:
+                    self.state[p]["momentum"] = torch.zeros(p.shape, device="cpu", pin_memory=True)
+                kept = self.state[p]["momentum"]
+                momentum = kept.to(p.device, non_blocking=True) * 0.9 + p.grad
+                kept.copy_(momentum, non_blocking=True)
+                p.sub_(momentum, alpha=0.05)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_state_in_pinned_memory(way: str) -> None:
+    """Copies of it for ``undo``, and those of the trial at ``attach``, wait for the device."""
+    compare(
+        layers, LOOPS["one stream"], {**WAYS[way], "bucket_bytes": 450}, lambda model: OnTheHost(model.parameters())
+    )
