@@ -17,7 +17,7 @@ import instep
 from instep.errors import AttachError, InstepError
 from tests import own_precision
 from tests.cases import Blocks, batch
-from tests.devices import let_go, sparse_collectives
+from tests.devices import here, let_go, sparse_collectives
 from tests.distributed.pool import RankPool
 from tests.distributed.test_comm_hooks import HOOKS
 from tests.distributed.test_mixed_precision import DTYPES, CastByHand, send_as
@@ -154,6 +154,8 @@ def failing(which: str, bucket: int) -> tuple[str, list[bool], list[bool], bool]
 
         def answer(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             if fails:
+                if here().type != "cpu":
+                    torch.accelerator.synchronize()  # DDP itself does not wait for a bucket that has failed
                 raise ConnectionError("the cable was pulled")
             return future.value()
 

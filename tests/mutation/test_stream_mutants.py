@@ -327,9 +327,9 @@ MUTANTS = [
     ),
     _mutant(
         "nobody waits for buckets behind one that has failed",
-        "functional/comm_hooks.py",
-        "        self._streams.finish()\n",
-        "",
+        "sources/reductions.py",
+        "        with suppress(Exception):\n            self._future.wait()\n",
+        "        pass\n",
         "tests/functional/test_comm_hooks.py",
         "test_a_failed_communication",
     ),
@@ -384,7 +384,7 @@ MUTANTS = [
     _mutant(
         "what a backward that raised has stepped is let go before it is done",
         STREAMS,
-        "            torch.accelerator.synchronize(device)\n",
+        "            side.stream.synchronize()\n",
         "",
         ONE_DEVICE,
         "test_what_happens and raises",
@@ -392,8 +392,8 @@ MUTANTS = [
     _mutant(
         "what a backward that raised has stepped is held for ever",
         STREAMS,
-        "            torch.accelerator.synchronize(device)\n            side.drop()\n",
-        "            torch.accelerator.synchronize(device)\n",
+        "            side.stream.synchronize()\n            side.drop()\n",
+        "            side.stream.synchronize()\n",
         ORDERS,
         "test_a_backward_that_raised",
     ),

@@ -204,10 +204,11 @@ class StepStreams:
             side.let_go()
 
     def finish(self) -> None:
-        """Return when the devices have done everything. An error leaves the loop on a stream that nobody knows, and
-        lets go of what a wrapper's own streams still use: whatever comes next is ordered after this."""
-        for device, side in self._sides.items():
-            torch.accelerator.synchronize(device)
+        """Return when the device has done everything stepped. An error leaves the loop on a stream that nobody knows:
+        whatever it does next is ordered after this. Not after other streams: a collective there may wait for a rank
+        that does not come."""
+        for side in self._sides.values():
+            side.stream.synchronize()
             side.drop()
 
 

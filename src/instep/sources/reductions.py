@@ -95,10 +95,10 @@ class Reduction:
         return [gradient.to(member.dtype) for gradient, member in zip(found, self._members, strict=True)]
 
     def drain(self) -> None:
-        """Wait until nothing writes the bucket any more, whether it failed or not."""
-        if not self._future.done():
-            with suppress(Exception):
-                self._future.wait()
+        """Wait until nothing writes the bucket any more, whether it failed or not. On an accelerator the current stream
+        does."""
+        with suppress(Exception):
+            self._future.wait()
 
 
 class Reductions:
