@@ -115,6 +115,25 @@ def test_synchronize_on_another_stream(way: str) -> None:
     compare(WAYS[way], body)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_step_on_another_stream_that_reads_after_the_forward(way: str) -> None:
+    """It has no need to wait for the forward's stream."""
+
+    def body(program: Program) -> None:
+        for i in range(ITERATIONS):
+            program.backward(program.loss(i))
+            program.second.wait_stream(program.first)
+            with torch.emu.stream(program.second):
+                program.step()
+            program.first.wait_stream(program.second)
+            program.forward(i)
+            with torch.emu.stream(program.second):
+                program.read()
+            program.first.wait_stream(program.second)
+
+    compare(WAYS[way], body)
+
+
 def test_synchronize_after_a_forward_on_another_stream() -> None:
     def body(program: Program) -> None:
         for i in range(ITERATIONS):

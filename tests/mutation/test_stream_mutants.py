@@ -139,7 +139,7 @@ MUTANTS = [
         "        for stream in {self.home, *streams}:\n",
         "        for stream in {*streams} or {self.home}:\n",
         ORDERS,
-        "test_two_streams",
+        "test_step_on_another",
     ),
     _mutant(
         "a read: the current stream does not wait",
