@@ -22,24 +22,24 @@ class Mark(NamedTuple):
 
     Attributes:
         event: recorded on the side stream then.
-        home: the stream that was current when the step was given to the side stream.
+        device: of that stream.
         number: later ones have higher numbers.
     """
 
     event: torch.Event
-    home: torch.Stream
+    device: torch.device
     number: int
 
     def order(self, *streams: torch.Stream) -> None:
-        """Have these streams, and the home, wait for it."""
-        for stream in {self.home, *streams}:
+        """Have these streams wait for it."""
+        for stream in set(streams):
             stream.wait_event(self.event)
 
 
 class Makers:
-    """The streams of each device that make gradients: on which a forward, a gradient's own hook or the end of a
-    backward was seen. Nobody tells which of them a gradient was made on, or has its memory from: who waits for one
-    waits for all."""
+    """The streams of each device that make gradients, and use weights: on which a forward, a gradient's own hook, the
+    end of a backward or a step was seen. Nobody tells which of them a gradient was made on, or has its memory from:
+    who waits for one waits for all."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, set[torch.Stream]] = {}
@@ -69,15 +69,13 @@ class _Side:
     def __init__(self, stream: torch.Stream, makers: Makers) -> None:
         self.stream = stream
         self._makers = makers
-        self.home = stream  # current around the last use of the side stream
-        self.loop: torch.Stream | None = None  # that of the last end of a backward
-        self.ordered: Mark | None = None  # the latest that the home has waited for
+        self.ordered: Mark | None = None  # the latest that the makers have waited for
         self._marks = 0
         self._held: tuple[Mark, Sequence[torch.Tensor]] | None = None
 
     def mark(self) -> Mark:
         self._marks += 1
-        return Mark(self.stream.record_event(), self.home, self._marks)
+        return Mark(self.stream.record_event(), self.stream.device, self._marks)
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> None:
         self.let_go()
@@ -134,8 +132,8 @@ class StepStreams:
         if current == side.stream:
             yield
             return
-        side.home = current
-        for stream in side.makers | {current}:
+        self.makers.saw(device)
+        for stream in side.makers:
             side.stream.wait_stream(stream)
         index = torch.accelerator.current_device_index()
         try:
@@ -171,37 +169,35 @@ class StepStreams:
         return self._sides[device].mark()
 
     def wait(self, mark: Mark) -> None:
-        """Order after what was marked: the device's current stream, which is about to read; its home, whose reads
-        nobody hears of any more; and ``readers``."""
-        device = mark.home.device
-        side = self._sides[device]
-        readers = (stream for stream in self.readers() if stream.device == device)
-        # The makers: gradients that were handed over go now, and their memory is theirs.
-        mark.order(torch.accelerator.current_stream(device), *readers, *side.makers)
+        """Order after what was marked: the device's current stream, which is about to read; ``readers``; and the
+        makers, of whose reads nobody hears any more. The memory of gradients that were handed over is theirs, too."""
+        side = self._sides[mark.device]
+        readers = (stream for stream in self.readers() if stream.device == mark.device)
+        mark.order(torch.accelerator.current_stream(mark.device), *readers, *side.makers)
         if side.ordered is None or side.ordered.number < mark.number:
             side.ordered = mark
 
     def follow(self) -> None:
-        """Order the current streams after what the homes have waited for."""
+        """Order the current streams after what the makers have waited for."""
         for device, side in self._sides.items():
-            if side.ordered is not None and (current := torch.accelerator.current_stream(device)) != side.home:
-                current.wait_event(side.ordered.event)
+            if side.ordered is not None:
+                torch.accelerator.current_stream(device).wait_event(side.ordered.event)
 
     def join(self) -> None:
-        """Backward ends: order the current stream of each device, which is the loop's, after everything stepped."""
+        """Backward ends: order the current stream of each device, which is the loop's, and those that make gradients,
+        after everything stepped."""
         for device, side in self._sides.items():
             self.makers.saw(device)
-            side.loop = torch.accelerator.current_stream(device)
             for stream in side.makers:
                 stream.wait_stream(side.stream)
-            side.let_go()
+            side.drop()
 
     def join_all(self) -> None:
-        """The same at any other time: beside the current stream, the loop's and that of a running backward."""
+        """The same at any other time, when the current stream need not be one that makes gradients."""
         for device, side in self._sides.items():
-            for stream in {torch.accelerator.current_stream(device), side.loop or side.home, side.home, *side.makers}:
+            for stream in {torch.accelerator.current_stream(device), *side.makers}:
                 stream.wait_stream(side.stream)
-            side.let_go()
+            side.drop()
 
     def finish(self) -> None:
         """Return when the device has done everything stepped. An error leaves the loop on a stream that nobody knows:
