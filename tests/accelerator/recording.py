@@ -40,6 +40,7 @@ class Log:
         self.queries: list[str] = []
         """Each query of a stream, an event or a collective that answered True after a launch."""
         self._ordering = Ordering([])
+        self._words: dict[int, str] = {}
 
     def count(self, kind: str, stream: str | None = None) -> int:
         """Lines of this kind, as "op" for a kernel, on this stream or on any."""
@@ -79,8 +80,12 @@ class Log:
                 self.queries.append(self._said(number))
         self.streams = {line[1] for line in self.lines if line[0] == "op"}
 
-    @functools.cache  # noqa: B019  # as long as the log itself
     def _said(self, line: int) -> str:
+        if line not in self._words:
+            self._words[line] = self._in_words(line)
+        return self._words[line]
+
+    def _in_words(self, line: int) -> str:
         frames = [f for f in torch.ops.emu.stack(line) if not any(hidden in f for hidden in _HIDDEN)]
         return "\n      ".join([_what(*self.lines[line]), *(frames[:_FRAMES] or ["(no Python frame)"])])
 

@@ -160,7 +160,7 @@ MUTANTS = [
     _mutant(
         "a later read does not follow an earlier one",
         STREAMS,
-        "                current.wait_event(side.ordered.event)\n",
+        "                torch.accelerator.current_stream(device).wait_event(side.ordered.event)\n",
         "                pass\n",
         ONE_DEVICE,
         "test_readers and tied and forward",
