@@ -1,13 +1,13 @@
 """All stream code. On CPU there are no streams, and everything here does nothing.
 
-Three streams of a device have to do with a step. Gradients are made on the stream that is current where their bucket
-is announced. The bucket is stepped on a side stream, which first waits for that one. The loop goes on on the stream
-that is current where backward ends, or where ``optimizer.step()`` was called, and that one waits for the side stream.
+A bucket is stepped on a side stream, which first waits for all streams that were seen to make gradients: its own may
+be of several. The loop goes on on the stream that is current where backward ends, or where ``optimizer.step()`` was
+called, and that one, and those, wait for the side stream.
 
 Gradients that are freed go back to the stream that they were allocated on, whose next tensor may get their memory
 while the side stream still reads it. ``record_stream`` would keep that memory from everybody until the device has come
 so far. The host is ahead of the device, though, and would ask for new memory meanwhile: nothing would be saved. So
-gradients are held here until the stream that has made them waits for the side stream, which costs one bucket.
+gradients are held here until the streams that make them wait for the side stream, which costs one bucket.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
