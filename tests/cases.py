@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.devices import default_device
+
 OptimizerCase = tuple[str, Callable[..., torch.optim.Optimizer], dict[str, Any]]
 
 _KWARGS: dict[str, list[dict[str, Any]]] = {
@@ -114,8 +116,7 @@ def batch(seed: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator("cpu").manual_seed(seed)
     x = torch.randn(rows, 16, generator=generator, device="cpu")
     y = torch.randint(0, 10, (rows,), generator=generator, device="cpu")
-    device = torch.empty(0).device  # torch 2.6 does not ask torch.device's own context for the default
-    return x.to(device), y.to(device)
+    return x.to(default_device()), y.to(default_device())
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:

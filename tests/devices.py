@@ -14,6 +14,11 @@ def here() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
+def default_device() -> torch.device:
+    """Torch's own. In torch 2.6 ``get_default_device()`` does not know of ``torch.device`` as a context."""
+    return torch.empty(0).device
+
+
 def let_go() -> None:
     """After a backward that raised: an accelerator's thread of the engine lets go of it when the error has surfaced,
     and before that thread runs anything of another backward."""

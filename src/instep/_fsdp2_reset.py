@@ -50,7 +50,8 @@ def _reset_group(group: Any) -> None:
 
 def noted_forwards(states: Iterable[Any]) -> list[tuple[Any, int]]:
     """Each of ``states`` with how many forwards its root has noted, from which backward knows what to gather ahead."""
-    return [(state, len(getattr(state._comm_ctx, "post_forward_order", ()))) for state in states]  # made in the first
+    # The list is made in the first forward.
+    return [(state, len(getattr(state._comm_ctx, "post_forward_order", ()))) for state in states]
 
 
 def forget_forwards(noted: Iterable[tuple[Any, int]]) -> None:

@@ -1,5 +1,5 @@
-"""Updates that give memory back which they have read, which the next tensor of the loop's may get at once; and that
-write gradients."""
+"""Updates that give memory back which they have read, which the next tensor of the loop's may get at once; that write
+gradients; and whose state is in pinned memory."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -81,6 +81,13 @@ def gradient_written(state: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
     return state["momentum"].mul_(0.9).add_(p.grad)
 
 
+def on_the_host(state: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
+    """In pinned memory, which the host itself never touches."""
+    found = state["momentum"].to(p.device, non_blocking=True) * 0.9 + p.grad
+    state["momentum"].copy_(found, non_blocking=True)
+    return found
+
+
 def momentum(p: torch.Tensor) -> dict[str, Any]:
     return {"momentum": torch.zeros_like(p)}
 
@@ -94,6 +101,7 @@ KINDS: Mapping[str, tuple[Callable[..., Any], Callable[..., torch.Tensor]]] = {
     "weight.data": (momentum, weight_by_data),
     "gradient.data": (momentum, gradient_by_data),
     "gradient written": (momentum, gradient_written),
+    "pinned": (lambda p: {"momentum": torch.zeros(p.shape, device="cpu", pin_memory=True)}, on_the_host),
 }
 
 

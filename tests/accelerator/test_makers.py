@@ -18,10 +18,6 @@ STEPS = 6
 ONE_BUCKET = 10**7
 
 
-def fused(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-
 class Towers(nn.Module):
     """Each on its stream."""
 
@@ -107,7 +103,6 @@ def compare(
     make: Callable[[], nn.Module],
     loop: Train,
     options: Mapping[str, Any],
-    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = fused,
 ) -> None:
     """Plain and attached: the same bits, and nothing is left to chance."""
     found = []
@@ -115,7 +110,7 @@ def compare(
         with torch.device("emu"), recorded() as log:
             torch.manual_seed(0)
             model = make()
-            optimizer = optimizer_of(model)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
             overlap = instep.attach(model, optimizer, **options) if attached else None
             loop(model, optimizer, torch.Tensor.backward if overlap is None else overlap.backward)
             if overlap is not None:
@@ -141,29 +136,3 @@ def replicated(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["backward", "forward"])
 def test_replicated(two_emulated_ranks: RankPool, schedule: str) -> None:
     two_emulated_ranks.run(replicated, schedule)
-
-
-class OnTheHost(torch.optim.Optimizer):
-    """Momentum in pinned memory, which the host itself never touches."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                if not self.state[p]:
-                    self.state[p]["momentum"] = torch.zeros(p.shape, device="cpu", pin_memory=True)
-                kept = self.state[p]["momentum"]
-                momentum = kept.to(p.device, non_blocking=True) * 0.9 + p.grad
-                kept.copy_(momentum, non_blocking=True)
-                p.sub_(momentum, alpha=0.05)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_state_in_pinned_memory(way: str) -> None:
-    """Copies of it for ``undo``, and those of the trial at ``attach``, wait for the device."""
-    compare(
-        layers, LOOPS["one stream"], {**WAYS[way], "bucket_bytes": 450}, lambda model: OnTheHost(model.parameters())
-    )

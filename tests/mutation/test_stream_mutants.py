@@ -98,8 +98,8 @@ MUTANTS = [
         "_core/contents.py",
         "        torch.accelerator.current_stream().synchronize()\n",
         "        pass\n",
-        MAKERS,
-        "pinned",
+        GIVEN_BACK,
+        "pinned and undo",
     ),
     _mutant(
         "the loop does not wait where backward ends",

@@ -18,6 +18,7 @@ import instep
 from instep.errors import AttachError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, OptimizerCase, Rotations, Sometimes, Tied, batch, optimizer_cases, two_groups
+from tests.devices import default_device
 
 SMALL = 2_000  # bytes: several buckets even in these models
 
@@ -35,7 +36,7 @@ def loop(
     device: torch.device | None = None,
 ) -> Callable[[], Any]:
     """A loop with a scheduler, as a user would write it; on torch's default device unless told."""
-    device = device or torch.get_default_device()
+    device = device or default_device()
 
     def cross_entropy(model: nn.Module, i: int) -> torch.Tensor:
         x, y = batch(i)
@@ -178,7 +179,7 @@ def test_complex_parameters() -> None:
 def test_sparse_gradients(cls: Callable[..., torch.optim.Optimizer]) -> None:
     def loss(model: nn.Module, i: int) -> torch.Tensor:
         tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(i), device="cpu").to(
-            torch.get_default_device()
+            default_device()
         )
         return model(tokens).square().mean()
 

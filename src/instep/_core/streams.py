@@ -103,7 +103,7 @@ class StepStreams:
 
     Attributes:
         readers: the streams, beside the one that is current, on which parameters are about to be read.
-        makers: those that make gradients.
+        makers: those that make gradients, and use weights.
     """
 
     def __init__(self, given: torch.Stream | None = None) -> None:

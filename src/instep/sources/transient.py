@@ -128,8 +128,8 @@ class TransientBuckets:
         self._trainable: tuple[int, ...] = ()
         self._reduces = False
         self._backward: _Backward | None = None
-        # With a gradient of this rank's own in .grad, from a backward in no_sync too.
         self._makers = Makers()
+        # With a gradient of this rank's own in .grad, from a backward in no_sync too.
         self._fresh: set[int] = set()
         self.refresh()
         # The buckets own no parameter's life: without a replicated model around it, the model is a plain one.
