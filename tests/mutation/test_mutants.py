@@ -1593,7 +1593,7 @@ MUTANTS = [
     Mutant(
         "never read what was compared on the device",
         "_core/stepper.py",
-        "            if flag.item():",
+        "            if written:",
         "            if False:",
         CHANGED,
     ),
