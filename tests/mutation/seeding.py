@@ -1,9 +1,12 @@
 """Defects put in by hand: text replaced in a copy of the source, with which tests must fail."""
 
+import ast
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,13 +22,16 @@ class Mutant(NamedTuple):
     """One defect.
 
     Attributes:
-        tests: the file or folder whose tests catch it.
+        where: the qualified name of the class, method, function or assignment that ``old`` is in, whatever its file.
+        old: stands there once.
+        new: is put in its place.
+        tests: the file or folder whose tests catch the defect.
         picks: which of them, as for ``-k``; "": all.
         marks: as for ``-m``; "": the usual ones.
     """
 
     name: str
-    file: str
+    where: str
     old: str
     new: str
     tests: str
@@ -33,17 +39,73 @@ class Mutant(NamedTuple):
     marks: str = ""
 
 
+class _Place(NamedTuple):
+    """A part of a source file, with the offsets of its text."""
+
+    file: Path
+    start: int
+    end: int
+
+
+def place_of(mutant: Mutant) -> _Place:
+    """Where ``old`` stands. Several rooms may have a function of one name: ``old`` is in one of them alone."""
+    found = [
+        (part, text.count(mutant.old, part.start, part.end))
+        for part in _places().get(mutant.where, ())
+        if mutant.old in (text := _text_of(part.file))
+    ]
+    there = [(part, count) for part, count in found if count]
+    assert len(there) == 1, f"write this defect anew: its text is in {len(there)} places called {mutant.where}"
+    part, count = there[0]
+    assert count == 1, f"write this defect anew: its text is {count} times in {mutant.where}"
+    at = _text_of(part.file).index(mutant.old, part.start)
+    return _Place(part.file, at, at + len(mutant.old))
+
+
+@cache
+def _text_of(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
+
+
+@cache
+def _places() -> dict[str, list[_Place]]:
+    found: dict[str, list[_Place]] = {}
+    for file in sorted(SOURCE.rglob("*.py")):
+        text = _text_of(file)
+        offsets = [0]
+        for line in text.splitlines(keepends=True):
+            offsets.append(offsets[-1] + len(line))
+        for name, first, last in _named_in(ast.parse(text), ""):
+            found.setdefault(name, []).append(_Place(file, offsets[first - 1], offsets[last]))
+    return found
+
+
+def _named_in(node: ast.AST, prefix: str) -> Iterator[tuple[str, int, int]]:
+    """The qualified names of what is defined in ``node``, with their first and last lines."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
+            yield prefix + child.name, first, child.end_lineno or first
+            yield from _named_in(child, f"{prefix}{child.name}.")
+            continue
+        if isinstance(child, ast.Assign) and isinstance(child.targets[0], ast.Name):
+            yield prefix + child.targets[0].id, child.lineno, child.end_lineno or child.lineno
+        elif isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):
+            yield prefix + ast.unparse(child.value.func), child.lineno, child.end_lineno or child.lineno
+        yield from _named_in(child, prefix)
+
+
 def require_there(mutant: Mutant) -> None:
-    assert (SOURCE / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1, "write this defect anew"
+    place_of(mutant)
     assert (ROOT / mutant.tests).exists()
 
 
 def require_caught(mutant: Mutant, folder: Path) -> None:
     """In a copy of the source, made in ``folder``."""
-    file = copied(folder) / mutant.file
-    text = file.read_text(encoding="utf-8")
-    assert text.count(mutant.old) == 1, "the code has changed: write this defect anew"
-    file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    place = place_of(mutant)
+    text = _text_of(place.file)
+    file = copied(folder) / place.file.relative_to(SOURCE)
+    file.write_text(text[: place.start] + mutant.new + text[place.end :], encoding="utf-8")
     require_failing(folder, mutant.tests, mutant.picks, mutant.marks)
 
 

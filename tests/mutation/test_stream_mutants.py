@@ -13,17 +13,16 @@ ORDERS = "tests/accelerator/test_orders.py"
 MAKERS = "tests/accelerator/test_makers.py"
 GIVEN_BACK = "tests/accelerator/test_given_back.py"
 ZERO = "tests/distributed/test_zero.py"
-STREAMS = "_core/streams.py"
 
 
-def _mutant(name: str, file: str, old: str, new: str, tests: str, picks: str) -> Mutant:
-    return Mutant(name, file, old, new, tests, picks, "accelerator")
+def _mutant(name: str, where: str, old: str, new: str, tests: str, picks: str) -> Mutant:
+    return Mutant(name, where, old, new, tests, picks, "accelerator")
 
 
 MUTANTS = [
     _mutant(
         "the side stream does not wait for gradients",
-        STREAMS,
+        "StepStreams.on.side.stream.wait_stream",
         "            side.stream.wait_stream(stream)\n",
         "            pass\n",
         ONE_DEVICE,
@@ -31,7 +30,7 @@ MUTANTS = [
     ),
     _mutant(
         "the side stream waits for the last gradient of a bucket alone",
-        STREAMS,
+        "StepStreams.on",
         "        for stream in side.makers:\n            side.stream.wait",
         "        for stream in {current}:\n            side.stream.wait",
         MAKERS,
@@ -39,7 +38,7 @@ MUTANTS = [
     ),
     _mutant(
         "gradients are let go without those that have made them",
-        STREAMS,
+        "_Side.let_go.held[0].order",
         "            held[0].order(*self.makers)\n",
         "            held[0].order()\n",
         MAKERS,
@@ -47,7 +46,7 @@ MUTANTS = [
     ),
     _mutant(
         "forward: gradients are let go without those that have made them",
-        STREAMS,
+        "StepStreams.wait.mark.order",
         "*readers, *side.makers)",
         "*readers)",
         MAKERS,
@@ -55,7 +54,7 @@ MUTANTS = [
     ),
     _mutant(
         "a forward's stream is not seen",
-        "attachment.py",
+        "Attachment._after_forward.self._step.streams.see",
         "            self._step.streams.see(self._step.parameters[0].spec.device)\n",
         "            pass\n",
         MAKERS,
@@ -63,7 +62,7 @@ MUTANTS = [
     ),
     _mutant(
         "the streams of modules are not seen",
-        "_core/deferral.py",
+        "Deferral.before_read.self.streams.makers.saw",
         "                self.streams.makers.saw(parameters[0].spec.device)\n",
         "                pass\n",
         MAKERS,
@@ -71,7 +70,7 @@ MUTANTS = [
     ),
     _mutant(
         "the streams of gradients are not seen",
-        "_core/streams.py",
+        "Makers.saw.self._streams.setdefault(device, set()).add",
         "            self._streams.setdefault(device, set()).add(torch.accelerator.current_stream(device))\n",
         "            pass\n",
         MAKERS,
@@ -79,7 +78,7 @@ MUTANTS = [
     ),
     _mutant(
         "norms are taken on the stream of a bucket's last gradient",
-        "_core/arrival.py",
+        "Arrival.apply.self.streams.makers.gather",
         "                    self.streams.makers.gather(device)\n",
         "                    pass\n",
         MAKERS,
@@ -87,7 +86,7 @@ MUTANTS = [
     ),
     _mutant(
         "replicated: a bucket is filled on the stream of its last gradient",
-        "sources/transient.py",
+        "TransientBuckets._send.self._makers.gather",
         "        self._makers.gather(self._parameters[members[0]].device)\n",
         "",
         MAKERS,
@@ -95,7 +94,7 @@ MUTANTS = [
     ),
     _mutant(
         "pinned state is copied while the device writes it",
-        "_core/contents.py",
+        "_await_copies.torch.accelerator.current_stream().synchronize",
         "        torch.accelerator.current_stream().synchronize()\n",
         "        pass\n",
         GIVEN_BACK,
@@ -103,7 +102,7 @@ MUTANTS = [
     ),
     _mutant(
         "the loop does not wait where backward ends",
-        STREAMS,
+        "StepStreams",
         "                stream.wait_stream(side.stream)\n            side.drop()\n\n    def join_all",
         "                pass\n            side.drop()\n\n    def join_all",
         ORDERS,
@@ -111,7 +110,7 @@ MUTANTS = [
     ),
     _mutant(
         "synchronize: the others do not wait",
-        STREAMS,
+        "StepStreams.join_all",
         "{torch.accelerator.current_stream(device), *side.makers}",
         "{torch.accelerator.current_stream(device)}",
         ORDERS,
@@ -119,7 +118,7 @@ MUTANTS = [
     ),
     _mutant(
         "a read: the others do not wait",
-        STREAMS,
+        "StepStreams.wait.mark.order",
         "*readers, *side.makers)",
         "*readers)",
         ORDERS,
@@ -127,7 +126,7 @@ MUTANTS = [
     ),
     _mutant(
         "the stream of a step is not seen",
-        STREAMS,
+        "StepStreams.on",
         "        self.makers.saw(device)\n        for stream in side.makers:\n            side",
         "        for stream in side.makers:\n            side",
         ORDERS,
@@ -135,7 +134,7 @@ MUTANTS = [
     ),
     _mutant(
         "synchronize: the current stream does not wait",
-        STREAMS,
+        "StepStreams.join_all",
         "{torch.accelerator.current_stream(device), *side.makers}",
         "side.makers",
         ORDERS,
@@ -143,7 +142,7 @@ MUTANTS = [
     ),
     _mutant(
         "a read: the current stream does not wait",
-        STREAMS,
+        "StepStreams.wait.mark.order",
         "mark.order(torch.accelerator.current_stream(mark.device), *readers",
         "mark.order(*readers",
         ONE_DEVICE,
@@ -151,7 +150,7 @@ MUTANTS = [
     ),
     _mutant(
         "a read: the streams on which FSDP2 gathers do not wait",
-        STREAMS,
+        "StepStreams.wait.readers",
         "for stream in self.readers() if",
         "for stream in () if",
         "tests/accelerator/test_sources.py",
@@ -159,7 +158,7 @@ MUTANTS = [
     ),
     _mutant(
         "a later read does not follow an earlier one",
-        STREAMS,
+        "StepStreams.follow.torch.accelerator.current_stream(device).wait_event",
         "                torch.accelerator.current_stream(device).wait_event(side.ordered.event)\n",
         "                pass\n",
         ONE_DEVICE,
@@ -167,7 +166,7 @@ MUTANTS = [
     ),
     _mutant(
         "an earlier bucket is remembered in place of a later one",
-        STREAMS,
+        "StepStreams.wait",
         "        if side.ordered is None or side.ordered.number < mark.number:\n",
         "        if True:\n",
         "tests/accelerator/test_limits.py",
@@ -175,7 +174,7 @@ MUTANTS = [
     ),
     _mutant(
         "what was waited for is not remembered",
-        STREAMS,
+        "StepStreams.wait",
         "            side.ordered = mark\n",
         "            pass\n",
         ONE_DEVICE,
@@ -183,7 +182,7 @@ MUTANTS = [
     ),
     _mutant(
         "nothing is held",
-        STREAMS,
+        "_Side.hold",
         "        self._held = self.mark(), tensors\n",
         "        self._held = self.mark(), ()\n",
         ONE_DEVICE,
@@ -191,7 +190,7 @@ MUTANTS = [
     ),
     _mutant(
         "what is held is let go before it was waited for",
-        STREAMS,
+        "_Side.let_go.held[0].order",
         "            held[0].order(*self.makers)\n",
         "            pass\n",
         ONE_DEVICE,
@@ -199,7 +198,7 @@ MUTANTS = [
     ),
     _mutant(
         "the next bucket takes the place of what is held",
-        STREAMS,
+        "_Side.hold",
         "        self.let_go()\n        self._held = self.mark(), tensors\n",
         "        self._held = self.mark(), tensors\n",
         ONE_DEVICE,
@@ -207,7 +206,7 @@ MUTANTS = [
     ),
     _mutant(
         "backward waits for each bucket at once",
-        STREAMS,
+        "_Side.hold",
         "        self._held = self.mark(), tensors\n",
         "        self._held = self.mark(), tensors\n        self.let_go()\n",
         ORDERS,
@@ -215,7 +214,7 @@ MUTANTS = [
     ),
     _mutant(
         "a stepped bucket is not held",
-        "_core/transaction.py",
+        "Transaction.apply.self.streams.hold",
         "                self.streams.hold(gradients)  # as they were: some optimizers replace .grad\n",
         "                pass\n",
         ONE_DEVICE,
@@ -223,7 +222,7 @@ MUTANTS = [
     ),
     _mutant(
         "gradients that were handed over go where the host has stepped them",
-        "_core/deferral.py",
+        "_Due.apply",
         '        if self.device.type == "cpu":\n            self._memory, self.gradients',
         "        if True:\n            self._memory, self.gradients",
         ONE_DEVICE,
@@ -231,7 +230,7 @@ MUTANTS = [
     ),
     _mutant(
         "a mark is recorded before the update",
-        "_core/deferral.py",
+        "Deferral._finished",
         "            due.finish()\n        due.look()\n        return self.streams.mark(due.device)\n",
         "            mark = self.streams.mark(due.device)\n            due.finish()\n        return mark\n",
         ONE_DEVICE,
@@ -239,7 +238,7 @@ MUTANTS = [
     ),
     _mutant(
         "nobody waits before memory that an update has given back is given out",
-        "_core/transaction.py",
+        "Transaction._as_applied.self.streams.let_go",
         "                self.streams.let_go(parameters[0].device)\n",
         "                pass\n",
         GIVEN_BACK,
@@ -247,7 +246,7 @@ MUTANTS = [
     ),
     _mutant(
         "forward: nobody waits before memory that an update has given back is given out",
-        "_core/deferral.py",
+        "Deferral._on_side.self.streams.let_go",
         "            self.streams.let_go(due.device)\n",
         "            pass\n",
         GIVEN_BACK,
@@ -255,7 +254,7 @@ MUTANTS = [
     ),
     _mutant(
         "memory that is given back: not where a tensor is resized, or has other data",
-        "_core/places.py",
+        "Places.were_left",
         "any(_place(t) != place for t, place in self._all) or ",
         "",
         GIVEN_BACK,
@@ -263,7 +262,7 @@ MUTANTS = [
     ),
     _mutant(
         "memory that is given back: not where state is replaced",
-        "_core/places.py",
+        "Places.were_left",
         " or any(id(t) not in now for t in self._in_state)",
         "",
         GIVEN_BACK,
@@ -271,7 +270,7 @@ MUTANTS = [
     ),
     _mutant(
         "memory that is given back: not that of weights and gradients",
-        "_core/places.py",
+        "Places.__init__",
         "(*parameters, *gradients, *self._in_state)",
         "self._in_state",
         GIVEN_BACK,
@@ -279,7 +278,7 @@ MUTANTS = [
     ),
     _mutant(
         "nobody is told of a write that raced with the update",
-        "_core/deferral.py",
+        "Deferral._wait.due.require_left_alone",
         "                    due.require_left_alone()\n",
         "                    pass\n",
         "tests/parity/test_readers.py",
@@ -287,7 +286,7 @@ MUTANTS = [
     ),
     _mutant(
         "a step that was written into while it was under way is a whole one",
-        "_core/deferral.py",
+        "_Due.raced",
         "        self.step.applied = [name for name in self.step.applied if name not in self.names]\n",
         "",
         "tests/accelerator/test_limits.py",
@@ -295,7 +294,7 @@ MUTANTS = [
     ),
     _mutant(
         "a clip of one bucket is a write of another, which is under way",
-        "_core/deferral.py",
+        "_Due._noticed_by_none.right",
         "for due in self.step.outstanding if",
         "for due in self.step.dues if",
         "tests/distributed/test_schedules.py",
@@ -303,7 +302,7 @@ MUTANTS = [
     ),
     _mutant(
         "Ctrl-C on the way back leaves the side stream current",
-        STREAMS,
+        "StepStreams.on",
         "                _go_on(current, index)\n                raise\n",
         "                raise\n",
         "tests/parity/test_found.py",
@@ -311,7 +310,7 @@ MUTANTS = [
     ),
     _mutant(
         "rollback() after Ctrl-C in it leaves out the waits",
-        "_core/transaction.py",
+        "Transaction.rollback",
         "        if self._undo.devices or self._putting_back is not None:\n",
         "        if self._undo.devices:\n",
         "tests/parity/test_found.py",
@@ -319,7 +318,7 @@ MUTANTS = [
     ),
     _mutant(
         "nobody waits for buckets behind one that has failed",
-        "sources/reductions.py",
+        "Reduction.drain",
         "        with suppress(Exception):\n            self._future.wait()\n",
         "        pass\n",
         "tests/functional/test_comm_hooks.py",
@@ -327,7 +326,7 @@ MUTANTS = [
     ),
     _mutant(
         "the side stream's own use is taken for the loop's",
-        STREAMS,
+        "StepStreams.on",
         "        if current == side.stream:\n",
         "        if False:\n",
         ORDERS,
@@ -335,7 +334,7 @@ MUTANTS = [
     ),
     _mutant(
         "the side stream stays the current one",
-        STREAMS,
+        "_go_on.torch.accelerator.set_stream",
         "    torch.accelerator.set_stream(stream)\n",
         "",
         ONE_DEVICE,
@@ -343,7 +342,7 @@ MUTANTS = [
     ),
     _mutant(
         "the side stream's device stays the current one",
-        STREAMS,
+        "_go_on",
         "    if device_index != stream.device.index:\n        torch.accelerator.set_device_index(device_index)\n",
         "",
         ONE_DEVICE,
@@ -351,7 +350,7 @@ MUTANTS = [
     ),
     _mutant(
         "steps are on the loop's stream",
-        STREAMS,
+        "StepStreams.on.torch.accelerator.set_stream",
         "            torch.accelerator.set_stream(side.stream)  # and",
         "            torch.accelerator.set_stream(current)  # and",
         ONE_DEVICE,
@@ -359,7 +358,7 @@ MUTANTS = [
     ),
     _mutant(
         "nobody waits for what a backward that raised has stepped",
-        "_core/transaction.py",
+        "Transaction.backward_raised.self.streams.finish",
         "            self.streams.finish()\n",
         "            pass\n",
         ONE_DEVICE,
@@ -367,7 +366,7 @@ MUTANTS = [
     ),
     _mutant(
         "what a backward that raised has stepped is let go before it is done",
-        STREAMS,
+        "StepStreams.finish.side.stream.synchronize",
         "            side.stream.synchronize()\n",
         "",
         ONE_DEVICE,
@@ -375,7 +374,7 @@ MUTANTS = [
     ),
     _mutant(
         "what a backward that raised has stepped is held for ever",
-        STREAMS,
+        "StepStreams.finish",
         "            side.stream.synchronize()\n            side.drop()\n",
         "            side.stream.synchronize()\n",
         ORDERS,
@@ -383,7 +382,7 @@ MUTANTS = [
     ),
     _mutant(
         "do not wait for the engine to let go of a backward that raised",
-        "_core/engine.py",
+        "Backwards.let_go",
         "        if not self._tasks or graph_task() is not None:\n",
         "        if True:\n",
         ORDERS,
@@ -391,7 +390,7 @@ MUTANTS = [
     ),
     _mutant(
         "values are put back on the loop's stream",
-        "_core/transaction.py",
+        "Transaction._restore",
         "            with self.streams.on(device):\n                undo.restore(device)\n",
         "            undo.restore(device)\n",
         ONE_DEVICE,
@@ -399,7 +398,7 @@ MUTANTS = [
     ),
     _mutant(
         "nobody waits for what is put back",
-        "_core/transaction.py",
+        "Transaction._restore",
         "                undo.restore(device)\n        self.streams.join_all()\n",
         "                undo.restore(device)\n",
         ORDERS,
@@ -407,7 +406,7 @@ MUTANTS = [
     ),
     _mutant(
         "synchronize() waits for nothing",
-        "_core/transaction.py",
+        "Transaction.synchronize",
         "        self.streams.join_all()\n        self._hear(wait=True)\n",
         "        self._hear(wait=True)\n",
         ORDERS,
@@ -415,7 +414,7 @@ MUTANTS = [
     ),
     _mutant(
         "backward ends without a join",
-        "sources/local.py",
+        "LocalSource._close.self._sink.streams.join",
         "        self._sink.streams.join()\n",
         "",
         ONE_DEVICE,
@@ -423,7 +422,7 @@ MUTANTS = [
     ),
     _mutant(
         "a forward does not follow an earlier one",
-        "_core/deferral.py",
+        "Deferral.before_read.self.streams.follow",
         "        self.streams.follow()  # what the loop's stream has waited for, this forward's may not have\n",
         "",
         ONE_DEVICE,
@@ -431,7 +430,7 @@ MUTANTS = [
     ),
     _mutant(
         "synchronize() does not follow an earlier forward",
-        "_core/deferral.py",
+        "Deferral.synchronize",
         "        self._finish(self._dues())\n        self.streams.follow()\n",
         "        self._finish(self._dues())\n",
         ORDERS,
@@ -439,7 +438,7 @@ MUTANTS = [
     ),
     _mutant(
         "nobody waits for the steps of optimizers that are gone",
-        "_core/deferral.py",
+        "Deferral.abandon",
         "                self.streams.wait(due.mark)\n        if",
         "                pass\n        if",
         ORDERS,
@@ -447,7 +446,7 @@ MUTANTS = [
     ),
     _mutant(
         "ZeRO: parts are sent on the loop's stream",
-        "sources/zero.py",
+        "ZeroSource._send",
         "            with self._sink.streams.on(members[0].spec.device):\n"
         "                gathered = self._shards.gather(members, self._rooms.get(reduction.index))\n",
         "            gathered = self._shards.gather(members, self._rooms.get(reduction.index))\n",
@@ -456,7 +455,7 @@ MUTANTS = [
     ),
     _mutant(
         "forward: parts are sent on the loop's stream",
-        "_core/deferral.py",
+        "Deferral._begin",
         "                with self._on_side(due):\n                    due.send(",
         "                if True:\n                    due.send(",
         ZERO,
@@ -464,7 +463,7 @@ MUTANTS = [
     ),
     _mutant(
         "forward: buckets are finished on the loop's stream",
-        "_core/deferral.py",
+        "Deferral._finished",
         "        with self._on_side(due):\n            due.finish()\n",
         "        due.finish()\n",
         ONE_DEVICE,
@@ -472,7 +471,7 @@ MUTANTS = [
     ),
     _mutant(
         "replicated: backward ends without a join",
-        "sources/replicated.py",
+        "ReplicatedSource.ended.self._sink.streams.join",
         "        self._sink.streams.join()\n",
         "",
         "tests/distributed/test_replicated.py",
@@ -480,7 +479,7 @@ MUTANTS = [
     ),
     _mutant(
         "a hook's backward ends without a join",
-        "functional/comm_hooks.py",
+        "StepAfterReduction._drop",
         "                parameter.grad = None\n        self._streams.join()\n",
         "                parameter.grad = None\n",
         "tests/functional/test_comm_hooks.py",
@@ -488,7 +487,7 @@ MUTANTS = [
     ),
     _mutant(
         "a hook's step is not waited for where DDP ends",
-        "functional/comm_hooks.py",
+        "StepAfterReduction._step",
         "        # tensors in memory that one has given back.\n        self._streams.join()\n",
         "",
         GIVEN_BACK,
@@ -496,7 +495,7 @@ MUTANTS = [
     ),
     _mutant(
         "FSDP1's backward ends without a join",
-        "sources/fsdp.py",
+        "FSDP1Source._spend.self._sink.streams.join",
         "        self._sink.streams.join()\n",
         "",
         "tests/accelerator/test_sources.py",
@@ -504,7 +503,7 @@ MUTANTS = [
     ),
     _mutant(
         "DDP copies from a bucket that is being clipped",
-        "sources/ddp.py",
+        "DDPSource._step",
         "        # DDP's own end of backward is next, and may copy from the buckets, in which gradients are clipped.\n"
         "        self._sink.streams.join()\n",
         "",
@@ -513,7 +512,7 @@ MUTANTS = [
     ),
     _mutant(
         "DDP copies from a bucket in which parts are received",
-        "sources/zero.py",
+        "ZeroSource._step",
         "goes through its buckets\n        self._sink.streams.join()\n",
         "goes through its buckets\n",
         "tests/accelerator/test_sources.py",
@@ -521,7 +520,7 @@ MUTANTS = [
     ),
     _mutant(
         "an upcast ends without a join",
-        "functional/upcast.py",
+        "AllreduceUpcastHookState._end.self._streams.join",
         "            self._streams.join()\n",
         "",
         "tests/functional/test_upcast.py",
@@ -529,7 +528,7 @@ MUTANTS = [
     ),
     _mutant(
         "DDP's low-precision copies are made before the step",
-        "functional/upcast.py",
+        "_before_forward.ddp._mp_stream.wait_stream",
         "        ddp._mp_stream.wait_stream(torch.accelerator.current_stream(device))\n",
         "        pass\n",
         "tests/functional/test_upcast.py",
