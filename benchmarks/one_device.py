@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 import instep
-from instep._core.plan import MIB
+from instep._optim.plan import MIB
 from instep.demo.model import CONTEXT, ByteGPT, Shape
 from instep.functional import apply_optimizer_in_backward
 from instep.planning.live_bytes import LiveBytes

@@ -25,8 +25,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import instep
-from instep._core.plan import MIB
-from instep._core.worker import Task, Worker
+from instep._life.worker import Task, Worker
+from instep._optim.plan import MIB
 from instep.demo.model import ByteGPT, Shape
 from instep.planning.job import Job
 from instep.planning.making import plan

@@ -44,7 +44,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep._core.plan import MIB
+from instep._optim.plan import MIB
 from instep.demo.model import ByteGPT, Shape
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}

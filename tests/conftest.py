@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 from instep import attachment
-from instep._core.worker import NAME
+from instep._life.worker import NAME
 from tests import missing, net
 from tests.accelerator import sessions
 from tests.distributed.pool import RankPool

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import instep
-from instep._core import life
-from instep._core.worker import NAME
+from instep._life import life
+from instep._life.worker import NAME
 from tests.cases import batch
 
 PATIENCE, A_MOMENT = 10.0, 2.0

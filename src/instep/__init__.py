@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 from instep._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from instep._core.policies import ClipNorm as ClipNorm
-    from instep._core.policies import ClipValue as ClipValue
+    from instep._gradients.policies import ClipNorm as ClipNorm
+    from instep._gradients.policies import ClipValue as ClipValue
     from instep.attachment import Attachment as Attachment
     from instep.attachment import attach as attach
     from instep.attachment import attached as attached
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from instep.functional import reducer_allreduce_and_upcast_hook as reducer_allreduce_and_upcast_hook
     from instep.functional import register_overlapped as register_overlapped
     from instep.replication import replicate as replicate
-    from instep.sources.replicated import Replicated as Replicated
+    from instep.sources.replicate.source import Replicated as Replicated
     from instep.verification import Verification as Verification
     from instep.verification import verify as verify
 
 _ROOMS = {
-    "ClipNorm": "_core.policies",
-    "ClipValue": "_core.policies",
+    "ClipNorm": "_gradients.policies",
+    "ClipValue": "_gradients.policies",
     "Attachment": "attachment",
     "attach": "attachment",
     "attached": "attachment",
@@ -41,7 +41,7 @@ _ROOMS = {
     "Checkpoint": "checkpoint",
     "load": "checkpoint",
     "save": "checkpoint",
-    "Replicated": "sources.replicated",
+    "Replicated": "sources.replicate.source",
     "replicate": "replication",
     "Verification": "verification",
     "verify": "verification",

@@ -14,14 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from instep._core.finite import Policy
-from instep._core.parameters import AttachedParameter, Place
-from instep._core.policies import ClipNorm, ClipValue
-from instep._core.stepper import is_elementwise
-from instep._wrappers import fsdp1_in, fsdp2_in, instances_of
+from instep._gradients.finite import Policy
+from instep._gradients.policies import ClipNorm, ClipValue
+from instep._optim.parameters import AttachedParameter, Place
+from instep._optim.stepper import is_elementwise
 from instep.errors import AttachError, UnsupportedOptimizerError
-from instep.sources.reductions import bucket_parameters
-from instep.sources.replicated import Replicated, living
+from instep.sources.ddp.reductions import bucket_parameters
+from instep.sources.fsdp.wrappers import fsdp1_in, fsdp2_in, instances_of
+from instep.sources.replicate.source import Replicated, living
 
 Names = Mapping[int, tuple[torch.Tensor, tuple[Place, ...]]]
 """By ``id``: each parameter of a model, in order, with every place that holds it."""

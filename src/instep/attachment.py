@@ -22,33 +22,35 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from instep._arguments import optimizers_of, require_flag, require_model
-from instep._core.accumulation import Accumulation, Syncing
-from instep._core.arrival import Arrival
-from instep._core.checking import Check
-from instep._core.clipping import Clipping
-from instep._core.deferral import Deferral, Flight, Reader
-from instep._core.engine import after_all_of_backward, graph_task, runs
-from instep._core.finite import Policy
-from instep._core.hooks import BoundHook, UntracedHook, first_of_post_hooks, is_called_by_step, last_of_pre_hooks
-from instep._core.life import Owners
-from instep._core.outputs import nodes_of
-from instep._core.parameters import AttachedParameter, require_unchanged
-from instep._core.pickles import PlainPickles
-from instep._core.placeholders import SpentGradient
-from instep._core.plain import PlainSteps
-from instep._core.plan import MIB, ParameterSpec, Plan
-from instep._core.policies import ClipNorm, ClipValue
-from instep._core.precision import LowPrecision
-from instep._core.probe import separability_of
-from instep._core.ranks import Ranks
-from instep._core.scaling import LossScale
-from instep._core.stepper import Stepper
-from instep._core.tracing import Traced
-from instep._core.transaction import Recorder, Transaction
-from instep._core.undo import Undo
-from instep._core.weak import weakly
-from instep._fsdp_state import AfterErrors
-from instep._shards import is_sharded, local_numel, mesh_of, part_of
+from instep._autograd.engine import after_all_of_backward, graph_task, runs
+from instep._autograd.hooks import BoundHook, UntracedHook, first_of_post_hooks, is_called_by_step, last_of_pre_hooks
+from instep._autograd.outputs import nodes_of
+from instep._autograd.pickles import PlainPickles
+from instep._autograd.placeholders import SpentGradient
+from instep._autograd.precision import LowPrecision
+from instep._autograd.tracing import Traced
+from instep._gradients.clipping import Clipping
+from instep._gradients.finite import Policy
+from instep._gradients.policies import ClipNorm, ClipValue
+from instep._gradients.scaling import LossScale
+from instep._life.life import Owners
+from instep._life.weak import weakly
+from instep._optim.dtensor import is_sharded, local_numel, mesh_of, part_of
+from instep._optim.parameters import AttachedParameter, require_unchanged
+from instep._optim.plan import MIB, ParameterSpec, Plan
+from instep._optim.probe import separability_of
+from instep._optim.stepper import Stepper
+from instep._optim.undo import Undo
+from instep._ranks.group_votes import GroupVotes, groups_of, in_join
+from instep._ranks.messages import broadcast_json
+from instep._ranks.resync import resync
+from instep._ranks.votes import Ranks
+from instep._step.accumulation import Accumulation, Syncing
+from instep._step.arrival import Arrival
+from instep._step.checking import Check
+from instep._step.deferral import Deferral, Flight, Reader
+from instep._step.plain import PlainSteps
+from instep._step.transaction import Recorder, Transaction
 from instep._validation import (
     Names,
     compiled_in,
@@ -68,16 +70,6 @@ from instep._validation import (
     refuse_unlike_parameters,
     refuse_wrappers,
 )
-from instep._votes import GroupVotes, groups_of, in_join
-from instep._wrappers import (
-    BeforeFSDP1Gathers,
-    FSDP1Sync,
-    FSDP2Sync,
-    fsdp1_in,
-    fsdp2_reading_streams,
-    put_shards_in_place,
-    sharded_groups,
-)
 from instep.errors import (
     AttachError,
     ConcurrentBackwardError,
@@ -88,20 +80,28 @@ from instep.errors import (
     UnsupportedOptimizerError,
 )
 from instep.sources import Sink, Source
-from instep.sources.crossing import CrossingSource
-from instep.sources.ddp import DDPSource, managed_by
-from instep.sources.fsdp import FSDP1Source
-from instep.sources.hook_slot import CommHook
+from instep.sources.crossing.source import CrossingSource
+from instep.sources.ddp.hook_slot import CommHook
+from instep.sources.ddp.source import DDPSource, managed_by
+from instep.sources.fsdp.after_errors import AfterErrors
+from instep.sources.fsdp.source import FSDP1Source
+from instep.sources.fsdp.wrappers import (
+    BeforeFSDP1Gathers,
+    FSDP1Sync,
+    FSDP2Sync,
+    fsdp1_in,
+    fsdp2_reading_streams,
+    put_shards_in_place,
+    sharded_groups,
+)
 from instep.sources.local import LocalSource, Uses
-from instep.sources.messages import broadcast_json
-from instep.sources.replicated import Replicated, ReplicatedSource
-from instep.sources.resync import resync
+from instep.sources.replicate.source import Replicated, ReplicatedSource
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from instep.recording import Recording
-    from instep.sources.zero import Zero
+    from instep.sources.zero.source import Zero
 
 DEFAULT_BUCKET_BYTES = 16 * MIB
 
@@ -1243,7 +1243,7 @@ def _waited(sources: Sequence[CrossingSource]) -> bool:
 
 
 def _zero(ddp: DistributedDataParallel) -> "Zero":
-    from instep.sources.zero import Zero  # imports DTensor, which takes a while
+    from instep.sources.zero.source import Zero  # imports DTensor, which takes a while
 
     return Zero(ddp)
 

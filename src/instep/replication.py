@@ -6,7 +6,7 @@ from torch import nn
 from instep._arguments import require_model
 from instep.attachment import attached_parameters
 from instep.errors import AttachError
-from instep.sources.replicated import Replicated
+from instep.sources.replicate.source import Replicated
 
 
 def replicate(

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep._arguments import optimizers_of, require_count, require_model
-from instep._wrappers import put_shards_in_place
 from instep.attachment import attach
 from instep.errors import AttachError
+from instep.sources.fsdp.wrappers import put_shards_in_place
 
 Build = Callable[[], tuple[nn.Module, Optimizer | Sequence[Optimizer], Callable[[int], object]]]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._core.engine import _EndOfBackward
+from instep._autograd.engine import _EndOfBackward
 from tests import net
 from tests.accelerator.loops import SMALL, WAYS
 from tests.accelerator.recording import recorded

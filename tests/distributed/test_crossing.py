@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import instep
-from instep._core.placeholders import HeldGradient
-from instep._core.trial import Trial
+from instep._autograd.placeholders import HeldGradient
 from instep.errors import AttachError, InstepError, TornStepError
-from instep.sources import crossing
+from instep.sources.crossing import source as crossing
+from instep.sources.crossing.trial import Trial
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, Sometimes, Tied, batch, optimizer_cases, two_groups, weights
 from tests.devices import on_cpu_only

@@ -29,9 +29,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 import instep
-from instep._fsdp_state import rebuild_fsdp1, rebuild_fsdp2
-from instep._wrappers import fsdp2_groups
 from instep.errors import TornStepError
+from instep.sources.fsdp.after_errors import rebuild_fsdp1, rebuild_fsdp2
+from instep.sources.fsdp.wrappers import fsdp2_groups
 from instep.verification import first_difference
 from tests import net
 from tests.cases import Blocks, two_groups
@@ -575,7 +575,7 @@ def nothing_left(name: str, where: str, gradients: bool) -> list[str]:
     "name", ["nested", "prefetched", pytest.param("mixed precision", marks=pytest.mark.nightly), "fsdp1"]
 )
 def test_all_of_torchs_state_is_as_between_two_iterations(two_ranks: RankPool, name: str, where: str) -> None:
-    """Should it fail with a new torch: ``instep._fsdp_state`` does not know of what is named here."""
+    """Should it fail with a new torch: ``instep.sources.fsdp.after_errors`` does not know of what is named here."""
     for left in two_ranks.run(nothing_left, name, where, where != "forward"):
         assert not left
 

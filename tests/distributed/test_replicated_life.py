@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-import instep.sources.transient
+import instep.sources.replicate.transient
 from instep import ClipNorm
 from instep.errors import AccumulationError, AttachError, InstepError, TornStepError
 from instep.planning.live_bytes import LiveBytes
@@ -319,7 +319,7 @@ def body_communication_fails(way: str | None, failing: int) -> tuple[bool, bool]
     train(model, optimizer, range(2))
     if overlap is not None:
         overlap.synchronize()
-    before, real = weights(model), instep.sources.transient._future_of
+    before, real = weights(model), instep.sources.replicate.transient._future_of
     calls: list[torch.futures.Future[Any]] = []
 
     def lost(future: torch.futures.Future[Any]) -> Any:
@@ -336,7 +336,7 @@ def body_communication_fails(way: str | None, failing: int) -> tuple[bool, bool]
 
     loss = loss_of(model, 2)
     with (
-        patch.object(instep.sources.transient, "_future_of", failing_future),
+        patch.object(instep.sources.replicate.transient, "_future_of", failing_future),
         pytest.raises(RuntimeError, match="the peer is gone"),
     ):
         loss.backward()

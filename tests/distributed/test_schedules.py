@@ -21,7 +21,7 @@ import instep
 import instep.attachment
 from instep import ClipNorm, ClipValue
 from instep.errors import AccumulationError, AttachError, SpentGradientError
-from instep.sources.reductions import Reduction
+from instep.sources.ddp.reductions import Reduction
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, Sometimes, batch, optimizer_cases, two_groups
 from tests.distributed.pool import RankPool

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep._votes import GroupVotes
+from instep._ranks.group_votes import GroupVotes
 from instep.errors import AccumulationError, TornStepError
 from instep.verification import first_difference
 from tests.cases import batch, two_groups, weights

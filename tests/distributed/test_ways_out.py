@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep._core.stepper import Stepper
+from instep._optim.stepper import Stepper
 from instep.errors import TornStepError, UncommittedStepError
 from tests.cases import Blocks, batch, two_groups
 from tests.distributed.pool import RankPool

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 from instep.errors import AccumulationError, AttachError, HyperparameterChangedError, TornStepError
 from instep.planning.live_bytes import LiveBytes
-from instep.sources.state_shards import StateShards
+from instep.sources.zero.state_shards import StateShards
 from tests import net
 from tests.cases import Blocks, Sometimes, Tied, batch, optimizer_cases, two_groups, weights
 from tests.devices import here, on_cpu_only

@@ -17,12 +17,12 @@ from torch.autograd.graph import Node
 from torch.distributed.distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from instep import _votes
-from instep._core import deferral
-from instep._core.clipping import Clipping
-from instep._core.stepper import Stepper
-from instep.sources.reducer_group import ReducerGroup, work_of
-from instep.sources.reductions import Reduction
+from instep._gradients.clipping import Clipping
+from instep._optim.stepper import Stepper
+from instep._ranks import group_votes
+from instep._step import deferral
+from instep.sources.ddp.reducer_group import ReducerGroup, work_of
+from instep.sources.ddp.reductions import Reduction
 from tests.faults.cases import ALL, NONFINITE, RAISES, TIMEOUT, Case
 from tests.faults.program import Staged
 
@@ -163,7 +163,7 @@ def _collectives(trigger: Trigger, run: "Run") -> Iterator[None]:
 @contextmanager
 def _vote(trigger: Trigger, run: "Run") -> Iterator[None]:
     """Before the ranks' vote is sent, and while it is on its way."""
-    real = _votes._Group.minimum
+    real = group_votes._Group.minimum
 
     def minimum(group: Any, box: torch.Tensor) -> Any:
         trigger.hit()
@@ -171,7 +171,7 @@ def _vote(trigger: Trigger, run: "Run") -> Iterator[None]:
         trigger.hit()
         return work
 
-    with patch.object(_votes._Group, "minimum", minimum):
+    with patch.object(group_votes._Group, "minimum", minimum):
         yield
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import instep
-from instep._core.placeholders import Placeholder
+from instep._autograd.placeholders import Placeholder
 from instep.errors import TornStepError
 from tests.accelerator.backend import register
 from tests.accelerator.recording import recorded

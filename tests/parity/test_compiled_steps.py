@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._core.tracing import Traced
+from instep._autograd.tracing import Traced
 from instep.errors import TornStepError, UnsupportedOptimizerError
 from tests.cases import batch
 from tests.parity.lockstep import CLIP, Lane, Refused, lockstep, loss_of

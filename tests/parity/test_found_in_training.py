@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import instep
-from instep._core.made_up import STEPS
+from instep._optim.made_up import STEPS
 from instep.errors import TornStepError, UnsupportedOptimizerError
 from tests.cases import Blocks, batch, two_groups
 from tests.parity.lockstep import SMALL, WAYS, Refused, learn, lockstep, loss_of

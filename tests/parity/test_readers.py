@@ -1196,7 +1196,7 @@ def run_script(body: str) -> str:
     script = """
         import time, torch, instep
         from torch import nn
-        from instep._core.worker import Worker
+        from instep._life.worker import Worker
         run = Worker.run
         def slow(self, task):
             return run(self, lambda: (time.sleep(0.1), task()))

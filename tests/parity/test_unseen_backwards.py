@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._core.outputs import nodes_of
+from instep._autograd.outputs import nodes_of
 from instep.errors import InstepError, NonFiniteGradientError, SpentGradientError, TornStepError
 from tests.cases import Blocks, batch, weights
 from tests.parity.lockstep import EXACT, Lane, in_every_way, in_exact_ways, lockstep, loss_of

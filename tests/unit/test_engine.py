@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from instep._core import engine
-from instep._core.engine import _EndOfBackward, at_end_of_backward, graph_task, runs
-from instep._core.stepper import undecorated_step
+from instep._autograd import engine
+from instep._autograd.engine import _EndOfBackward, at_end_of_backward, graph_task, runs
+from instep._optim.stepper import undecorated_step
 from tests import net
 
 

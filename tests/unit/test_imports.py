@@ -14,43 +14,86 @@ ALLOWED = {
     "errors": set(),
     "comm_hooks": set(),
     "_signals": set(),
-    "report": {"_signals"},
-    "_core": {"errors"},
-    "sources": {"_core", "_groups", "comm_hooks", "errors"},
-    "_shards": {"_core"},
-    "_wrappers": set(),
-    "_groups": {"errors"},
     "_arguments": {"errors"},
-    "_votes": {"_core", "_groups"},
-    "_fsdp2_reset": {"_wrappers"},
-    "_fsdp_state": {"_core", "_fsdp2_reset", "_wrappers"},
-    "_validation": {"_wrappers", "sources", "_core", "errors"},
-    "recording": {"_arguments", "_wrappers", "report", "_core", "errors", "_version"},
-    "attachment": {
-        "_arguments",
-        "recording",
-        "_validation",
-        "_fsdp_state",
-        "_shards",
-        "_votes",
-        "_wrappers",
-        "sources",
-        "_core",
+    "_life": set(),
+    "_autograd": {"errors", "_life"},
+    "_optim": {"errors", "_life", "_autograd"},
+    "_ranks": {"errors", "_optim"},
+    "_gradients": {"errors", "_optim", "_ranks"},
+    "_step": {"errors", "_life", "_autograd", "_optim", "_ranks", "_gradients"},
+    "sources": {"errors", "_life", "_autograd", "_optim", "_step"},
+    "sources.ddp": {"errors", "comm_hooks", "_life", "_autograd", "_optim", "sources"},
+    "sources.crossing": {"errors", "comm_hooks", "_life", "_autograd", "_optim", "_ranks", "_step", "sources.ddp"},
+    "sources.zero": {"errors", "_autograd", "_optim", "_ranks", "_step", "sources", "sources.ddp"},
+    "sources.replicate": {
         "errors",
+        "comm_hooks",
+        "_life",
+        "_autograd",
+        "_optim",
+        "_ranks",
+        "_step",
+        "sources",
+        "sources.ddp",
     },
-    "functional": {"attachment", "_arguments", "_shards", "_wrappers", "sources", "comm_hooks", "_core", "errors"},
-    "verification": {"attachment", "_arguments", "_wrappers", "errors"},
-    "checkpoint": {"attachment", "_arguments", "_shards", "_wrappers", "sources", "_core", "errors", "_version"},
-    "replication": {"attachment", "_arguments", "sources", "errors"},
-    "integrations": {"attachment", "sources", "_core", "errors"},
-    "demo": {"attachment", "verification", "report", "_signals", "_version"},
-    "planning": {"attachment", "sources", "report", "_core", "errors", "_version"},
-    "cli": {"demo", "planning", "report", "_signals", "_version"},
+    "sources.fsdp": {"errors", "_life", "_autograd", "_optim", "sources"},
+    "_validation": {"errors", "_optim", "_gradients", "sources.ddp", "sources.replicate", "sources.fsdp"},
+    "report": {"_signals"},
+    "recording": {"errors", "_arguments", "_autograd", "sources.fsdp", "report", "_version"},
+    "attachment": {
+        "errors",
+        "_arguments",
+        "_life",
+        "_autograd",
+        "_optim",
+        "_ranks",
+        "_gradients",
+        "_step",
+        "sources",
+        "sources.ddp",
+        "sources.crossing",
+        "sources.zero",
+        "sources.replicate",
+        "sources.fsdp",
+        "_validation",
+        "recording",
+    },
+    "replication": {"errors", "_arguments", "sources.replicate", "attachment"},
+    "functional": {
+        "errors",
+        "comm_hooks",
+        "_arguments",
+        "_autograd",
+        "_optim",
+        "_step",
+        "sources.ddp",
+        "sources.fsdp",
+        "attachment",
+    },
+    "verification": {"errors", "_arguments", "sources.fsdp", "attachment"},
+    "checkpoint": {
+        "errors",
+        "_arguments",
+        "_autograd",
+        "_optim",
+        "sources.replicate",
+        "sources.fsdp",
+        "attachment",
+        "_version",
+    },
+    "integrations": {"errors", "_gradients", "sources.ddp", "attachment"},
+    "demo": {"_signals", "report", "attachment", "verification", "_version"},
+    "planning": {"errors", "_optim", "_gradients", "sources.replicate", "report", "attachment", "_version"},
+    "cli": {"_signals", "report", "demo", "planning", "_version"},
 }
+# From the ground up: a room stands on those before it.
+FLOORS = list(ALLOWED)
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def room_of(module: str) -> str:
+    """Of a module under instep. Each kind of source is a room of its own; so are the protocols that they share."""
+    parts = module.split(".")
+    return next(name for name in (".".join(parts[:2]), parts[0]) if name in ALLOWED)
 
 
 def imported_by(path: Path) -> set[str]:
@@ -68,37 +111,24 @@ FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.parent != ROOT or n
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_room_imports_only_what_stands_below_it(path: Path) -> None:
-    room = room_of(path)
-    if room == "_version":
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    if module == "_version":
         return
-    others = {name.split(".")[1] for name in imported_by(path) if name.startswith("instep.")} - {room}
-    assert others <= ALLOWED[room], f"{room} must not import {others - ALLOWED[room]}"
+    room = room_of(module)
+    others = {name.removeprefix("instep.") for name in imported_by(path) if name.startswith("instep.")} - {"_version"}
+    found = {room_of(name) for name in others} - {room}
+    assert found <= ALLOWED[room], f"{room} must not import {found - ALLOWED[room]}"
 
 
-def test_the_core_does_not_know_of_ranks() -> None:
-    for path in ROOT.joinpath("_core").glob("*.py"):
+def test_every_room_stands_on_those_below() -> None:
+    for number, room in enumerate(FLOORS):
+        assert ALLOWED[room] <= {*FLOORS[:number], "_version"}, room
+
+
+@pytest.mark.parametrize("room", ["_life", "_autograd", "_optim", "_gradients", "_step"])
+def test_the_step_does_not_know_how_ranks_communicate(room: str) -> None:
+    for path in ROOT.joinpath(room).glob("*.py"):
         assert not any(name.startswith("torch.distributed") for name in imported_by(path)), path.name
-
-
-def test_sources_do_not_know_one_another() -> None:
-    for path in ROOT.joinpath("sources").glob("*.py"):
-        others = {name for name in imported_by(path) if name.startswith("instep.sources.")}
-        # No sources: what everything that is a DDP hook shares, what averages the gradients of a replicated model,
-        # what divides parameters among ranks, what ranks tell each other, and in what order they send.
-        shared = (
-            "lane",
-            "reductions",
-            "hook_slot",
-            "reducer_group",
-            "rebuilding",
-            "transient",
-            "layout",
-            "agreement",
-            "state_shards",
-            "messages",
-        )
-        others -= {f"instep.sources.{name}" for name in shared}
-        assert not others, f"{path.name} imports {others}"
 
 
 def test_the_public_names() -> None:

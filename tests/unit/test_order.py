@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep._core.order import Timed, best_order, deepest_then_shallowest, delay, soonest_read
-from instep.sources.lane import Lane, Sent
+from instep.sources.crossing.lane import Lane, Sent
+from instep.sources.crossing.order import Timed, best_order, deepest_then_shallowest, delay, soonest_read
 
 seconds = st.integers(0, 20).map(float)
 

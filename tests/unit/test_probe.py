@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._core import probe
+from instep._optim import probe
 from instep.errors import UnsupportedOptimizerError
 from tests.cases import Blocks, batch, two_groups
 

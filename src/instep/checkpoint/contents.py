@@ -10,8 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep._arguments import optimizers_of, require_model
-from instep._shards import is_sharded
-from instep._wrappers import fsdp1_in, put_shards_in_place
+from instep._optim.dtensor import is_sharded
 from instep.attachment import Attachment, attached_parameters
 from instep.checkpoint.files import DTYPES
 from instep.checkpoint.names import Named, buffers_of, parameters_of, refuse_modules
@@ -19,6 +18,7 @@ from instep.checkpoint.spread import box_of, local_of, without_sums
 from instep.checkpoint.tiles import Box
 from instep.checkpoint.values import Json, encode
 from instep.errors import CheckpointError
+from instep.sources.fsdp.wrappers import fsdp1_in, put_shards_in_place
 
 NOT_IN_GROUP = ("params", "param_names")
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep._arguments import path_of, require_flag
-from instep._core.watch import nobody_told
+from instep._autograd.watch import nobody_told
 from instep.checkpoint.contents import Subject
 from instep.checkpoint.files import MANIFEST, places, require_directory
 from instep.checkpoint.ranks import Ranks

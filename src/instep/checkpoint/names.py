@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from instep.errors import CheckpointError
-from instep.sources.replicated import Replicated
+from instep.sources.replicate.source import Replicated
 
 _MODULE = (DistributedDataParallel, DataParallel, Replicated)
 # What torch.compile, activation checkpointing and FSDP1 call the module that they wrap.

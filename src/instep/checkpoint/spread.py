@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from instep._shards import is_sharded, spread
+from instep._optim.dtensor import is_sharded, spread
 from instep.checkpoint.tiles import Box, whole
 
 

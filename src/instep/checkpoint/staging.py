@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._shards import is_sharded
+from instep._optim.dtensor import is_sharded
 from instep.attachment import Attachment
 from instep.checkpoint.contents import NOT_IN_GROUP, Subject, class_of
 from instep.checkpoint.groups import check_values

@@ -9,12 +9,12 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported if available
 
 from instep._arguments import require_flag
-from instep._core.streams import StepStreams
+from instep._step.streams import StepStreams
 from instep.comm_hooks import mean_allreduce
 from instep.errors import AttachError
 from instep.functional.step import OPTIMIZERS, step_in_backward, stepping
-from instep.sources.hook_slot import CommHook
-from instep.sources.reductions import Divisor, Reduction, Reductions, refuse_manual_finalization
+from instep.sources.ddp.hook_slot import CommHook
+from instep.sources.ddp.reductions import Divisor, Reduction, Reductions, refuse_manual_finalization
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 

@@ -11,15 +11,15 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep._arguments import require_model
-from instep._core.changes import same
-from instep._core.hooks import UntracedHook
-from instep._wrappers import fsdp1_of
+from instep._autograd.hooks import UntracedHook
+from instep._optim.changes import same
 from instep.attachment import attached_parameters
 from instep.errors import AttachError, UnsupportedOptimizerError
 from instep.functional import stand_in
 from instep.functional.comm_hooks import DDPReference, apply_optim_in_backward_hook, stepping_hooks
 from instep.functional.step import OPTIMIZERS, step_in_backward
-from instep.sources.reductions import bucket_parameters
+from instep.sources.ddp.reductions import bucket_parameters
+from instep.sources.fsdp.wrappers import fsdp1_of
 
 _RECORDS = (OPTIMIZERS, "_optimizer_classes", "_optimizer_kwargs")
 

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from instep._shards import is_sharded
-from instep._wrappers import fsdp1_in
+from instep._optim.dtensor import is_sharded
 from instep.attachment import attach_stepping_itself
 from instep.errors import AttachError
+from instep.sources.fsdp.wrappers import fsdp1_in
 
 T = TypeVar("T", bound="type[OverlappedOptimizer]")
 

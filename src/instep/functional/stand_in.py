@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from instep._wrappers import instances_of
+from instep.sources.fsdp.wrappers import instances_of
 
 running_ddps: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
 """The DDP instances whose first forward has begun."""

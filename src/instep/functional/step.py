@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from instep._core.engine import graph_task
-from instep._core.stepper import without_autocast
+from instep._autograd.engine import graph_task
+from instep._optim.stepper import without_autocast
 from instep.errors import AccumulationError
 
 OPTIMIZERS = "_in_backward_optimizers"

@@ -15,14 +15,14 @@ from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported if available
 from torch.nn.parallel import DistributedDataParallel
 
-from instep._core.engine import at_end_of_backward, graph_task
-from instep._core.precision import LowPrecision
-from instep._core.streams import StepStreams
+from instep._autograd.engine import at_end_of_backward, graph_task
+from instep._autograd.precision import LowPrecision
+from instep._step.streams import StepStreams
 from instep.comm_hooks import cast_mean_allreduce, mean_allreduce
 from instep.errors import AttachError
 from instep.functional.comm_hooks import StepAfterReduction, step_with, stepping_hooks
 from instep.functional.step import OPTIMIZERS, step_in_backward
-from instep.sources.reductions import Divisor, slices_of
+from instep.sources.ddp.reductions import Divisor, slices_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

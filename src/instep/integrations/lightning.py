@@ -5,11 +5,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from instep._core.finite import Policy
-from instep._core.policies import ClipNorm, ClipValue
+from instep._gradients.finite import Policy
+from instep._gradients.policies import ClipNorm, ClipValue
 from instep.attachment import Attachment, attach
 from instep.errors import AttachError, InstepError
-from instep.sources.hook_slot import CommHook
+from instep.sources.ddp.hook_slot import CommHook
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -22,8 +22,8 @@ except ImportError as error:
         "instep.integrations.transformers needs transformers and accelerate: pip install 'instep[hf]'"
     ) from error
 
-from instep._core.finite import Policy
-from instep._core.policies import ClipNorm
+from instep._gradients.finite import Policy
+from instep._gradients.policies import ClipNorm
 from instep.attachment import Attachment, attach, attached
 from instep.errors import AttachError
 

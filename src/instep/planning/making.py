@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from instep._core.plan import ParameterSpec, fill_buckets
+from instep._optim.plan import ParameterSpec, fill_buckets
 from instep.attachment import DEFAULT_BUCKET_BYTES
 from instep.planning.errors import PlanError
 from instep.planning.job import Job
@@ -22,8 +22,8 @@ from instep.planning.rehearsal import (
 )
 from instep.planning.scene import Scene, optimizer_makers
 from instep.report.estimate import EVERYTHING, Estimate, Machine, Peak, PlannedBucket, Sizes, times
-from instep.sources.layout import BucketSizes, as_they_arrived
-from instep.sources.transient import IN_FLIGHT
+from instep.sources.replicate.layout import BucketSizes, as_they_arrived
+from instep.sources.replicate.transient import IN_FLIGHT
 
 TFLOPS, TERABYTES, GBITS, LATENCY_US = 400.0, 4.1, 100.0, 20.0
 

@@ -15,8 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from instep._core.plan import MIB
-from instep._core.policies import ClipNorm, ClipValue
+from instep._gradients.policies import ClipNorm, ClipValue
+from instep._optim.plan import MIB
 from instep.attachment import attach
 from instep.errors import AttachError
 from instep.planning.errors import PlanError

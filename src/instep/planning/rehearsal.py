@@ -15,8 +15,8 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
-from instep._core.stepper import Stepper
-from instep._core.undo import Undo
+from instep._optim.stepper import Stepper
+from instep._optim.undo import Undo
 from instep.attachment import attach
 from instep.planning.errors import PlanError
 from instep.planning.kernels import LiveInside

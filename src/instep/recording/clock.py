@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from instep._core.engine import after_all_of_backward, at_end_of_backward, graph_task
-from instep._core.outputs import nodes_of
+from instep._autograd.engine import after_all_of_backward, at_end_of_backward, graph_task
+from instep._autograd.outputs import nodes_of
 
 
 class EndOfBackward(NamedTuple):

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
 from instep._arguments import require_count
-from instep._core.hooks import is_called_by_step
+from instep._autograd.hooks import is_called_by_step
 from instep.errors import AttachError, InstepError
 from instep.recording.clock import Clock
 from instep.recording.holdings import GradientNotes, held_before, memory_of, state_addresses

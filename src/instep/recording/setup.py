@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep._version import __version__
-from instep._wrappers import fsdp1_in
 from instep.recording.holdings import GRADIENTS, PARAMETERS, STATE, storages, tensors_in_state
 from instep.report.run import Setup
+from instep.sources.fsdp.wrappers import fsdp1_in
 
 
 def describe(

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
-from instep._core.parameters import AttachedParameter
-from instep._core.plan import Bucket
-from instep._core.streams import StepStreams
-from instep._core.transaction import Recorder
+from instep._optim.parameters import AttachedParameter
+from instep._optim.plan import Bucket
+from instep._step.streams import StepStreams
+from instep._step.transaction import Recorder
 
 
 class Sink(Protocol):

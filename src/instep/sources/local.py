@@ -13,12 +13,12 @@ from functools import partial
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from instep._core.engine import at_end_of_backward, graph_task
-from instep._core.hooks import UntracedHook
-from instep._core.parameters import AttachedParameter
-from instep._core.parts import memory_of
-from instep._core.plan import Bucket, fill_buckets
-from instep._core.weak import weakly
+from instep._autograd.engine import at_end_of_backward, graph_task
+from instep._autograd.hooks import UntracedHook
+from instep._life.weak import weakly
+from instep._optim.parameters import AttachedParameter
+from instep._optim.parts import memory_of
+from instep._optim.plan import Bucket, fill_buckets
 from instep.errors import InstepError
 from instep.sources import Sink
 

@@ -1,0 +1,1 @@
+"""What instep asks of autograd, and of the tensors that a loop sees."""

@@ -1,0 +1,136 @@
+"""The three things instep asks of the autograd engine that have no public name.
+
+All are used by torch's own code: DDP, FSDP, ``register_multi_grad_hook``. ``tests/unit/test_engine.py`` fails clearly
+when torch changes them.
+"""
+
+import _thread
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+from instep._autograd.tracing import untraced
+
+_NO_GRAPH_TASK = -1
+
+
+def graph_task() -> int | None:
+    """The number of the backward this thread is running, ``None`` outside of one. Never used twice."""
+    task = torch._C._current_graph_task_id()
+    return None if task == _NO_GRAPH_TASK else task
+
+
+def runs(node: Node) -> bool:
+    """Whether the running backward comes to ``node``. Backwards that are nested in it (reentrant checkpointing) are
+    others. False for a parameter that ``autograd.grad`` was asked about, which gets no ``.grad``."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # of a leaf that autograd.grad was asked about
+        return False
+
+
+_expected: dict[int, int] = {}
+"""By ``id`` of each ``_EndOfBackward`` that is still to be called or dropped: the number of its backward."""
+
+_LET_GO_SECONDS = 10.0
+"""How long a backward is waited for that another thread of the loop's may be running: a mistake, told of later."""
+
+
+class Backwards:
+    """Those of one attachment that were seen to begin.
+
+    On an accelerator each device has a thread of the engine's, which may let go of a backward that raised only when
+    the exception has reached the loop.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[int | None] = set()
+
+    def begin(self, device: torch.device) -> None:
+        """The running backward has come to something on ``device``."""
+        if device.type != "cpu":  # where the engine's thread is the loop's
+            self._tasks.add(graph_task())
+
+    def let_go(self) -> None:
+        """Return when nothing will be heard of them any more, unless one is running."""
+        if not self._tasks or graph_task() is not None:
+            return
+        last = time.monotonic() + _LET_GO_SECONDS
+        while not self._tasks.isdisjoint(_expected.copy().values()) and time.monotonic() < last:
+            time.sleep(0.0001)
+        self._tasks.clear()
+
+
+class _EndOfBackward:
+    """Called by the engine when the backward ends; dropped without a call when the backward raises.
+
+    On CPU the engine frees a failed backward's callbacks before the exception reaches Python, so ``failed`` has run by
+    the time the user's ``except`` clause does. On an accelerator ``Backwards.let_go`` waits for that.
+    """
+
+    __slots__ = ("_end", "_failed")
+
+    def __init__(self, end: Callable[[], None], failed: Callable[[], None]) -> None:
+        self._end = end
+        _expected[id(self)] = torch._C._current_graph_task_id()
+        self._failed: Callable[[], None] | None = failed
+
+    @untraced
+    def __call__(self) -> None:
+        self._failed = None
+        try:
+            self._end()
+        finally:
+            _expected.pop(id(self), None)
+
+    @untraced
+    def __del__(self) -> None:
+        failed = getattr(self, "_failed", None)  # Ctrl-C may have come while this was made
+        if failed is None:
+            return
+        try:
+            failed()
+        except KeyboardInterrupt:  # which is lost here, and would be in what is left of this call
+            failed()
+            _thread.start_new_thread(_interrupt, (sys._getframe().f_code,))
+        finally:
+            _expected.pop(id(self), None)
+
+
+def _interrupt(dropping: CodeType) -> None:
+    """Ctrl-C again, in the main thread, once ``dropping`` runs there no more: in it, it would be lost again."""
+    main = threading.main_thread().ident
+    while main is not None and dropping in _codes(sys._current_frames().get(main)):
+        time.sleep(0.001)
+    _thread.interrupt_main()
+
+
+def _codes(frame: FrameType | None) -> Iterator[CodeType]:
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
+
+
+def after_all_of_backward(end: Callable[[], None], failed: Callable[[], None]) -> None:
+    """Call ``end`` after what was asked for by then for the end of the current backward, and what that asked for,
+    twice over: after DDP, and after what waits for DDP."""
+    again = partial(at_end_of_backward, end, failed)
+    at_end_of_backward(partial(at_end_of_backward, again, failed), failed)
+
+
+def at_end_of_backward(end: Callable[[], None], failed: Callable[[], None]) -> None:
+    """Call ``end`` after the current backward's last node, or ``failed`` if the backward raises before that.
+
+    Callbacks run in the order they were asked for, on the thread that called ``backward()``. One that is asked for
+    by a callback runs after all that were asked for before: after DDP's own, when those are already there. An
+    exception in ``end`` surfaces from ``backward()`` with its own type.
+    """
+    queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
+    queue_callback(_EndOfBackward(end, failed))

@@ -1,1 +1,0 @@
-"""What every source shares. Imports torch alone; never ``torch.distributed``."""

@@ -1,0 +1,1 @@
+"""Done to final gradients before they are applied."""

@@ -1,0 +1,1 @@
+"""Who keeps what alive: threads, references, copies, the end of the process."""

@@ -1,0 +1,85 @@
+"""Parameters that are ``DTensor``, and this rank's parts of them."""
+
+import sys
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from instep._optim.parts import Part
+from instep._optim.stepper import is_elementwise
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether it is a ``DTensor``."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and isinstance(parameter, tensor.DTensor)
+
+
+def mesh_of(parameter: Any) -> Hashable:
+    """The device mesh of a ``DTensor``; ``None`` for a plain tensor."""
+    mesh: Hashable = parameter.device_mesh if is_sharded(parameter) else None
+    return mesh
+
+
+class _Shard:
+    """This rank's part of a ``DTensor``: its local tensor, which torch names ``_local_tensor``. (``to_local()`` makes
+    another object each time, and autograd nodes.)"""
+
+    alone = False
+    here = True
+
+    def __init__(self, parameter: Any) -> None:
+        self._mesh = parameter.device_mesh
+        self._placements = parameter.placements
+        self._shape = parameter.shape
+        self._stride = parameter.stride()
+        self._local_shape = parameter._local_tensor.shape
+
+    def of(self, tensor: Any) -> torch.Tensor | None:
+        if not is_sharded(tensor) or tensor.device_mesh != self._mesh or tensor.placements != self._placements:
+            return None
+        local: torch.Tensor = tensor._local_tensor
+        return local
+
+    def fits(self, entry: Mapping[Any, Any]) -> bool:
+        return all(self.of(value) is not None for value in entry.values() if is_sharded(value))
+
+    def of_state(self, value: Any) -> Any:
+        return value._local_tensor if is_sharded(value) else value
+
+    def as_state(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.shape != self._local_shape:
+            return value
+        return spread(value, self._mesh, self._placements, self._shape, self._stride)
+
+
+def spread(local: torch.Tensor, mesh: Any, placements: Any, shape: Any, stride: Any) -> Any:
+    """The ``DTensor`` of this shape whose part on this rank is ``local``, wherever that is.
+
+    ``DTensor.from_local`` moves it to the mesh's device; FSDP2's ``CPUOffloadPolicy`` has shards in host memory, on a
+    mesh of accelerators. It makes them as here: with the constructor, which torch does not document.
+    """
+    tensors: Any = sys.modules["torch.distributed.tensor"].DTensor
+    there = local.device.type == mesh.device_type
+    with torch.no_grad():
+        some = local if there else local.new_empty(0, device=mesh.device_type)
+        made = tensors.from_local(some, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return made if there else tensors(local, made._spec, requires_grad=False)
+
+
+def part_of(parameter: torch.Tensor, optimizer: Optimizer) -> Part | None:
+    """The part of ``parameter`` to be stepped in its place: where the result is the same, but costs less.
+
+    Without dimensions a parameter could not be told from the counters in its state.
+    """
+    if is_sharded(parameter) and parameter.dim() > 0 and is_elementwise(optimizer):
+        return _Shard(parameter)
+    return None
+
+
+def local_numel(parameter: Any) -> int:
+    """How many elements of it this rank has."""
+    local: torch.Tensor = parameter._local_tensor if is_sharded(parameter) else parameter
+    return local.numel()

@@ -1,0 +1,121 @@
+"""The random number generators that an update may draw from: bucket by bucket, what is drawn would go to other
+parameters than in the plain loop."""
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from instep._life.worker import NAME
+from instep._optim.reach import reached_from
+
+Read = Callable[[], Any]
+Write = Callable[[Any], Any]
+Drawn = Literal["no", "yes", "unknown"]
+
+
+class Generators:
+    """Generators with their present states: those that all share (torch's on the CPU and on ``devices``, Python's and
+    NumPy's), and those that ``owners`` refer to.
+
+    Args:
+        owners: optimizers, or values in which one may have generators of its own.
+    """
+
+    def __init__(self, devices: Iterable[torch.device], owners: Iterable[object] = ()) -> None:
+        self._owners = list(owners)
+        self._others = _times_of_others()
+        self._known: dict[int, tuple[Read, Write]] = dict(enumerate(_shared(devices)))
+        self._shared = frozenset(self._known)
+        self._before = {key: read() for key, (read, _) in self._known.items()}
+        self._find()
+
+    def drawn(self) -> Drawn:
+        """Whether this thread has drawn from one of them, or made one, since; ``"unknown"``: another thread may have
+        drawn from those that all share."""
+        advanced = {key for key, (read, _) in self._known.items() if not _same(read(), self._before[key])}
+        count = len(self._known)
+        self._find()
+        if advanced - self._shared or len(self._known) > count:
+            return "yes"
+        if not advanced:
+            return "no"
+        return "yes" if self._others_rest() else "unknown"
+
+    def restore(self, *, even_shared: bool = False) -> None:
+        """Put the states back; those that all share if no other thread can have drawn, or ``even_shared``."""
+        rest = even_shared or self._others_rest()
+        for key, (_, write) in self._known.items():
+            if rest or key not in self._shared:
+                write(self._before[key])
+
+    def _others_rest(self) -> bool:
+        return None not in self._others.values() and _times_of_others() == self._others
+
+    def _find(self) -> None:
+        for generator in _held_by(self._owners):
+            if id(generator) not in self._known:
+                self._known[id(generator)] = access = _access(generator)
+                self._before[id(generator)] = access[0]()
+
+
+def _times_of_others() -> dict[int, int | None]:
+    """How long the threads have run that may draw, one that loads data, say: ns of CPU, ``None`` where nobody tells."""
+    return {
+        thread.native_id or 0: _time_of(thread.native_id)
+        for thread in threading.enumerate()
+        if thread is not threading.current_thread() and thread.name not in (NAME, "MainThread")
+    }
+
+
+def _time_of(native_id: int | None) -> int | None:
+    if sys.platform != "linux" or native_id is None:
+        return None
+    try:
+        # Linux's number for the CPU clock of a thread, as clock_gettime(2) has it. Unlike pthread_getcpuclockid it may
+        # be asked for of a thread that has ended.
+        return time.clock_gettime_ns((~native_id << 3) | 6)
+    except OSError:
+        return None
+
+
+def _shared(devices: Iterable[torch.device]) -> Iterator[tuple[Read, Write]]:
+    yield torch.get_rng_state, torch.set_rng_state
+    for device in {device for device in devices if device.type not in ("cpu", "meta")}:
+        module = torch.get_device_module(device)
+        yield partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
+    yield random.getstate, random.setstate
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield partial(numpy.random.get_state, legacy=False), numpy.random.set_state
+
+
+def _access(generator: Any) -> tuple[Read, Write]:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state, generator.set_state
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    bits = getattr(generator, "bit_generator", None) or generator._bit_generator
+    return lambda: bits.state, lambda state: setattr(bits, "state", state)
+
+
+def _held_by(owners: Iterable[object]) -> Iterator[Any]:
+    numpy = sys.modules.get("numpy")
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if numpy is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    return (value for value in reached_from(owners) if isinstance(value, kinds))
+
+
+def _same(now: Any, before: Any) -> bool:
+    if isinstance(now, torch.Tensor):
+        return torch.equal(now, before)
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(_same(value, before[key]) for key, value in now.items())
+    if hasattr(now, "tobytes"):  # an array of NumPy's
+        return bool(now.tobytes() == before.tobytes())
+    return bool(now == before)

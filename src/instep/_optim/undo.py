@@ -1,0 +1,89 @@
+"""Parameters and optimizer state as they were before a step, to be put back bit for bit."""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import grad_mode
+from torch.optim import Optimizer
+
+from instep._optim.contents import Contents, PutBack, copy_of, put_back
+from instep.errors import UnsupportedOptimizerError
+
+
+class _Saved:
+    """One parameter with its state. Tensors come back as the same objects, with their values."""
+
+    def __init__(self, parameter: torch.Tensor, optimizer: Optimizer, host: bool) -> None:
+        self.device = parameter.device
+        self._parameter = parameter
+        self._values = copy_of(parameter, host)
+        state: dict[Any, Any] | None = optimizer.state.get(parameter)
+        self._optimizer = weakref.ref(optimizer)
+        self._mapping = optimizer.state
+        self._version = grad_mode._unsafe_preserve_version_counter(parameter)
+        contents = Contents(host)
+        contents.known(parameter)
+        self._entry = state
+        self._entries: PutBack | None = None if state is None else contents.of(state)
+
+    def restore(self) -> None:
+        optimizer = self._optimizer()
+        mapping = self._mapping if optimizer is None else optimizer.state
+        found = mapping.get(self._parameter)
+        if self._entries is None:
+            mapping.pop(self._parameter, None)
+        elif found or found is self._entry:  # else somebody has taken it out meanwhile
+            mapping[self._parameter] = self._entries()
+        put_back(self._parameter, self._values)
+        # The bits are back: a graph that has saved them may run. torch has a private way to say so. After the state,
+        # which may hold a view of the parameter.
+        self._version.__exit__()
+
+
+class Undo:
+    """Copies taken before the first write of a step.
+
+    Args:
+        host: keep them in host memory, pinned where the parameters are on an accelerator.
+    """
+
+    def __init__(self, host: bool) -> None:
+        self._host = host
+        self._saved: dict[int, _Saved] = {}
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Those with something saved."""
+        return {saved.device for saved in self._saved.values()}
+
+    @torch.no_grad()
+    def save(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
+        """Copy ``parameters`` and their state, on the current stream, those aside that are saved already."""
+        for parameter in parameters:
+            if id(parameter) not in self._saved:
+                try:
+                    self._saved[id(parameter)] = _Saved(parameter, optimizer, self._host)
+                except TypeError as error:
+                    raise UnsupportedOptimizerError(
+                        f"{type(optimizer).__name__} keeps in its state what cannot be copied ({error}), and so undo "
+                        "could not put back. Use schedule='forward', or no undo"
+                    ) from error
+
+    @torch.no_grad()
+    def restore(self, device: torch.device) -> None:
+        """Put back all that was saved of ``device``, on the current stream, and forget its copies. Who is interrupted
+        here does it again."""
+        # The last first: an object that entries of several parameters refer to comes back as the first has found it.
+        for key in reversed([key for key, saved in self._saved.items() if saved.device == device]):
+            self._saved[key].restore()
+            del self._saved[key]
+
+    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
+        """These will not be put back any more."""
+        for parameter in parameters:
+            self._saved.pop(id(parameter), None)
+
+    def forget_all(self) -> None:
+        self._saved.clear()

@@ -1,0 +1,1 @@
+"""When buckets are stepped, and what a step is."""

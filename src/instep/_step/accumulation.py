@@ -1,0 +1,122 @@
+"""Micro-batches: when gradients only add up, and when a backward is the last of its step."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Protocol
+
+from instep._autograd.engine import after_all_of_backward, graph_task
+from instep.errors import AccumulationError
+
+
+class Syncing(Protocol):
+    """The part of ``DistributedDataParallel`` that says whether its next backward communicates; FSDP in its terms."""
+
+    require_backward_grad_sync: bool
+
+    def no_sync(self) -> AbstractContextManager[None]: ...
+
+
+class Accumulation:
+    """Whether the running backward only adds to the gradients.
+
+    It does inside ``hold`` (and DDP's ``no_sync``), and in all but each ``steps``-th backward.
+
+    Args:
+        steps: backwards in one step; 1: every one steps.
+        wrapped: the living DDP instances (and FSDP models), whose ``no_sync`` a backward that only adds is run in.
+    """
+
+    def __init__(self, steps: int, wrapped: Callable[[], Sequence[Syncing]]) -> None:
+        self.steps = steps
+        self._wrapped = wrapped
+        self._held = 0
+        self._backwards = 0
+        self._outermost: int | None = None
+        self._counted: int | None = None
+        self._held_back: list[Syncing] = []
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this is inside of ``hold``, or of the loop's ``no_sync``."""
+        return self._held > 0 or any(
+            not ddp.require_backward_grad_sync for ddp in self._wrapped() if ddp not in self._held_back
+        )
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some of a step's backwards have been, and others are to come."""
+        return self._backwards % self.steps != 0
+
+    @property
+    def holds_next(self) -> bool:
+        """Whether the backward that is about to begin only adds."""
+        return self.is_held or (self._backwards + 1) % self.steps != 0
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there are such instances."""
+        return bool(self._wrapped())
+
+    @property
+    def holding(self) -> bool:
+        """Whether gradients of the running backward are left to add up."""
+        return self.is_held or self.is_partial
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for ddp in self._wrapped():
+                stack.enter_context(ddp.no_sync())
+            self._held += 1
+            try:
+                yield
+            finally:
+                self._held -= 1
+
+    def decide(self) -> None:
+        """Whether the next backward communicates. DDP asks in its forward; FSDP in backward, before which there may
+        have been several forwards."""
+        self.close()
+        if (self._backwards + 1) % self.steps:
+            # What the loop's own no_sync has set, it will put back itself.
+            self._held_back = [ddp for ddp in self._wrapped() if ddp.require_backward_grad_sync]
+            for ddp in self._held_back:
+                ddp.require_backward_grad_sync = False
+
+    def begin(self) -> None:
+        """An engine run has begun, of a backward or of ``autograd.grad``, which gives no parameter a gradient."""
+        if self.steps > 1:
+            self._outermost = graph_task()
+            after_all_of_backward(self._ended, self._ended)
+
+    def count(self) -> None:
+        """A parameter has got its gradient: its backward counts, once, with those that reentrant checkpointing nests in
+        it where ``begin`` told of it."""
+        task = graph_task() if self._outermost is None else self._outermost
+        if self.steps > 1 and task is not None and task != self._counted:
+            self._counted = task
+            self._backwards += 1
+
+    def _ended(self) -> None:
+        self._outermost = None
+
+    def require_reduced(self) -> None:
+        """Before ``optimizer.step()``: raise ``AccumulationError`` if the mean of these gradients is still owed."""
+        done = self._backwards % self.steps
+        if done and self._wrapped():
+            raise AccumulationError(
+                f"optimizer.step() came after {done} of accumulation_steps={self.steps} backwards: these gradients are "
+                "this rank's own, and the last one reduces them. Nothing was updated. Leave "
+                "out incomplete steps (drop_last=True), or use `with overlap.accumulate():` in place of "
+                "accumulation_steps"
+            )
+
+    def stepped(self) -> None:
+        """``optimizer.step()`` came: the next backward is the first of its step."""
+        self._backwards = 0
+
+    def close(self) -> None:
+        """Every backward communicates again."""
+        for ddp in self._held_back:
+            ddp.require_backward_grad_sync = True
+        self._held_back = []

@@ -1,0 +1,1 @@
+"""DistributedDataParallel's gradients that are on their way across iterations."""

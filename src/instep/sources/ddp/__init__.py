@@ -1,0 +1,1 @@
+"""Gradients that DistributedDataParallel has averaged."""

@@ -1,0 +1,256 @@
+"""The buckets that DDP has under way in one backward."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from instep._autograd.engine import at_end_of_backward, graph_task
+from instep._life.weak import weakly
+from instep.errors import AttachError, InstepError
+
+
+class SomeBucket(Protocol):
+    """What is asked of a ``torch.distributed.GradBucket``."""
+
+    def index(self) -> int: ...
+    def buffer(self) -> torch.Tensor: ...
+    def parameters(self) -> list[torch.Tensor]: ...
+    def is_last(self) -> bool: ...
+
+
+class Arriving(Protocol):
+    """A bucket under way: the future of a communication hook or of a backend, or something like it."""
+
+    def done(self) -> bool: ...
+    def wait(self) -> Any: ...
+    def value(self) -> Any: ...
+
+
+Slices = Callable[[Any, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+"""Finds the gradients of a bucket's parameters in what has arrived of it."""
+
+
+class User(Protocol):
+    """The source that an attachment has for a DDP instance."""
+
+    def communicate(
+        self, bucket: SomeBucket, group: dist.ProcessGroup, divisor: int
+    ) -> torch.futures.Future[torch.Tensor] | None:
+        """Reduce ``bucket``, which is to be divided by ``divisor`` yet, in place of the plain mean; ``None`` leaves it
+        to that."""
+
+    def launched(self, bucket: SomeBucket, future: torch.futures.Future[Any]) -> None:
+        """A bucket's communication is under way."""
+
+
+class Reduction:
+    """One bucket whose communication was started.
+
+    Attributes:
+        index: DDP's number of the bucket.
+        parameters: the bucket's parameters that got a gradient on this rank.
+        unused: the others. Only DDP's own end of backward knows whether another rank used them, and sets ``.grad``
+            if so.
+    """
+
+    __slots__ = ("_future", "_gradients", "_members", "_positions", "_sparse", "index", "parameters", "unused")
+
+    def __init__(self, bucket: SomeBucket, future: "Arriving", gradients: Slices) -> None:
+        self._future = future
+        self._gradients = gradients
+        self._members = bucket.parameters()
+        self._sparse = bucket.buffer().is_sparse
+        self._positions = [i for i, parameter in enumerate(self._members) if parameter.grad is not None]
+        self.index = bucket.index()
+        self.parameters: list[torch.Tensor] = [self._members[i] for i in self._positions]
+        self.unused: list[torch.Tensor] = [p for p in self._members if p.grad is None]
+
+    @property
+    def arrived(self) -> bool:
+        """Whether waiting would cost nothing. On accelerators always false: there a future is done once queued."""
+        return self._members[0].device.type == "cpu" and self._future.done()
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Wait, and return the reduced gradients of ``parameters``. Raises what the communication raised."""
+        self._future.wait()
+        result = value_of(self._future)
+        slices = [result] if self._sparse else self._gradients(result, self._members)
+        # A compressing hook may answer in another dtype: DDP too casts what it copies into .grad.
+        return [slices[i].to(self._members[i].dtype) for i in self._positions]
+
+    @property
+    def members(self) -> list[torch.Tensor]:
+        """All of the bucket's parameters."""
+        return self._members
+
+    def all_gradients(self) -> list[torch.Tensor]:
+        """As ``gradients``, of all ``members``."""
+        self._future.wait()
+        found = self._gradients(value_of(self._future), self._members)
+        return [gradient.to(member.dtype) for gradient, member in zip(found, self._members, strict=True)]
+
+    def drain(self) -> None:
+        """Wait until nothing writes the bucket any more, whether it failed or not. On an accelerator the current stream
+        does."""
+        with suppress(Exception):
+            self._future.wait()
+
+
+class Reductions:
+    """Gathers the buckets of one backward, and hands them on where backward ends.
+
+    DDP's own end of backward needs ``.grad`` as its hooks left it, and an error raised before it leaves the instance
+    unusable. So ``step`` is called before it, must not raise, and leaves ``.grad`` as it was; ``settle`` is called
+    after it, may replace gradients and raise. ``raised`` is called in the place of either when the backward fails.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Sequence[Reduction]], None],
+        settle: Callable[[Sequence[Reduction]], None],
+        raised: Callable[[Sequence[Reduction]], None],
+    ) -> None:
+        # Weakly: their owner has this.
+        self._step, self._settle, self._raised = weakly(step), weakly(settle), weakly(raised)
+        self._under_way: list[Reduction] = []
+        self._task: int | None = None
+
+    def launched(self, bucket: SomeBucket, future: "Arriving", gradients: "Slices | None" = None) -> Reduction | None:
+        """The communication of ``bucket`` is under way. ``None`` on a rank that has joined and only helps the others:
+        ``join()`` copies their weights to it at the end."""
+        if graph_task() is None:
+            return None
+        if bucket.index() == 0:
+            if self._under_way and self._task == graph_task():
+                raise InstepError(
+                    "two DistributedDataParallel instances share one communication hook of instep's in one backward. "
+                    "Make a hook for each of them"
+                )
+            self._under_way.clear()  # of a backward that raised before it came to an end
+            self._task = graph_task()
+        reduction = Reduction(bucket, future, gradients or slices_of)
+        self._under_way.append(reduction)
+        if bucket.is_last():
+            at_end_of_backward(self._before_ddp_ends, self._failed)
+        return reduction
+
+    def _before_ddp_ends(self) -> None:
+        self._step(self._under_way)
+        for reduction in self._under_way:
+            reduction.drain()  # of a step that was given up: the next backward writes the same buckets
+        at_end_of_backward(self._after_ddp_ended, self._failed)
+
+    def _after_ddp_ended(self) -> None:
+        reductions, self._under_way = self._under_way, []
+        self._settle(reductions)
+
+    def _failed(self) -> None:
+        reductions, self._under_way = self._under_way, []
+        self._raised(reductions)
+
+
+def value_of(future: Arriving) -> Any:
+    """What is in ``future``: a backend's own has a list of all tensors that were reduced."""
+    value = future.value()
+    return value[0] if isinstance(value, list) else value
+
+
+def as_they_arrive(reductions: Sequence[Reduction]) -> Iterator[list[Reduction]]:
+    """In the order of sending: the next one, with those behind it that have arrived already.
+
+    One call of the optimizer for all of these costs less than one each.
+    """
+    start = 0
+    while start < len(reductions):
+        end = start + 1
+        while end < len(reductions) and reductions[end].arrived:
+            end += 1
+        yield list(reductions[start:end])
+        start = end
+
+
+def slices_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients in a bucket's dense tensor, one for each of its parameters, as views.
+
+    ``GradBucket.gradients()`` knows contiguous reals only. The reducer keeps a dense parameter's own strides
+    (channels_last), and complex ones as pairs of reals (``torch/csrc/distributed/c10d/reducer.cpp``,
+    ``initialize_bucket_views``).
+    """
+    slices, offset = [], 0
+    for parameter in parameters:
+        layout = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
+        if layout.is_contiguous() or torch.empty_like(layout, device="meta").stride() != layout.stride():
+            view = flat.narrow(0, offset, layout.numel()).view(layout.shape)
+        else:
+            view = flat.as_strided(layout.shape, layout.stride(), flat.storage_offset() + offset)
+        slices.append(torch.view_as_complex(view) if parameter.is_complex() else view)
+        offset += layout.numel()
+    return slices
+
+
+class Divisor:
+    """By how much a sum of gradients is divided for DDP's mean: the world size, or in
+    ``join(divide_by_initial_world_size=False)`` the number of ranks still active."""
+
+    def __init__(self) -> None:
+        self._active = 0
+
+    def __call__(self, ddp: DistributedDataParallel, bucket: SomeBucket) -> int:
+        if not ddp._join_config.enable or ddp._divide_by_initial_world_size:
+            return dist.get_world_size(ddp.process_group)
+        if bucket.index() == 0:
+            # A rank that has joined calls the hook outside of any backward, to match the others' collectives.
+            active = torch.tensor([0 if graph_task() is None else 1], device=bucket.buffer().device)
+            dist.all_reduce(active, group=ddp.process_group)
+            self._active = int(active.item())
+        return self._active
+
+
+def refuse_manual_finalization(ddp: DistributedDataParallel) -> None:
+    """DDP (since torch 2.15) then writes gradients when the loop asks for it, over those that were applied where
+    backward ends.
+
+    Raises:
+        AttachError: ``ddp`` is set so.
+    """
+    if getattr(ddp, "require_manual_backward_finalization", False):
+        raise AttachError(
+            "DistributedDataParallel.require_manual_backward_finalization is set: gradients are written when "
+            "finalize_backward() is called, and here they are used where backward ends. Set it to False, or use "
+            "schedule='forward' without cross_iteration, shard_state, comm_hook, mixed_precision and clip"
+        )
+
+
+class _AsTheyAre(TorchDispatchMode):
+    """Answers ``zeros_like(tensor)`` with ``tensor``."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.zeros_like.default:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def buckets_of(ddp: DistributedDataParallel) -> Sequence[dist.GradBucket]:  # type: ignore[name-defined]
+    """The reducer's own, not zeros like them, which would take as much memory again."""
+    with _AsTheyAre():
+        return ddp.reducer._get_zeros_like_grad_buckets()
+
+
+def bucket_parameters(ddp: DistributedDataParallel) -> set[int]:
+    """By ``id``: the parameters that are in a bucket of ``ddp``: those that were trainable when it was constructed.
+
+    DDP has no public record of them, and shows none of sparse gradients: then they are taken to be the parameters that
+    are trainable now.
+    """
+    try:
+        buckets = buckets_of(ddp)
+    except RuntimeError:
+        return {id(p) for p in ddp._module_parameters if p.requires_grad}
+    return {id(p) for bucket in buckets for p in bucket.parameters()}

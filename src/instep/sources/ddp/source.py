@@ -1,0 +1,153 @@
+"""Gradients that are final once DistributedDataParallel has reduced them.
+
+Buckets are DDP's own. They are stepped where backward ends, in the order in which they were sent, as soon as they have
+arrived: while some are stepped the later ones are still on their way. No weight changes while backward still runs.
+"""
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from instep._optim.parameters import AttachedParameter
+from instep._optim.plan import Bucket
+from instep.sources import Sink, record_arrival
+from instep.sources.ddp.hook_slot import CommHook, before_backward, release, take
+from instep.sources.ddp.reductions import Reduction, Reductions, SomeBucket, as_they_arrive
+
+
+class DDPSource:
+    """One communication hook on one DDP instance.
+
+    Args:
+        comm_hook: reduces the buckets in place of DDP's own mean. It stays with the DDP instance.
+        reduce_dtype: what the mean is computed and sent in; ``None``: as the gradients are.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        parameters: Sequence[AttachedParameter],
+        ddp: DistributedDataParallel,
+        comm_hook: CommHook | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._sink = sink
+        self._ddp = weakref.ref(ddp)
+        self._comm_hook = comm_hook
+        self._reduce_dtype = reduce_dtype
+        self._sent = False
+        # What is in a bucket's slices has the layout of .grad itself there.
+        self._final = ddp.gradient_as_bucket_view or ddp.device_type == "cpu"
+        self._by_id = {id(attached.get()): attached for attached in parameters}
+        self._reductions = Reductions(self._step, self._settle, self._raised)
+        # Until DDP has shown its buckets: the one that holds everything, as in its first backward.
+        self._buckets = {0: Bucket("ddp", tuple(attached.spec for attached in parameters))}
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return tuple(bucket for _, bucket in sorted(self._buckets.items()))
+
+    def connect(self) -> None:
+        ddp = self._ddp()
+        assert ddp is not None
+        take(ddp, self, self._comm_hook, self._reduce_dtype)
+
+    def disconnect(self) -> None:
+        release(self._ddp(), self)
+
+    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
+        ddp = self._ddp()
+        reduced = set() if ddp is None else managed_by(ddp)
+        self._by_id.update((id(a.get()), a) for a in parameters if id(a.get()) in reduced)
+        return [a for a in parameters if id(a.get()) not in reduced]
+
+    def refresh(self) -> None:
+        """DDP fixes its parameters when it is constructed."""
+
+    def begin_step(self) -> None:
+        """Nothing is counted from step to step."""
+
+    def before_backward(self) -> None:
+        """A backward begins: no gradient has changed yet."""
+        before_backward(self._ddp())
+
+    def reduced(self) -> bool:
+        """Whether buckets were sent since this was last asked."""
+        sent, self._sent = self._sent, False
+        return sent
+
+    def communicate(self, bucket: SomeBucket, group: dist.ProcessGroup, divisor: int) -> None:
+        """The plain mean will do."""
+
+    def launched(self, bucket: SomeBucket, future: torch.futures.Future[Any]) -> None:
+        """A bucket's communication is under way."""
+        reduction = self._reductions.launched(bucket, future)
+        if reduction is None:
+            return
+        self._sent = True
+        if reduction.index == 0:
+            self._buckets = {}
+        known = [self._by_id[id(parameter)] for parameter in bucket.parameters() if id(parameter) in self._by_id]
+        self._buckets[reduction.index] = Bucket("ddp", tuple(attached.spec for attached in known))
+        record_arrival(self._sink, known, future)
+
+    def _raised(self, reductions: Sequence[Reduction]) -> None:
+        self._sink.backward_raised()
+
+    def _step(self, reductions: Sequence[Reduction]) -> None:
+        if self._sink.waits_for_all:
+            return
+        try:
+            if self._sink.arrive(self._mine(reductions)):
+                together = [[one] for one in reductions] if self._sink.by_bucket else as_they_arrive(reductions)
+                for arrived in together:
+                    mine = self._mine(arrived)
+                    as_left = [attached.get().grad for attached in mine]
+                    done = not mine or self._sink.apply(mine, partial(self._fetch, arrived), final=self._final)
+                    for attached, gradient in zip(mine, as_left, strict=True):
+                        attached.get().grad = gradient
+                    if not done:
+                        break
+        except BaseException as error:
+            self._sink.fail(error)
+        # DDP's own end of backward is next, and may copy from the buckets, in which gradients are clipped.
+        self._sink.streams.join()
+
+    def _step_all(self, reductions: Sequence[Reduction]) -> None:
+        mine = self._mine(reductions)
+        try:
+            if self._sink.arrive(mine):
+                self._sink.know_total()
+                self._sink.apply(mine)
+        except BaseException as error:
+            self._sink.fail(error)
+
+    def _mine(self, reductions: Sequence[Reduction]) -> list[AttachedParameter]:
+        return [self._by_id[id(p)] for reduction in reductions for p in reduction.parameters if id(p) in self._by_id]
+
+    def _fetch(self, reductions: Sequence[Reduction]) -> None:
+        # All of them before any is used: a communication that failed must not leave some of these stepped.
+        gradients = [reduction.gradients() for reduction in reductions]
+        for reduction, reduced in zip(reductions, gradients, strict=True):
+            for parameter, gradient in zip(reduction.parameters, reduced, strict=True):
+                if id(parameter) in self._by_id:
+                    parameter.grad = gradient
+
+    def _settle(self, reductions: Sequence[Reduction]) -> None:
+        """Spend the applied gradients, and raise what went wrong."""
+        if self._sink.waits_for_all:
+            self._step_all(reductions)
+        self._sink.spend(a for a in self._mine(reductions) if self._sink.is_applied(a))
+        self._sink.streams.join()
+        self._sink.raise_failure()
+
+
+def managed_by(ddp: DistributedDataParallel) -> set[int]:
+    """The parameters that ``ddp`` may reduce. Those that were frozen when it was built never come in a bucket, and are
+    left to ``optimizer.step()``."""
+    return {id(p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}

@@ -1,0 +1,272 @@
+"""FSDP's own state after an exception: brought back to what it is between two iterations.
+
+FSDP, 1 and 2, keeps on its modules how far a forward or backward has come: which weights are gathered, which gradients
+are not reduced yet, what is in flight, and that the end of this backward is asked for. An exception leaves all of it
+as it was, and the next iteration takes it for its own: after a failed backward FSDP2 raises nothing, and trains
+nothing. Since torch 2.13 or so FSDP2 has ``reset_iter_state()`` for this, to be called by the loop. What becomes of
+gradients in it differs from one torch to the next: here they are kept or dropped, and it does the rest.
+
+All that is done here is local: peers may not have failed. Each private name of torch's that is used has a sentence;
+``tests/distributed/test_fsdp_errors.py`` compares all state that FSDP has, and names what is not as before.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from instep._autograd.engine import graph_task
+from instep._autograd.hooks import BoundHook
+from instep.sources.fsdp.reset import forget_forwards, noted_forwards, reset_iter_state, wait_for, wait_for_work
+from instep.sources.fsdp.wrappers import fsdp1_in, fsdp2_groups, fsdp2_in, is_fsdp2
+
+# On which each FSDP1 instance lets its communication run.
+_FSDP1_STREAMS = ("_pre_unshard_stream", "_unshard_stream", "_post_backward_stream", "_all_reduce_stream")
+# HSDP's sums among the shards that are not summed among the replicas yet, and where in them a parameter's are.
+_LAYOUT = "_partial_reduce_output_layout"
+_PARTIAL = ("_partial_reduce_output", _LAYOUT)
+
+
+class AfterErrors:
+    """Rebuilds the FSDP state of ``model`` once a forward or backward of it was left by an exception, or a forward
+    without gradients was run.
+
+    A backward tells of it (``backward_failed``). A forward does where torch calls hooks after an exception; an
+    interrupted one, after which it calls none, is noticed before the next forward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._sharded: list[weakref.ref[nn.Module]] = []
+        self._let_go: Callable[[], None] = lambda: None
+        # The outermost module with FSDP inside whose forward is running; FSDP1's parameters that earlier ones used.
+        self._running: weakref.ref[nn.Module] | None = None
+        self._awaited: frozenset[int] = frozenset()
+        self._noted: list[tuple[Any, int]] = []  # by FSDP2, before a forward without gradients
+
+    def connect(self, let_go: Callable[[], None]) -> Iterator[RemovableHandle]:
+        """Hooks around each forward that FSDP takes part in; they must come before all others.
+
+        Args:
+            let_go: returns when a backward that raised has told of it.
+        """
+        self._let_go = let_go
+        model = self._model()
+        assert model is not None
+        sharded = [*fsdp2_in(model), *fsdp1_in(model)]
+        self._sharded = [weakref.ref(module) for module in sharded]
+        for module in {model: None, **dict.fromkeys(sharded)}:
+            yield module.register_forward_pre_hook(BoundHook(self._begin), prepend=True)
+            yield module.register_forward_hook(BoundHook(self._end))
+            yield module.register_forward_hook(BoundHook(self._left), always_call=True)
+
+    def backward_failed(self) -> None:
+        self._rebuild(gradients=True)
+
+    def _begin(self, module: nn.Module, args: object) -> None:
+        # Inside a backward this is a checkpointed segment run again.
+        if torch.compiler.is_compiling() or graph_task() is not None:
+            return
+        running = None if self._running is None else self._running()
+        if running is not None and running is not module and self._contains(running, module):
+            return
+        self._let_go()
+        if any(map(_is_in_backward, (ref() for ref in self._sharded))):
+            self._rebuild(gradients=True)
+        elif running is not None:
+            self._rebuild(gradients=False)
+        self._running = weakref.ref(module)
+        self._awaited = frozenset(_awaiting_backward(ref() for ref in self._sharded))
+        self._noted = []
+        if not torch.is_grad_enabled():
+            fsdp2 = (one for ref in self._sharded if (one := ref()) is not None and is_fsdp2(one))
+            self._noted = noted_forwards(cast(Any, one)._get_fsdp_state() for one in fsdp2)
+
+    def _contains(self, outer: nn.Module, module: nn.Module) -> bool:
+        return outer is self._model() or any(module is inner for inner in outer.modules())
+
+    def _end(self, module: nn.Module, args: object, output: object) -> None:
+        if self._is_running(module):
+            self._running = None
+            forget_forwards(self._noted)
+
+    def _left(self, module: nn.Module, args: object, output: object) -> None:
+        """Called after ``_end``, and also where that was not called."""
+        if self._is_running(module):
+            self._running = None
+            self._rebuild(gradients=False)
+
+    def _is_running(self, module: nn.Module) -> bool:
+        return (
+            not torch.compiler.is_compiling()
+            and graph_task() is None
+            and self._running is not None
+            and self._running() is module
+        )
+
+    def _rebuild(self, *, gradients: bool) -> None:
+        model = self._model()
+        if model is not None:
+            self._running = None
+            rebuild_fsdp2(model, gradients=gradients)
+            rebuild_fsdp1(model, gradients=gradients, awaited=frozenset() if gradients else self._awaited)
+
+
+def _is_in_backward(module: Any) -> bool:
+    """Whether FSDP takes a backward to be running. It asks once for its end, and forgets so there."""
+    if module is None:
+        return False
+    if is_fsdp2(module):
+        return bool(module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued)
+    return bool(getattr(module, "_post_backward_callback_queued", False))  # of an FSDP1 root, after its first forward
+
+
+def _awaiting_backward(modules: Iterable[Any]) -> Iterator[int]:
+    """FSDP1's parameters, by ``id``, whose next gradient FSDP1 has a hook for: since the first forward that used them
+    after a backward."""
+    for module in modules:
+        handle = None if module is None or is_fsdp2(module) else module._handle
+        if handle is not None and hasattr(handle.flat_param, "_post_backward_hook_state"):
+            yield id(handle.flat_param)
+
+
+def rebuild_fsdp2(model: nn.Module, *, gradients: bool) -> None:
+    """Make every parameter that ``fully_shard`` was applied to the sharded one again, with nothing in flight.
+
+    Args:
+        gradients: also drop what is not reduced yet, of this backward and of the micro-batches before it: some groups
+            have added to it, others have not, and ``zero_grad()`` does not reach it. Reduced gradients stay, as in any
+            loop, until ``zero_grad()``.
+    """
+    for root, states in _fsdp2_roots(model):
+        groups = [group for state in states for group in fsdp2_groups(state)]
+        # FSDP2's own reset drops all gradients (of torch 2.13: some).
+        kept = [KeptGradients(group, unreduced=not gradients) for group in groups]
+        if hasattr(root, "reset_iter_state"):
+            _reset_iter_state(root, groups)
+        else:
+            reset_iter_state(states)
+        for one in kept:
+            one.put_back()
+
+
+def _fsdp2_roots(model: nn.Module) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """The outermost modules that ``fully_shard`` was applied to, one of which may be above ``model``, each with what
+    ``fully_shard`` keeps of all modules in it."""
+    seen: set[int] = set()
+    module: Any
+    for module in fsdp2_in(model):
+        state = module._get_fsdp_state()
+        context = state._state_ctx  # one of all states of a root; which these are is known after the first forward
+        if id(context) not in seen:
+            seen.add(id(context))
+            root = next((one for one in context.all_states if one._is_root), None)
+            yield (module, [state]) if root is None else (root._modules[0], context.all_states)
+
+
+def _reset_iter_state(root: Any, groups: Sequence[Any]) -> None:
+    try:
+        root.reset_iter_state()
+    except RuntimeError:  # of weights gathered ahead, from a peer that is gone or did not come
+        for group in groups:
+            if group._all_gather_result is not None:
+                wait_for_work(group._all_gather_result.all_gather_work)
+                group._all_gather_result = None
+        root.reset_iter_state()
+
+
+class KeptGradients:
+    """The gradients of one of FSDP2's groups, to be put back.
+
+    Args:
+        unreduced: with those that are not reduced yet: of micro-batches and, in HSDP, among the replicas. They are
+            dropped otherwise.
+    """
+
+    def __init__(self, group: Any, *, unreduced: bool) -> None:
+        self._group = group
+        parameters = [p.sharded_param for p in group.fsdp_params]
+        gathered = [p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+        self._gradients = [(p, p.grad) for p in (*parameters, *(gathered if unreduced else ()))]
+        self._partial = {name: getattr(group, name) for name in _PARTIAL if unreduced and hasattr(group, name)}
+        if _LAYOUT in self._partial:
+            self._partial[_LAYOUT] = dict(self._partial[_LAYOUT])  # which is emptied
+        for parameter in group.fsdp_params if not unreduced else ():
+            _drop_unreduced(parameter)
+
+    def put_back(self) -> None:
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        for name, value in self._partial.items():
+            setattr(self._group, name, value)
+        for parameter in self._group.fsdp_params:
+            if parameter.grad_offload_event is not None:  # a copy to the host
+                parameter.grad_offload_event.synchronize()
+                parameter.grad_offload_event = None
+            # Registers the parameter that the optimizer holds, and frees the gathered one. Asked of each: an interrupt
+            # may have come between two of a group.
+            parameter.to_sharded()
+
+
+def _drop_unreduced(parameter: Any) -> None:
+    if hasattr(parameter, "_unsharded_param"):  # since it was first gathered
+        parameter._unsharded_param.grad = None
+    if "unsharded_accumulated_grad" in vars(parameter):  # until torch 2.13 or so: micro-batches, in reduce_dtype
+        parameter.unsharded_accumulated_grad = None
+
+
+def rebuild_fsdp1(model: nn.Module, *, gradients: bool, awaited: frozenset[int] = frozenset()) -> None:
+    """The same of ``FullyShardedDataParallel`` instances, with ``use_orig_params=True``.
+
+    ``awaited``: parameters, by ``id``, of which an earlier forward is still to go backward. Without sharding
+    (``NO_SHARD``) all gradients stay, as those of ``DistributedDataParallel`` do.
+    """
+    for wrapper in fsdp1_in(model):
+        if wrapper._is_root is None:  # before its first forward
+            continue
+        wait_for(wrapper, _FSDP1_STREAMS, wrapper._device_handle)
+        wrapper.training_state = type(wrapper.training_state).IDLE
+        wrapper._unshard_event = None
+        if wrapper._is_root:
+            wrapper._post_backward_callback_queued = False  # or no backward asks for its end
+            order = wrapper._exec_order_data  # from which it knows what to gather ahead
+            order.handles_post_forward_order.clear()
+            order.current_order_index = 0
+        if wrapper._handle is not None:
+            _rebuild_handle(wrapper._handle, gradients, awaited)
+
+
+def _rebuild_handle(handle: Any, gradients: bool, awaited: frozenset[int]) -> None:
+    """``torch/distributed/fsdp/_runtime_utils.py``, ``_post_backward_final_callback``, is what this does otherwise."""
+    flat = handle.flat_param
+    handle._prefetched = handle._needs_pre_forward_unshard = False  # gathered ahead, and to be
+    handle._post_forward_index = None  # its place in handles_post_forward_order
+    handle._training_state = type(handle._training_state).IDLE
+    if id(flat) not in awaited:
+        handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = False
+    handle.reshard(handle.uses_sharded_strategy)  # registers the sharded views that the optimizer holds
+    handle.post_reshard()
+    hooks = getattr(flat, "_post_backward_hook_state", None)
+    if hooks is not None and id(flat) not in awaited:
+        # With low precision the next forward's gradient would not come to it, and FSDP1 would make no other.
+        hooks[-1].remove()
+        del flat._post_backward_hook_state
+    if not handle.uses_sharded_strategy:
+        flat._post_backward_called = False
+        return
+    whole = flat.grad is not None and flat.grad.shape == flat._unpadded_unsharded_size
+    if gradients:
+        if whole:
+            flat.grad = None
+        if hasattr(flat, "_saved_grad_shard"):  # what is reduced, and that of backwards before this one
+            # Or it is thrown away: as zero_grad() will have meant that has taken the views of it off.
+            flat._post_backward_called = any(p.grad is not None for p in flat._params)
+            handle.prepare_gradient_for_optim()
+        flat._post_backward_called = False
+    if whole and not gradients:
+        handle._use_unsharded_grad_views()  # micro-batches, in no_sync
+    else:
+        handle._use_sharded_grad_views()

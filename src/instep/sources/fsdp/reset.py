@@ -1,0 +1,78 @@
+"""What FSDP2 keeps from one iteration to the next, taken back: ``FSDPModule.reset_iter_state()`` for a torch that has
+none (before 2.13 or so), and what it notes of forwards that no backward follows."""
+
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from instep.sources.fsdp.wrappers import fsdp2_groups
+
+# On which FSDP2's shared context lets its communication run.
+_STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
+
+
+def reset_iter_state(states: Iterable[Any]) -> None:
+    """Bring ``states``, what ``fully_shard`` keeps of the modules of one root, to what they are between two iterations.
+    Gradients stay where they are, but those that HSDP has summed among the shards only."""
+    for state in states:
+        shared, communication = state._state_ctx, state._comm_ctx
+        shared.iter_forward_root = None  # whose forward is running: the next one would not be taken for a root's
+        shared.post_backward_final_callback_queued = False  # or no backward ever asks for its end again
+        wait_for(communication, _STREAMS, state._device_handle)
+        communication.all_gather_state = None  # buffers that were kept for what is waited for now
+        if hasattr(communication, "reduce_scatter_states"):
+            communication.reduce_scatter_states.clear()
+            communication._last_post_reduce_events.clear()
+        else:  # before torch 2.12 or so
+            communication.reduce_scatter_state = None
+        communication.post_forward_order.clear()  # from which backward knows what to gather ahead
+        state._training_state = type(state._training_state).IDLE
+        state._modules_to_run_forward.clear()  # of a group of modules, those whose forward has not ended
+        for group in fsdp2_groups(state):
+            _reset_group(group)
+
+
+def _reset_group(group: Any) -> None:
+    if group._all_gather_result is not None:  # gathered ahead, and not used
+        wait_for_work(group._all_gather_result.all_gather_work)
+        group._all_gather_result = None
+    # The rest of what was in flight, and events of streams that are waited for now.
+    group._post_reduce_event = group._all_reduce_state = group._reshard_after_forward_event = None
+    group._post_forward_indices.clear()  # its places in post_forward_order
+    group._partial_reduce_output = None
+    for parameter in group.fsdp_params:
+        parameter.to_sharded()
+    group._sharded_state = type(group._sharded_state).SHARDED
+    group._training_state = type(group._training_state).IDLE
+
+
+def noted_forwards(states: Iterable[Any]) -> list[tuple[Any, int]]:
+    """Each of ``states`` with how many forwards its root has noted, from which backward knows what to gather ahead."""
+    # The list is made in the first forward.
+    return [(state, len(getattr(state._comm_ctx, "post_forward_order", ()))) for state in states]
+
+
+def forget_forwards(noted: Iterable[tuple[Any, int]]) -> None:
+    """Forget the forwards since then. FSDP2 notes those without gradients, too: a backward that comes to an end would
+    gather ahead of them, and read the weights of its own last layer, which may have been stepped."""
+    for state, count in noted:
+        del state._comm_ctx.post_forward_order[count:]
+        for group in fsdp2_groups(state):
+            group._post_forward_indices[:] = [index for index in group._post_forward_indices if index < count]
+
+
+def wait_for(owner: Any, streams: Iterable[str], device_handle: Any) -> None:
+    """Let the device's current stream wait for ``owner``'s, before the memory they use is freed."""
+    for name in streams:
+        stream = getattr(owner, name, None)  # made in the first forward
+        if stream is not None:
+            device_handle.current_stream().wait_stream(stream)
+
+
+def wait_for_work(work: Any) -> None:
+    if isinstance(work, dist.Work):
+        # Of a peer that is gone, or did not come: the error that is being handled is the one to tell.
+        with suppress(RuntimeError):
+            work.wait()

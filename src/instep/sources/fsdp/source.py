@@ -1,0 +1,121 @@
+"""Gradients that are final once FullyShardedDataParallel (FSDP1) has reduced and sharded them.
+
+It never calls hooks on the original parameters. It has one seam: it steps what it finds in their
+``_in_backward_optimizers``. (FSDP2, ``fully_shard``, calls the hooks of its parameters: the local source does for it.)
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from instep._autograd.engine import at_end_of_backward
+from instep._autograd.hooks import UntracedHook
+from instep._life.weak import weakly
+from instep._optim.parameters import AttachedParameter
+from instep._optim.plan import Bucket, fill_buckets
+from instep.errors import AttachError
+from instep.sources import Sink
+
+
+class _InPlaceOfOptimizer:
+    """What FSDP1 asks of an entry of ``_in_backward_optimizers``
+    (``torch/distributed/fsdp/_runtime_utils.py``, ``_post_backward_use_sharded_grad_views``)."""
+
+    def __init__(self, reduced: UntracedHook, done: UntracedHook) -> None:
+        self._reduced = reduced
+        self._done = done
+
+    def step(self) -> None:
+        self._reduced()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._done()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _InPlaceOfOptimizer, (UntracedHook(None), UntracedHook(None))
+
+
+class FSDP1Source:
+    """The original parameters of FullyShardedDataParallel. Those of one instance are a bucket.
+
+    FSDP1 goes through an instance's parameters one by one, but has their gradients by then: at the first, all of them
+    are stepped.
+    """
+
+    def __init__(self, sink: Sink, parameters: Sequence[AttachedParameter], wrappers: Sequence[Any]) -> None:
+        self._sink = sink
+        self._parameters = {attached.spec.index: attached for attached in parameters}
+        self._reduced_now: set[int] = set()
+        self._applied: dict[int, AttachedParameter] = {}
+        self._refuse(wrappers)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return fill_buckets("fsdp", (a.spec for a in reversed(self._parameters.values())), bucket_bytes=1)
+
+    def connect(self) -> None:
+        for attached in self._parameters.values():
+            stand_in = _InPlaceOfOptimizer(
+                UntracedHook(weakly(self._reduced, attached.spec.index)),
+                UntracedHook(weakly(self._done, attached.spec.index)),
+            )
+            attached.get()._in_backward_optimizers = [stand_in]  # type: ignore[attr-defined]
+
+    def disconnect(self) -> None:
+        for attached in self._parameters.values():
+            parameter = attached.peek()
+            if parameter is not None and hasattr(parameter, "_in_backward_optimizers"):
+                del parameter._in_backward_optimizers
+
+    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
+        return parameters  # FSDP1 asked at its first forward
+
+    def refresh(self) -> None:
+        """FSDP1 asks for ``requires_grad`` itself."""
+
+    def before_backward(self) -> None:
+        """Gradients of earlier backwards do not matter here."""
+
+    def begin_step(self) -> None:
+        """Nothing is counted from step to step."""
+
+    def _reduced(self, index: int) -> None:
+        """FSDP1 is about to step this parameter."""
+        if index in self._reduced_now:
+            self._reduced_now.discard(index)
+            return
+        group = self._parameters[index].spec.group
+        members = [a for a in self._parameters.values() if a.spec.group == group and a.get().grad is not None]
+        self._reduced_now = {a.spec.index for a in members} - {index}
+        if self._sink.arrive(members) and self._sink.apply(members):
+            if not self._applied:
+                at_end_of_backward(self._end, self._raised)
+            self._applied.update((a.spec.index, a) for a in members)
+        self._sink.raise_failure()
+
+    def _done(self, index: int) -> None:
+        """FSDP1 has stepped this parameter. It lets go of an instance's gradients when none is left."""
+        if index in self._applied and self._sink.frees_gradients:
+            self._applied[index].get().grad = None
+
+    def _end(self) -> None:
+        # Asked for here, it runs after FSDP1's own end, which handles the parameters and their gradients once more.
+        at_end_of_backward(self._spend, self._raised)
+
+    def _spend(self) -> None:
+        applied = list(self._applied.values())
+        self._applied.clear()
+        self._sink.spend(applied)
+        self._sink.streams.join()
+        self._sink.raise_failure()
+
+    def _raised(self) -> None:
+        self._applied.clear()
+        self._sink.backward_raised()
+
+    def _refuse(self, wrappers: Sequence[Any]) -> None:
+        for wrapper in wrappers:
+            if wrapper._is_root is not None:
+                raise AttachError(
+                    "FullyShardedDataParallel decides at its first forward whether parameters are stepped in "
+                    "backward: attach (or register) before it, or use schedule='forward'"
+                )

@@ -1,0 +1,1 @@
+"""Data parallelism with buckets of the moment."""

@@ -1,0 +1,298 @@
+"""Data parallelism without permanent buckets, and its gradients that are final once they are averaged."""
+
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from instep._autograd.engine import at_end_of_backward, graph_task
+from instep._optim.parameters import AttachedParameter
+from instep._optim.plan import Bucket
+from instep._ranks.agreement import broadcast, require_the_same
+from instep.errors import AttachError, InstepError
+from instep.sources import Sink, record_arrival
+from instep.sources.replicate.layout import BucketSizes
+from instep.sources.replicate.transient import TransientBuckets
+
+_living: "weakref.WeakSet[Replicated]" = weakref.WeakSet()
+
+
+class Replicated(nn.Module):
+    """What ``instep.replicate`` returns: ``module``, whose gradients are the mean over all ranks after backward.
+
+    Attributes:
+        module: the model that was given.
+        require_backward_grad_sync: whether the backward of the next forward averages; see ``no_sync``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        broadcast_buffers: bool = True,
+    ) -> None:
+        super().__init__()
+        _refuse(module, bucket_cap_mb)
+        group = _group(process_group)
+        self.module = module
+        self.broadcast_buffers = broadcast_buffers
+        self.bucket_cap_mb = bucket_cap_mb
+        options = {"bucket_cap_mb": bucket_cap_mb, "broadcast_buffers": broadcast_buffers}
+        require_the_same(module, options, group)
+        with torch.no_grad():
+            broadcast([*module.parameters(), *(module.buffers() if broadcast_buffers else ())], group)
+        self._connect(group)
+
+    def _connect(self, group: dist.ProcessGroup) -> None:
+        self.process_group = group
+        self.require_backward_grad_sync = True
+        self._sync_buffers_next = True
+        parameters = list(self.module.named_parameters())
+        modules = [m for m in self.module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
+        weights = {id(m.weight) for m in modules}
+        sparse = frozenset(number for number, (_, p) in enumerate(parameters) if id(p) in weights)
+        self._buckets = TransientBuckets(parameters, sparse, group, BucketSizes.of(self.bucket_cap_mb))
+        _living.add(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """``module(*args, **kwargs)``; buffers are those of the first rank before, where they may have parted since."""
+        # A forward that backward runs again (checkpointing) finds the buffers as they are.
+        if self._sync_buffers_next and self.broadcast_buffers and graph_task() is None:
+            with torch.no_grad():
+                broadcast(self.module.buffers(), self.process_group)
+        output = self.module(*args, **kwargs)
+        reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if torch.is_grad_enabled():
+            self._buckets.after_forward(output, reduces=reduces)
+        self._sync_buffers_next = reduces
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around forward and backward: gradients add up on each rank, and the next backward outside averages them."""
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not _group(None):
+            raise InstepError(
+                "a Replicated with a process_group of its own can be neither copied nor pickled: the group exists in "
+                "its processes only. Copy .module, and replicate the copy"
+            )
+        state: dict[str, Any] = super().__getstate__()
+        del state["_buckets"], state["process_group"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has buckets of its own, in the default group. Nothing is broadcast: all ranks have made one."""
+        super().__setstate__(state)
+        self._connect(_group(None))
+
+
+class ReplicatedSource:
+    """The buckets of a ``Replicated``, stepped while backward runs and later ones are on their way.
+
+    Args:
+        reduce_dtype: what the mean is computed and sent in; ``None``: as the gradients are.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        parameters: Sequence[AttachedParameter],
+        replicated: Replicated,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.reduce_dtype = reduce_dtype
+        self._sink = sink
+        self._replicated = weakref.ref(replicated)
+        self._by_id = {id(attached.get()): attached for attached in parameters}
+        self._waiting: list[AttachedParameter] = []
+        self._delivered = False  # whether anything was, in the running backward
+        self._writes = True  # whether buckets may be stepped: not after an error, nor in a second backward of a step
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        replicated = self._replicated()
+        found = () if replicated is None else replicated._buckets.buckets
+        mine = ([self._by_id[id(p)].spec for p in members if id(p) in self._by_id] for members in found)
+        return tuple(Bucket("replicated", tuple(specs)) for specs in mine if specs)
+
+    def connect(self) -> None:
+        replicated = self._replicated()
+        assert replicated is not None
+        if replicated._buckets.receiver is not None:
+            raise AttachError(
+                "this Replicated is already attached. Give all its optimizers to one call: "
+                "attach(model, [first, second])"
+            )
+        replicated._buckets.receiver = self
+
+    def disconnect(self) -> None:
+        replicated = self._replicated()
+        if replicated is not None and replicated._buckets.receiver is self:
+            replicated._buckets.receiver = None
+
+    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
+        replicated = self._replicated()
+        mine = set() if replicated is None else {id(p) for p in replicated.parameters()}
+        self._by_id.update((id(a.get()), a) for a in parameters if id(a.get()) in mine)
+        return [a for a in parameters if id(a.get()) not in mine]
+
+    def refresh(self) -> None:
+        """The replicated model does so itself, in every forward."""
+
+    def before_backward(self) -> None:
+        """What was reduced before is reduced again with what is added to it, as by DDP without bucket views."""
+
+    def begin_step(self) -> None:
+        self._writes = True
+
+    # What the buckets call, in backward.
+
+    def launched(self, parameters: Sequence[torch.Tensor], future: torch.futures.Future[Any]) -> None:
+        record_arrival(self._sink, [self._by_id[id(p)] for p in parameters if id(p) in self._by_id], future)
+
+    def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._delivered = True
+        mine = [self._by_id[id(p)] for p in parameters if id(p) in self._by_id]
+        if self._sink.waits_for_all:
+            self._waiting += mine
+        elif mine:
+            self._step(mine)
+            _keep_alone([p for p in parameters if id(p) not in self._by_id or not self._is_applied(p)], parameters)
+
+    def _step(self, mine: Sequence[AttachedParameter]) -> None:
+        # An error is raised where backward ends: the other ranks still need this one's part of the later buckets.
+        try:
+            if self._sink.arrive(mine) and self._writes:
+                self._writes = self._sink.apply(mine)
+                self._sink.spend(a for a in mine if self._sink.is_applied(a))
+        except BaseException as error:
+            self._writes = False
+            self._sink.fail(error)
+
+    def _is_applied(self, parameter: torch.Tensor) -> bool:
+        return self._sink.is_applied(self._by_id[id(parameter)])
+
+    def ended(self) -> None:
+        self._delivered = False
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._step_all(waiting)
+        # A later backward of this step has been computed with new weights already: if it comes to parameters that were
+        # stepped, that raises; the others are left to optimizer.step().
+        self._writes = False
+        self._sink.streams.join()
+        # Asked for here, it runs after a DDP instance in the same backward is done: an error before that would leave
+        # the instance unusable.
+        at_end_of_backward(self._sink.raise_failure, self._sink.backward_raised)
+
+    def _step_all(self, mine: Sequence[AttachedParameter]) -> None:
+        try:
+            if self._sink.arrive(mine):
+                self._sink.know_total()
+                self._sink.apply(mine)
+                self._sink.spend(a for a in mine if self._sink.is_applied(a))
+        except BaseException as error:
+            self._sink.fail(error)
+
+    def failed(self, error: BaseException) -> None:
+        self._delivered = False
+        self._waiting.clear()
+        self._sink.fail(error)
+        self._sink.backward_raised()  # which raises it
+
+    def raised(self) -> None:
+        self._waiting.clear()
+        if self._delivered:  # else it was refused before it began, and what an earlier one has stepped is whole
+            self._delivered = False
+            self._sink.backward_raised()
+
+
+def living() -> list[Replicated]:
+    """All there are. A module that is inside of one has no sign of it."""
+    return list(_living)
+
+
+def _keep_alone(left: Sequence[torch.Tensor], delivered: Sequence[torch.Tensor]) -> None:
+    """Gradients that stay, of a bucket most of which may have been freed, must not keep all of it."""
+    if left and len(left) < len(delivered):
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in left:
+                if parameter.grad is not None and parameter.grad._is_view():
+                    parameter.grad = parameter.grad.clone()
+
+
+def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise AttachError(
+            "replicate needs a process group: call torch.distributed.init_process_group on every rank first, or start "
+            "the script with torchrun"
+        )
+    group = process_group or dist.group.WORLD
+    assert group is not None
+    if dist.get_rank(group) < 0:
+        raise AttachError("replicate: this rank is not in process_group. Call it on the ranks of the group only")
+    return group
+
+
+def _refuse(module: nn.Module, bucket_cap_mb: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise AttachError(f"replicate takes a torch.nn.Module, not {type(module).__name__}")
+    is_number = isinstance(bucket_cap_mb, (int, float)) and not isinstance(bucket_cap_mb, bool)
+    if bucket_cap_mb is not None and not (is_number and bucket_cap_mb > 0):
+        raise AttachError(f"replicate: bucket_cap_mb must be a positive number of MiB or None, not {bucket_cap_mb!r}")
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not used
+    wrappers = (DistributedDataParallel, Replicated, *(() if fsdp is None else (fsdp.FullyShardedDataParallel,)))
+    for name, inside in module.named_modules():
+        if isinstance(inside, wrappers):
+            raise AttachError(
+                f"replicate: {name or 'the model'!r} is a {type(inside).__name__}, which reduces gradients itself. "
+                "Give replicate the plain module"
+            )
+    parameters = dict(module.named_parameters())
+    if not any(p.requires_grad for p in parameters.values()):
+        raise AttachError(
+            f"replicate: {type(module).__name__} has no parameter that requires a gradient, so there is nothing to "
+            "average. Use the module as it is, or set requires_grad before"
+        )
+    tensors = sys.modules.get("torch.distributed.tensor")
+    replicated = {id(p) for wrapper in _living for p in wrapper.parameters()}
+    for name, parameter in parameters.items():
+        if is_lazy(parameter):
+            raise AttachError(f"replicate: parameter {name!r} has no shape yet (lazy module). Run one forward first")
+        if tensors is not None and isinstance(parameter, tensors.DTensor):
+            raise AttachError(
+                f"replicate: parameter {name!r} is a DTensor, and is reduced by what made it one (fully_shard, tensor "
+                "parallel). Give replicate a module of plain parameters"
+            )
+        if id(parameter) in replicated:
+            raise AttachError(
+                f"replicate: parameter {name!r} is replicated already, and would be averaged twice. Use what the "
+                "earlier call returned, or drop it first"
+            )
+        if getattr(parameter, "_in_backward_optimizers", None):
+            raise AttachError(
+                f"replicate: parameter {name!r} has optimizers of its own (apply_optimizer_in_backward), which would "
+                "step from this rank's gradient alone. Replicate a model without them, and attach"
+            )
+    devices = {parameter.device: name for name, parameter in parameters.items()}
+    if len(devices) > 1:
+        found = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise AttachError(
+            f"replicate takes a model on one device, and this one has {found}. Use DistributedDataParallel"
+        )

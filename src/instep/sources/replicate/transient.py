@@ -1,0 +1,420 @@
+"""Gradients averaged over ranks in buckets that exist only while they are on their way.
+
+A bucket is made when its last gradient has arrived and the one before it was sent, and at most two are on their way:
+before a third is sent, the oldest is waited for and handed over. All ranks send the same buckets in the same order,
+whatever the order in which their own gradients arrive.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from instep._autograd.engine import at_end_of_backward, runs
+from instep._autograd.hooks import UntracedHook
+from instep._autograd.outputs import nodes_of
+from instep._autograd.placeholders import Placeholder
+from instep._life.weak import weakly
+from instep._ranks.agreement import broadcast
+from instep._step.streams import Makers
+from instep.comm_hooks import mean_allreduce
+from instep.errors import AccumulationError, InstepError
+from instep.sources.ddp.reductions import slices_of
+from instep.sources.replicate.layout import BucketSizes, Layout, as_they_arrived, before_any_backward
+
+IN_FLIGHT = 2
+
+
+class Receiver(Protocol):
+    """Whom averaged gradients are handed to. None of these may raise but ``ended``.
+
+    Attributes:
+        reduce_dtype: what the mean is computed and sent in; ``None``: as the gradients are.
+    """
+
+    reduce_dtype: torch.dtype | None
+
+    def launched(self, parameters: Sequence[torch.Tensor], future: torch.futures.Future[Any]) -> None:
+        """The gradients of ``parameters``, which share a bucket, are on their way."""
+
+    def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
+        """``.grad`` of ``parameters``, which share a bucket, is the mean of all ranks, and final."""
+
+    def ended(self) -> None:
+        """All that was delivered in this backward was all there is."""
+
+    def failed(self, error: BaseException) -> None:
+        """No more is delivered: a communication failed. ``backward()`` raises ``error``."""
+
+    def raised(self) -> None:
+        """No more is delivered: backward raises, for whatever reason."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A bucket on its way.
+
+    Attributes:
+        members: the numbers of its parameters.
+        unused: of those, the ones that this rank has no new gradient for.
+    """
+
+    members: tuple[int, ...]
+    unused: frozenset[int]
+    future: torch.futures.Future[Any]
+    sparse: bool
+    work: dist.Work | None = None  # NCCL's keeps the bucket until it has been waited for itself, not its future alone
+
+
+class _Backward:
+    """What has arrived, was sent and waits to be handed over, in one backward."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.bucket_of = {number: place for place, members in enumerate(layout.buckets) for number in members}
+        self.arrived: dict[int, None] = {}
+        self.missing = [len(members) for members in layout.buckets]
+        self.sent = 0
+        self.flying: deque[_Flight] = deque()
+        # Buckets with parameters that this rank has not used: whether another one has is only known at the end.
+        self.held: list[_Flight] = []
+        self.unused: set[int] = set()
+        self.who_used_what: torch.futures.Future[Any] | None = None
+
+    def count(self, number: int) -> None:
+        self.arrived[number] = None
+        self.missing[self.bucket_of[number]] -= 1
+
+    @property
+    def next_is_full(self) -> bool:
+        return self.sent < len(self.missing) and self.missing[self.sent] == 0
+
+
+class TransientBuckets:
+    """The gradients of ``parameters``, averaged over the ranks of ``group`` while backward runs.
+
+    Args:
+        parameters: by name, in the model's order; those that are frozen are left out while they are.
+        sparse: the numbers of those whose gradients are sparse.
+
+    Attributes:
+        receiver: told of what arrives; ``None``: it stays in ``.grad``.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        sparse: frozenset[int],
+        group: dist.ProcessGroup,
+        sizes: BucketSizes,
+    ) -> None:
+        self.receiver: Receiver | None = None
+        self.group = group
+        self._names = [name for name, _ in parameters]
+        self._parameters = [parameter for _, parameter in parameters]
+        self._sparse = sparse
+        self._sizes = sizes
+        self._handles: dict[int, RemovableHandle] = {}
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._trainable: tuple[int, ...] = ()
+        self._reduces = False
+        self._backward: _Backward | None = None
+        self._makers = Makers()
+        # With a gradient of this rank's own in .grad, from a backward in no_sync too.
+        self._fresh: set[int] = set()
+        self.refresh()
+        # The buckets own no parameter's life: without a replicated model around it, the model is a plain one.
+        weakref.finalize(self, _remove, self._handles).atexit = False
+
+    @property
+    def buckets(self) -> Iterator[list[nn.Parameter]]:
+        """The parameters of each bucket, as they are now."""
+        return ([self._parameters[number] for number in members] for members in self._layout.buckets)
+
+    def refresh(self) -> None:
+        """Take in parameters that were frozen or thawed: on all ranks alike."""
+        trainable = tuple(number for number, p in enumerate(self._parameters) if p.requires_grad)
+        if trainable == self._trainable:
+            return
+        for number in trainable:
+            if number not in self._handles:
+                hook = UntracedHook(weakly(self._accumulated, number))
+                self._handles[number] = self._parameters[number].register_post_accumulate_grad_hook(hook)
+        self._trainable = trainable
+        if trainable not in self._layouts:
+            self._layout = before_any_backward(self._parameters, trainable, self._sparse, self._sizes)
+
+    @property
+    def _layout(self) -> Layout:
+        return self._layouts[self._trainable]
+
+    @_layout.setter
+    def _layout(self, layout: Layout) -> None:
+        self._layouts[self._trainable] = layout
+
+    # What is called after a forward that will have a backward.
+
+    def after_forward(self, output: object, *, reduces: bool) -> None:
+        """``reduces``: whether the backward from ``output`` does. In ``no_sync`` gradients only add up."""
+        self._reduces = reduces
+        self.refresh()
+        if reduces:
+            for node in nodes_of(output):
+                # Not with the node itself, which would refer to itself for good.
+                node.register_prehook(UntracedHook(partial(self._reached, _before(node))))
+
+    # What autograd calls.
+
+    def _reached(self, inputs: Sequence[Node], gradients: object) -> None:
+        """Backward comes to an output. Without this, a rank whose backward uses none of the parameters would leave the
+        others waiting."""
+        if self._backward is None and self._reduces and self._gives_gradients(inputs):
+            self._begin()
+
+    def _gives_gradients(self, inputs: Sequence[Node]) -> bool:
+        """Not in ``autograd.grad``, nor in ``backward(inputs=…)`` of other tensors. Some ranks may run these alone."""
+        mine = [self._parameters[number] for number in self._trainable]
+        with torch._C.DisableTorchFunctionSubclass():  # no value is used, and nobody who watches need be told
+            return any(runs(get_gradient_edge(p).node) for p in mine) or not _lead_to(inputs, mine)
+
+    def _begin(self) -> None:
+        backward = self._backward = _Backward(self._layout)
+        at_end_of_backward(partial(self._end, backward), partial(self._raised, backward))
+
+    def _accumulated(self, number: int, parameter: torch.Tensor) -> None:
+        if not parameter.requires_grad:
+            return  # frozen since the forward: it got nothing
+        self._makers.saw(parameter.device)
+        self._fresh.add(number)
+        if not self._reduces:
+            return
+        if self._backward is None:
+            self._begin()  # the parameter is used outside of the model's forward as well
+        backward = self._backward
+        assert backward is not None
+        place = backward.bucket_of.get(number)
+        if place is None:
+            raise InstepError(
+                f"{self._names[number]!r} got a gradient, and was frozen when the last forward ended: it is in no "
+                "bucket. Freeze and thaw parameters before the forward"
+            )
+        if place < backward.sent:
+            raise AccumulationError(
+                f"a second gradient for {self._names[number]!r} arrived in one backward, when the first was on its way "
+                "to the other ranks. A parameter that reentrant checkpointing visits twice needs use_reentrant=False"
+            )
+        if number in backward.arrived:
+            return
+        backward.count(number)
+        try:
+            while backward.next_is_full:
+                self._send(backward)
+        except BaseException as error:
+            self._fail(backward, error)
+            raise
+
+    def _end(self, backward: _Backward) -> None:
+        if self._backward is not backward:
+            return
+        try:
+            while backward.sent < len(backward.layout.buckets):
+                self._send(backward)
+            backward.who_used_what = self._ask_who_used_what(backward)
+            while backward.flying:
+                self._deliver(backward, backward.flying.popleft())
+            self._hand_over_held(backward, backward.who_used_what)
+            if not backward.layout.agreed:
+                self._agree_on_order(backward)
+        except BaseException as error:
+            self._fail(backward, error)
+            raise
+        self._backward = None
+        if self.receiver is not None:
+            self.receiver.ended()
+
+    def _raised(self, backward: _Backward) -> None:
+        # What is on its way is not waited for: another rank that raised too may never send its part.
+        if self._backward is backward:
+            self._backward = None
+        if self.receiver is not None:
+            self.receiver.raised()
+
+    def _fail(self, backward: _Backward, error: BaseException) -> None:
+        self._backward = None
+        if isinstance(error, Exception):  # not Ctrl-C: what is on its way may be what hangs
+            for future in (*(flight.future for flight in backward.flying), backward.who_used_what):
+                with suppress(Exception):
+                    if future is not None:
+                        future.wait()
+        if self.receiver is not None:
+            self.receiver.failed(error)
+
+    # Buckets.
+
+    def _send(self, backward: _Backward) -> None:
+        """The next bucket; zeros for what this rank has not used."""
+        while len(backward.flying) >= IN_FLIGHT:
+            self._deliver(backward, backward.flying.popleft())
+        members = backward.layout.buckets[backward.sent]
+        unused = frozenset(i for i in members if i not in self._fresh or _gradient(self._parameters[i]) is None)
+        sparse = members[0] in self._sparse
+        self._makers.gather(self._parameters[members[0]].device)
+        with torch.no_grad():
+            work = None if sparse else self._reduce(members, unused)
+            future = self._reduce_sparse(members[0], unused) if work is None else _future_of(work)
+        backward.flying.append(_Flight(members, unused, future, sparse, work))
+        backward.unused |= unused
+        if self.receiver is not None:
+            self.receiver.launched([self._parameters[number] for number in members], future)
+        backward.sent += 1
+
+    def _reduce(self, members: Sequence[int], unused: frozenset[int]) -> dist.Work | None:
+        """Multiplied by 1/W before the sum, as DDP's reducer does (``mark_variable_ready_dense``)."""
+        parameters = [self._parameters[number] for number in members]
+        factor = 1.0 / dist.get_world_size(self.group)
+        own = parameters[0].dtype.to_real()
+        dtype = self._reduce_dtype or own
+        size = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
+        flat = torch.empty(size, dtype=own, device=parameters[0].device)
+        for number, parameter, part in zip(members, parameters, slices_of(flat, parameters), strict=True):
+            gradient = _gradient(parameter)
+            if gradient is None:
+                part.zero_()
+            elif gradient.is_sparse:
+                raise InstepError(
+                    f"the gradient of {self._names[number]!r} is sparse, and it is not the weight of an Embedding or "
+                    "EmbeddingBag with sparse=True: replicate cannot tell in time. Make it dense"
+                )
+            elif dtype == own:
+                torch.mul(gradient, factor, out=part)
+            else:
+                part.copy_(gradient)
+            if number not in unused:
+                parameter.grad = None
+        if dtype != own:
+            flat = flat.to(dtype).mul_(factor)
+        work: dist.Work | None = dist.all_reduce(flat, group=self.group, async_op=True)
+        return work
+
+    def _reduce_sparse(self, number: int, unused: frozenset[int]) -> torch.futures.Future[Any]:
+        parameter = self._parameters[number]
+        gradient = _gradient(parameter)
+        if gradient is None:
+            rows, *rest = parameter.shape
+            nothing = torch.empty(1, 0, dtype=torch.int64), parameter.new_empty(0, *rest)
+            gradient = torch.sparse_coo_tensor(*nothing, (rows, *rest), device=parameter.device)
+        elif not gradient.is_sparse:
+            raise InstepError(
+                f"the gradient of {self._names[number]!r} is dense, though it is the weight of an embedding with "
+                "sparse=True: something else uses it too. Build the embedding with sparse=False"
+            )
+        elif number in unused:
+            gradient = gradient.clone()
+        else:
+            parameter.grad = None
+        gradient = gradient.to(self._reduce_dtype or gradient.dtype)
+        return mean_allreduce(gradient, self.group, dist.get_world_size(self.group))
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype | None:
+        return None if self.receiver is None else self.receiver.reduce_dtype
+
+    def _deliver(self, backward: _Backward, flight: _Flight) -> None:
+        flight.future.wait()
+        if flight.work is not None:
+            flight.work.wait()
+            flight.work = None
+        if flight.unused:
+            backward.held.append(flight)
+        else:
+            self._hand_over(flight, flight.members)
+
+    def _hand_over_held(self, backward: _Backward, used: torch.futures.Future[Any]) -> None:
+        used.wait()
+        if backward.held:
+            somewhere = used.value()[0].tolist()
+            for flight in backward.held:
+                self._hand_over(flight, [number for number in flight.members if somewhere[number]])
+
+    def _hand_over(self, flight: _Flight, used: Sequence[int]) -> None:
+        """The mean is put into ``.grad`` of the parameters that any rank has used; of the others it stays as it was."""
+        self._put(flight, used)
+        # Nobody but .grad holds the bucket from now on, so that it is freed with the last of its gradients.
+        flight.future = torch.futures.Future()
+        self._fresh.difference_update(used)
+        if self.receiver is not None and used:
+            self.receiver.delivered([self._parameters[number] for number in used])
+
+    def _put(self, flight: _Flight, used: Sequence[int]) -> None:
+        parameters = [self._parameters[number] for number in flight.members]
+        result = flight.future.value()
+        if flight.sparse:
+            means = [result.to(parameters[0].dtype)]
+        else:
+            means = slices_of(result[0].to(parameters[0].dtype.to_real()), parameters)
+        these = set(used)
+        for number, parameter, mean in zip(flight.members, parameters, means, strict=True):
+            if number in these:
+                parameter.grad = mean
+
+    def _ask_who_used_what(self, backward: _Backward) -> torch.futures.Future[Any]:
+        """By number, how many ranks have a new gradient. Read only by those that lack one themselves."""
+        count = len(self._parameters)
+        device = self._parameters[0].device
+        used = torch.ones(count, dtype=torch.int32, device=device)
+        if backward.unused:
+            used[sorted(backward.unused)] = 0
+        return _future_of(dist.all_reduce(used, group=self.group, async_op=True))
+
+    def _agree_on_order(self, backward: _Backward) -> None:
+        """After the first backward: the first rank's order is that of all. What it did not use comes last, so that no
+        other bucket has to wait for it."""
+        members = sorted(backward.bucket_of)
+        rest = (number for number in reversed(members) if number not in backward.arrived)
+        order = torch.tensor([*backward.arrived, *rest], device=self._parameters[0].device)
+        broadcast([order], self.group)
+        layout = as_they_arrived(self._parameters, order.tolist(), self._sparse, self._sizes)
+        self._layouts[tuple(members)] = layout
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    gradient = parameter.grad
+    return None if isinstance(gradient, Placeholder) else gradient
+
+
+def _future_of(work: dist.Work | None) -> torch.futures.Future[Any]:
+    assert work is not None, "this rank is in the group"
+    future: torch.futures.Future[Any] = work.get_future()
+    return future
+
+
+def _before(node: Node) -> list[Node]:
+    return [following for following, _ in node.next_functions if following is not None]
+
+
+def _lead_to(nodes: Sequence[Node], parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether the graph from ``nodes`` on comes to any of ``parameters``."""
+    looked_for = {id(parameter) for parameter in parameters}
+    found, seen = list(nodes), set(nodes)
+    while found:
+        node = found.pop()
+        if id(getattr(node, "variable", None)) in looked_for:
+            return True
+        new = set(_before(node)) - seen
+        seen |= new
+        found.extend(new)
+    return False
+
+
+def _remove(handles: dict[int, RemovableHandle]) -> None:
+    for handle in handles.values():
+        handle.remove()

@@ -1,0 +1,1 @@
+"""Optimizer state, and the step, divided among the ranks of DistributedDataParallel."""

@@ -1,0 +1,300 @@
+"""ZeRO-1 under DistributedDataParallel: each rank keeps the optimizer's state of its own part of the parameters.
+
+A bucket's gradients are reduced and scattered (each rank gets the mean of its part), the parts are stepped, and what
+is new is gathered from all ranks: the bytes of DDP's all-reduce, and 1/N of the step and of the state on each of N
+ranks (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, stage 1).
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from instep._autograd.hooks import BoundHook
+from instep._optim.parameters import AttachedParameter
+from instep._optim.plan import Bucket
+from instep._step.accumulation import Accumulation
+from instep.errors import AccumulationError, InstepError
+from instep.sources import Sink
+from instep.sources.ddp.hook_slot import before_backward, release, take
+from instep.sources.ddp.reductions import (
+    Reduction,
+    Reductions,
+    SomeBucket,
+    as_they_arrive,
+    bucket_parameters,
+    slices_of,
+)
+from instep.sources.zero.state_shards import Gathered, Part, Scattered, StateShards
+
+
+class ZeroSource:
+    """One DDP instance whose buckets are scattered in place of being reduced on all ranks.
+
+    With a sink that steps (``schedule="backward"``) parts are stepped where backward ends, in order of sending, and
+    sent back while others are stepped. With one that does not, ``.grad`` is left with their gradients, as ``DTensor``.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        parameters: Sequence[AttachedParameter],
+        ddp: DistributedDataParallel,
+        shards: StateShards,
+        accumulation: Accumulation,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._sink = sink
+        self._ddp = weakref.ref(ddp)
+        self._shards = shards
+        self._accumulation = accumulation
+        self._reduce_dtype = reduce_dtype
+        self._by_id = {id(attached.get()): attached for attached in parameters}
+        # Which parameters other ranks have used is known only where DDP's own end of backward has been.
+        self._late = not sink.frees_gradients or ddp.find_unused_parameters or ddp.static_graph
+        self._reductions = Reductions(self._step, self._settle, self._raised)
+        # DDP's own buckets are needed no more once they are sent, unless .grad is handed out and is no view of them.
+        self._in_place = ddp.gradient_as_bucket_view or not self._late
+        self._rooms: dict[int, torch.Tensor] = {}
+        self._under_way: list[Scattered] = []
+        self._gathers: list[tuple[torch.device, Gathered]] = []
+        self._buckets = {0: Bucket("ddp", tuple(attached.spec for attached in parameters))}
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return tuple(bucket for _, bucket in sorted(self._buckets.items()))
+
+    def connect(self) -> None:
+        ddp = self._ddp()
+        assert ddp is not None
+        take(ddp, self, None, None, divides=True)
+
+    def disconnect(self) -> None:
+        release(self._ddp(), self)
+
+    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
+        ours = [a for a in parameters if isinstance(a.part, Part)]
+        self._by_id.update((id(a.get()), a) for a in ours)
+        return [a for a in parameters if a not in ours]
+
+    def refresh(self) -> None:
+        """DDP fixes its parameters when it is constructed."""
+
+    def begin_step(self) -> None:
+        """Nothing is counted from step to step."""
+
+    def before_backward(self) -> None:
+        """A backward begins: no gradient has changed yet."""
+        for attached in self._by_id.values():
+            if isinstance(attached.get().grad, DTensor):
+                raise AccumulationError(
+                    f"the gradient of {attached.spec.name!r} has been reduced and scattered already "
+                    "(shard_state=True), so that no other can be added to it. Wrap all but the last micro-batch in "
+                    "`with overlap.accumulate():` or no_sync(), and call zero_grad() after optimizer.step()"
+                )
+        before_backward(self._ddp())
+
+    def communicate(
+        self, bucket: SomeBucket, group: dist.ProcessGroup, divisor: int
+    ) -> torch.futures.Future[torch.Tensor] | None:
+        if self._accumulation.is_held:
+            return None  # the forward was outside of accumulate(), so DDP takes its mean, and more is added to that
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            raise InstepError("shard_state=True does not take sparse gradients: use sparse=False, or no shard_state")
+        members = bucket.parameters()
+        parts = [self._part(p) for p in members]
+        room = buffer if self._in_place else None
+        dtype = self._reduce_dtype or buffer.dtype
+        scattered = self._shards.scatter(slices_of(buffer, members), parts, divisor, dtype, room)
+        reduction = self._reductions.launched(bucket, scattered, Scattered.gradients)
+        if reduction is None:
+            raise InstepError("shard_state=True does not go with join(): ranks that have joined own rows, too")
+        if reduction.index == 0:
+            self._buckets, self._rooms, self._under_way = {}, {}, []
+        self._buckets[reduction.index] = Bucket("ddp", tuple(self._by_id[id(p)].spec for p in members))
+        if room is not None:
+            self._rooms[reduction.index] = room
+        self._under_way = [one for one in [*self._under_way, scattered] if not one.let_go()]
+        # What DDP copies into .grad is replaced where it has.
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(buffer)
+        return future
+
+    def launched(self, bucket: SomeBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+        """``communicate`` has seen to it."""
+
+    def _part(self, parameter: torch.Tensor) -> Part:
+        part = self._by_id[id(parameter)].part
+        assert isinstance(part, Part)
+        return part
+
+    def _raised(self, reductions: Sequence[Reduction]) -> None:
+        self._sink.backward_raised()
+
+    def _step(self, reductions: Sequence[Reduction]) -> None:
+        if self._late:
+            return
+        try:
+            if self._sink.arrive(self._members(reductions)):
+                together = [[one] for one in reductions] if self._sink.by_bucket else as_they_arrive(reductions)
+                for arrived in together:
+                    as_left = [p.grad for one in arrived for p in one.parameters]
+                    self._sink.apply(self._members(arrived), partial(self._fetch, arrived))
+                    for p, gradient in zip((p for one in arrived for p in one.parameters), as_left, strict=True):
+                        p.grad = gradient
+                    self._send(arrived)
+        except BaseException as error:
+            self._sink.fail(error)
+        self._receive(wait=True)  # before DDP's own end of backward goes through its buckets
+        self._sink.streams.join()
+
+    def _settle(self, reductions: Sequence[Reduction]) -> None:
+        if self._late:
+            self._step_late(reductions)
+        self._sink.spend(a for a in self._members(reductions) if self._sink.is_applied(a))
+        self._sink.streams.join()
+        self._rooms, self._under_way = {}, []
+        self._sink.raise_failure()
+
+    def _step_late(self, reductions: Sequence[Reduction]) -> None:
+        try:
+            for reduction in reductions:
+                self._fetch([reduction])
+            members = [a for a in self._members(reductions) if a.get().grad is not None]
+            if self._sink.arrive(members):
+                self._sink.apply(members)
+            if self._sink.frees_gradients:
+                self._send(reductions)
+        except BaseException as error:
+            self._sink.fail(error)
+        self._receive(wait=True)
+
+    def _send(self, reductions: Sequence[Reduction]) -> None:
+        """Also parts that this rank could not step: the others wait for them."""
+        for reduction in reductions:
+            members = [self._by_id[id(p)] for p in reduction.members]
+            with self._sink.streams.on(members[0].spec.device):
+                gathered = self._shards.gather(members, self._rooms.get(reduction.index))
+            self._gathers.append((members[0].spec.device, gathered))
+            self._receive(wait=False)
+
+    def _receive(self, *, wait: bool) -> None:
+        """Write what has arrived into the parameters, in the order of sending."""
+        while self._gathers and (wait or self._gathers[0][1].done()):
+            device, gathered = self._gathers.pop(0)
+            try:
+                with self._sink.streams.on(device):
+                    gathered()
+            except BaseException as error:
+                self._sink.fail(error)
+
+    def _fetch(self, reductions: Sequence[Reduction]) -> None:
+        for reduction in reductions:
+            for parameter, gradient in zip(reduction.members, reduction.all_gradients(), strict=True):
+                if parameter.grad is not None:
+                    parameter.grad = gradient
+
+    def _members(self, reductions: Sequence[Reduction]) -> list[AttachedParameter]:
+        return [self._by_id[id(p)] for reduction in reductions for p in reduction.members]
+
+
+class Zero:
+    """One attachment's share in this.
+
+    Attributes:
+        reduced: by ``id``: the parameters that are in DDP's buckets. Others are stepped whole, as ever.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.shards = StateShards(ddp)
+        self._ddp = weakref.ref(ddp)
+        self.reduced = bucket_parameters(ddp)
+        self._connected: list[tuple[weakref.ref[Optimizer], Callable[[], Iterable[AttachedParameter]]]] = []
+
+    def source(
+        self,
+        sink: Sink,
+        parameters: Sequence[AttachedParameter],
+        ddp: DistributedDataParallel,
+        accumulation: Accumulation,
+        reduce_dtype: torch.dtype | None,
+    ) -> ZeroSource:
+        """What sends the gradients of ``ddp``, and has the parts stepped."""
+        return ZeroSource(sink, parameters, ddp, self.shards, accumulation, reduce_dtype)
+
+    def connect(
+        self, optimizer: Optimizer, parameters: Callable[[], Iterable[AttachedParameter]]
+    ) -> list[RemovableHandle]:
+        """Keep the state of this rank's parts alone; what is saved and loaded is all of it."""
+        _shard(optimizer, parameters())
+        self._connected.append((weakref.ref(optimizer), parameters))
+        saved = BoundHook(lambda optimizer, state_dict: _whole_state_dict(optimizer, state_dict, parameters()))
+        loaded = BoundHook(lambda optimizer: _shard(optimizer, parameters()))
+        return [
+            optimizer.register_state_dict_post_hook(saved),
+            optimizer.register_load_state_dict_post_hook(loaded),
+        ]
+
+    def require_reduced(self, parameters: Iterable[AttachedParameter]) -> None:
+        """Before ``optimizer.step()``: raise ``AccumulationError`` if these gradients are this rank's own. Each rank
+        would step its rows with gradients that the plain loop applies on that rank alone."""
+        ddp = self._ddp()
+        if ddp is None or ddp.require_forward_param_sync:
+            return  # the last forward prepared DDP to reduce
+        for attached in parameters:
+            gradient = attached.get().grad
+            if id(attached.peek()) in self.reduced and gradient is not None and not isinstance(gradient, DTensor):
+                with torch._C.DisableTorchFunctionSubclass():
+                    written = bool(gradient.any())  # DCP makes zeros, for the state that a step makes
+                if written:
+                    raise AccumulationError(
+                        f"optimizer.step() came after backwards in no_sync() or accumulate() only: the gradient of "
+                        f"{attached.spec.name!r} is this rank's own, and with shard_state=True each rank steps a part "
+                        "of every parameter for all ranks. Nothing was updated. Run the last micro-batch of each step "
+                        "outside of no_sync()"
+                    )
+
+    def close(self) -> None:
+        """Make the optimizers plain ones again. All ranks must call this."""
+        connected, self._connected = self._connected, []
+        for ref, parameters in connected:
+            if (optimizer := ref()) is not None:
+                _unshard(optimizer, parameters())
+
+
+def _whole_state_dict(
+    optimizer: Optimizer, state_dict: dict[str, Any], parameters: Iterable[AttachedParameter]
+) -> dict[str, Any]:
+    """The plain optimizer's ``state_dict()``. All ranks must call this."""
+    parts = {id(attached.get()): attached.part for attached in parameters}
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    state = dict(state_dict["state"])
+    for number, parameter in enumerate(ordered):
+        part = parts.get(id(parameter))
+        if number in state and isinstance(part, Part):
+            state[number] = part.give(state[number])
+    return {**state_dict, "state": state}
+
+
+def _shard(optimizer: Optimizer, parameters: Iterable[AttachedParameter]) -> None:
+    """Keep of the optimizer's state only what belongs to this rank's parts."""
+    for attached in parameters:
+        entry = optimizer.state.get(attached.get())
+        if entry is not None and isinstance(attached.part, Part):
+            attached.part.take(entry)
+
+
+def _unshard(optimizer: Optimizer, parameters: Iterable[AttachedParameter]) -> None:
+    """Keep all of the optimizer's state, as the plain optimizer does. All ranks must call this."""
+    for attached in parameters:
+        entry = optimizer.state.get(attached.get())
+        if entry is not None and isinstance(attached.part, Part):
+            entry.update(attached.part.give(entry))
