@@ -22,7 +22,8 @@ class Mutant(NamedTuple):
     """One defect.
 
     Attributes:
-        where: the qualified name of the class, method, function or assignment that ``old`` is in, whatever its file.
+        where: the qualified name of the class, method or function that ``old`` is in, whatever its file; of a statement
+            of a module, the name that it assigns or calls.
         old: stands there once.
         new: is put in its place.
         tests: the file or folder whose tests catch the defect.
@@ -87,12 +88,12 @@ def _named_in(node: ast.AST, prefix: str) -> Iterator[tuple[str, int, int]]:
             first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
             yield prefix + child.name, first, child.end_lineno or first
             yield from _named_in(child, f"{prefix}{child.name}.")
-            continue
-        if isinstance(child, ast.Assign) and isinstance(child.targets[0], ast.Name):
-            yield prefix + child.targets[0].id, child.lineno, child.end_lineno or child.lineno
+        elif not isinstance(node, ast.Module):
+            yield from _named_in(child, prefix)
+        elif isinstance(child, ast.Assign) and isinstance(child.targets[0], ast.Name):
+            yield child.targets[0].id, child.lineno, child.end_lineno or child.lineno
         elif isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):
-            yield prefix + ast.unparse(child.value.func), child.lineno, child.end_lineno or child.lineno
-        yield from _named_in(child, prefix)
+            yield ast.unparse(child.value.func), child.lineno, child.end_lineno or child.lineno
 
 
 def require_there(mutant: Mutant) -> None:

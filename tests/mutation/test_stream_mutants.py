@@ -22,7 +22,7 @@ def _mutant(name: str, where: str, old: str, new: str, tests: str, picks: str) -
 MUTANTS = [
     _mutant(
         "the side stream does not wait for gradients",
-        "StepStreams.on.side.stream.wait_stream",
+        "StepStreams.on",
         "            side.stream.wait_stream(stream)\n",
         "            pass\n",
         ONE_DEVICE,
@@ -38,7 +38,7 @@ MUTANTS = [
     ),
     _mutant(
         "gradients are let go without those that have made them",
-        "_Side.let_go.held[0].order",
+        "_Side.let_go",
         "            held[0].order(*self.makers)\n",
         "            held[0].order()\n",
         MAKERS,
@@ -46,7 +46,7 @@ MUTANTS = [
     ),
     _mutant(
         "forward: gradients are let go without those that have made them",
-        "StepStreams.wait.mark.order",
+        "StepStreams.wait",
         "*readers, *side.makers)",
         "*readers)",
         MAKERS,
@@ -54,7 +54,7 @@ MUTANTS = [
     ),
     _mutant(
         "a forward's stream is not seen",
-        "Attachment._after_forward.self._step.streams.see",
+        "Attachment._after_forward",
         "            self._step.streams.see(self._step.parameters[0].spec.device)\n",
         "            pass\n",
         MAKERS,
@@ -62,7 +62,7 @@ MUTANTS = [
     ),
     _mutant(
         "the streams of modules are not seen",
-        "Deferral.before_read.self.streams.makers.saw",
+        "Deferral.before_read",
         "                self.streams.makers.saw(parameters[0].spec.device)\n",
         "                pass\n",
         MAKERS,
@@ -70,7 +70,7 @@ MUTANTS = [
     ),
     _mutant(
         "the streams of gradients are not seen",
-        "Makers.saw.self._streams.setdefault(device, set()).add",
+        "Makers.saw",
         "            self._streams.setdefault(device, set()).add(torch.accelerator.current_stream(device))\n",
         "            pass\n",
         MAKERS,
@@ -78,7 +78,7 @@ MUTANTS = [
     ),
     _mutant(
         "norms are taken on the stream of a bucket's last gradient",
-        "Arrival.apply.self.streams.makers.gather",
+        "Arrival.apply",
         "                    self.streams.makers.gather(device)\n",
         "                    pass\n",
         MAKERS,
@@ -86,7 +86,7 @@ MUTANTS = [
     ),
     _mutant(
         "replicated: a bucket is filled on the stream of its last gradient",
-        "TransientBuckets._send.self._makers.gather",
+        "TransientBuckets._send",
         "        self._makers.gather(self._parameters[members[0]].device)\n",
         "",
         MAKERS,
@@ -94,7 +94,7 @@ MUTANTS = [
     ),
     _mutant(
         "pinned state is copied while the device writes it",
-        "_await_copies.torch.accelerator.current_stream().synchronize",
+        "_await_copies",
         "        torch.accelerator.current_stream().synchronize()\n",
         "        pass\n",
         GIVEN_BACK,
@@ -118,7 +118,7 @@ MUTANTS = [
     ),
     _mutant(
         "a read: the others do not wait",
-        "StepStreams.wait.mark.order",
+        "StepStreams.wait",
         "*readers, *side.makers)",
         "*readers)",
         ORDERS,
@@ -142,7 +142,7 @@ MUTANTS = [
     ),
     _mutant(
         "a read: the current stream does not wait",
-        "StepStreams.wait.mark.order",
+        "StepStreams.wait",
         "mark.order(torch.accelerator.current_stream(mark.device), *readers",
         "mark.order(*readers",
         ONE_DEVICE,
@@ -150,7 +150,7 @@ MUTANTS = [
     ),
     _mutant(
         "a read: the streams on which FSDP2 gathers do not wait",
-        "StepStreams.wait.readers",
+        "StepStreams.wait",
         "for stream in self.readers() if",
         "for stream in () if",
         "tests/accelerator/test_sources.py",
@@ -158,7 +158,7 @@ MUTANTS = [
     ),
     _mutant(
         "a later read does not follow an earlier one",
-        "StepStreams.follow.torch.accelerator.current_stream(device).wait_event",
+        "StepStreams.follow",
         "                torch.accelerator.current_stream(device).wait_event(side.ordered.event)\n",
         "                pass\n",
         ONE_DEVICE,
@@ -190,7 +190,7 @@ MUTANTS = [
     ),
     _mutant(
         "what is held is let go before it was waited for",
-        "_Side.let_go.held[0].order",
+        "_Side.let_go",
         "            held[0].order(*self.makers)\n",
         "            pass\n",
         ONE_DEVICE,
@@ -214,7 +214,7 @@ MUTANTS = [
     ),
     _mutant(
         "a stepped bucket is not held",
-        "Transaction.apply.self.streams.hold",
+        "Transaction.apply",
         "                self.streams.hold(gradients)  # as they were: some optimizers replace .grad\n",
         "                pass\n",
         ONE_DEVICE,
@@ -238,7 +238,7 @@ MUTANTS = [
     ),
     _mutant(
         "nobody waits before memory that an update has given back is given out",
-        "Transaction._as_applied.self.streams.let_go",
+        "Transaction._as_applied",
         "                self.streams.let_go(parameters[0].device)\n",
         "                pass\n",
         GIVEN_BACK,
@@ -246,7 +246,7 @@ MUTANTS = [
     ),
     _mutant(
         "forward: nobody waits before memory that an update has given back is given out",
-        "Deferral._on_side.self.streams.let_go",
+        "Deferral._on_side",
         "            self.streams.let_go(due.device)\n",
         "            pass\n",
         GIVEN_BACK,
@@ -278,7 +278,7 @@ MUTANTS = [
     ),
     _mutant(
         "nobody is told of a write that raced with the update",
-        "Deferral._wait.due.require_left_alone",
+        "Deferral._wait",
         "                    due.require_left_alone()\n",
         "                    pass\n",
         "tests/parity/test_readers.py",
@@ -294,7 +294,7 @@ MUTANTS = [
     ),
     _mutant(
         "a clip of one bucket is a write of another, which is under way",
-        "_Due._noticed_by_none.right",
+        "_Due._noticed_by_none",
         "for due in self.step.outstanding if",
         "for due in self.step.dues if",
         "tests/distributed/test_schedules.py",
@@ -334,7 +334,7 @@ MUTANTS = [
     ),
     _mutant(
         "the side stream stays the current one",
-        "_go_on.torch.accelerator.set_stream",
+        "_go_on",
         "    torch.accelerator.set_stream(stream)\n",
         "",
         ONE_DEVICE,
@@ -350,7 +350,7 @@ MUTANTS = [
     ),
     _mutant(
         "steps are on the loop's stream",
-        "StepStreams.on.torch.accelerator.set_stream",
+        "StepStreams.on",
         "            torch.accelerator.set_stream(side.stream)  # and",
         "            torch.accelerator.set_stream(current)  # and",
         ONE_DEVICE,
@@ -358,7 +358,7 @@ MUTANTS = [
     ),
     _mutant(
         "nobody waits for what a backward that raised has stepped",
-        "Transaction.backward_raised.self.streams.finish",
+        "Transaction.backward_raised",
         "            self.streams.finish()\n",
         "            pass\n",
         ONE_DEVICE,
@@ -366,7 +366,7 @@ MUTANTS = [
     ),
     _mutant(
         "what a backward that raised has stepped is let go before it is done",
-        "StepStreams.finish.side.stream.synchronize",
+        "StepStreams.finish",
         "            side.stream.synchronize()\n",
         "",
         ONE_DEVICE,
@@ -414,7 +414,7 @@ MUTANTS = [
     ),
     _mutant(
         "backward ends without a join",
-        "LocalSource._close.self._sink.streams.join",
+        "LocalSource._close",
         "        self._sink.streams.join()\n",
         "",
         ONE_DEVICE,
@@ -422,7 +422,7 @@ MUTANTS = [
     ),
     _mutant(
         "a forward does not follow an earlier one",
-        "Deferral.before_read.self.streams.follow",
+        "Deferral.before_read",
         "        self.streams.follow()  # what the loop's stream has waited for, this forward's may not have\n",
         "",
         ONE_DEVICE,
@@ -471,7 +471,7 @@ MUTANTS = [
     ),
     _mutant(
         "replicated: backward ends without a join",
-        "ReplicatedSource.ended.self._sink.streams.join",
+        "ReplicatedSource.ended",
         "        self._sink.streams.join()\n",
         "",
         "tests/distributed/test_replicated.py",
@@ -495,7 +495,7 @@ MUTANTS = [
     ),
     _mutant(
         "FSDP1's backward ends without a join",
-        "FSDP1Source._spend.self._sink.streams.join",
+        "FSDP1Source._spend",
         "        self._sink.streams.join()\n",
         "",
         "tests/accelerator/test_sources.py",
@@ -520,7 +520,7 @@ MUTANTS = [
     ),
     _mutant(
         "an upcast ends without a join",
-        "AllreduceUpcastHookState._end.self._streams.join",
+        "AllreduceUpcastHookState._end",
         "            self._streams.join()\n",
         "",
         "tests/functional/test_upcast.py",
@@ -528,7 +528,7 @@ MUTANTS = [
     ),
     _mutant(
         "DDP's low-precision copies are made before the step",
-        "_before_forward.ddp._mp_stream.wait_stream",
+        "_before_forward",
         "        ddp._mp_stream.wait_stream(torch.accelerator.current_stream(device))\n",
         "        pass\n",
         "tests/functional/test_upcast.py",
