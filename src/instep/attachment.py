@@ -44,13 +44,13 @@ from instep._optim.undo import Undo
 from instep._ranks.group_votes import GroupVotes, groups_of, in_join
 from instep._ranks.messages import broadcast_json
 from instep._ranks.resync import resync
-from instep._ranks.votes import Ranks
+from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation, Syncing
-from instep._step.arrival import Arrival
+from instep._step.backward_schedule import BackwardSchedule, Recorder
 from instep._step.checking import Check
-from instep._step.deferral import Deferral, Flight, Reader
-from instep._step.plain import PlainSteps
-from instep._step.transaction import Recorder, Transaction
+from instep._step.forward_schedule import ForwardSchedule, InFlightBucket, Reader
+from instep._step.measuring import MeasuringSink
+from instep._step.plain_schedule import PlainSchedule
 from instep._validation import (
     Names,
     compiled_in,
@@ -94,7 +94,7 @@ from instep.sources.fsdp.wrappers import (
     put_shards_in_place,
     sharded_groups,
 )
-from instep.sources.local import LocalSource, Uses
+from instep.sources.local import ForwardCounts, LocalSource
 from instep.sources.replicate.source import Replicated, ReplicatedSource
 
 if TYPE_CHECKING:
@@ -388,35 +388,35 @@ class Attachment:
         self._groups = sharded_groups(model)
         fsdp1 = fsdp1_in(model)
         self._in_fsdp1 = bool(fsdp1)
-        self._uses = Uses()
+        self._uses = ForwardCounts()
         self._after_errors = AfterErrors(model)
         syncs: list[Syncing] = [] if not self._groups else [FSDP1Sync(model) if fsdp1 else FSDP2Sync(model)]
         self._accumulation = Accumulation(options.accumulation_steps, _living(self._ddps, syncs))
         self._clipping = Clipping(options.clip)
-        self._ranks = Ranks(_rank)
+        self._ranks = StepVotes(_rank)
         separable = [] if options.disabled else optimizers
         in_backward = options.schedule == "backward"
         self._separability = [
             separability_of(optimizer, in_backward=in_backward, on_trial=bool(options.undo)) for optimizer in separable
         ]
         self._check = Check(options.check_steps) if options.check_steps and not options.disabled else None
-        self._step: Transaction | Deferral | PlainSteps
+        self._step: BackwardSchedule | ForwardSchedule | PlainSchedule
         sink: Sink | None
         if options.disabled:
-            self._step = PlainSteps(self._ranks, self._accumulation, self._clipping, options.nonfinite)
+            self._step = PlainSchedule(self._ranks, self._accumulation, self._clipping, options.nonfinite)
             sink = None
         elif options.schedule == "forward":
             contained = [s for s, found in zip(self._steppers, self._separability, strict=True) if found.contained]
             bucket_bytes = options.bucket_bytes or DEFAULT_BUCKET_BYTES
-            self._step = Deferral(
+            self._step = ForwardSchedule(
                 contained, self._ranks, self._accumulation, self._clipping, bucket_bytes, options.nonfinite, self._check
             )
-            self._arrival = Arrival(self._accumulation, self._clipping, self._begin_step)
+            self._arrival = MeasuringSink(self._accumulation, self._clipping, self._begin_step)
             sink = self._arrival if isinstance(options.clip, ClipNorm) else None
         else:
             undo = Undo(host=options.undo == "host") if options.undo else None
             scale = None if options.scaler is None else LossScale(options.scaler)
-            sink = self._step = Transaction(
+            sink = self._step = BackwardSchedule(
                 self._steppers,
                 self._ranks,
                 self._accumulation,
@@ -446,9 +446,9 @@ class Attachment:
         self._handles: list[RemovableHandle | BeforeFSDP1Gathers | Owners | PlainPickles] = []
         self._sources = [] if options.disabled else self._make_sources(wrapped, fsdp1, sink)
         crossing = [s for s in self._sources if isinstance(s, CrossingSource)]
-        if self._groups and not fsdp1 and isinstance(self._step, Deferral):
+        if self._groups and not fsdp1 and isinstance(self._step, ForwardSchedule):
             self._step.streams.readers = functools.partial(_reading_streams, self._model)
-        if crossing and isinstance(self._step, Deferral):
+        if crossing and isinstance(self._step, ForwardSchedule):
             self._step.flights = functools.partial(_flights, crossing)
             self._step.at_once = functools.partial(_waited, crossing)
 
@@ -459,7 +459,7 @@ class Attachment:
         """The buckets as they are now. They change after the first steps, when the order of gradients is known."""
         if self._last_plan is not None:
             return self._last_plan
-        if isinstance(self._step, Deferral):
+        if isinstance(self._step, ForwardSchedule):
             sent = [bucket for source in self._sources for bucket in source.buckets if self._options.cross_iteration]
             inside = {spec.index for bucket in sent for spec in bucket.parameters}
             others = (
@@ -507,7 +507,7 @@ class Attachment:
         if recorder is not None and not callable(recorder):
             raise InstepError(f"recorder must be a function of (kind, names, start, end) or None, not {recorder!r}")
         self._step.recorder = recorder
-        if isinstance(self._step, Deferral):
+        if isinstance(self._step, ForwardSchedule):
             self._arrival.recorder = recorder
 
     def record(self, steps: int = 5) -> "Recording":
@@ -554,7 +554,7 @@ class Attachment:
         if not isinstance(loss, torch.Tensor):
             raise InstepError(f"loss must be the tensor that backward() begins from, not {type(loss).__name__}")
         step = self._step
-        if not isinstance(step, Transaction) or self._clipping.mode != "two_pass" or self._accumulation.holds_next:
+        if not isinstance(step, BackwardSchedule) or self._clipping.mode != "two_pass" or self._accumulation.holds_next:
             loss.backward(gradient)
             return
         if step.state != "open":
@@ -625,7 +625,7 @@ class Attachment:
         ranks = dist.get_process_group_ranks(group)
         if rank not in ranks:
             raise InstepError(f"resync_from({rank!r}): the ranks that share this model are {ranks}")
-        step = broadcast_json(self._step.whole_step(), group, ranks.index(rank))
+        step = broadcast_json(self._step.last_complete_step(), group, ranks.index(rank))
         if step is None:
             raise InstepError(
                 f"resync_from({rank}): the last step was applied only in part on that rank. Name one where it was "
@@ -670,7 +670,7 @@ class Attachment:
 
     def state_parts(self) -> dict[int, Any]:
         """With ``shard_state``: by ``id`` of each parameter in DDP's buckets, this rank's part of it."""
-        return {id(a.get()): a.part for a in self._step.parameters if a.part is not None and a.part.alone}
+        return {id(a.get()): a.part for a in self._step.parameters if a.part is not None and a.part.state_is_sharded}
 
     def detach(self) -> None:
         """Give the model and the optimizer back as they came. Safe to call twice, and with a step open or torn. What
@@ -696,7 +696,7 @@ class Attachment:
         model = self._model()
         if model is not None and _attachments.get(model) is self:
             del _attachments[model]
-        if isinstance(self._step, Deferral):
+        if isinstance(self._step, ForwardSchedule):
             self._arrival.close()
         try:
             self._step.close()
@@ -848,7 +848,7 @@ class Attachment:
         """Model and optimizers are gone: whoever keeps this keeps nothing of them."""
         self._last_plan = self.plan
         self._sources.clear()
-        if isinstance(self._step, Deferral):
+        if isinstance(self._step, ForwardSchedule):
             self._step.flights, self._step.at_once = tuple, bool
 
     def _count(self, parameter: torch.Tensor) -> None:
@@ -884,7 +884,7 @@ class Attachment:
         step = self._step
         if torch.compiler.is_compiling() or self._in_forward or graph_task() is not None:
             return
-        assert isinstance(step, Transaction)
+        assert isinstance(step, BackwardSchedule)
         if any(map(step.is_applied, mine)):
             step.before_forward()
         if self._options.undo and torch.is_grad_enabled():
@@ -894,10 +894,10 @@ class Attachment:
         if torch.compiler.is_compiling() or graph_task() is not None:
             return
         self._in_forward = False
-        if isinstance(self._step, Deferral):
+        if isinstance(self._step, ForwardSchedule):
             # What this forward did not read: DDP's next backward writes the buckets that gradients may lie in.
             self._step.synchronize()
-        if not isinstance(self._step, PlainSteps) and torch.is_grad_enabled():
+        if not isinstance(self._step, PlainSchedule) and torch.is_grad_enabled():
             self._step.streams.see(self._step.parameters[0].spec.device)
         self._see_backward_from(output)
 
@@ -927,7 +927,7 @@ class Attachment:
 
     def _let_go(self) -> None:
         """Of a backward that raised."""
-        assert not isinstance(self._step, PlainSteps)
+        assert not isinstance(self._step, PlainSchedule)
         self._step.backwards.let_go()
 
     def _end_backward(self) -> None:
@@ -951,7 +951,7 @@ class Attachment:
             if not self._in_backward:
                 self._in_backward = True
                 after_all_of_backward(self._end_backward, self._backward_failed)
-        if not isinstance(self._step, PlainSteps):
+        if not isinstance(self._step, PlainSchedule):
             self._step.backwards.begin(self._step.parameters[0].spec.device)
         if self._step.begin_backward():
             if self._groups:
@@ -1027,7 +1027,7 @@ class Attachment:
         self._adopt()
         if self._zero is not None:
             self._zero.require_reduced(a for a in self._step.parameters if a.stepper is stepper)
-        if isinstance(self._step, Deferral):
+        if isinstance(self._step, ForwardSchedule):
             self._arrival.close()
         self._step.begin_flush(stepper)
 
@@ -1046,7 +1046,7 @@ class Attachment:
             if not self._in_fsdp1:
                 before = BoundHook(functools.partial(self._before_gather, number, mine))
                 self._handles.append(module.register_forward_pre_hook(before, prepend=True))
-            elif isinstance(self._step, Deferral):
+            elif isinstance(self._step, ForwardSchedule):
                 before_read = BoundHook(functools.partial(self._step.before_read, mine))
                 self._handles.append(BeforeFSDP1Gathers(module, before_read))
 
@@ -1055,7 +1055,7 @@ class Attachment:
             return
         if torch.is_grad_enabled():
             self._uses.ran(number)
-        if isinstance(self._step, Deferral):
+        if isinstance(self._step, ForwardSchedule):
             self._step.before_read(mine)
         elif self._step.state == "open" and any(map(self._step.is_applied, mine)):
             self._step.before_forward()
@@ -1063,9 +1063,9 @@ class Attachment:
     def _watch_readers(self, model: nn.Module, owners: Sequence[tuple[nn.Module, list[AttachedParameter]]]) -> None:
         """Hooks on the modules that hold attached parameters themselves."""
         step = self._step
-        if isinstance(step, PlainSteps):
+        if isinstance(step, PlainSchedule):
             return
-        if isinstance(step, Transaction):
+        if isinstance(step, BackwardSchedule):
             for owner, mine in owners:
                 if owner is not model:
                     hook = BoundHook(functools.partial(self._before_read, mine))
@@ -1187,8 +1187,8 @@ class Attachment:
             group = next((n for n, g in enumerate(self._groups) if id(parameter) in g.members), None)
             spec = ParameterSpec(index, name, parameter.shape, parameter.dtype, parameter.device, nbytes, group)
             spent = None
-            if isinstance(self._step, Transaction) and not self._options.steps_itself and not self._options.undo:
-                spent = SpentGradient(parameter, name, weakly(self._step.misuse, spec))
+            if isinstance(self._step, BackwardSchedule) and not self._options.steps_itself and not self._options.undo:
+                spent = SpentGradient(parameter, name, weakly(self._step.error_for_use, spec))
             # A sharded model puts other tensors in the parameters' places while it computes.
             held = () if self._in_fsdp1 or (group is not None and is_sharded(parameter)) else places
             stepper = owner[id(parameter)]
@@ -1226,15 +1226,15 @@ def _ddps_among(wrapped: Sequence[Wrapped]) -> list[DistributedDataParallel]:
     return [one for one in wrapped if isinstance(one, DistributedDataParallel)]
 
 
-def _parameters_of(step: "Transaction | Deferral | PlainSteps") -> Sequence[AttachedParameter]:
+def _parameters_of(step: "BackwardSchedule | ForwardSchedule | PlainSchedule") -> Sequence[AttachedParameter]:
     return step.parameters
 
 
-def _recorder_of(step: "weakref.ref[Transaction | Deferral | PlainSteps]") -> Recorder | None:
+def _recorder_of(step: "weakref.ref[BackwardSchedule | ForwardSchedule | PlainSchedule]") -> Recorder | None:
     return None if (found := step()) is None else found.recorder
 
 
-def _flights(sources: Sequence[CrossingSource]) -> list[Flight]:
+def _flights(sources: Sequence[CrossingSource]) -> list[InFlightBucket]:
     return [flight for source in sources for flight in source.flights]
 
 

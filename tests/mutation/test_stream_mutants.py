@@ -62,7 +62,7 @@ MUTANTS = [
     ),
     _mutant(
         "the streams of modules are not seen",
-        "Deferral.before_read",
+        "ForwardSchedule.before_read",
         "                self.streams.makers.saw(parameters[0].spec.device)\n",
         "                pass\n",
         MAKERS,
@@ -78,7 +78,7 @@ MUTANTS = [
     ),
     _mutant(
         "norms are taken on the stream of a bucket's last gradient",
-        "Arrival.apply",
+        "MeasuringSink.apply",
         "                    self.streams.makers.gather(device)\n",
         "                    pass\n",
         MAKERS,
@@ -214,7 +214,7 @@ MUTANTS = [
     ),
     _mutant(
         "a stepped bucket is not held",
-        "Transaction.apply",
+        "BackwardSchedule.apply",
         "                self.streams.hold(gradients)  # as they were: some optimizers replace .grad\n",
         "                pass\n",
         ONE_DEVICE,
@@ -222,7 +222,7 @@ MUTANTS = [
     ),
     _mutant(
         "gradients that were handed over go where the host has stepped them",
-        "_Due.apply",
+        "PendingBucket.apply",
         '        if self.device.type == "cpu":\n            self._memory, self.gradients',
         "        if True:\n            self._memory, self.gradients",
         ONE_DEVICE,
@@ -230,7 +230,7 @@ MUTANTS = [
     ),
     _mutant(
         "a mark is recorded before the update",
-        "Deferral._finished",
+        "ForwardSchedule._finished",
         "            due.finish()\n        due.look()\n        return self.streams.mark(due.device)\n",
         "            mark = self.streams.mark(due.device)\n            due.finish()\n        return mark\n",
         ONE_DEVICE,
@@ -238,7 +238,7 @@ MUTANTS = [
     ),
     _mutant(
         "nobody waits before memory that an update has given back is given out",
-        "Transaction._as_applied",
+        "BackwardSchedule._as_applied",
         "                self.streams.let_go(parameters[0].device)\n",
         "                pass\n",
         GIVEN_BACK,
@@ -246,7 +246,7 @@ MUTANTS = [
     ),
     _mutant(
         "forward: nobody waits before memory that an update has given back is given out",
-        "Deferral._on_side",
+        "ForwardSchedule._on_side",
         "            self.streams.let_go(due.device)\n",
         "            pass\n",
         GIVEN_BACK,
@@ -278,7 +278,7 @@ MUTANTS = [
     ),
     _mutant(
         "nobody is told of a write that raced with the update",
-        "Deferral._wait",
+        "ForwardSchedule._wait",
         "                    due.require_left_alone()\n",
         "                    pass\n",
         "tests/parity/test_readers.py",
@@ -286,7 +286,7 @@ MUTANTS = [
     ),
     _mutant(
         "a step that was written into while it was under way is a whole one",
-        "_Due.raced",
+        "PendingBucket.raced",
         "        self.step.applied = [name for name in self.step.applied if name not in self.names]\n",
         "",
         "tests/accelerator/test_limits.py",
@@ -294,7 +294,7 @@ MUTANTS = [
     ),
     _mutant(
         "a clip of one bucket is a write of another, which is under way",
-        "_Due._noticed_by_none",
+        "PendingBucket._noticed_by_none",
         "for due in self.step.outstanding if",
         "for due in self.step.dues if",
         "tests/distributed/test_schedules.py",
@@ -310,7 +310,7 @@ MUTANTS = [
     ),
     _mutant(
         "rollback() after Ctrl-C in it leaves out the waits",
-        "Transaction.rollback",
+        "BackwardSchedule.rollback",
         "        if self._undo.devices or self._putting_back is not None:\n",
         "        if self._undo.devices:\n",
         "tests/parity/test_found.py",
@@ -358,7 +358,7 @@ MUTANTS = [
     ),
     _mutant(
         "nobody waits for what a backward that raised has stepped",
-        "Transaction.backward_raised",
+        "BackwardSchedule.backward_raised",
         "            self.streams.finish()\n",
         "            pass\n",
         ONE_DEVICE,
@@ -390,7 +390,7 @@ MUTANTS = [
     ),
     _mutant(
         "values are put back on the loop's stream",
-        "Transaction._restore",
+        "BackwardSchedule._restore",
         "            with self.streams.on(device):\n                undo.restore(device)\n",
         "            undo.restore(device)\n",
         ONE_DEVICE,
@@ -398,7 +398,7 @@ MUTANTS = [
     ),
     _mutant(
         "nobody waits for what is put back",
-        "Transaction._restore",
+        "BackwardSchedule._restore",
         "                undo.restore(device)\n        self.streams.join_all()\n",
         "                undo.restore(device)\n",
         ORDERS,
@@ -406,7 +406,7 @@ MUTANTS = [
     ),
     _mutant(
         "synchronize() waits for nothing",
-        "Transaction.synchronize",
+        "BackwardSchedule.synchronize",
         "        self.streams.join_all()\n        self._hear(wait=True)\n",
         "        self._hear(wait=True)\n",
         ORDERS,
@@ -422,7 +422,7 @@ MUTANTS = [
     ),
     _mutant(
         "a forward does not follow an earlier one",
-        "Deferral.before_read",
+        "ForwardSchedule.before_read",
         "        self.streams.follow()  # what the loop's stream has waited for, this forward's may not have\n",
         "",
         ONE_DEVICE,
@@ -430,7 +430,7 @@ MUTANTS = [
     ),
     _mutant(
         "synchronize() does not follow an earlier forward",
-        "Deferral.synchronize",
+        "ForwardSchedule.synchronize",
         "        self._finish(self._dues())\n        self.streams.follow()\n",
         "        self._finish(self._dues())\n",
         ORDERS,
@@ -438,7 +438,7 @@ MUTANTS = [
     ),
     _mutant(
         "nobody waits for the steps of optimizers that are gone",
-        "Deferral.abandon",
+        "ForwardSchedule.abandon",
         "                self.streams.wait(due.mark)\n        if",
         "                pass\n        if",
         ORDERS,
@@ -455,7 +455,7 @@ MUTANTS = [
     ),
     _mutant(
         "forward: parts are sent on the loop's stream",
-        "Deferral._begin",
+        "ForwardSchedule._begin",
         "                with self._on_side(due):\n                    due.send(",
         "                if True:\n                    due.send(",
         ZERO,
@@ -463,7 +463,7 @@ MUTANTS = [
     ),
     _mutant(
         "forward: buckets are finished on the loop's stream",
-        "Deferral._finished",
+        "ForwardSchedule._finished",
         "        with self._on_side(due):\n            due.finish()\n",
         "        due.finish()\n",
         ONE_DEVICE,

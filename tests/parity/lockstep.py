@@ -37,7 +37,7 @@ def ways(*names: str, **failing: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("way", [pytest.param(way, marks=marks.get(way, ())) for way in names or WAYS])
 
 
-class Lane:
+class Contender:
     """One of the two loops."""
 
     def __init__(self, model: Any, optimizers: Any, options: Mapping[str, Any]) -> None:
@@ -89,10 +89,10 @@ class Refused:
 
 
 Build = Callable[[], tuple[nn.Module, Any]]
-Step = Callable[[Lane, int], Any]
+Step = Callable[[Contender, int], Any]
 
 
-def learn(lane: Lane, i: int) -> torch.Tensor:
+def learn(lane: Contender, i: int) -> torch.Tensor:
     """An iteration of the usual kind."""
     x, y = batch(i)
     return lane.learn(loss_of(lane.model(x), y))
@@ -104,9 +104,9 @@ def lockstep(
     step: Step = learn,
     steps: int = 5,
     refused: Mapping[str, Refused] | None = None,
-    parts: Callable[[Lane], list[tuple[nn.Module, Any]]] | None = None,
+    parts: Callable[[Contender], list[tuple[nn.Module, Any]]] | None = None,
     **options: Any,
-) -> Lane:
+) -> Contender:
     """Run ``step`` plain and attached and compare, bit for bit, after every iteration; also what ``step`` returns.
 
     Args:
@@ -118,7 +118,7 @@ def lockstep(
     lanes = []
     for _ in range(2):
         torch.manual_seed(0)
-        lanes.append(Lane(*build(), options))
+        lanes.append(Contender(*build(), options))
     plain, lane = lanes
     with late_updates() if way == "late" else nullcontext(), ExitStack() as stack:
         for model, optimizers in [(lane.model, lane.optimizers)] if parts is None else parts(lane):
@@ -161,7 +161,7 @@ def lockstep(
     return lane
 
 
-def _assert_refused(lane: Lane, refused: Refused, error: BaseException, before: list[tuple[str, Any]]) -> None:
+def _assert_refused(lane: Contender, refused: Refused, error: BaseException, before: list[tuple[str, Any]]) -> None:
     assert refused.match in str(error)
     assert _state_of(lane) == {"untouched": "idle"}.get(refused.then, refused.then), error
     if refused.then == "untouched" or lane.options.get("undo"):
@@ -172,11 +172,11 @@ def _assert_refused(lane: Lane, refused: Refused, error: BaseException, before: 
             lane.step()
 
 
-def _state_of(lane: Lane) -> str:
+def _state_of(lane: Contender) -> str:
     return repr(lane.overlap).rstrip(">").split(", ")[-1]
 
 
-def _state(lane: Lane, *, copy: bool = False, gradients: bool = False) -> Iterator[tuple[str, Any]]:
+def _state(lane: Contender, *, copy: bool = False, gradients: bool = False) -> Iterator[tuple[str, Any]]:
     for name, value in training_state(lane.model, lane.optimizers):
         yield name, value.clone() if copy and isinstance(value, torch.Tensor) else value
     if gradients:

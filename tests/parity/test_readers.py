@@ -961,7 +961,7 @@ def test_an_update_that_raised_half_way_left_no_whole_step(tmp_path: Path) -> No
             optimizer.zero_grad()
         with pytest.raises(RuntimeError, match="half way"):
             overlap.synchronize()
-        assert overlap._step.whole_step() is None
+        assert overlap._step.last_complete_step() is None
         overlap.accept_torn()
         assert overlap.step_count == 2
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.sources.crossing.lane import Lane, Sent
 from instep.sources.crossing.order import Timed, best_order, deepest_then_shallowest, delay, soonest_read
+from instep.sources.crossing.ordered_collectives import OrderedCollectives, Sent
 
 seconds = st.integers(0, 20).map(float)
 
@@ -112,7 +112,7 @@ CPU = torch.device("cpu")
 def test_buckets_are_sent_in_their_order_whatever_comes_first(
     order: list[int], ready: list[int], data: st.DataObject
 ) -> None:
-    link, lane = Link(), Lane(order, timed=True)
+    link, lane = Link(), OrderedCollectives(order, timed=True)
     sent = {number: link.sent(number) for number in range(5)}
     for number in ready:
         if data.draw(st.booleans()):
@@ -139,7 +139,7 @@ def test_another_layout_is_sent_in_one_order_on_all_ranks(order: list[int], chan
     launched = []
     count = data.draw(st.integers(changed + 1, 8))
     for _ in range(2):
-        link, lane = Link(), Lane(order, timed=False)
+        link, lane = Link(), OrderedCollectives(order, timed=False)
         for number in range(count):
             if number == changed:
                 lane.keep_order(number)
@@ -154,7 +154,7 @@ def test_another_layout_is_sent_in_one_order_on_all_ranks(order: list[int], chan
 
 
 def test_a_collective_that_fails() -> None:
-    link, lane = Link(), Lane(range(3), timed=False)
+    link, lane = Link(), OrderedCollectives(range(3), timed=False)
     sent = [link.sent(number) for number in range(3)]
     promises = [one.future(CPU) for one in sent]
     for number in range(3):
@@ -177,7 +177,7 @@ def test_a_collective_that_cannot_be_started() -> None:
     def launch() -> torch.futures.Future[torch.Tensor]:
         raise ValueError("no such group")
 
-    link, lane = Link(), Lane([0, 1, 2], timed=False)
+    link, lane = Link(), OrderedCollectives([0, 1, 2], timed=False)
     sent = [Sent(launch, 8), link.sent(1), link.sent(2)]
     promises = [sent[0].future(CPU), sent[1].future(CPU)]
     lane.add(1, sent[1])
@@ -192,7 +192,7 @@ def test_a_collective_that_cannot_be_started() -> None:
 
 
 def test_what_will_never_be_ready_is_given_up() -> None:
-    link, lane = Link(), Lane([1, 0], timed=False)
+    link, lane = Link(), OrderedCollectives([1, 0], timed=False)
     first = link.sent(0)
     lane.add(0, first)
     lane.abandon(ZeroDivisionError("backward"))

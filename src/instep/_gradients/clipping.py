@@ -69,7 +69,7 @@ class Clipping:
         """Gradients may change from now on."""
         self._norms.clear()
 
-    def know_total(
+    def compute_total_norm(
         self, parameters: Sequence[AttachedParameter], gradient: Callable[[AttachedParameter], torch.Tensor | None]
     ) -> None:
         """All gradients of the step are final: measure those that were not, and take the norm of all.

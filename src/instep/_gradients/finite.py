@@ -7,7 +7,7 @@ import torch
 
 from instep._gradients.norms import norms_of
 from instep._optim.parts import memory_of
-from instep._ranks.votes import Ranks
+from instep._ranks.votes import StepVotes
 from instep.errors import NonFiniteGradientError
 
 Policy = Literal["allow", "skip", "raise"]
@@ -53,7 +53,7 @@ def nonfinite_error(gradients: Named, rank: int, at: str) -> NonFiniteGradientEr
     )
 
 
-def ask_if_finite(gradients: Named, ranks: Ranks, step: int) -> int | None:
+def ask_if_finite(gradients: Named, ranks: StepVotes, step: int) -> int | None:
     """The first rank with a gradient that is not finite; ``None`` if all are on all ranks. Waits for these.
 
     Raises what is wrong with the step otherwise: see ``error``.

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from instep._optim.generators import Generators
 from instep._optim.made_up import STEPS, WEATHERS, Spec, specs_for
-from instep._optim.probe import Lane
+from instep._optim.probe import MadeUpRun
 from instep._optim.stepper import autocast_of
 from instep._optim.twins import parameters_of, step_plainly
 from instep.errors import HyperparameterChangedError
@@ -59,7 +59,7 @@ def _tried(optimizer: Optimizer, dtype: torch.dtype) -> bool:
 def _differs(optimizer: Optimizer, specs: list[list[Spec]], dtype: torch.dtype) -> bool | None:
     """``None``: made-up parameters cannot be stepped."""
     try:
-        outside, inside = Lane(optimizer, specs), Lane(optimizer, specs)
+        outside, inside = MadeUpRun(optimizer, specs), MadeUpRun(optimizer, specs)
         for step in range(STEPS):
             gradients = WEATHERS[1].gradients([spec for mine in specs for spec in mine], step)
             outside.give(gradients)

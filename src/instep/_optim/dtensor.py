@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.parts import Part
+from instep._optim.parts import LocalShard
 from instep._optim.stepper import is_elementwise
 
 
@@ -27,8 +27,8 @@ class _Shard:
     """This rank's part of a ``DTensor``: its local tensor, which torch names ``_local_tensor``. (``to_local()`` makes
     another object each time, and autograd nodes.)"""
 
-    alone = False
-    here = True
+    state_is_sharded = False
+    is_owner = True
 
     def __init__(self, parameter: Any) -> None:
         self._mesh = parameter.device_mesh
@@ -69,7 +69,7 @@ def spread(local: torch.Tensor, mesh: Any, placements: Any, shape: Any, stride: 
         return made if there else tensors(local, made._spec, requires_grad=False)
 
 
-def part_of(parameter: torch.Tensor, optimizer: Optimizer) -> Part | None:
+def part_of(parameter: torch.Tensor, optimizer: Optimizer) -> LocalShard | None:
     """The part of ``parameter`` to be stepped in its place: where the result is the same, but costs less.
 
     Without dimensions a parameter could not be told from the counters in its state.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from instep._autograd.placeholders import SpentGradient
-from instep._optim.parts import Part
+from instep._optim.parts import LocalShard
 from instep._optim.plan import ParameterSpec
 from instep._optim.stepper import Stepper, alias_of
 from instep.errors import StaleAttachmentError
@@ -50,7 +50,7 @@ class AttachedParameter:
         places: tuple[Place, ...],
         stepper: Stepper,
         spent: SpentGradient | None,
-        part: Part | None = None,
+        part: LocalShard | None = None,
         mesh: Hashable = None,
     ) -> None:
         # torch does not convert a DTensor in place (model.to) that anybody refers to weakly.
@@ -92,7 +92,7 @@ def _itself(parameter: torch.Tensor) -> torch.Tensor:
     return parameter
 
 
-class Together:
+class OptimizerCall:
     """Parameters that one call of their optimizer can step, in the form in which it is given them.
 
     Attributes:
@@ -107,7 +107,7 @@ class Together:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.parameters: list[torch.Tensor] = []
-        self.parts: list[Part | None] = []
+        self.parts: list[LocalShard | None] = []
         self.elsewhere: list[torch.Tensor] = []
 
     def step(self, stepper: Stepper) -> None:
@@ -128,7 +128,7 @@ def part_of_gradient(attached: AttachedParameter, gradient: torch.Tensor) -> tor
     return part.of(gradient)
 
 
-def together(bucket: Iterable[tuple[AttachedParameter, torch.Tensor]], *, alias: bool) -> list[Together]:
+def calls_of(bucket: Iterable[tuple[AttachedParameter, torch.Tensor]], *, alias: bool) -> list[OptimizerCall]:
     """Divide a bucket, of one optimizer, into what can be stepped in one call: all of it, where every parameter is a
     plain tensor or can be stepped by its part.
 
@@ -136,23 +136,23 @@ def together(bucket: Iterable[tuple[AttachedParameter, torch.Tensor]], *, alias:
         bucket: parameters, each with the gradient to apply: the one in its ``.grad``.
         alias: step aliases even of parameters that are stepped as they are, so that their ``.grad`` is left alone.
     """
-    found: dict[Hashable, Together] = {}
+    found: dict[Hashable, OptimizerCall] = {}
     bucket = list(bucket)
     if not alias and all(a.part is None and a.mesh is None for a, _ in bucket):
-        call = Together()
+        call = OptimizerCall()
         call.tensors = call.parameters = [attached.get() for attached, _ in bucket]
         return [call] if bucket else []
     for attached, gradient in bucket:
         parameter, part = attached.get(), attached.part
         if part is None and attached.mesh is None:
-            call = found.get(None) or found.setdefault(None, Together())
+            call = found.get(None) or found.setdefault(None, OptimizerCall())
             call.tensors.append(alias_of(parameter, gradient) if alias else parameter)
             call.parameters.append(parameter)
             call.parts.append(None)
             continue
         local = part_of_gradient(attached, gradient)
-        if part is not None and not part.here:
-            found.setdefault(None, Together()).elsewhere.append(parameter)
+        if part is not None and not part.is_owner:
+            found.setdefault(None, OptimizerCall()).elsewhere.append(parameter)
             continue
         if part is not None and local is not None:
             whole = part.of(parameter)
@@ -160,7 +160,7 @@ def together(bucket: Iterable[tuple[AttachedParameter, torch.Tensor]], *, alias:
             tensor, mesh = alias_of(whole, local), None
         else:
             tensor, mesh, part = alias_of(parameter, gradient) if alias else parameter, attached.mesh, None
-        call = found.setdefault(mesh, Together())
+        call = found.setdefault(mesh, OptimizerCall())
         call.tensors.append(tensor)
         call.parameters.append(parameter)
         call.parts.append(part)

@@ -8,18 +8,18 @@ import torch
 _WITHOUT_LOCAL = (torch.Tensor, torch.nn.Parameter)
 
 
-class Part(Protocol):
+class LocalShard(Protocol):
     """This rank's part of one parameter, of its gradient and of its state, as plain tensors.
 
     It is less than the whole only where the update is elementwise (``is_elementwise``).
 
     Attributes:
-        alone: the state is that of the part, so that the parameter can be stepped in no other way.
-        here: whether this rank updates any of it.
+        state_is_sharded: the state is that of the part, so that the parameter can be stepped in no other way.
+        is_owner: whether this rank updates any of it.
     """
 
-    alone: bool
-    here: bool
+    state_is_sharded: bool
+    is_owner: bool
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The part of the parameter or of its gradient, in the same memory; ``None`` if ``tensor`` is laid out in

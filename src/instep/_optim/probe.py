@@ -195,7 +195,7 @@ _DIVISIONS: dict[str, Divide] = {
 }
 
 
-class Lane:
+class MadeUpRun:
     """Made-up parameters of one optimizer, and what steps them."""
 
     def __init__(self, optimizer: Optimizer, specs: Sequence[Sequence[Spec]]) -> None:
@@ -255,7 +255,7 @@ class Lane:
             undo.restore(device)
         stepper.abort()
 
-    def differs_from(self, other: "Lane") -> str | None:
+    def differs_from(self, other: "MadeUpRun") -> str | None:
         """The first thing that does, in words."""
         for mine, its in zip(self.parameters, other.parameters, strict=True):
             if different(mine, its):
@@ -280,7 +280,7 @@ class _Probe:
         self._contained = True
         self._returns = False
         # Kept until the end: an optimizer may remember parameters by their ids.
-        self._lanes: list[Lane] = []
+        self._runs: list[MadeUpRun] = []
 
     def run(self) -> Separability:
         if self._needs_closure():
@@ -306,15 +306,15 @@ class _Probe:
             keeps=self._keeps() if any(self._specs) else None,
         )
 
-    def _lane(self) -> Lane:
-        lane = Lane(self._optimizer, self._specs)
-        self._lanes.append(lane)
-        return lane
+    def _run_anew(self) -> MadeUpRun:
+        run = MadeUpRun(self._optimizer, self._specs)
+        self._runs.append(run)
+        return run
 
     def _keeps(self) -> str | None:
         """What is left of steps that were put back, wherever it is kept: each is taken again, beside steps that are
         taken once."""
-        once, again = self._lane(), self._lane()
+        once, again = self._run_anew(), self._run_anew()
         for step in range(KEPT):
             gradients = WEATHERS[0].gradients(self._flat, step)
             once.give(gradients)
@@ -355,13 +355,13 @@ class _Probe:
     def _failure(self, *closure: Callable[[], torch.Tensor], given: bool) -> Exception | None:
         """What the first step raises, on an optimizer that can be copied."""
         try:
-            lane = self._lane()
+            run = self._run_anew()
         except Exception:
             return None  # said below
         if given:
-            lane.give(WEATHERS[1].gradients(self._flat, 0))
+            run.give(WEATHERS[1].gradients(self._flat, 0))
         try:
-            step_plainly(lane.twin, *closure)
+            step_plainly(run.twin, *closure)
         except Exception as error:
             return error
         return None
@@ -394,18 +394,18 @@ class _Probe:
         """Why two plain steps do."""
         weather = Weather((1.0, 1.0))
         try:
-            lane = Lane(self._optimizer, specs)
-            self._lanes.append(lane)
+            run = MadeUpRun(self._optimizer, specs)
+            self._runs.append(run)
             for step in range(2):
-                lane.give(weather.gradients([spec for mine in specs for spec in mine], step))
-                lane.step()
+                run.give(weather.gradients([spec for mine in specs for spec in mine], step))
+                run.step()
         except Exception as error:
             return _in_short(error)
         return None
 
     def _try(self, weather: Weather, divisions: Iterable[str]) -> None:
-        together = self._lane()
-        divided = {how: self._lane() for how in divisions}
+        together = self._run_anew()
+        divided = {how: self._run_anew() for how in divisions}
         drawn = []
         for step in range(len(weather.scales)):
             gradients = weather.gradients(self._flat, step)
@@ -424,26 +424,26 @@ class _Probe:
                     f"{self._name} draws random numbers in step(): bucket by bucket they would go to other parameters "
                     "than in the plain loop. Use this optimizer without instep"
                 )
-            for how, lane in divided.items():
-                lane.give(gradients)
-                self._step(lane, how)
-                self._require_same(together, lane, f"step {step + 1} with {weather}", how)
-                self._returns |= different(together.returned, lane.returned)
-        self._contained = self._contained and all(lane.contained for lane in divided.values())
+            for how, run in divided.items():
+                run.give(gradients)
+                self._step(run, how)
+                self._require_same(together, run, f"step {step + 1} with {weather}", how)
+                self._returns |= different(together.returned, run.returned)
+        self._contained = self._contained and all(run.contained for run in divided.values())
         if set(drawn) != {"no"} and _BUSY not in self._untried:
             self._untried.append(_BUSY)
         if not weather.odd and not all(map(is_finite, together.parameters)):
             self._untried.append(f"with {weather} it makes parameters NaN or infinite")
 
-    def _step_together(self, lane: Lane, gradients: Sequence[torch.Tensor | None]) -> None:
-        lane.give(gradients)
-        idle = [p for p in lane.parameters if p.grad is None]
+    def _step_together(self, run: MadeUpRun, gradients: Sequence[torch.Tensor | None]) -> None:
+        run.give(gradients)
+        idle = [p for p in run.parameters if p.grad is None]
         before = [p.detach().clone() for p in idle]
         try:
-            lane.step()
+            run.step()
         except Exception as error:
             raise _CannotBeTriedError(_in_short(error)) from error
-        for entry in map(lane.twin.state.get, lane.parameters):
+        for entry in map(run.twin.state.get, run.parameters):
             if entry is not None and not isinstance(entry, dict):
                 raise UnsupportedOptimizerError(
                     f"{self._name} keeps the state of a parameter as a {type(entry).__name__}. instep takes dicts "
@@ -455,9 +455,9 @@ class _Probe:
                 "would change them once with each bucket, and once more in step(). Use this optimizer without instep"
             )
 
-    def _step(self, lane: Lane, how: str) -> None:
+    def _step(self, run: MadeUpRun, how: str) -> None:
         try:
-            lane.step_divided(_DIVISIONS[how])
+            run.step_divided(_DIVISIONS[how])
         except UnsupportedOptimizerError:
             raise
         except Exception as error:
@@ -466,8 +466,8 @@ class _Probe:
                 f"raises {_in_short(error)}. Use this optimizer without instep"
             ) from error
 
-    def _require_same(self, together: Lane, lane: Lane, when: str, how: str) -> None:
-        if (what := lane.differs_from(together)) is not None:
+    def _require_same(self, together: MadeUpRun, run: MadeUpRun, when: str, how: str) -> None:
+        if (what := run.differs_from(together)) is not None:
             raise UnsupportedOptimizerError(
                 f"{self._name} couples parameters: stepped {how} they get other values than stepped together (in "
                 f"{when}: {what}), so stepping during backward would differ from the plain loop. Use this optimizer "
@@ -476,7 +476,7 @@ class _Probe:
 
     def _reads_loss(self) -> bool:
         """Whether steps with a closure that returns a loss, which changes, are others than steps without."""
-        without, given = self._lane(), self._lane()
+        without, given = self._run_anew(), self._run_anew()
         for step in range(STEPS):
             gradients = WEATHERS[1].gradients(self._flat, step)
             loss = partial(torch.tensor, 10.0 ** (step % 4))
@@ -491,7 +491,7 @@ class _Probe:
 
     def _takes_aliases(self) -> bool:
         """Whether it can be stepped on other tensors of the same memory. Some know a parameter by the object it is."""
-        together, aliased = self._lane(), self._lane()
+        together, aliased = self._run_anew(), self._run_anew()
         for step in range(STEPS):
             gradients = WEATHERS[0].gradients(self._flat, step)
             together.give(gradients)

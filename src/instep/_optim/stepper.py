@@ -26,7 +26,7 @@ from instep._optim.changes import Snapshot, alike, changes, fingerprint, is_immu
 from instep._optim.elsewhere import Elsewhere
 from instep._optim.entries import Entries
 from instep._optim.generators import Generators
-from instep._optim.parts import Part, memory_of, version_of
+from instep._optim.parts import LocalShard, memory_of, version_of
 from instep._optim.places import Places
 from instep._optim.reach import reached_from
 from instep._optim.switches import switched, switches
@@ -119,7 +119,7 @@ class Stepper:
         self,
         parameters: Sequence[torch.Tensor],
         in_place_of: Sequence[torch.Tensor] | None = None,
-        parts: Sequence[Part | None] | None = None,
+        parts: Sequence[LocalShard | None] | None = None,
     ) -> None:
         """Update ``parameters`` from their ``.grad``, as the optimizer's ``step()`` would, and nothing else.
 
@@ -675,7 +675,7 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False) if enabled else nullcontext()
 
 
-def _part_of(entry: dict[Any, Any], part: Part | None) -> dict[Any, Any]:
+def _part_of(entry: dict[Any, Any], part: LocalShard | None) -> dict[Any, Any]:
     return entry if part is None else {key: part.of_state(value) for key, value in entry.items()}
 
 
@@ -687,7 +687,7 @@ def _tensors_in(owned: Sequence[torch.Tensor], entries: Sequence[Any]) -> Iterat
                 yield own, value
 
 
-def _whole_of(stepped: dict[Any, Any], entry: dict[Any, Any] | None, part: Part) -> dict[Any, Any]:
+def _whole_of(stepped: dict[Any, Any], entry: dict[Any, Any] | None, part: LocalShard) -> dict[Any, Any]:
     """The parameter's own entry, with what the update of its part has added or replaced."""
     entry = {} if entry is None else entry
     for key, value in stepped.items():

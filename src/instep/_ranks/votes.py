@@ -67,7 +67,7 @@ class Voting(Protocol):
         """Say how ``step`` went here, without waiting. ``None`` where nobody is asked."""
 
 
-class Ranks:
+class StepVotes:
     """The ranks that step together, as one of them sees it.
 
     Every backward that communicates is followed by one vote of every rank, so that the votes of all of them stay in

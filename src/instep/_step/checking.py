@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from instep._autograd.watch import plain_type
 from instep._optim.generators import Generators
-from instep._optim.parameters import AttachedParameter, Together, together
-from instep._optim.parts import Part, memory_of
+from instep._optim.parameters import AttachedParameter, OptimizerCall, calls_of
+from instep._optim.parts import LocalShard, memory_of
 from instep._optim.stepper import Stepper, autocast_of
 from instep._optim.twins import different, parameters_of, shared_state, step_plainly, twin_of
 from instep.errors import UnsupportedOptimizerError
@@ -29,7 +29,7 @@ class _Copy:
     """One parameter, or this rank's part of it, as it was before the step, with the gradient that is applied."""
 
     tensor: torch.Tensor
-    part: Part | None
+    part: LocalShard | None
     state: dict[Any, Any] | None
 
 
@@ -47,7 +47,7 @@ class _Step:
         self.autocast: torch.dtype | None = None
         self.drew = False
 
-    def keep(self, call: Together, state: Mapping[Any, Any]) -> None:
+    def keep(self, call: OptimizerCall, state: Mapping[Any, Any]) -> None:
         parts = call.parts or [None] * len(call.tensors)
         for tensor, parameter, part in zip(call.tensors, call.parameters, parts, strict=True):
             self.add(parameter, tensor, tensor.grad, part, state)
@@ -57,7 +57,7 @@ class _Step:
         parameter: torch.Tensor,
         tensor: torch.Tensor,
         gradient: torch.Tensor | None,
-        part: Part | None,
+        part: LocalShard | None,
         state: Mapping[Any, Any],
     ) -> None:
         stand_in = _stand_in(parameter, tensor)
@@ -110,7 +110,7 @@ class Check:
         """Whether the running step is to be compared."""
         return self.done < self.steps
 
-    def keep(self, stepper: Stepper, call: Together, state: Mapping[Any, Any]) -> None:
+    def keep(self, stepper: Stepper, call: OptimizerCall, state: Mapping[Any, Any]) -> None:
         """These are about to be stepped, with what is in their ``.grad``, and this state of the optimizer: who asks the
         optimizer itself may have to wait for this very step."""
         if self.due:
@@ -145,7 +145,7 @@ class Check:
         optimizer, step = stepper.optimizer(), self._step_of(stepper)
         step.autocast = autocast_of(mine[0].get().device.type)
         given = {a: gradient(a) for a in mine if a not in bucketed}
-        for call in together([(a, g) for a, g in given.items() if g is not None], alias=False):
+        for call in calls_of([(a, g) for a, g in given.items() if g is not None], alias=False):
             step.keep(call, optimizer.state)
         for attached in given:
             parameter, part = attached.get(), attached.part

@@ -17,7 +17,7 @@ from instep._arguments import path_of, require_flag
 from instep._autograd.watch import nobody_told
 from instep.checkpoint.contents import Subject
 from instep.checkpoint.files import MANIFEST, places, require_directory
-from instep.checkpoint.ranks import Ranks
+from instep.checkpoint.ranks import Collective
 from instep.checkpoint.reading import Reader
 from instep.checkpoint.staging import Staged, stage
 from instep.errors import CheckpointError, DamagedCheckpointError
@@ -72,7 +72,7 @@ def load(
         DamagedCheckpointError: there are checkpoints, and none is as it was saved.
         CheckpointError: the checkpoint does not fit. It says where. Nothing was changed.
     """
-    ranks = Ranks()
+    ranks = Collective()
     directory = path_of(path, CheckpointError)
     require_flag("allow_nonfinite", allow_nonfinite, CheckpointError)
     subject: Subject | None = None
@@ -117,7 +117,7 @@ def _names(directory: Path) -> list[str]:
     return [place.path.name for place in places(directory)] if directory.exists() else []
 
 
-def _staged(ranks: Ranks, directory: Path, subject: Subject, allow_nonfinite: bool) -> Staged:
+def _staged(ranks: Collective, directory: Path, subject: Subject, allow_nonfinite: bool) -> Staged:
     staged: list[Staged] = []
 
     def work() -> bytes:

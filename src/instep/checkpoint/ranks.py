@@ -11,7 +11,7 @@ _DONE, _FAILED, _DAMAGED = b"+", b"-", b"!"
 _LONGEST_ERROR = 4000
 
 
-class Ranks:
+class Collective:
     """All ranks of the default process group, this one among them; without one, a single rank."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ from instep.checkpoint.files import (
     write_tensors,
 )
 from instep.checkpoint.manifest import GroupRecord, Manifest, OptimizerRecord, TensorRecord, file_of
-from instep.checkpoint.ranks import Ranks
+from instep.checkpoint.ranks import Collective
 from instep.checkpoint.tiles import Box, cover_once
 from instep.checkpoint.values import Json
 from instep.errors import CheckpointError, DamagedCheckpointError
@@ -76,7 +76,7 @@ def save(
         CheckpointError: something that cannot be saved, named; ranks that differ; a file that could not be written, on
             any rank; a later checkpoint in ``path``. Nothing was changed.
     """
-    ranks = Ranks()
+    ranks = Collective()
     directory = path_of(path, CheckpointError)
     require_flag("allow_nonfinite", allow_nonfinite, CheckpointError)
     contents: Contents | None = None

@@ -221,7 +221,7 @@ class _IntoOptimizer:
 
     def _entry(self, parameter: torch.Tensor, record: Mapping[str, Json], group: Mapping[str, Any]) -> dict[str, Any]:
         part = self._kept.get(id(parameter))
-        if part is not None and not part.here:
+        if part is not None and not part.is_owner:
             return {}  # another rank's: that there is state is all that is known here
         existing = {} if part is not None else self._optimizer.state.get(parameter, {})
         entry = {}

@@ -26,7 +26,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Lane:
+class TimelineRow:
     name: str
     bars: Sequence[Bar]
 
@@ -39,7 +39,7 @@ class Timeline:
     """
 
     seconds: float
-    ranks: Sequence[tuple[str, Sequence[Lane]]]
+    ranks: Sequence[tuple[str, Sequence[TimelineRow]]]
     left_out: int
 
 
@@ -64,15 +64,15 @@ def _window(iterations: Sequence[Interval]) -> Interval:
     return iterations[middle][0], iterations[min(middle + 1, len(iterations) - 1)][1]
 
 
-def _lanes(rank: Rank, window: Interval, seconds: float) -> list[Lane]:
+def _lanes(rank: Rank, window: Interval, seconds: float) -> list[TimelineRow]:
     lanes = []
     for name, kinds in LANES:
         spans = [span for span in rank.spans if span.kind in kinds]
         bars = [bar for span in _plain_first(spans) for bar in _bars(rank, span, window, seconds)]
         if name != "communication" or spans:
-            lanes.append(Lane(name, bars))
+            lanes.append(TimelineRow(name, bars))
     waiting = [span for span in rank.spans if span.kind == "waiting"]
-    lanes.append(Lane("waiting", [bar for span in waiting for bar in _bars(rank, span, window, seconds)]))
+    lanes.append(TimelineRow("waiting", [bar for span in waiting for bar in _bars(rank, span, window, seconds)]))
     return lanes
 
 

@@ -9,15 +9,15 @@ import torch
 
 from instep._optim.parameters import AttachedParameter
 from instep._optim.plan import Bucket
+from instep._step.backward_schedule import Recorder
 from instep._step.streams import StepStreams
-from instep._step.transaction import Recorder
 
 
 class Sink(Protocol):
     """Whom a source tells: the transaction that steps, or who only measures.
 
     During backward the source announces final gradients with ``arrive``, hands over full buckets with ``apply`` and
-    then ``spend``, and calls ``raise_failure`` once nothing it would harm is left to run.
+    then ``retire``, and calls ``raise_failure`` once nothing it would harm is left to run.
     """
 
     @property
@@ -38,9 +38,9 @@ class Sink(Protocol):
     def apply(
         self, bucket: Sequence[AttachedParameter], fetch: Callable[[], None] | None = None, *, final: bool = True
     ) -> bool: ...
-    def spend(self, bucket: Iterable[AttachedParameter]) -> None: ...
+    def retire(self, bucket: Iterable[AttachedParameter]) -> None: ...
     def is_applied(self, attached: AttachedParameter) -> bool: ...
-    def know_total(self) -> None: ...
+    def compute_total_norm(self) -> None: ...
     def fail(self, error: BaseException) -> None: ...
     def backward_raised(self) -> None: ...
     def raise_failure(self) -> None: ...

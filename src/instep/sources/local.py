@@ -23,7 +23,7 @@ from instep.errors import InstepError
 from instep.sources import Sink
 
 
-class Uses:
+class ForwardCounts:
     """How often FSDP2's groups have run forward since the last backward. It reduces a group's gradients once for each
     time, so that in one backward they come in several parts, between which it gathers the weights again."""
 
@@ -54,7 +54,7 @@ class LocalSource:
     """
 
     def __init__(
-        self, sink: Sink, parameters: Sequence[AttachedParameter], bucket_bytes: int, uses: Uses | None = None
+        self, sink: Sink, parameters: Sequence[AttachedParameter], bucket_bytes: int, uses: ForwardCounts | None = None
     ) -> None:
         self._sink = sink
         self._uses = uses
@@ -191,7 +191,7 @@ class LocalSource:
         if (noted or self._may_write()) and self._missing[number] == 0 and self._announce():
             members = self._members[number]
             if self._sink.apply(members):
-                self._sink.spend(members)
+                self._sink.retire(members)
 
     def _bucket_accumulated(self, number: int, speaker: int, parameter: torch.Tensor) -> None:
         with self._sink.lock:
@@ -208,7 +208,7 @@ class LocalSource:
         if not self._sink.arrive(members):
             self._in_order = False
         elif self._may_write() and self._in_order and self._sink.apply(members):
-            self._sink.spend(members)
+            self._sink.retire(members)
 
     def _announce_rest(self) -> None:
         """This backward is over: what nobody spoke for is left to ``optimizer.step()``, which counts it."""
@@ -269,7 +269,7 @@ class LocalSource:
         self._in_parts.clear()
         try:
             if self._sink.arrive(members) and self._sink.apply(members):
-                self._sink.spend(members)
+                self._sink.retire(members)
         except BaseException as error:
             self._sink.fail(error)
         self._close()

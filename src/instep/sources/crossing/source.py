@@ -25,11 +25,11 @@ from instep._life.weak import WeakMethod, weakly
 from instep._optim.parameters import AttachedParameter
 from instep._optim.plan import Bucket
 from instep._ranks.groups import group_beside
-from instep._step.transaction import Recorder
+from instep._step.backward_schedule import Recorder
 from instep.comm_hooks import cast_mean_allreduce, mean_allreduce
 from instep.errors import InstepError
-from instep.sources.crossing.lane import Lane, Sent, future_on
 from instep.sources.crossing.order import Timed, best_order, deepest_then_shallowest
+from instep.sources.crossing.ordered_collectives import OrderedCollectives, Sent, future_on
 from instep.sources.crossing.trial import Trial
 from instep.sources.ddp.hook_slot import before_backward, release, take
 from instep.sources.ddp.reductions import SomeBucket
@@ -38,7 +38,7 @@ from instep.sources.ddp.reductions import SomeBucket
 _FIRST_PLANS, _PLAN_EVERY = (1, 3, 7, 15, 31), 64
 
 
-class Flight:
+class InFlightBucket:
     """One bucket whose gradients may still be on their way.
 
     Attributes:
@@ -107,11 +107,11 @@ class CrossingSource:
         self._reduce_dtype = reduce_dtype
         self._recorder = recorder
         self._group: dist.ProcessGroup | None = None
-        self._lane: Lane | None = None
+        self._lane: OrderedCollectives | None = None
         self._drained = True
         self._handle: RemovableHandle | None = None
-        self._flights: dict[int, Flight] = {}
-        self._new: dict[int, Flight] = {}
+        self._flights: dict[int, InFlightBucket] = {}
+        self._new: dict[int, InFlightBucket] = {}
         self._order: list[int] = []
         self._trial = Trial()
         self._crosses = False  # this backward returns before its buckets have arrived
@@ -200,7 +200,7 @@ class CrossingSource:
         return self._same and not self._crosses
 
     @property
-    def flights(self) -> list[Flight]:
+    def flights(self) -> list[InFlightBucket]:
         """Those of the last backward, in the order in which they are sent."""
         return list(self._flights.values())
 
@@ -239,7 +239,7 @@ class CrossingSource:
         if not (self._same and self._crosses) or buffer.is_sparse or any(p.grad is None for p in members):
             return sent.future(members[0].device)
         mine = [self._by_id[key] for key in found if key in self._by_id]
-        self._new[index] = Flight(mine, members, sent)
+        self._new[index] = InFlightBucket(mine, members, sent)
         done = future_on(members[0].device)
         done.set_result(buffer)
         return done
@@ -267,7 +267,7 @@ class CrossingSource:
         self._found, self._new, self._complete = [], {}, False
         self._ready, self._send = [], []
         timed = self._recorder() is not None or _planned(self._crossed + 2)
-        self._lane = Lane(self._order if self._same and self._crosses else [], timed=timed)
+        self._lane = OrderedCollectives(self._order if self._same and self._crosses else [], timed=timed)
         self._drained = False
         at_end_of_backward(partial(at_end_of_backward, self._after_ddp_ended, self._failed), self._failed)
 

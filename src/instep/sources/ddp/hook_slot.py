@@ -14,7 +14,7 @@ from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AttachError
 from instep.sources.ddp.rebuilding import GradientsAside
 from instep.sources.ddp.reducer_group import ReducerGroup
-from instep.sources.ddp.reductions import Divisor, User, refuse_manual_finalization, slices_of, value_of
+from instep.sources.ddp.reductions import BucketListener, Divisor, refuse_manual_finalization, slices_of, value_of
 
 CommHook = tuple[Any, Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]]
 """A DDP communication hook with its state, in the order in which ``register_comm_hook`` takes them."""
@@ -34,7 +34,7 @@ class _HookSlot:
         self._views: dict[int, int] = {}
         self.comm_hook: CommHook | None = None
         self.reduce_dtype: torch.dtype | None = None
-        self.source: User | None = None
+        self.source: BucketListener | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> "_HookSlot":
         return _HookSlot()
@@ -121,7 +121,7 @@ def _communicate(slot: _HookSlot, bucket: GradBucket) -> torch.futures.Future[to
 
 def take(
     ddp: DistributedDataParallel,
-    source: User,
+    source: BucketListener,
     comm_hook: CommHook | None,
     reduce_dtype: torch.dtype | None,
     *,
@@ -136,7 +136,7 @@ def take(
 
 def _take(
     ddp: DistributedDataParallel,
-    source: User,
+    source: BucketListener,
     comm_hook: CommHook | None,
     reduce_dtype: torch.dtype | None,
     divides: bool,
@@ -176,7 +176,7 @@ def _take(
     slot.reduce_dtype = reduce_dtype
 
 
-def release(ddp: DistributedDataParallel | None, source: User) -> None:
+def release(ddp: DistributedDataParallel | None, source: BucketListener) -> None:
     """``source`` is not told any more."""
     slot = None if ddp is None else _slots.get(ddp)
     if ddp is None or slot is None or slot.source is not source:

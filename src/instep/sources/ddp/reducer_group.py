@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from instep._autograd.hooks import UntracedHook
 from instep._autograd.tracing import untraced
 from instep.errors import AttachError
-from instep.sources.ddp.reductions import User, buckets_of
+from instep.sources.ddp.reductions import BucketListener, buckets_of
 
 Future = torch.futures.Future[Any]
 
@@ -72,7 +72,7 @@ class ReducerGroup(dist.ProcessGroup):
 
     comm_hook = None
 
-    def __init__(self, ddp: DistributedDataParallel, source: User) -> None:
+    def __init__(self, ddp: DistributedDataParallel, source: BucketListener) -> None:
         _init: Any = super().__init__  # torch's annotation lacks this one
         _init(ddp.process_group.rank(), ddp.process_group.size())
         self.source = source

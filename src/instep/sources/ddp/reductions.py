@@ -35,7 +35,7 @@ Slices = Callable[[Any, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 """Finds the gradients of a bucket's parameters in what has arrived of it."""
 
 
-class User(Protocol):
+class BucketListener(Protocol):
     """The source that an attachment has for a DDP instance."""
 
     def communicate(

@@ -122,7 +122,7 @@ class DDPSource:
         mine = self._mine(reductions)
         try:
             if self._sink.arrive(mine):
-                self._sink.know_total()
+                self._sink.compute_total_norm()
                 self._sink.apply(mine)
         except BaseException as error:
             self._sink.fail(error)
@@ -142,7 +142,7 @@ class DDPSource:
         """Spend the applied gradients, and raise what went wrong."""
         if self._sink.waits_for_all:
             self._step_all(reductions)
-        self._sink.spend(a for a in self._mine(reductions) if self._sink.is_applied(a))
+        self._sink.retire(a for a in self._mine(reductions) if self._sink.is_applied(a))
         self._sink.streams.join()
         self._sink.raise_failure()
 

@@ -104,7 +104,7 @@ class FSDP1Source:
     def _spend(self) -> None:
         applied = list(self._applied.values())
         self._applied.clear()
-        self._sink.spend(applied)
+        self._sink.retire(applied)
         self._sink.streams.join()
         self._sink.raise_failure()
 

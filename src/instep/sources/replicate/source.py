@@ -180,7 +180,7 @@ class ReplicatedSource:
         try:
             if self._sink.arrive(mine) and self._writes:
                 self._writes = self._sink.apply(mine)
-                self._sink.spend(a for a in mine if self._sink.is_applied(a))
+                self._sink.retire(a for a in mine if self._sink.is_applied(a))
         except BaseException as error:
             self._writes = False
             self._sink.fail(error)
@@ -204,9 +204,9 @@ class ReplicatedSource:
     def _step_all(self, mine: Sequence[AttachedParameter]) -> None:
         try:
             if self._sink.arrive(mine):
-                self._sink.know_total()
+                self._sink.compute_total_norm()
                 self._sink.apply(mine)
-                self._sink.spend(a for a in mine if self._sink.is_applied(a))
+                self._sink.retire(a for a in mine if self._sink.is_applied(a))
         except BaseException as error:
             self._sink.fail(error)
 

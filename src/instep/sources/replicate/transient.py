@@ -60,7 +60,7 @@ class Receiver(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _InFlightBucket:
     """A bucket on its way.
 
     Attributes:
@@ -84,9 +84,9 @@ class _Backward:
         self.arrived: dict[int, None] = {}
         self.missing = [len(members) for members in layout.buckets]
         self.sent = 0
-        self.flying: deque[_Flight] = deque()
+        self.flying: deque[_InFlightBucket] = deque()
         # Buckets with parameters that this rank has not used: whether another one has is only known at the end.
-        self.held: list[_Flight] = []
+        self.held: list[_InFlightBucket] = []
         self.unused: set[int] = set()
         self.who_used_what: torch.futures.Future[Any] | None = None
 
@@ -271,7 +271,7 @@ class TransientBuckets:
         with torch.no_grad():
             work = None if sparse else self._reduce(members, unused)
             future = self._reduce_sparse(members[0], unused) if work is None else _future_of(work)
-        backward.flying.append(_Flight(members, unused, future, sparse, work))
+        backward.flying.append(_InFlightBucket(members, unused, future, sparse, work))
         backward.unused |= unused
         if self.receiver is not None:
             self.receiver.launched([self._parameters[number] for number in members], future)
@@ -328,7 +328,7 @@ class TransientBuckets:
     def _reduce_dtype(self) -> torch.dtype | None:
         return None if self.receiver is None else self.receiver.reduce_dtype
 
-    def _deliver(self, backward: _Backward, flight: _Flight) -> None:
+    def _deliver(self, backward: _Backward, flight: _InFlightBucket) -> None:
         flight.future.wait()
         if flight.work is not None:
             flight.work.wait()
@@ -345,7 +345,7 @@ class TransientBuckets:
             for flight in backward.held:
                 self._hand_over(flight, [number for number in flight.members if somewhere[number]])
 
-    def _hand_over(self, flight: _Flight, used: Sequence[int]) -> None:
+    def _hand_over(self, flight: _InFlightBucket, used: Sequence[int]) -> None:
         """The mean is put into ``.grad`` of the parameters that any rank has used; of the others it stays as it was."""
         self._put(flight, used)
         # Nobody but .grad holds the bucket from now on, so that it is freed with the last of its gradients.
@@ -354,7 +354,7 @@ class TransientBuckets:
         if self.receiver is not None and used:
             self.receiver.delivered([self._parameters[number] for number in used])
 
-    def _put(self, flight: _Flight, used: Sequence[int]) -> None:
+    def _put(self, flight: _InFlightBucket, used: Sequence[int]) -> None:
         parameters = [self._parameters[number] for number in flight.members]
         result = flight.future.value()
         if flight.sparse:

@@ -32,7 +32,7 @@ from instep.sources.ddp.reductions import (
     bucket_parameters,
     slices_of,
 )
-from instep.sources.zero.state_shards import Gathered, Part, Scattered, StateShards
+from instep.sources.zero.state_shards import Gathered, RowShard, Scattered, StateShards
 
 
 class ZeroSource:
@@ -80,7 +80,7 @@ class ZeroSource:
         release(self._ddp(), self)
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
-        ours = [a for a in parameters if isinstance(a.part, Part)]
+        ours = [a for a in parameters if isinstance(a.part, RowShard)]
         self._by_id.update((id(a.get()), a) for a in ours)
         return [a for a in parameters if a not in ours]
 
@@ -131,9 +131,9 @@ class ZeroSource:
     def launched(self, bucket: SomeBucket, future: torch.futures.Future[torch.Tensor]) -> None:
         """``communicate`` has seen to it."""
 
-    def _part(self, parameter: torch.Tensor) -> Part:
+    def _part(self, parameter: torch.Tensor) -> RowShard:
         part = self._by_id[id(parameter)].part
-        assert isinstance(part, Part)
+        assert isinstance(part, RowShard)
         return part
 
     def _raised(self, reductions: Sequence[Reduction]) -> None:
@@ -159,7 +159,7 @@ class ZeroSource:
     def _settle(self, reductions: Sequence[Reduction]) -> None:
         if self._late:
             self._step_late(reductions)
-        self._sink.spend(a for a in self._members(reductions) if self._sink.is_applied(a))
+        self._sink.retire(a for a in self._members(reductions) if self._sink.is_applied(a))
         self._sink.streams.join()
         self._rooms, self._under_way = {}, []
         self._sink.raise_failure()
@@ -279,7 +279,7 @@ def _whole_state_dict(
     state = dict(state_dict["state"])
     for number, parameter in enumerate(ordered):
         part = parts.get(id(parameter))
-        if number in state and isinstance(part, Part):
+        if number in state and isinstance(part, RowShard):
             state[number] = part.give(state[number])
     return {**state_dict, "state": state}
 
@@ -288,7 +288,7 @@ def _shard(optimizer: Optimizer, parameters: Iterable[AttachedParameter]) -> Non
     """Keep of the optimizer's state only what belongs to this rank's parts."""
     for attached in parameters:
         entry = optimizer.state.get(attached.get())
-        if entry is not None and isinstance(attached.part, Part):
+        if entry is not None and isinstance(attached.part, RowShard):
             attached.part.take(entry)
 
 
@@ -296,5 +296,5 @@ def _unshard(optimizer: Optimizer, parameters: Iterable[AttachedParameter]) -> N
     """Keep all of the optimizer's state, as the plain optimizer does. All ranks must call this."""
     for attached in parameters:
         entry = optimizer.state.get(attached.get())
-        if entry is not None and isinstance(attached.part, Part):
+        if entry is not None and isinstance(attached.part, RowShard):
             entry.update(attached.part.give(entry))

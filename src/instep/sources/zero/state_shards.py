@@ -26,8 +26,8 @@ Finish = Callable[[], None]
 class Rows:
     """This rank's rows of one parameter. One without dimensions is every rank's own."""
 
-    alone = True
-    here = True
+    state_is_sharded = True
+    is_owner = True
 
     def __init__(self, parameter: torch.Tensor, mesh: DeviceMesh) -> None:
         self._mesh = mesh
@@ -106,15 +106,15 @@ class Whole:
     Its gradient is a ``DTensor`` of ``Partial`` placement, a sum over ranks: the others' is zero. So norms are right.
 
     Attributes:
-        here: whether this rank is the one.
+        is_owner: whether this rank is the one.
     """
 
-    alone = True
+    state_is_sharded = True
 
     def __init__(self, owner: int, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self.owner = owner
-        self.here = mesh.get_local_rank() == owner
+        self.is_owner = mesh.get_local_rank() == owner
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
@@ -135,7 +135,7 @@ class Whole:
 
     def take(self, entry: dict[Any, Any]) -> None:
         """Keep the plain optimizer's entry if this rank is the one. An empty one says that there is state elsewhere."""
-        if not self.here:
+        if not self.is_owner:
             entry.clear()
 
     def give(self, entry: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -143,7 +143,7 @@ class Whole:
         return broadcast_entries(entry, self._mesh.get_group(), self.owner) or {}
 
 
-Part = Rows | Whole
+RowShard = Rows | Whole
 
 
 class StateShards:
@@ -161,7 +161,7 @@ class StateShards:
         self._by_hand = dist.get_backend(self.group) == "gloo"
         self._owned = [0] * self.world_size  # elements of the parameters that each rank updates alone
 
-    def part_of(self, parameter: torch.Tensor, optimizer: Optimizer) -> Part:
+    def part_of(self, parameter: torch.Tensor, optimizer: Optimizer) -> RowShard:
         """This rank's part. All ranks must ask for the same parameters in the same order."""
         if is_elementwise(optimizer):
             return Rows(parameter, self.mesh)
@@ -172,7 +172,7 @@ class StateShards:
     def scatter(
         self,
         gradients: Sequence[torch.Tensor],
-        parts: Sequence[Part],
+        parts: Sequence[RowShard],
         divisor: int,
         dtype: torch.dtype,
         room: torch.Tensor | None = None,
@@ -278,7 +278,7 @@ class StateShards:
 class Scattered:
     """A bucket under way to those who update its parameters, in the terms of a communication hook's future."""
 
-    def __init__(self, parts: Sequence[Part], rank: int) -> None:
+    def __init__(self, parts: Sequence[RowShard], rank: int) -> None:
         self._parts = parts
         self._rank = rank
         self._works: list[Any] = []
@@ -335,7 +335,7 @@ class Scattered:
                 shape = part.rows(parameter, self._rank).shape
                 found.append(part.spread(rows[next_row : next_row + shape.numel()].view(shape)))
                 next_row += part.numel
-            elif self._whole is not None and part.here:
+            elif self._whole is not None and part.is_owner:
                 end = next_whole + parameter.numel()
                 found.append(part.spread(self._whole[next_whole:end].view(parameter.shape)))
                 next_whole = end
@@ -387,7 +387,7 @@ def _in_line(flat: torch.Tensor, tensors: Iterable[torch.Tensor]) -> _Pairs:
         offset += tensor.numel()
 
 
-def _by_owner(tensors: Sequence[torch.Tensor], parts: Sequence[Part]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+def _by_owner(tensors: Sequence[torch.Tensor], parts: Sequence[RowShard]) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """The tensors that one rank updates, for each such rank in order."""
     found: dict[int, list[torch.Tensor]] = {}
     for tensor, part in zip(tensors, parts, strict=True):

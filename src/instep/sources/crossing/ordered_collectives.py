@@ -68,7 +68,7 @@ class Sent:
         self.end = perf_counter()
 
 
-class Lane:
+class OrderedCollectives:
     """The buckets of one backward. Each is handed to the backend when it is ready and those before it have been; the
     last ones where backward ends. How many are on their way at once is the backend's affair: their memory is DDP's, and
     there in any case.

@@ -27,12 +27,12 @@ from instep._life.weak import WeakMethod
 from instep._optim.autocast import require_same_in_autocast
 from instep._optim.generators import Generators
 from instep._optim.lending import Lent, Outcome
-from instep._optim.parameters import AttachedParameter, together
+from instep._optim.parameters import AttachedParameter, calls_of
 from instep._optim.parts import version_of
 from instep._optim.plan import ParameterSpec
 from instep._optim.stepper import Stepper, asks_for_state, is_torchs_own, remember_settings, writes_without_gradient
 from instep._optim.undo import Undo
-from instep._ranks.votes import Ranks
+from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
 from instep._step.checking import Check
 from instep._step.streams import StepStreams
@@ -64,7 +64,7 @@ Gather = Callable[[Sequence[AttachedParameter]], Callable[[], None]]
 call it with the same parameters."""
 
 
-class Transaction:
+class BackwardSchedule:
     """The current step of one attachment, and the steps before it.
 
     Attributes:
@@ -82,7 +82,7 @@ class Transaction:
     def __init__(
         self,
         steppers: Sequence[Stepper],
-        ranks: Ranks,
+        ranks: StepVotes,
         accumulation: Accumulation,
         clipping: Clipping,
         undo: Undo | None = None,
@@ -290,7 +290,7 @@ class Transaction:
                                 own = [a.get() for a, _ in mine]
                                 elsewhere = stepper.look_elsewhere(own)
                                 self._undo.save([*own, *stepper.reached()], stepper.optimizer())
-                            for call in together(mine, alias=False):
+                            for call in calls_of(mine, alias=False):
                                 if self._check is not None:
                                     self._check.keep(stepper, call, stepper.optimizer().state)
                                 writing = True
@@ -365,7 +365,7 @@ class Transaction:
             if not is_torchs_own(attached.stepper.optimizer())
         }
 
-    def spend(self, bucket: Iterable[AttachedParameter]) -> None:
+    def retire(self, bucket: Iterable[AttachedParameter]) -> None:
         """The gradients of applied parameters have served: free them, leaving spent ones. With ``undo`` they stay.
         Until ``optimizer.step()`` the plain loop would find the old weights: who uses one is told so, or with ``undo``
         has the step put back first."""
@@ -408,9 +408,9 @@ class Transaction:
         """Whether nothing may be applied before all gradients are final, and ``know_total`` was called."""
         return self._pass == "all"
 
-    def know_total(self) -> None:
+    def compute_total_norm(self) -> None:
         """All gradients are final, and in ``.grad``."""
-        self._clipping.know_total(self.parameters, _gradient)
+        self._clipping.compute_total_norm(self.parameters, _gradient)
 
     def fail(self, error: BaseException, *, writing: bool = False) -> None:
         """Something stopped the step: torn if anything was written, else forgotten, as if it had never opened.
@@ -486,7 +486,7 @@ class Transaction:
             for attached in self.parameters:
                 attached.get().grad = before[attached.spec.index]
             generators.restore(even_shared=True)
-        self.know_total()
+        self.compute_total_norm()
 
     def _measure_only(self, parameters: Sequence[AttachedParameter]) -> None:
         found = [(a, gradient) for a in parameters if (gradient := _gradient(a)) is not None]  # a hook may clear some
@@ -737,11 +737,11 @@ class Transaction:
         rest = [a for a in left if _gradient(a) is not None]
         if not rest:
             return
-        parts = [a for a in rest if a.part is not None and a.part.alone]
+        parts = [a for a in rest if a.part is not None and a.part.state_is_sharded]
         mixed = self._undo is None and len({a.mesh for a in rest}) > 1 and kernel_scale(stepper.optimizer()) is None
         if parts or mixed:
             require_same_in_autocast(stepper.optimizer())
-            for call in together([(a, g) for a in rest if (g := _gradient(a)) is not None], alias=False):
+            for call in calls_of([(a, g) for a in rest if (g := _gradient(a)) is not None], alias=False):
                 call.step(stepper)
             if self.gather is not None:
                 self.gather(parts)()
@@ -778,7 +778,7 @@ class Transaction:
                     self.put_back()
                 if self._nonfinite == "raise":
                     raise nonfinite_error(gradients, rank, "Nothing of the step was applied")
-                self._clipping.know_total(self.parameters, _gradient)
+                self._clipping.compute_total_norm(self.parameters, _gradient)
             self._taken = rank is None
         return self._taken
 
@@ -799,7 +799,7 @@ class Transaction:
         """What backward did not apply is applied by torch: a bucket of its own."""
         if self._clipping.policy is not None:
             self._require_measured()
-            self.know_total()
+            self.compute_total_norm()
             rest = [a.get() for a in left if _gradient(a) is not None]
             self._clipping.clip(rest)
 
@@ -902,7 +902,7 @@ class Transaction:
         self._accumulation.stepped()
         self._reset()
 
-    def whole_step(self) -> int | None:
+    def last_complete_step(self) -> int | None:
         """The number of the last step if all of it was applied here, else ``None``."""
         self.backwards.let_go()
         if self._torn is None:
@@ -1125,7 +1125,7 @@ class Transaction:
             return
         if self._clipping.mode is not None and self._clipping.total is None:
             try:
-                self._clipping.know_total(self.parameters, self._real_gradient)
+                self._clipping.compute_total_norm(self.parameters, self._real_gradient)
             except RuntimeError:
                 if self._applied:
                     self.put_back()
@@ -1160,7 +1160,7 @@ class Transaction:
         kept = self._kept.get(attached.spec.index)
         return _gradient(attached) if kept is None else kept[0]
 
-    def misuse(self, spec: ParameterSpec, operation: str) -> InstepError | None:
+    def error_for_use(self, spec: ParameterSpec, operation: str) -> InstepError | None:
         """The error for ``operation`` on a spent gradient; ``None`` lets a model move between steps.
 
         The step is torn if its weights are now known to be wrong.

@@ -14,12 +14,12 @@ from instep._gradients.policies import ClipNorm, ClipValue
 from instep._gradients.scaling import found_inf, take_off_here
 from instep._optim.parameters import AttachedParameter
 from instep._optim.stepper import Stepper, remember_settings
-from instep._ranks.votes import Ranks
+from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
-from instep._step.transaction import Gather, Recorder
+from instep._step.backward_schedule import Gather, Recorder
 
 
-class PlainSteps:
+class PlainSchedule:
     """The steps of a model that would be attached, as the plain loop takes them.
 
     Attributes:
@@ -31,7 +31,7 @@ class PlainSteps:
     redo_count = 0
     state = "disabled"
 
-    def __init__(self, ranks: Ranks, accumulation: Accumulation, clipping: Clipping, nonfinite: Policy) -> None:
+    def __init__(self, ranks: StepVotes, accumulation: Accumulation, clipping: Clipping, nonfinite: Policy) -> None:
         self.parameters: tuple[AttachedParameter, ...] = ()
         self.step_count = 0
         self.skip_count = 0
@@ -95,7 +95,7 @@ class PlainSteps:
 
     def _clip(self, parameters: Sequence[torch.Tensor]) -> None:
         self._clipping.begin()
-        self._clipping.know_total(self.parameters, lambda a: a.get().grad)
+        self._clipping.compute_total_norm(self.parameters, lambda a: a.get().grad)
         if self._taken:
             self._clipping.clip(parameters)
 
@@ -171,7 +171,7 @@ class PlainSteps:
     def is_applied(self, attached: AttachedParameter) -> bool:
         return False
 
-    def whole_step(self) -> int:
+    def last_complete_step(self) -> int:
         return self.step_count
 
     def accept(self) -> bool:

@@ -11,11 +11,11 @@ from instep._life.weak import WeakMethod
 from instep._optim.parameters import AttachedParameter
 from instep._optim.parts import version_of
 from instep._step.accumulation import Accumulation
+from instep._step.backward_schedule import Recorder
 from instep._step.streams import StepStreams
-from instep._step.transaction import Recorder
 
 
-class Arrival:
+class MeasuringSink:
     """What sources announce to when nothing is to be written during backward.
 
     A gradient that is used after it was measured is measured again by ``optimizer.step()``.
@@ -64,7 +64,7 @@ class Arrival:
             return False
         return True
 
-    def spend(self, bucket: Iterable[AttachedParameter]) -> None:
+    def retire(self, bucket: Iterable[AttachedParameter]) -> None:
         for attached in bucket:
             parameter = attached.get()
             if parameter.grad is not None and self._clipping.is_measured(attached):
@@ -74,7 +74,7 @@ class Arrival:
     def is_applied(self, attached: AttachedParameter) -> bool:
         return self._clipping.is_measured(attached)
 
-    def know_total(self) -> None: ...
+    def compute_total_norm(self) -> None: ...
 
     def fail(self, error: BaseException, *, writing: bool = False) -> None:
         self._failure = self._failure or error

@@ -29,7 +29,7 @@ from instep._life.weak import WeakMethod
 from instep._life.worker import Task, Worker, ending
 from instep._optim.autocast import autocast_matters, require_same_in_autocast
 from instep._optim.entries import Entries
-from instep._optim.parameters import AttachedParameter, Together, part_of_gradient, together
+from instep._optim.parameters import AttachedParameter, OptimizerCall, calls_of, part_of_gradient
 from instep._optim.parts import memory_of, version_of
 from instep._optim.plan import Bucket, fill_buckets
 from instep._optim.stepper import (
@@ -45,12 +45,12 @@ from instep._optim.stepper import (
 )
 from instep._optim.switches import DEFAULT_DTYPE, MKLDNN, default_dtype, switched, switches
 from instep._optim.waiting import StateWatch
-from instep._ranks.votes import Ranks, Vote, error_of
+from instep._ranks.votes import StepVotes, Vote, error_of
 from instep._step.accumulation import Accumulation
+from instep._step.backward_schedule import Gather, Recorder
 from instep._step.checking import Check
 from instep._step.streams import Mark, StepStreams
 from instep._step.torn import Torn
-from instep._step.transaction import Gather, Recorder
 from instep.errors import InstepError, StepMismatchError, UncommittedStepError, UnsupportedOptimizerError
 
 
@@ -74,7 +74,7 @@ class Reader:
             before_read(self.parameters)
 
 
-class Flight(Protocol):
+class InFlightBucket(Protocol):
     """A bucket whose gradients may still be on their way when ``optimizer.step()`` is called."""
 
     @property
@@ -90,7 +90,7 @@ class Flight(Protocol):
         """Wait, and have ``.grad`` be what it is in the plain loop."""
 
 
-class _Frozen:
+class HandedOverStep:
     """An optimizer as it was when its ``step()`` was called, with what has become of that step."""
 
     def __init__(
@@ -105,8 +105,8 @@ class _Frozen:
         self.known = is_torchs_own(optimizer)
         self.switches = switches()
         self.at_any_time = self.known and all(group.get("fused") for group in optimizer.param_groups)
-        self.dues: list[_Due] = []  # that are still to be applied
-        self.outstanding: list[_Due] = []  # that nobody has waited for
+        self.dues: list[PendingBucket] = []  # that are still to be applied
+        self.outstanding: list[PendingBucket] = []  # that nobody has waited for
         self.pending = [attached.spec.name for attached in parameters]
         self.applied: list[str] = []
         self.failure: BaseException | None = None
@@ -136,21 +136,21 @@ class _Frozen:
 
     def stepped_here(self) -> list[torch.Tensor]:
         """Its parameters, those aside that another rank updates."""
-        here = [a.peek() for a in self._parameters if a.part is None or a.part.here]
+        here = [a.peek() for a in self._parameters if a.part is None or a.part.is_owner]
         return [parameter for parameter in here if parameter is not None]
 
 
-class _Due:
+class PendingBucket:
     """One bucket of it. Nothing here refers to the attachment, which may be dropped while a thread runs this."""
 
     def __init__(
         self,
         parameters: Sequence[AttachedParameter],
-        step: _Frozen,
+        step: HandedOverStep,
         clip: Clip | None,
         recorder: Recorder | None,
-        flight: Flight | None,
-        keep: Callable[[Together, Mapping[Any, Any]], None] | None,
+        flight: InFlightBucket | None,
+        keep: Callable[[OptimizerCall, Mapping[Any, Any]], None] | None,
     ) -> None:
         self.names = [attached.spec.name for attached in parameters]
         self.tensors = [attached.get() for attached in parameters]
@@ -166,7 +166,7 @@ class _Due:
         self._recorder = recorder
         self._keep = keep
         # The parameters' own .grad, flags and attributes are the user's: they may be read and changed meanwhile.
-        self._calls = together(zip(parameters, self.gradients, strict=True), alias=True)
+        self._calls = calls_of(zip(parameters, self.gradients, strict=True), alias=True)
         for tensor in self.tensors:
             tensor.grad = None
         # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
@@ -220,7 +220,7 @@ class _Due:
         self.apply()
         # Whether that failed or not: the other ranks wait for it.
         try:
-            self._receive = gather([a for a in parameters if a.part is not None and a.part.alone])
+            self._receive = gather([a for a in parameters if a.part is not None and a.part.state_is_sharded])
         except BaseException as error:
             self._receive = lambda: None
             self.step.failure = self.step.failure or error
@@ -319,7 +319,7 @@ class _Due:
             due._versions = due._found()
 
 
-class Deferral:
+class ForwardSchedule:
     """The steps of one attachment that were handed over.
 
     Args:
@@ -343,7 +343,7 @@ class Deferral:
     def __init__(
         self,
         can_wait: Iterable[Stepper],
-        ranks: Ranks,
+        ranks: StepVotes,
         accumulation: Accumulation,
         clipping: Clipping,
         bucket_bytes: int,
@@ -358,7 +358,7 @@ class Deferral:
         self.recorder: Recorder | None = None
         self.gather: Gather | None = None
         self.backwards = Backwards()
-        self.flights: Callable[[], Sequence[Flight]] = lambda: ()
+        self.flights: Callable[[], Sequence[InFlightBucket]] = lambda: ()
         self.at_once: Callable[[], bool] = lambda: False
         self._can_wait = frozenset(can_wait)
         self._ranks = ranks
@@ -377,7 +377,7 @@ class Deferral:
         self._gradient_watch = Watch(values=self._used_spread_gradient)
         self._state_watch = StateWatch(self._used_state)
         self._when_used = WeakMethod(self._used_gradient)
-        self._due: dict[int, _Due] = {}  # by the parameter's id
+        self._due: dict[int, PendingBucket] = {}  # by the parameter's id
         self._read: dict[int, None] = {}  # in the order in which forwards read them
         self._switches_in_forward: dict[str, Any] | None = None
         self._went_back = False  # whether a backward was seen to begin since the last step
@@ -437,10 +437,10 @@ class Deferral:
         if self._torn is not None:
             raise self._torn.error()
 
-    def _dues(self) -> list[_Due]:
+    def _dues(self) -> list[PendingBucket]:
         return list(dict.fromkeys(self._due.values()))
 
-    def _finish(self, dues: Iterable[_Due | None]) -> None:
+    def _finish(self, dues: Iterable[PendingBucket | None]) -> None:
         """Wait for these buckets. Raises what stopped one of them, once."""
         if self._worker.is_here:
             return  # an update that comes upon the model or its optimizer: who waits for it has the lock
@@ -452,7 +452,7 @@ class Deferral:
                         self._tear(due.step)
                         self._raise_failure(due.step)
 
-    def _raise_failure(self, step: _Frozen) -> None:
+    def _raise_failure(self, step: HandedOverStep) -> None:
         """Nothing keeps what is raised here: its frames refer to the model."""
         assert self._torn is not None
         failure, step.failure = step.failure, self._torn.cause
@@ -463,7 +463,7 @@ class Deferral:
             del failure
         self.require_whole()
 
-    def _wait(self, due: _Due) -> None:
+    def _wait(self, due: PendingBucket) -> None:
         if due.device.type != "cpu":
             self.streams.wait(due.mark or self._finished(due))
             if due.step.failure is None:
@@ -480,7 +480,7 @@ class Deferral:
                     self.recorder("waiting", due.names, started, perf_counter())
         self._let_go(due)
 
-    def _let_go(self, due: _Due) -> None:
+    def _let_go(self, due: PendingBucket) -> None:
         """It has been applied, or has failed."""
         self._watch.stop(due.tensors)
         for tensor in due.tensors:
@@ -502,7 +502,7 @@ class Deferral:
         if not self._due:
             settled(self)
 
-    def _tear(self, step: _Frozen) -> None:
+    def _tear(self, step: HandedOverStep) -> None:
         for due in self._dues():
             self._wait(due)
         pending = [name for name in step.pending if name not in step.applied]
@@ -648,7 +648,7 @@ class Deferral:
             return
         traced = {a.spec.index for reader in self.readers if reader.traced for a in reader.parameters}
         flying = self._flying(mine)
-        if any(a.part is not None and a.part.alone for a in with_gradient):
+        if any(a.part is not None and a.part.state_is_sharded for a in with_gradient):
             require_same_in_autocast(stepper.optimizer())  # this rank's parts are updated by instep, put off or not
         put_off = in_loop and not self.at_once() and not ending() and can_be_frozen(stepper.optimizer())
         put_off = put_off and not autocast_matters(stepper.optimizer()) and self._forward_is_alike()
@@ -657,7 +657,7 @@ class Deferral:
             if not waiting[attached]:
                 flight.land()
                 flying = {a: f for a, f in flying.items() if f is not flight}
-        later = [a for a, can_wait in waiting.items() if can_wait or (a.part is not None and a.part.alone)]
+        later = [a for a, can_wait in waiting.items() if can_wait or (a.part is not None and a.part.state_is_sharded)]
         if len(later) < len(with_gradient):
             self._require_agreement()
         if clip is not None and len(later) < len(with_gradient):
@@ -679,7 +679,7 @@ class Deferral:
         """Whether the forward, behind which the update would run, is under the switches that ``step()`` is under."""
         return self._switches_in_forward is None or switched(self._switches_in_forward, but=(DEFAULT_DTYPE,)) is None
 
-    def _flying(self, mine: Iterable[AttachedParameter]) -> dict[AttachedParameter, Flight]:
+    def _flying(self, mine: Iterable[AttachedParameter]) -> dict[AttachedParameter, InFlightBucket]:
         """Those whose gradient may still be on its way."""
         wanted = set(mine)
         return {
@@ -727,7 +727,9 @@ class Deferral:
         first = self.step_count == 0
         return self._went_back or not asks_for_state(optimizer, map(_gradient, with_gradient), first=first)
 
-    def _can_be_put_off(self, attached: AttachedParameter, flight: Flight | None, traced: Container[int]) -> bool:
+    def _can_be_put_off(
+        self, attached: AttachedParameter, flight: InFlightBucket | None, traced: Container[int]
+    ) -> bool:
         gradient = _gradient(attached, flight)
         return (
             not self._now
@@ -751,7 +753,7 @@ class Deferral:
             return None  # the kernel skips its update, of gradients as they are
         take_off_here(optimizer, [_gradient(a) for a in with_gradient])
         if self._clipping.mode is not None and self._clipping.total is None:
-            self._clipping.know_total(self.parameters, lambda a: None if a.get().grad is None else _gradient(a))
+            self._clipping.compute_total_norm(self.parameters, lambda a: None if a.get().grad is None else _gradient(a))
             # The plain loop clips all of them at once, before the first of its optimizers steps.
             others = [a for a in self.parameters if a.stepper is not stepper and a.get().grad is not None]
             self._clipping.clip([a.get() for a in others])
@@ -762,7 +764,7 @@ class Deferral:
         self,
         stepper: Stepper,
         parameters: Sequence[AttachedParameter],
-        flying: Mapping[AttachedParameter, Flight],
+        flying: Mapping[AttachedParameter, InFlightBucket],
         clip: Clip | None,
     ) -> None:
         gradients = [(attached.get(), attached.get().grad) for attached in parameters]
@@ -793,21 +795,21 @@ class Deferral:
         self,
         stepper: Stepper,
         parameters: Sequence[AttachedParameter],
-        flying: Mapping[AttachedParameter, Flight],
+        flying: Mapping[AttachedParameter, InFlightBucket],
         clip: Clip | None,
-    ) -> list[_Due]:
+    ) -> list[PendingBucket]:
         """Take the gradients off."""
-        step = _Frozen(stepper.optimizer(), parameters, self.step_count + 1, self._vote)
+        step = HandedOverStep(stepper.optimizer(), parameters, self.step_count + 1, self._vote)
         by_index = {attached.spec.index: attached for attached in parameters}
         begin_state(stepper.optimizer(), [attached.get() for attached in parameters])
         there = self.buckets_of(a for a in parameters if a not in flying)
         buckets = [[by_index[spec.index] for spec in bucket.parameters] for bucket in there]
         check = self._check
         keep = partial(check.keep, stepper) if check is not None and check.due else None
-        dues = [_Due(bucket, step, clip, self.recorder, None, keep) for bucket in buckets]
+        dues = [PendingBucket(bucket, step, clip, self.recorder, None, keep) for bucket in buckets]
         for flight in dict.fromkeys(flying.values()):  # in the order in which they arrive
             members = [attached for attached in flight.parameters if flying.get(attached) is flight]
-            dues.append(_Due(members, step, clip, self.recorder, flight, keep))
+            dues.append(PendingBucket(members, step, clip, self.recorder, flight, keep))
         for due in dues:
             self._due.update((id(tensor), due) for tensor in due.tensors)
             self._take_off(list(zip(due.tensors, due.gradients, strict=True)))
@@ -815,7 +817,7 @@ class Deferral:
         self._flushing = stepper
         return dues
 
-    def _begin(self, dues: Sequence[_Due], parameters: Sequence[AttachedParameter]) -> None:
+    def _begin(self, dues: Sequence[PendingBucket], parameters: Sequence[AttachedParameter]) -> None:
         """Start what need not be asked for."""
         by_id = {id(attached.get()): attached for attached in parameters}
         for due in dues:
@@ -835,7 +837,7 @@ class Deferral:
         for due in dues:
             due.step.raise_interrupt()
 
-    def _finished(self, due: _Due) -> Mark:
+    def _finished(self, due: PendingBucket) -> Mark:
         """Do what is left of it on the side stream."""
         with self._on_side(due):
             due.finish()
@@ -843,7 +845,7 @@ class Deferral:
         return self.streams.mark(due.device)
 
     @contextmanager
-    def _on_side(self, due: _Due) -> Iterator[None]:
+    def _on_side(self, due: PendingBucket) -> Iterator[None]:
         with self.streams.on(due.device):
             yield
         if due.step.stepper.gave_back:
@@ -955,7 +957,7 @@ class Deferral:
         self.synchronize()
         self.forget(gradients=True)
 
-    def whole_step(self) -> int | None:
+    def last_complete_step(self) -> int | None:
         """The number of the last step if all of it was applied here, else ``None``."""
         if self._torn is None:
             self.synchronize()
@@ -1028,7 +1030,7 @@ class Deferral:
             self._worker.stop()
 
 
-def _gradient(attached: AttachedParameter, flight: Flight | None = None) -> torch.Tensor:
+def _gradient(attached: AttachedParameter, flight: InFlightBucket | None = None) -> torch.Tensor:
     """What is in ``.grad``: the real one, where somebody put back what was held of an earlier step. With ``flight``,
     what will hold it."""
     if flight is not None and (arriving := flight.gradient(attached)) is not None:
