@@ -13,7 +13,7 @@ import instep
 from instep import ClipNorm, ClipValue
 from instep.errors import AccumulationError, UncommittedStepError
 from tests.cases import Blocks, Sometimes, batch, two_groups
-from tests.parity.lockstep import CLIP, SMALL, WAYS, Lane, Step, in_every_way, in_exact_ways, lockstep, loss_of
+from tests.parity.lockstep import CLIP, SMALL, WAYS, Contender, Step, in_every_way, in_exact_ways, lockstep, loss_of
 
 COUNT = 3
 
@@ -28,12 +28,12 @@ def sgd() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
-def loss(lane: Lane, seed: int) -> torch.Tensor:
+def loss(lane: Contender, seed: int) -> torch.Tensor:
     x, y = batch(seed)
     return loss_of(lane.model(x), y) / COUNT
 
 
-def held(lane: Lane, i: int) -> None:
+def held(lane: Contender, i: int) -> None:
     """``accumulate()`` around all micro-batches but the last."""
     for micro in range(COUNT):
         if lane.overlap is not None and micro < COUNT - 1:
@@ -44,14 +44,14 @@ def held(lane: Lane, i: int) -> None:
     finish(lane)
 
 
-def counted(lane: Lane, i: int) -> None:
+def counted(lane: Contender, i: int) -> None:
     """A loop that knows nothing of accumulation but its own count."""
     for micro in range(COUNT):
         lane.backward(loss(lane, COUNT * i + micro))
     finish(lane)
 
 
-def finish(lane: Lane) -> None:
+def finish(lane: Contender) -> None:
     lane.step()
     lane.zero_grad()
 
@@ -79,7 +79,7 @@ def test_an_unmodified_accumulation_loop(way: str, build: Any) -> None:
 
 @in_every_way
 def test_one_step_is_accumulation_of_one(way: str) -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         lane.backward(loss(lane, i))
         finish(lane)
 
@@ -100,7 +100,7 @@ def test_undo_does_again_the_steps_of_a_loop_that_says_nothing() -> None:
 
 @in_every_way
 def test_nothing_is_written_before_the_last_micro_batch(way: str) -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         before = [p.detach().clone() for p in lane.model.parameters()]
         for micro in range(COUNT - 1):
             lane.backward(loss(lane, COUNT * i + micro))
@@ -114,7 +114,7 @@ def test_nothing_is_written_before_the_last_micro_batch(way: str) -> None:
 
 @in_every_way
 def test_gradients_between_micro_batches_are_the_plain_ones(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         norms = []
         for micro in range(COUNT):
             lane.backward(loss(lane, COUNT * i + micro))
@@ -128,7 +128,7 @@ def test_gradients_between_micro_batches_are_the_plain_ones(way: str) -> None:
 
 @in_every_way
 def test_gradients_scaled_by_hand_between_micro_batches(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         for micro in range(COUNT):
             lane.backward(loss(lane, COUNT * i + micro))
             if micro == 1:
@@ -145,7 +145,7 @@ def test_gradients_scaled_by_hand_between_micro_batches(way: str) -> None:
 def epochs(batches: int, *, hold: bool) -> Step:
     """Epochs of so many batches: the last step of each is not complete. Each iteration is one epoch."""
 
-    def step(lane: Lane, epoch: int) -> None:
+    def step(lane: Contender, epoch: int) -> None:
         for number in range(batches):
             last = number % COUNT == COUNT - 1 or number == batches - 1
             if hold and lane.overlap is not None and not last:
@@ -188,7 +188,7 @@ def test_an_epoch_that_ends_within_a_step_in_an_unmodified_loop(way: str, batche
 
 @in_every_way
 def test_steps_of_different_numbers_of_micro_batches(way: str) -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         count = (1, 3, 2, 1)[i]
         for micro in range(count):
             if lane.overlap is not None and micro < count - 1:
@@ -205,7 +205,7 @@ def test_steps_of_different_numbers_of_micro_batches(way: str) -> None:
 def test_a_step_all_of_whose_micro_batches_were_held(way: str) -> None:
     """``optimizer.step()`` steps them."""
 
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         for micro in range(2):
             if lane.overlap is None:
                 lane.backward(loss(lane, 2 * i + micro))
@@ -221,7 +221,7 @@ def test_a_step_all_of_whose_micro_batches_were_held(way: str) -> None:
 def test_gradients_thrown_away_between_micro_batches(way: str) -> None:
     """A loop that starts its step anew, within ``accumulate()``."""
 
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         if lane.overlap is None:
             lane.backward(loss(lane, i + 50))
         else:
@@ -243,11 +243,11 @@ def test_parameters_used_in_some_micro_batches_only(way: str, how: Step) -> None
         model = Sometimes()
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def expert(lane: Lane, seed: int) -> torch.Tensor:
+    def expert(lane: Contender, seed: int) -> torch.Tensor:
         x, y = batch(seed)
         return loss_of(lane.model(x, (0, 1, None, None, 0)[seed % 5]), y)
 
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         for micro in range(COUNT):
             if lane.overlap is not None and how is held and micro < COUNT - 1:
                 with lane.overlap.accumulate():
@@ -273,7 +273,7 @@ NESTED = pytest.mark.xfail(strict=True, reason="nested backwards count where no 
 def test_checkpointed_micro_batches_are_counted_once(way: str, reentrant: bool) -> None:
     """Segments that the loop itself checkpoints."""
 
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         for micro in range(COUNT):
             x, y = batch(COUNT * i + micro)
             x = lane.model.inner(x)
@@ -287,7 +287,7 @@ def test_checkpointed_micro_batches_are_counted_once(way: str, reentrant: bool) 
 
 @in_every_way
 def test_a_forward_for_evaluation_between_micro_batches_is_not_counted(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         seen = []
         for micro in range(COUNT):
             with torch.no_grad():
@@ -302,7 +302,7 @@ def test_a_forward_for_evaluation_between_micro_batches_is_not_counted(way: str)
 
 @in_exact_ways
 def test_two_backwards_of_one_forward_are_counted_twice(way: str) -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         for micro in range(2):
             x, y = batch(2 * i + micro)
             out = lane.model(x)
@@ -320,7 +320,7 @@ CLIPS = [ClipNorm(0.1), ClipNorm(1e6), ClipValue(0.01)]
 @pytest.mark.parametrize("how", [held, counted])
 @in_exact_ways
 def test_what_has_been_added_up_is_clipped_once(way: str, how: Step, clip: Any) -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         if lane.overlap is not None:
             return how(lane, i)
         for micro in range(COUNT):
@@ -352,7 +352,7 @@ def test_two_pass_measures_once_per_step() -> None:
 
 @in_every_way
 def test_an_error_in_a_micro_batch_after_which_the_step_is_begun_anew(way: str) -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         if i == 1:
             with nullcontext() if lane.overlap is None else lane.overlap.accumulate():
                 lane.backward(loss(lane, 0))
@@ -370,7 +370,7 @@ def test_an_error_in_a_micro_batch_after_which_the_step_is_begun_anew(way: str) 
 def test_an_error_in_a_micro_batch_that_is_left_out(way: str) -> None:
     """What it had added by then stays, as in the plain loop."""
 
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         with nullcontext() if lane.overlap is None else lane.overlap.accumulate():
             lane.backward(loss(lane, 2 * i))
             hook = lane.model.blocks[0][1].weight.register_hook(fail)
@@ -443,7 +443,7 @@ def test_the_first_of_two_backwards_can_still_be_committed() -> None:
 def test_accumulation_steps_that_are_more_than_the_loops_step_the_plain_way() -> None:
     """The loop steps each time: backward only adds, and ``optimizer.step()`` does all."""
 
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         lane.backward(loss(lane, i))
         finish(lane)
 

@@ -14,7 +14,7 @@ from instep._optim import autocast
 from instep.errors import HyperparameterChangedError
 from tests.cases import Blocks, batch
 from tests.devices import here
-from tests.parity.lockstep import EXACT, Lane, Refused, in_every_way, lockstep, loss_of
+from tests.parity.lockstep import EXACT, Contender, Refused, in_every_way, lockstep, loss_of
 from tests.parity.made import Made, Recipe
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -44,7 +44,7 @@ def in_low_precision() -> Any:
     return torch.autocast(here().type, torch.bfloat16)
 
 
-def learn(lane: Lane, i: int, around: str) -> torch.Tensor:
+def learn(lane: Contender, i: int, around: str) -> torch.Tensor:
     x, y = batch(i)
     with in_low_precision() if around == "all" else nullcontext():
         with in_low_precision() if around == "backward" else nullcontext():

@@ -16,7 +16,7 @@ import instep
 from instep.errors import HyperparameterChangedError, TornStepError, UnsupportedOptimizerError
 from tests.cases import Blocks, batch, two_groups
 from tests.devices import on_cpu_only
-from tests.parity.lockstep import SMALL, Lane, Refused, lockstep, loss_of
+from tests.parity.lockstep import SMALL, Contender, Refused, lockstep, loss_of
 from tests.parity.test_undo import WAYS as UNDO
 
 CHANGED = Refused(HyperparameterChangedError, "torn")
@@ -26,10 +26,12 @@ WHEN = pytest.mark.parametrize("when", ["before step", "while due"])
 Change = Callable[[Any, int], Any]
 
 
-def compare(way: str, build: Any, change: Change, when: str = "before step", refused: Refused | None = CHANGED) -> Lane:
+def compare(
+    way: str, build: Any, change: Change, when: str = "before step", refused: Refused | None = CHANGED
+) -> Contender:
     """Change something in iterations 1 and 3."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         loss = loss_of(lane.model(x), y)
         lane.backward(loss)
@@ -95,7 +97,7 @@ def test_parameters_moved_within_the_groups(way: str, move: Change, when: str) -
 def test_groups_moved_in_the_first_step(move: Change) -> None:
     """State is made in it, in the order of the groups."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         lane.backward(loss_of(lane.model(x), y))
         if i == 0:

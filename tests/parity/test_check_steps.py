@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import instep
 from instep.errors import AttachError, TornStepError, UnsupportedOptimizerError
 from tests.cases import Blocks, Rotations, batch, optimizer_cases, two_groups
-from tests.parity.lockstep import CLIP, WAYS, Lane, in_every_way, in_exact_ways, learn, lockstep, loss_of, ways
+from tests.parity.lockstep import CLIP, WAYS, Contender, in_every_way, in_exact_ways, learn, lockstep, loss_of, ways
 
 # Not by a thread: while one that has just been started runs, it may be that one that draws.
 pytestmark = pytest.mark.timeout(600, method="signal")
@@ -179,7 +179,7 @@ def building(make: Callable[[Any], Any] = adamw) -> Callable[[], Any]:
     return build
 
 
-def accumulating(lane: Lane, i: int) -> Any:
+def accumulating(lane: Contender, i: int) -> Any:
     for part in range(3):
         x, y = batch(10 * i + part)
         holding = lane.overlap is not None and part < 2
@@ -192,7 +192,7 @@ def accumulating(lane: Lane, i: int) -> Any:
     lane.zero_grad()
 
 
-def with_closure(lane: Lane, i: int) -> Any:
+def with_closure(lane: Contender, i: int) -> Any:
     x, y = batch(i)
 
     def closure() -> torch.Tensor:
@@ -205,7 +205,7 @@ def with_closure(lane: Lane, i: int) -> Any:
     return lane.optimizer.step(closure).detach()
 
 
-def in_part(lane: Lane, i: int) -> Any:
+def in_part(lane: Contender, i: int) -> Any:
     """Every other step leaves out some parameters."""
     x, y = batch(i)
     lane.model.blocks[0].requires_grad_(i % 2 == 0)
@@ -243,7 +243,7 @@ def test_no_false_alarm_with_clipping(way: str) -> None:
 
 @ways("backward", "forward", "undo")
 def test_no_false_alarm_with_clipped_values(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         lane.backward(loss_of(lane.model(x), y))
         if lane.overlap is None:
@@ -318,7 +318,7 @@ def test_complex_parameters() -> None:
 
 @pytest.mark.parametrize("way", ["backward", "forward", "undo"])
 def test_the_loops_random_numbers_stay(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         loss = learn(lane, i)
         return loss, torch.rand(3), torch.tensor(random.random()), torch.tensor(np.random.rand())
 
@@ -328,7 +328,7 @@ def test_the_loops_random_numbers_stay(way: str) -> None:
         model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(), nn.Linear(16, 10))
         return model, torch.optim.AdamW(model.parameters())
 
-    def seeded(lane: Lane, i: int) -> Any:
+    def seeded(lane: Contender, i: int) -> Any:
         random.seed(i)
         np.random.seed(i)
         return step(lane, i)

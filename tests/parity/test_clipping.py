@@ -19,7 +19,7 @@ from instep._autograd.placeholders import SpentGradient
 from instep.errors import AttachError, InstepError, SpentGradientError, TornStepError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, Sometimes, batch, two_groups
-from tests.parity.lockstep import SMALL, WAYS, Lane, Step, lockstep, loss_of
+from tests.parity.lockstep import SMALL, WAYS, Contender, Step, lockstep, loss_of
 
 EXACT: Mapping[str, Mapping[str, Any]] = {
     "forward": {},
@@ -33,7 +33,7 @@ in_exact_ways = pytest.mark.parametrize("way", list(EXACT))
 in_ways_that_keep_gradients = pytest.mark.parametrize("way", ["forward", "late", *UNDO])
 
 
-def compare(way: str, build: Any, step: Step, steps: int = 5, clip: Any = None, **options: Any) -> Lane:
+def compare(way: str, build: Any, step: Step, steps: int = 5, clip: Any = None, **options: Any) -> Contender:
     """``lockstep``, with the clip in the form that the way takes."""
     if isinstance(clip, ClipNorm) and way == "two_pass":
         clip = ClipNorm(clip.max_norm, clip.norm_type, clip.error_if_nonfinite, mode="two_pass")
@@ -69,16 +69,16 @@ def mixed_dtypes() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
 
 
-def loss(lane: Lane, i: int) -> torch.Tensor:
+def loss(lane: Contender, i: int) -> torch.Tensor:
     """Every other one is large."""
     x, y = batch(i)
     return loss_of(lane.model(x), y) * (1 + 9 * (i % 2))
 
 
-def clipping(clip: ClipNorm | ClipValue, loss: Callable[[Lane, int], torch.Tensor] = loss) -> Step:
+def clipping(clip: ClipNorm | ClipValue, loss: Callable[[Contender, int], torch.Tensor] = loss) -> Step:
     """Backward, clip, step: the plain loop clips itself. Returns the norm."""
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         lane.backward(loss(lane, i))
         norm = apply(clip, lane)
         for optimizer in lane.optimizers:
@@ -89,7 +89,7 @@ def clipping(clip: ClipNorm | ClipValue, loss: Callable[[Lane, int], torch.Tenso
     return step
 
 
-def apply(clip: ClipNorm | ClipValue, lane: Lane) -> torch.Tensor | None:
+def apply(clip: ClipNorm | ClipValue, lane: Contender) -> torch.Tensor | None:
     if lane.overlap is not None:
         return None
     if isinstance(clip, ClipValue):
@@ -109,7 +109,7 @@ def test_clip_norm_is_clip_grad_norm(way: str, limit: str, norm_type: float) -> 
     max_norm = {"always": ALWAYS[norm_type], "sometimes": SOMETIMES[norm_type], "never": NEVER}[limit]
     norms: list[torch.Tensor] = []
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         norm = clipping(clip)(lane, i)
         assert norm is not None
         norms.append(norm)
@@ -138,11 +138,11 @@ def test_clip_norm_measures_only_what_is_attached(way: str, build: Any) -> None:
         model.scale = nn.Parameter(torch.full((10,), 3.0))
         return model, optimizers
 
-    def scaled(lane: Lane, i: int) -> torch.Tensor:
+    def scaled(lane: Contender, i: int) -> torch.Tensor:
         x, y = batch(i)
         return loss_of(lane.model(x) * lane.model.scale, y)
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         lane.backward(scaled(lane, i))
         attached = [p for name, p in lane.model.named_parameters() if name != "scale"]
         norm = clip_grad_norm_(attached, 0.1) if lane.overlap is None else None
@@ -160,7 +160,7 @@ def test_clip_norm_where_parameters_are_unused(way: str) -> None:
         model = Sometimes()
         return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
-    def experts(lane: Lane, i: int) -> torch.Tensor:
+    def experts(lane: Contender, i: int) -> torch.Tensor:
         x, y = batch(i)
         return loss_of(lane.model(x, (0, None, 1, 1)[i % 4]), y)
 
@@ -170,7 +170,7 @@ def test_clip_norm_where_parameters_are_unused(way: str) -> None:
 
 @in_exact_ways
 def test_clip_norm_with_a_scheduler_and_frozen_layers(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         lane.model.inner.requires_grad_(i % 3 != 1)
         norm = clipping(clip)(lane, i)
         lane.optimizer.param_groups[0]["lr"] *= 0.9
@@ -213,7 +213,7 @@ def test_grad_norm_is_zero_dimensional_as_torchs(way: str) -> None:
 
 @in_exact_ways
 def test_grad_norm_stays_until_the_next_step(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         before = clipping(clip)(lane, i)
         lane.model(batch(i + 1)[0])
         after = lane.overlap.grad_norm if lane.overlap is not None else before
@@ -228,7 +228,7 @@ def test_grad_norm_stays_until_the_next_step(way: str) -> None:
 def test_undo_does_again_exactly_the_steps_that_are_clipped(way: str, norm_type: float) -> None:
     clipped = 0
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         nonlocal clipped
         norm = clipping(clip)(lane, i)
         if lane.overlap is None and norm is not None:
@@ -245,14 +245,14 @@ def test_undo_does_again_exactly_the_steps_that_are_clipped(way: str, norm_type:
 # A norm that is not finite.
 
 
-def weights(lane: Lane) -> list[torch.Tensor]:
+def weights(lane: Contender) -> list[torch.Tensor]:
     return [p.detach().clone() for p in lane.model.parameters()]
 
 
 def stopping(clip: ClipNorm, bad: float) -> Step:
     """Leaves out a step whose norm is not finite. Returns what was raised."""
 
-    def step(lane: Lane, i: int) -> str:
+    def step(lane: Contender, i: int) -> str:
         before = weights(lane)
         try:
             lane.backward(loss(lane, i) * (bad if i in (0, 3) else 1.0))
@@ -277,7 +277,7 @@ def test_error_if_nonfinite_raises_updates_nothing_and_training_goes_on(way: str
 
 @in_exact_ways
 def test_error_if_nonfinite_says_what_was_found(way: str) -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         if lane.overlap is not None:
             with pytest.raises(RuntimeError, match=r"norm of order 2.* is (nan|inf).*Nothing was updated"):
                 lane.learn(loss(lane, i) * math.inf)
@@ -288,7 +288,7 @@ def test_error_if_nonfinite_says_what_was_found(way: str) -> None:
 
 @in_exact_ways
 def test_without_it_gradients_are_scaled_by_a_norm_that_is_not_finite(way: str) -> None:
-    def sometimes_infinite(lane: Lane, i: int) -> torch.Tensor:
+    def sometimes_infinite(lane: Contender, i: int) -> torch.Tensor:
         return loss(lane, i) * (math.inf if i == 2 else 1.0)
 
     clip = ClipNorm(0.5)
@@ -301,7 +301,7 @@ TWO_PASS = ClipNorm(0.5, mode="two_pass")
 
 
 def micro_batches(count: int, how: str) -> Step:
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         for micro in range(count):
             if lane.overlap is not None and how == "accumulate" and micro < count - 1:
                 with lane.overlap.accumulate():
@@ -359,7 +359,7 @@ def test_two_pass_with_hooks_that_change_gradients(hook: Callable[[torch.Tensor]
             parameter.register_post_accumulate_grad_hook(hook)
         return model, optimizer
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         random.seed(i)
         return micro_batches(count, "count")(lane, i), torch.rand(1), random.random()
 
@@ -390,7 +390,7 @@ def test_two_pass_with_accumulation_where_some_parameters_get_no_gradient_in_the
         model = Sometimes()
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         for micro, expert in enumerate((0, 1, None)):
             x, y = batch(3 * i + micro)
             lane.backward(loss_of(lane.model(x, expert), y))
@@ -414,7 +414,7 @@ def test_detach_in_a_step_that_was_applied_in_part(clip: ClipNorm | ClipValue, a
         x, y = batch(micro)
         loss_of(models[0](x, expert), y).backward()
         overlap.backward(loss_of(models[1](x, expert), y))
-    apply(clip, Lane(models[0], plain, {}))
+    apply(clip, Contender(models[0], plain, {}))
     assert not isinstance(models[1].experts[0].weight.grad, SpentGradient)
     assert isinstance(models[1].trunk.weight.grad, SpentGradient)
     overlap.detach()
@@ -426,7 +426,7 @@ def test_detach_in_a_step_that_was_applied_in_part(clip: ClipNorm | ClipValue, a
     assert first_difference(training_state(models[0], plain), training_state(models[1], attached)) is None
 
 
-def checkpointed(lane: Lane, i: int) -> torch.Tensor:
+def checkpointed(lane: Contender, i: int) -> torch.Tensor:
     x, y = batch(i)
     x = lane.model.inner(x)
     for block in lane.model.blocks:
@@ -451,7 +451,7 @@ def dropping() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def checkpointed_dropout(lane: Lane, i: int) -> torch.Tensor:
+def checkpointed_dropout(lane: Contender, i: int) -> torch.Tensor:
     x, y = batch(i)
     x = lane.model.inner(x)
     for block in lane.model.blocks:
@@ -472,7 +472,7 @@ def test_two_pass_with_checkpointed_dropout() -> None:
 
 
 def test_two_pass_with_a_gradient_for_an_output_that_is_no_scalar() -> None:
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         output, gradient = lane.model(batch(i)[0]), torch.randn(8, 10)
         if lane.overlap is None:
             output.backward(gradient)
@@ -489,7 +489,7 @@ def test_two_pass_with_a_gradient_for_an_output_that_is_no_scalar() -> None:
 def test_two_pass_does_not_touch_gradients_of_what_is_not_attached() -> None:
     """The first pass is for the attached parameters alone: an input's gradient is added once."""
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         x, y = batch(i)
         x.requires_grad_()
         lane.backward(loss_of(lane.model(x), y))
@@ -564,7 +564,7 @@ def added() -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_clip_norm_of_a_group_added_between_forward_and_backward(way: str, frozen: bool) -> None:
     clip = ClipNorm(0.1)
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         lane.model.inner.requires_grad_(not (frozen and i == 1))
         value = loss(lane, i)
         if i == 1:
@@ -586,7 +586,7 @@ def test_clip_norm_where_layers_are_frozen_before_and_after_the_forward(way: str
     has one, and gets no gradient."""
     clip = ClipNorm(0.1)
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         x, y = batch(i)
         lane.model.blocks[0].requires_grad_(i % 2 == 1)
         lane.model.blocks[1].requires_grad_(True)
@@ -644,7 +644,7 @@ def test_two_pass_where_gradients_change_before_the_step(change: Callable[[Any, 
         mine = [p for name, p in model.named_parameters() if not (adds and name.startswith("out."))]
         return model, torch.optim.AdamW(mine, lr=1e-2)
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         x, y = batch(i)
         lane.backward(loss_of(lane.model(x, 0), y))
         if i == 0 or not adds:
@@ -703,7 +703,7 @@ def test_clip_value_is_clip_grad_value_in_every_schedule(way: str, build: Any, l
 def test_clip_value_with_accumulation(way: str) -> None:
     clip = ClipValue(0.01)
 
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         for micro in range(3):
             lane.backward(loss(lane, 3 * i + micro))
         apply(clip, lane)
@@ -718,7 +718,7 @@ def test_clip_value_in_a_step_without_gradients(way: str) -> None:
     """Plain ``clip_grad_value_`` raises where there are none; there is nothing to clip."""
     clip = ClipValue(0.01)
 
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         if i != 1:
             lane.backward(loss(lane, i))
             apply(clip, lane)
@@ -736,7 +736,7 @@ def written_out(clip: ClipNorm, by_hand: Callable[[Any, list[list[nn.Parameter]]
     lanes = []
     for _ in range(2):
         torch.manual_seed(0)
-        lanes.append(Lane(*blocks(), {}))
+        lanes.append(Contender(*blocks(), {}))
     plain, attached = lanes
     previous: torch.Tensor | None = None
     with instep.attach(attached.model, attached.optimizer, bucket_bytes=SMALL, clip=clip) as overlap:
@@ -789,7 +789,7 @@ def clip_value_by_hand(model: Any) -> None:
 
 
 def unmodified(clip: Callable[[Any], Any]) -> Step:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         loss(lane, i).backward()
         result = clip(lane.model)
         for optimizer in lane.optimizers:
@@ -812,7 +812,7 @@ def test_a_loop_that_clips_by_itself(way: str, clip: Callable[[Any], Any], build
 def test_a_loop_that_clips_by_itself_after_attach_has(way: str, clip: Callable[[Any], Any]) -> None:
     """Clipped twice: by the loop first, then by ``clip=``."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         lane.backward(loss(lane, i))
         result = clip(lane.model)
         norm = apply(both, lane)
@@ -869,7 +869,7 @@ CHANGES = [multiplied, multiplied_through_data, replaced, replaced_by_its_own, c
 def test_a_gradient_changed_after_it_was_measured(way: str, change: Callable[[Any], None], max_norm: float) -> None:
     clip = ClipNorm(max_norm)
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         lane.backward(loss(lane, i))
         change(lane.model.blocks[i % 2][1].weight)
         norm = apply(clip, lane)
@@ -892,7 +892,7 @@ def test_a_gradient_changed_through_another_reference_to_it(way: str, max_norm: 
         model.outer.weight.register_post_accumulate_grad_hook(lambda p: taken.append(p.grad))
         return model, optimizer
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         taken.clear()
         lane.backward(loss(lane, i))
         taken.pop().mul_(3.0)
@@ -912,7 +912,7 @@ def test_a_gradient_that_is_given_to_a_parameter_without_one(way: str) -> None:
         model = Sometimes()
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         x, y = batch(i)
         lane.backward(loss_of(lane.model(x, 0), y))
         lane.model.experts[1].weight.grad = torch.full((16, 16), 0.1)
@@ -928,7 +928,7 @@ def test_a_gradient_that_is_given_to_a_parameter_without_one(way: str) -> None:
 def test_clip_norm_in_an_unmodified_accumulation_loop(way: str) -> None:
     clip = ClipNorm(0.5)
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         for micro in range(3):
             lane.backward(loss(lane, 3 * i + micro) / 3)
         norm = apply(clip, lane)
@@ -944,7 +944,7 @@ def test_clip_norm_where_a_step_is_left_out(way: str) -> None:
     """Gradients add up over it, or are cleared."""
     clip = ClipNorm(0.5)
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         lane.backward(loss(lane, i))
         if i in (1, 2):
             if i == 2:
@@ -971,7 +971,7 @@ def test_clip_norm_after_a_backward_that_raised(way: str, position: int, clear: 
     """A hook raises in the place of each parameter's gradient, so after any number of gradients was measured."""
     clip = ClipNorm(0.5)
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         if i == 2:
             hook = list(lane.model.parameters())[position].register_hook(fail)
             with pytest.raises(ZeroDivisionError):
@@ -992,7 +992,7 @@ def test_clip_norm_after_a_backward_that_raised(way: str, position: int, clear: 
 @pytest.mark.parametrize("clip", [ClipNorm(0.1), ClipNorm(1e6), ClipValue(0.01)], ids=str)
 @in_ways_that_keep_gradients
 def test_gradients_after_the_step_are_the_clipped_ones(way: str, clip: Any) -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         lane.zero_grad()
         lane.backward(loss(lane, i))
         apply(clip, lane)
@@ -1006,7 +1006,7 @@ def test_gradients_after_the_step_are_the_clipped_ones(way: str, clip: Any) -> N
 def test_a_gradient_changed_between_the_steps_of_two_optimizers(way: str, max_norm: float) -> None:
     clip = ClipNorm(max_norm)
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         lane.backward(loss(lane, i))
         norm = apply(clip, lane)
         lane.optimizers[i % 2].step()
@@ -1025,7 +1025,7 @@ def test_a_gradient_changed_between_the_steps_of_two_optimizers(way: str, max_no
 def test_only_one_of_two_optimizers_steps_each_time(way: str, max_norm: float) -> None:
     clip = ClipNorm(max_norm)
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         lane.backward(loss(lane, i))
         norm = apply(clip, lane)
         lane.optimizers[i % 2].step()
@@ -1039,7 +1039,7 @@ def test_only_one_of_two_optimizers_steps_each_time(way: str, max_norm: float) -
 def test_clip_norm_in_a_closure(way: str) -> None:
     clip = ClipNorm(0.5)
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         def closure() -> torch.Tensor:
             lane.zero_grad()
             found = loss(lane, i)
@@ -1058,7 +1058,7 @@ def test_clip_norm_in_a_closure(way: str) -> None:
 def test_clip_norm_in_a_step_without_gradients(way: str) -> None:
     clip = ClipNorm(0.5)
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         if i not in (0, 3):
             lane.backward(loss(lane, i))
         norm = apply(clip, lane)
@@ -1074,7 +1074,7 @@ def test_clip_norm_in_a_step_without_gradients(way: str) -> None:
 def test_clip_norm_of_gradients_that_autograd_grad_returned(way: str, max_norm: float) -> None:
     clip = ClipNorm(max_norm)
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         parameters = list(lane.model.parameters())
         gradients = torch.autograd.grad(loss(lane, i), parameters)
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -1092,7 +1092,7 @@ def test_clip_norm_of_gradients_that_autograd_grad_returned(way: str, max_norm: 
 def test_clip_norm_of_gradients_made_without_autograd(way: str, max_norm: float) -> None:
     clip = ClipNorm(max_norm)
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         for parameter in lane.model.parameters():
             parameter.grad = torch.randn_like(parameter) * (i + 1)
         norm = apply(clip, lane)
@@ -1108,7 +1108,7 @@ def test_clip_norm_of_gradients_made_without_autograd(way: str, max_norm: float)
 def test_clip_norm_of_two_losses_in_two_backwards(way: str, max_norm: float) -> None:
     clip = ClipNorm(max_norm)
 
-    def step(lane: Lane, i: int) -> torch.Tensor | None:
+    def step(lane: Contender, i: int) -> torch.Tensor | None:
         x, y = batch(i)
         hidden = lane.model(x)
         lane.backward(loss_of(hidden, y), retain_graph=True)

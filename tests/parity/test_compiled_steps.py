@@ -11,7 +11,7 @@ import instep
 from instep._autograd.tracing import Traced
 from instep.errors import TornStepError, UnsupportedOptimizerError
 from tests.cases import batch
-from tests.parity.lockstep import CLIP, Lane, Refused, lockstep, loss_of
+from tests.parity.lockstep import CLIP, Contender, Refused, lockstep, loss_of
 
 pytestmark = [
     pytest.mark.usefixtures("_fresh_compiler"),
@@ -39,7 +39,7 @@ def built(**kwargs: Any) -> Callable[[], tuple[nn.Module, torch.optim.Optimizer]
 Compile = Callable[..., Any]
 
 
-def the_step_alone(lane: Lane, compiled: Compile) -> Callable[..., Any]:
+def the_step_alone(lane: Contender, compiled: Compile) -> Callable[..., Any]:
     take = compiled(lane.optimizer.step)
 
     def iteration(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ def the_step_alone(lane: Lane, compiled: Compile) -> Callable[..., Any]:
     return iteration
 
 
-def a_function_that_steps(lane: Lane, compiled: Compile) -> Callable[..., Any]:
+def a_function_that_steps(lane: Contender, compiled: Compile) -> Callable[..., Any]:
     def step_and_clear() -> None:
         lane.optimizer.step()
         lane.optimizer.zero_grad()
@@ -68,7 +68,7 @@ def a_function_that_steps(lane: Lane, compiled: Compile) -> Callable[..., Any]:
     return iteration
 
 
-def all_but_the_forward(lane: Lane, compiled: Compile) -> Callable[..., Any]:
+def all_but_the_forward(lane: Contender, compiled: Compile) -> Callable[..., Any]:
     def learn(loss: torch.Tensor) -> None:
         loss.backward()
         lane.optimizer.step()
@@ -84,7 +84,7 @@ def all_but_the_forward(lane: Lane, compiled: Compile) -> Callable[..., Any]:
     return iteration
 
 
-def everything(lane: Lane, compiled: Compile) -> Callable[..., Any]:
+def everything(lane: Contender, compiled: Compile) -> Callable[..., Any]:
     model, optimizer = lane.model, lane.optimizer
 
     def iteration(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -101,8 +101,8 @@ REFUSED = Refused(UnsupportedOptimizerError, "torn", match="AdamW.step() was com
 PARTS = [the_step_alone, a_function_that_steps, all_but_the_forward, everything]
 
 
-def in_lockstep(way: str, part: Callable[..., Any], backend: str, **options: Any) -> Lane:
-    def step(lane: Lane, i: int) -> Any:
+def in_lockstep(way: str, part: Callable[..., Any], backend: str, **options: Any) -> Contender:
+    def step(lane: Contender, i: int) -> Any:
         if lane.extra is None:
             lane.extra = part(lane, lambda function: torch.compile(function, backend=backend))
         return lane.extra(*batch(i))
@@ -122,7 +122,7 @@ def test_a_compiled_step(way: str, part: Callable[..., Any]) -> None:
 def test_a_compiled_step_is_taken_by_the_optimizer_alone(options: dict[str, Any]) -> None:
     """In ways in which most of it would be taken elsewhere."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         if lane.extra is None:
             lane.extra = torch.compile(lane.optimizer.step, backend="eager")
         x, y = batch(i)
@@ -142,7 +142,7 @@ def test_a_compiled_step_is_taken_by_the_optimizer_alone(options: dict[str, Any]
 def test_a_compiled_forward_and_backward_with_a_step_that_is_not(way: str) -> None:
     """Nothing is refused: all of the step is taken outside of what is compiled."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         if lane.extra is None:
             model = lane.model
 
@@ -198,7 +198,7 @@ def test_compiled_autograd(way: str) -> None:
     an error of torch's compiler."""
     used = Refused(torch._dynamo.exc.InternalTorchDynamoError, "torn", match="backward has already updated it")
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         if lane.extra is None:
             model = lane.model
 

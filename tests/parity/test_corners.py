@@ -10,7 +10,7 @@ from torch import nn
 import instep
 from instep.errors import AttachError, HyperparameterChangedError, UncommittedStepError
 from tests.cases import Blocks, batch
-from tests.parity.lockstep import CLIP, EXACT, Lane, Refused, in_exact_ways, lockstep, loss_of, ways
+from tests.parity.lockstep import CLIP, EXACT, Contender, Refused, in_exact_ways, lockstep, loss_of, ways
 
 
 def blocks(make: Any) -> Any:
@@ -41,7 +41,7 @@ CHANGED = Refused(HyperparameterChangedError, "torn")
 
 @ways("backward", *EXACT)
 def test_step_with_arguments_of_its_own(way: str) -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         x, y = batch(i)
         lane.backward(loss_of(lane.model(x), y))
         lane.optimizer.step(scale=0.5)
@@ -52,7 +52,7 @@ def test_step_with_arguments_of_its_own(way: str) -> None:
 
 @ways("backward", *EXACT)
 def test_an_attribute_set_between_backward_and_step(way: str) -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         x, y = batch(i)
         lane.backward(loss_of(lane.model(x), y))
         lane.optimizer.factor = 1 / (i + 1)
@@ -65,7 +65,7 @@ def test_an_attribute_set_between_backward_and_step(way: str) -> None:
 
 @in_exact_ways
 def test_parameters_frozen_right_after_the_step(way: str) -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         lane.model.requires_grad_(True)
         x, y = batch(i)
         lane.backward(loss_of(lane.model(x), y))
@@ -147,7 +147,7 @@ def test_two_optimizers_that_are_clipped_in_turn(way: str, make: Any) -> None:
         rest = nn.ModuleList([model.inner, model.outer])
         return model, [first, torch.optim.SGD(rest.parameters(), lr=0.5)]
 
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         for turn, optimizer in enumerate(lane.optimizers):
             x, y = batch(2 * i + turn)
             out = lane.model(x)
@@ -221,7 +221,7 @@ def test_a_gradient_that_is_changed_through_a_reference_to_it(way: str) -> None:
             parameter.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         lane.backward(loss_of(lane.model(batch(i)[0]), batch(i)[1]))
         for gradient in lane.model.kept:
             gradient.mul_(7.0)

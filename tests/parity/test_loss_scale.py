@@ -15,7 +15,7 @@ import instep
 from instep import ClipNorm, ClipValue
 from instep.errors import AttachError, SpentGradientError, TornStepError
 from tests.cases import Blocks, batch, two_groups
-from tests.parity.lockstep import SMALL, Lane, Step, lockstep, loss_of
+from tests.parity.lockstep import SMALL, Contender, Step, lockstep, loss_of
 
 WAYS = ("forward", "late", "undo", "undo, scaler given", "undo on the host, scaler given")
 in_every_way = pytest.mark.parametrize("way", WAYS)
@@ -50,19 +50,19 @@ class Scalers:
 
         self.plain, self.attached = make(), make()
 
-    def of(self, lane: Lane) -> GradScaler:
+    def of(self, lane: Contender) -> GradScaler:
         return self.plain if lane.overlap is None else self.attached
 
     def step(
         self,
         unscale: bool = False,
-        clip: Callable[[Lane], Any] = lambda lane: None,
+        clip: Callable[[Contender], Any] = lambda lane: None,
         overflows: tuple[int, ...] = OVERFLOWS,
         micro_batches: int = 1,
     ) -> Step:
         """An iteration of the loop. Returns what ``clip`` does, and the scale."""
 
-        def step(lane: Lane, i: int) -> Any:
+        def step(lane: Contender, i: int) -> Any:
             scaler = self.of(lane)
             for micro in range(micro_batches):
                 x, y = batch(micro_batches * i + micro)
@@ -95,7 +95,7 @@ def two_optimizers() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     return model, [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(rest, lr=1e-2, fused=True)]
 
 
-def compare(way: str, scalers: Scalers, made: Any, step: Step, steps: int = 6, **options: Any) -> Lane:
+def compare(way: str, scalers: Scalers, made: Any, step: Step, steps: int = 6, **options: Any) -> Contender:
     if way.endswith("given"):
         options["scaler"] = scalers.attached
     if "host" in way:
@@ -170,7 +170,7 @@ def test_an_overflow_that_only_one_of_two_optimizers_sees(way: str) -> None:
     """``GradScaler`` skips each optimizer by itself."""
     scalers = Scalers()
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         scaler = scalers.of(lane)
         x, y = batch(i)
         hook = lane.model.outer.bias.register_hook(lambda g: g * (math.inf if i in OVERFLOWS else 1.0))
@@ -206,7 +206,7 @@ def test_clip_is_applied_without_the_scale(way: str, optimizer: str, clip: Any, 
     """As the plain loop: ``unscale_``, clip, step. The attached one may leave out ``unscale_``."""
     scalers = Scalers(growth)
 
-    def by_hand(lane: Lane) -> None:
+    def by_hand(lane: Contender) -> None:
         if isinstance(clip, ClipValue):
             nn.utils.clip_grad_value_(lane.model.parameters(), clip.clip_value)
         else:
@@ -215,7 +215,7 @@ def test_clip_is_applied_without_the_scale(way: str, optimizer: str, clip: Any, 
     plain = scalers.step(True, by_hand)
     attached = scalers.step(unscale)
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         _, scale = plain(lane, i) if lane.overlap is None else attached(lane, i)
         return scale
 
@@ -227,10 +227,10 @@ def test_clip_is_applied_without_the_scale(way: str, optimizer: str, clip: Any, 
 def test_grad_norm_is_that_without_the_scale(way: str, optimizer: str) -> None:
     scalers, clip = Scalers(), ClipNorm(0.1)
 
-    def norm(lane: Lane) -> torch.Tensor | None:
+    def norm(lane: Contender) -> torch.Tensor | None:
         return clip_grad_norm_(lane.model.parameters(), 0.1) if lane.overlap is None else None
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         found, _ = scalers.step(lane.overlap is None, norm, overflows=())(lane, i)
         return found if lane.overlap is None else lane.overlap.grad_norm
 
@@ -267,7 +267,7 @@ def test_gradients_after_the_step_are_the_plain_ones(way: str, optimizer: str) -
     scalers = Scalers()
     iteration = scalers.step(overflows=())
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         lane.optimizer.zero_grad()
         zero, lane.zero_grad = lane.zero_grad, lambda: None  # type: ignore[method-assign]
         try:
@@ -284,7 +284,7 @@ def test_gradients_that_are_cleared_to_zeros(way: str, optimizer: str) -> None:
     scalers = Scalers()
     iteration = scalers.step()
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         result = iteration(lane, i)
         lane.optimizer.zero_grad(set_to_none=False)
         return result
@@ -297,7 +297,7 @@ def test_gradients_that_are_cleared_to_zeros(way: str, optimizer: str) -> None:
 def test_a_scaled_gradient_that_is_read_is_the_plain_one(way: str, read: Callable[[Any], Any]) -> None:
     scalers = Scalers()
 
-    def look(lane: Lane) -> Any:
+    def look(lane: Contender) -> Any:
         return read(lane.model.inner.weight)
 
     compare(way, scalers, build("AdamW foreach"), scalers.step(clip=look))
@@ -308,7 +308,7 @@ def test_a_scale_that_the_loop_sets_by_itself(way: str) -> None:
     scalers = Scalers()
     iteration = scalers.step()
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         result = iteration(lane, i)
         if i == 2:
             scalers.of(lane).update(new_scale=300.0)
@@ -321,7 +321,7 @@ def test_a_scale_that_the_loop_sets_by_itself(way: str) -> None:
 def test_the_scale_is_changed_between_backward_and_step(way: str) -> None:
     scalers = Scalers()
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         scaler = scalers.of(lane)
         lane.backward(scaler.scale(loss_of(lane.model(x), y)))
@@ -340,7 +340,7 @@ def test_a_loss_that_was_not_scaled_in_some_steps(way: str) -> None:
     scalers = Scalers()
     iteration = scalers.step()
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         if i % 2:
             x, y = batch(i)
             return lane.learn(loss_of(lane.model(x), y))

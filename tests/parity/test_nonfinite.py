@@ -10,7 +10,7 @@ from torch import nn
 import instep
 from instep.errors import AttachError, NonFiniteGradientError, TornStepError
 from tests.cases import Blocks, batch, optimizer_cases, two_groups, weights
-from tests.parity.lockstep import CLIP, SMALL, WAYS, Lane, lockstep, loss_of
+from tests.parity.lockstep import CLIP, SMALL, WAYS, Contender, lockstep, loss_of
 
 BAD = [float("nan"), float("inf"), float("-inf")]
 # 1e30 is finite, but its square, and so the norm, is not.
@@ -29,7 +29,7 @@ def poisoned(model: nn.Module, name: str, value: float) -> Callable[[], None]:
     return parameter.register_hook(put).remove
 
 
-def iteration(lane: Lane, i: int, name: str | None = None, value: float = 0.0) -> None:
+def iteration(lane: Contender, i: int, name: str | None = None, value: float = 0.0) -> None:
     remove = (lambda: None) if name is None else poisoned(lane.model, name, value)
     x, y = batch(i)
     try:
@@ -38,10 +38,10 @@ def iteration(lane: Lane, i: int, name: str | None = None, value: float = 0.0) -
         remove()
 
 
-def skipping(name: str, value: float, bad_steps: tuple[int, ...] = (1, 3)) -> Callable[[Lane, int], None]:
+def skipping(name: str, value: float, bad_steps: tuple[int, ...] = (1, 3)) -> Callable[[Contender, int], None]:
     """The plain loop leaves the step out by hand."""
 
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         iteration(lane, i, name if i in bad_steps else None, value)
         if lane.overlap is not None or i not in bad_steps:
             lane.step()
@@ -87,7 +87,7 @@ def test_skip_with_every_kind_of_optimizer(way: str, case: Any) -> None:
 def test_the_first_step_left_out_makes_no_state(way: str) -> None:
     model, optimizer = build()()
     with instep.attach(model, optimizer, nonfinite="skip", **WAYS[way]) as overlap:
-        lane = Lane(model, optimizer, {})
+        lane = Contender(model, optimizer, {})
         iteration(lane, 0, "inner.weight", BAD[0])
         optimizer.step()
         overlap.synchronize()
@@ -97,7 +97,7 @@ def test_the_first_step_left_out_makes_no_state(way: str) -> None:
 
 @in_ways
 def test_finite_gradients_whose_norm_overflows_are_not_left_out(way: str) -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         iteration(lane, i, "inner.weight" if i == 1 else None, LARGE)
         lane.step()
         lane.zero_grad()
@@ -107,7 +107,7 @@ def test_finite_gradients_whose_norm_overflows_are_not_left_out(way: str) -> Non
 
 @in_ways
 def test_clipped_with_the_norm_of_the_step_that_was_left_out(way: str) -> None:
-    def step(lane: Lane, i: int) -> torch.Tensor:
+    def step(lane: Contender, i: int) -> torch.Tensor:
         iteration(lane, i, "outer.bias" if i == 2 else None, float("inf"))
         norm = nn.utils.clip_grad_norm_(lane.model.parameters(), CLIP) if lane.overlap is None else None
         if lane.overlap is not None or i != 2:
@@ -157,7 +157,7 @@ def test_what_a_step_without_gradients_would_begin_to_count_is_taken_away(way: s
         model = Blocks()
         return model, BeginningLate(two_groups(model), lr=0.1)
 
-    def counted(lane: Lane, i: int) -> Any:
+    def counted(lane: Contender, i: int) -> Any:
         step(lane, i)
         optimizer = lane.optimizers[0]
         return vars(optimizer).get("total"), vars(optimizer).get("count")
@@ -181,7 +181,7 @@ def test_what_a_step_without_gradients_would_count_is_put_back(way: str, bad_ste
 def test_a_step_without_gradients_does_not_answer_for_the_next(way: str, by_hand: bool) -> None:
     """Nor does one of two optimizers for the other."""
 
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         bad = i in (1, 3)
         lane.optimizers[i % 2].step()  # finds none
         if by_hand:
@@ -198,7 +198,7 @@ def test_a_step_without_gradients_does_not_answer_for_the_next(way: str, by_hand
 
 @in_ways
 def test_a_step_that_one_of_two_optimizers_takes_does_not_answer_for_the_next(way: str) -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         bad = i in (1, 3)
         iteration(lane, i, "inner.weight" if bad else None, float("inf"))
         if lane.overlap is not None or not bad:
@@ -216,7 +216,7 @@ def test_two_optimizers_are_left_out_together(way: str) -> None:
 
 @in_ways
 def test_gradients_stay_as_in_the_plain_loop(way: str) -> None:
-    def step(lane: Lane, i: int) -> list[torch.Tensor]:
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
         lane.zero_grad()
         iteration(lane, i, "outer.weight" if i == 1 else None, BAD[0])
         if lane.overlap is not None or i != 1:
@@ -231,7 +231,7 @@ def step_on(way: str, nonfinite: str, place: str) -> Iterator[Any]:
     torch.manual_seed(0)
     model, optimizer = build()()
     with instep.attach(model, optimizer, nonfinite=nonfinite, bucket_bytes=SMALL, **WAYS[way]) as overlap:
-        lane = Lane(model, optimizer, {})
+        lane = Contender(model, optimizer, {})
         for i in range(2):
             iteration(lane, i)
             optimizer.step()
@@ -257,7 +257,7 @@ def test_raise_before_anything_is_written(way: str, place: str) -> None:
     for model, optimizer, overlap, before in step_on(way, "raise", place):
         assert all(map(torch.equal, before, weights(model)))
         optimizer.zero_grad()
-        lane = Lane(model, optimizer, {})
+        lane = Contender(model, optimizer, {})
         iteration(lane, 3)
         optimizer.step()
         overlap.synchronize()
@@ -274,7 +274,7 @@ def test_raise_in_backward_tears_what_was_begun(place: str) -> None:
         assert all(w.isfinite().all() for w in after)
         if not written:
             optimizer.zero_grad()
-            iteration(Lane(model, optimizer, {}), 3)
+            iteration(Contender(model, optimizer, {}), 3)
             continue
         with pytest.raises(TornStepError) as torn:
             optimizer.step()
@@ -284,7 +284,7 @@ def test_raise_in_backward_tears_what_was_begun(place: str) -> None:
 
 
 def test_allow_is_the_plain_loop() -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         iteration(lane, i, "inner.weight" if i == 3 else None, float("inf"))
         lane.step()
         lane.zero_grad()

@@ -31,7 +31,7 @@ from tests.parity.lockstep import (
     CLIP,
     EXACT,
     WAYS,
-    Lane,
+    Contender,
     Refused,
     in_every_way,
     in_exact_ways,
@@ -90,7 +90,7 @@ def test_two_optimizers_clipped_by_one_norm(way: str) -> None:
 
 @in_every_way
 def test_two_optimizers_that_step_and_clear_in_turn(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         loss = loss_of(lane.model(x), y)
         lane.backward(loss)
@@ -105,7 +105,7 @@ def test_two_optimizers_that_step_and_clear_in_turn(way: str) -> None:
 
 @in_every_way
 def test_an_optimizer_that_steps_every_other_time(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         loss = loss_of(lane.model(x), y)
         lane.backward(loss)
@@ -124,7 +124,7 @@ def gan() -> Any:
     return pair, [adamw(pair["g"], betas=(0.5, 0.9)), sgd(pair["d"])]
 
 
-def adversarial(lane: Lane, i: int) -> Any:
+def adversarial(lane: Contender, i: int) -> Any:
     """The generator's backward leaves gradients with the discriminator, which clears them when its turn comes."""
     x, y = batch(i)
     g, d = lane.model["g"], lane.model["d"]
@@ -158,7 +158,7 @@ def test_adversarial_training_with_two_attachments(way: str) -> None:
 
 @ways("backward", *EXACT)
 def test_adversarial_training_that_freezes_the_other(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         losses = []
         for name, optimizer in zip("dg", reversed(lane.optimizers), strict=True):
@@ -179,7 +179,7 @@ def test_adversarial_training_that_freezes_the_other(way: str) -> None:
 def test_several_attachments_on_parts_of_one_model(way: str, listed: bool) -> None:
     """A ``ModuleList`` is never called itself."""
 
-    def parts(lane: Lane) -> Any:
+    def parts(lane: Contender) -> Any:
         model = lane.model
         blocks = [(model.blocks, lane.optimizers[1])] if listed else zip(model.blocks, lane.optimizers[1:], strict=True)
         return [(nn.ModuleList([model.inner, model.outer]), lane.optimizers[0]), *blocks]
@@ -194,7 +194,7 @@ def test_several_attachments_on_parts_of_one_model(way: str, listed: bool) -> No
 # Groups that change.
 
 
-def growing(when: str, lane: Lane, i: int) -> Any:
+def growing(when: str, lane: Contender, i: int) -> Any:
     model, optimizer = lane.model, lane.optimizer
 
     def add(now: str) -> None:
@@ -236,7 +236,7 @@ def test_parameters_added_later_are_part_of_the_norm_of_two_passes(when: str) ->
 
 @in_every_way
 def test_a_parameter_added_that_is_not_the_models(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         if i == 1:
             lane.extra = nn.Parameter(torch.ones(10))
             lane.optimizer.add_param_group({"params": [lane.extra]})
@@ -258,7 +258,7 @@ GONE = {
 
 @in_every_way
 def test_a_group_that_lets_parameters_go(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         loss = learn(lane, i)
         if i == 1:
             del lane.optimizer.param_groups[0]["params"][0]
@@ -270,7 +270,7 @@ def test_a_group_that_lets_parameters_go(way: str) -> None:
 
 @in_every_way
 def test_a_parameter_that_moves_to_another_group(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         loss = learn(lane, i)
         if i == 1:
             first, second = lane.optimizer.param_groups
@@ -283,7 +283,7 @@ def test_a_parameter_that_moves_to_another_group(way: str) -> None:
 
 @in_every_way
 def test_a_parameter_that_moves_to_another_optimizer(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         loss = learn(lane, i)
         if i == 1:
             first, second = lane.optimizers
@@ -336,7 +336,7 @@ def advance(scheduler: Any, loss: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", list(SCHEDULERS))
 @in_every_way
 def test_schedulers(way: str, name: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         loss = learn(lane, i)
         advance(lane.optimizer.scheduler[0], loss)
         return loss
@@ -348,7 +348,7 @@ def test_schedulers(way: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["tensor step", "one cycle momentum", "sequence"])
 @in_every_way
 def test_schedulers_called_between_backward_and_step(way: str, name: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         loss = loss_of(lane.model(x), y)
         lane.backward(loss)
@@ -385,7 +385,7 @@ def test_hyperparameters_changed_by_hand(way: str, name: str, when: str) -> None
                 group["lr"] = torch.tensor(0.02)
         return model, optimizer
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         def now(moment: str) -> None:
             if moment == when:
                 for group in lane.optimizer.param_groups:
@@ -415,7 +415,7 @@ def test_maximize(way: str, make: Make) -> None:
 
 @in_every_way
 def test_closures(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
 
         def closure() -> torch.Tensor:
@@ -432,7 +432,7 @@ def test_closures(way: str) -> None:
 
 @in_exact_ways
 def test_closures_that_clip(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
 
         def closure() -> torch.Tensor:
@@ -475,14 +475,14 @@ class Counts(torch.optim.Optimizer):
 
 @in_every_way
 def test_an_optimizer_that_counts(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         learn(lane, i)
         return [(group["count"], float(group["seen"])) for group in lane.optimizer.param_groups]
 
     lockstep(way, building(lambda m: Counts(two_groups(m))), step, steps=6)
 
 
-def by_closure(lane: Lane, i: int) -> Any:
+def by_closure(lane: Contender, i: int) -> Any:
     x, y = batch(i)
 
     def closure() -> torch.Tensor:
@@ -732,7 +732,7 @@ def test_optimi(way: str, name: str) -> None:
 def test_schedule_free(way: str, name: str) -> None:
     schedulefree = pytest.importorskip("schedulefree")
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         lane.optimizer.train()
         loss = learn(lane, i)
         lane.optimizer.eval()
@@ -758,7 +758,7 @@ def test_a_step_pre_hook_registered_between_backward_and_step(way: str) -> None:
         for group in optimizer.param_groups:
             nn.utils.clip_grad_norm_(group["params"], 0.05)
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         lane.backward(loss_of(lane.model(x), y))
         handle = lane.optimizer.register_step_pre_hook(clip)
@@ -787,7 +787,7 @@ def test_step_hooks_that_read(way: str, after_attach: bool) -> None:
             register(optimizer)
         return model, optimizer
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         if after_attach and i == 0:
             register(lane.optimizer)
         lane.optimizer.seen = []
@@ -819,7 +819,7 @@ def test_step_hooks_that_write(way: str, what: str, after_attach: bool) -> None:
             optimizer.register_step_pre_hook(write)
         return model, optimizer
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         if after_attach and i == 0:
             lane.optimizer.register_step_pre_hook(write)
         return learn(lane, i)
@@ -842,7 +842,7 @@ def test_post_hooks_that_write_weights(way: str, after_attach: bool) -> None:
             optimizer.register_step_post_hook(clamp)
         return model, optimizer
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         if after_attach and i == 0:
             lane.optimizer.register_step_post_hook(clamp)
         return learn(lane, i)
@@ -853,11 +853,11 @@ def test_post_hooks_that_write_weights(way: str, after_attach: bool) -> None:
 # State that goes out and comes in.
 
 
-def saved(lane: Lane) -> Any:
+def saved(lane: Contender) -> Any:
     return copy.deepcopy([lane.model.state_dict(), *(o.state_dict() for o in lane.optimizers)])
 
 
-def load(lane: Lane, state: Any) -> None:
+def load(lane: Contender, state: Any) -> None:
     lane.model.load_state_dict(state[0])
     for optimizer, one in zip(lane.optimizers, state[1:], strict=True):
         optimizer.load_state_dict(one)
@@ -871,7 +871,7 @@ def flat(state: Any) -> list[Any]:
 def test_state_saved_and_loaded_between_steps(way: str) -> None:
     """Saved after each step, loaded right after another one: the two steps in between are undone."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         loss = learn(lane, i)
         if i in (1, 4):
             lane.extra = saved(lane)
@@ -888,7 +888,7 @@ TRIAL_STATE = "with undo the optimizer's state between backward and step is that
 @pytest.mark.parametrize("what", ["model", "optimizer"])
 @in_exact_ways
 def test_state_saved_between_backward_and_step(way: str, what: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         lane.backward(loss_of(lane.model(x), y))
         state = copy.deepcopy((lane.model if what == "model" else lane.optimizer).state_dict())
@@ -902,7 +902,7 @@ def test_state_saved_between_backward_and_step(way: str, what: str) -> None:
 @pytest.mark.parametrize("what", ["model", "optimizer", "both"])
 @in_exact_ways
 def test_state_loaded_between_backward_and_step(way: str, what: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         if i == 1:
             lane.extra = saved(lane)
         x, y = batch(i)
@@ -922,7 +922,7 @@ def test_state_loaded_between_backward_and_step(way: str, what: str) -> None:
 
 @ways(*EXACT, undo=TRIAL_STATE)
 def test_optimizer_state_read_between_backward_and_step(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         lane.backward(loss_of(lane.model(x), y))
         state = [lane.optimizer.state[p]["exp_avg"].clone() for p in lane.model.parameters() if i]
@@ -949,7 +949,7 @@ RESETS = pytest.mark.parametrize("reset", [zero_momentum, lambda o: o.state.clea
 @RESETS
 @ways("backward", *EXACT)
 def test_state_reset_between_backward_and_step(way: str, reset: Make) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         lane.backward(loss_of(lane.model(x), y))
         if i == 2:
@@ -964,7 +964,7 @@ def test_state_reset_between_backward_and_step(way: str, reset: Make) -> None:
 @RESETS
 @ways("backward", "forward", "undo")
 def test_state_reset_between_steps(way: str, reset: Make) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         loss = learn(lane, i)
         if lane.overlap is not None:
             lane.overlap.synchronize()  # nobody sees optimizer.state being used
@@ -979,7 +979,7 @@ def test_state_reset_between_steps(way: str, reset: Make) -> None:
 def test_one_backward_and_two_steps(way: str) -> None:
     """The second applies the same gradients again."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         lane.backward(loss_of(lane.model(x), y))
         lane.step()
@@ -1004,7 +1004,7 @@ def test_a_second_step_is_refused_before_it_writes(form: dict[str, bool]) -> Non
 
 @in_exact_ways
 def test_gradients_changed_after_the_step_and_never_cleared(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         lane.backward(loss_of(lane.model(x), y))
         lane.step()
@@ -1053,7 +1053,7 @@ DUPLICATES = pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, by_
 @DUPLICATES
 @in_every_way
 def test_copies_of_the_optimizer_alone_after_the_step(way: str, duplicate: Callable[[Any], Any]) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         learn(lane, i)
         twin = duplicate(lane.optimizer)
         return flat([twin.state_dict(), [p.detach().clone() for group in twin.param_groups for p in group["params"]]])
@@ -1067,7 +1067,7 @@ def test_copies_of_the_optimizer_alone_after_the_step(way: str, duplicate: Calla
 def test_copies_of_model_and_optimizer_at_any_time(way: str, when: str, duplicate: Callable[[Any], Any]) -> None:
     """The copies are plain, and what they hold, gradients too, is what the plain loop's would."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         seen: list[Any] = []
 
         def now(moment: str) -> None:
@@ -1075,7 +1075,7 @@ def test_copies_of_model_and_optimizer_at_any_time(way: str, when: str, duplicat
                 model, optimizer = duplicate((lane.model, lane.optimizer))
                 assert instep.attached(model) is None
                 assert all(type(p) is nn.Parameter for p in model.parameters())
-                twin = Lane(model, optimizer, {})
+                twin = Contender(model, optimizer, {})
                 seen.extend(flat([model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()]]))
                 learn(twin, 100 + i)
                 seen.extend(flat([model.state_dict(), optimizer.state_dict()]))

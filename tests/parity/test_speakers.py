@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import instep
 from instep.errors import AccumulationError
 from tests.cases import batch
-from tests.parity.lockstep import SMALL, Lane, Refused, in_every_way, lockstep, loss_of
+from tests.parity.lockstep import SMALL, Contender, Refused, in_every_way, lockstep, loss_of
 
 ODD = (4, 5, 8)  # one by itself, two in a row
 STEPS = 11
@@ -44,20 +44,20 @@ def hooks_of(model: nn.Module) -> int:
     return sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
 
 
-def usual(lane: Lane, i: int) -> None:
+def usual(lane: Contender, i: int) -> None:
     x, y = batch(i)
     lane.learn(loss_of(lane.model(x), y))
 
 
-def by_mode(mode: str) -> Callable[[Lane, int], None]:
-    def step(lane: Lane, i: int) -> None:
+def by_mode(mode: str) -> Callable[[Contender, int], None]:
+    def step(lane: Contender, i: int) -> None:
         lane.model.mode = mode if i in ODD else ""
         usual(lane, i)
 
     return step
 
 
-def from_elsewhere(lane: Lane, i: int) -> None:
+def from_elsewhere(lane: Contender, i: int) -> None:
     """Gradients are there before backward, from somewhere else, and the order is another."""
     lane.model.mode = "swapped" if i in ODD else ""
     x, y = batch(i)
@@ -68,7 +68,7 @@ def from_elsewhere(lane: Lane, i: int) -> None:
     lane.learn(loss)
 
 
-def micro_batches(lane: Lane, i: int) -> None:
+def micro_batches(lane: Contender, i: int) -> None:
     x, y = batch(i)
     if i in ODD:
         if lane.overlap is None:
@@ -79,7 +79,7 @@ def micro_batches(lane: Lane, i: int) -> None:
     lane.learn(loss_of(lane.model(-x), y))
 
 
-def all_forwards_first(lane: Lane, i: int) -> None:
+def all_forwards_first(lane: Contender, i: int) -> None:
     """The second backward is in another order, and finds the gradients of the first."""
     x, y = batch(i)
     if i not in ODD:
@@ -97,7 +97,7 @@ def all_forwards_first(lane: Lane, i: int) -> None:
     lane.learn(last)
 
 
-def without_its_forward(lane: Lane, i: int) -> None:
+def without_its_forward(lane: Contender, i: int) -> None:
     x, y = batch(i)
     model = lane.model
     if i in ODD:
@@ -110,12 +110,12 @@ def without_its_forward(lane: Lane, i: int) -> None:
         lane.learn(loss_of(model(x), y))
 
 
-def frozen_for_a_while(lane: Lane, i: int) -> None:
+def frozen_for_a_while(lane: Contender, i: int) -> None:
     lane.model.second.requires_grad_(i not in ODD)
     usual(lane, i)
 
 
-def frozen_after_forward(lane: Lane, i: int) -> None:
+def frozen_after_forward(lane: Contender, i: int) -> None:
     x, y = batch(i)
     loss = loss_of(lane.model(x), y)
     lane.model.third.weight.requires_grad_(i not in ODD)
@@ -123,7 +123,7 @@ def frozen_after_forward(lane: Lane, i: int) -> None:
     lane.model.third.weight.requires_grad_(True)
 
 
-def with_a_penalty(lane: Lane, i: int) -> None:
+def with_a_penalty(lane: Contender, i: int) -> None:
     """A gradient of a parameter that the output does not depend on."""
     lane.model.mode = "left out" if i in ODD else ""
     x, y = batch(i)
@@ -131,7 +131,7 @@ def with_a_penalty(lane: Lane, i: int) -> None:
     lane.learn(loss + 0.1 * lane.model.second.weight.square().sum() if i in ODD else loss)
 
 
-def asked_about(lane: Lane, i: int) -> None:
+def asked_about(lane: Contender, i: int) -> None:
     x, y = batch(i)
     loss = loss_of(lane.model(x), y)
     if i in ODD:
@@ -139,7 +139,7 @@ def asked_about(lane: Lane, i: int) -> None:
     lane.learn(loss)
 
 
-def asked_about_in_backward(lane: Lane, i: int) -> None:
+def asked_about_in_backward(lane: Contender, i: int) -> None:
     """A hook of the user's runs through another graph of the model while backward runs."""
     x, y = batch(i)
     other, out = loss_of(lane.model(-x), y), lane.model(x)

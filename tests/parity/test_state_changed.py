@@ -13,7 +13,7 @@ from instep.errors import HyperparameterChangedError, UncommittedStepError
 from tests.cases import Blocks, batch, two_groups
 from tests.devices import on_cpu_only
 from tests.late import late_updates
-from tests.parity.lockstep import SMALL, Lane, Refused, lockstep, loss_of
+from tests.parity.lockstep import SMALL, Contender, Refused, lockstep, loss_of
 from tests.parity.test_undo import WAYS as UNDO
 
 CHANGED = Refused(HyperparameterChangedError, "torn")
@@ -80,7 +80,7 @@ OF_AN_ENTRY = [put_another_tensor, write_a_tensor, clear_an_entry, reset_a_count
 Change = Callable[[Any], None]
 
 
-def iteration(change: Change, when: str, lane: Lane, i: int) -> Any:
+def iteration(change: Change, when: str, lane: Contender, i: int) -> Any:
     lane.backward(loss_of(lane.model(batch(i)[0]), batch(i)[1]))
     if i in (1, 3) and when == "before step":
         change(lane.optimizer)
@@ -118,7 +118,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("read", READERS)
 @in_forward
 def test_state_read_right_after_the_step(way: str, read: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         lane.backward(loss_of(lane.model(batch(i)[0]), batch(i)[1]))
         lane.step()
         lane.zero_grad()
@@ -179,7 +179,7 @@ def test_a_subclass_that_counts_its_subclasses_has_none_more() -> None:
 def test_state_written_through_an_older_reference_while_a_step_is_due(change: Any) -> None:
     """Nobody is asked for what was read before."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         lane.backward(loss_of(lane.model(batch(i)[0]), batch(i)[1]))
         state = lane.optimizer.state
         entry = state.get(first(lane.optimizer))

@@ -26,7 +26,7 @@ from tests.cases import Blocks, Sometimes, Tied, batch
 from tests.devices import on_cpu_only
 from tests.parity.lockstep import (
     EXACT,
-    Lane,
+    Contender,
     Refused,
     Step,
     in_every_way,
@@ -77,7 +77,7 @@ def tokens(i: int, shape: tuple[int, ...] = (4, 9)) -> torch.Tensor:
 # Parameters that are shared, used often, or not at all.
 
 
-def next_token(lane: Lane, i: int) -> torch.Tensor:
+def next_token(lane: Contender, i: int) -> torch.Tensor:
     data = tokens(i)
     return lane.learn(loss_of(lane.model(data[:, :-1]).flatten(0, 1), data[:, 1:].flatten()))
 
@@ -128,7 +128,7 @@ def test_a_parameter_and_a_module_used_many_times(way: str) -> None:
 
 @in_every_way
 def test_frozen_and_thawed(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         lane.model.inner.requires_grad_(i >= 2)
         lane.model.outer.requires_grad_(i % 3 != 1)
         return learn(lane, i)
@@ -138,7 +138,7 @@ def test_frozen_and_thawed(way: str) -> None:
 
 @in_every_way
 def test_frozen_between_forward_and_backward(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         loss = loss_of(lane.model(x), y)
         lane.model.inner.weight.requires_grad_(i % 2 == 0)
@@ -170,7 +170,7 @@ class LoRA(nn.Module):
 
 @in_every_way
 def test_adapters_that_are_merged_now_and_then(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         loss = learn(lane, i)
         if i % 2:
             lane.model.merge()
@@ -199,7 +199,7 @@ class Experts(nn.Module):
 
 @in_every_way
 def test_experts_that_are_not_used_in_every_step(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i, rows=2)
         return lane.learn(loss_of(lane.model(x), y))
 
@@ -208,7 +208,7 @@ def test_experts_that_are_not_used_in_every_step(way: str) -> None:
 
 @in_every_way
 def test_a_module_that_the_loss_picks(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         return lane.learn(loss_of(lane.model(x, (0, None, 1)[i % 3]), y))
 
@@ -250,7 +250,7 @@ def parametrized() -> nn.Module:
 @pytest.mark.parametrize("make", [Bare, parametrized])
 @in_every_way
 def test_parameters_read_by_other_means_than_their_module(way: str, make: Callable[[], nn.Module]) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         loss = learn(lane, i)
         with torch.no_grad():
             return loss, lane.model(batch(i)[0])
@@ -270,7 +270,7 @@ def test_a_scripted_module_is_refused(whole: bool) -> None:
 # Checkpointing.
 
 
-def segments(lane: Lane, x: torch.Tensor, reentrant: bool) -> torch.Tensor:
+def segments(lane: Contender, x: torch.Tensor, reentrant: bool) -> torch.Tensor:
     x = lane.model.inner(x)
     for block in lane.model.blocks:
         x = x + checkpoint(block, x, use_reentrant=reentrant)
@@ -288,7 +288,7 @@ class Segmented(Blocks):
 @pytest.mark.parametrize("reentrant", [False, True])
 @in_every_way
 def test_checkpointing(way: str, reentrant: bool) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         return lane.learn(loss_of(segments(lane, x, reentrant), y))
 
@@ -297,7 +297,7 @@ def test_checkpointing(way: str, reentrant: bool) -> None:
 
 @in_every_way
 def test_checkpointed_segments_that_share_weights(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         x = lane.model.inner(x)
         for block in (*lane.model.blocks, *lane.model.blocks):
@@ -309,7 +309,7 @@ def test_checkpointed_segments_that_share_weights(way: str) -> None:
 
 @in_every_way
 def test_nested_checkpointing(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
 
         def part(x: torch.Tensor) -> torch.Tensor:
@@ -324,7 +324,7 @@ def test_nested_checkpointing(way: str) -> None:
 
 @in_every_way
 def test_reentrant_segments_that_share_weights(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         x = lane.model.inner(x)
         for _ in range(2):
@@ -336,7 +336,7 @@ def test_reentrant_segments_that_share_weights(way: str) -> None:
 
 @in_every_way
 def test_a_reentrant_segment_that_shares_its_weights_with_the_rest(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         block = lane.model.blocks[0]
         x = block(lane.model.inner(x))
@@ -348,7 +348,7 @@ def test_a_reentrant_segment_that_shares_its_weights_with_the_rest(way: str) -> 
 
 @in_every_way
 def test_a_checkpointed_segment_that_reads_a_later_weight_without_its_gradient(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         model = lane.model
 
@@ -365,7 +365,7 @@ def test_a_checkpointed_segment_that_reads_a_later_weight_without_its_gradient(w
 
 @in_every_way
 def test_a_gradient_penalty(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         loss = loss_of(lane.model(x.requires_grad_()), y)
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -376,7 +376,7 @@ def test_a_gradient_penalty(way: str) -> None:
 
 @in_every_way
 def test_a_penalty_on_the_parameters_own_gradients(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         loss = loss_of(lane.model(x), y)
         slopes = torch.autograd.grad(loss, list(lane.model.parameters()), create_graph=True)
@@ -388,7 +388,7 @@ def test_a_penalty_on_the_parameters_own_gradients(way: str) -> None:
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("way", ["backward", "forward", "late", "undo"])
 def test_gradients_that_have_a_graph(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         loss = loss_of(lane.model(x), y)
         loss.backward(create_graph=True)
@@ -413,7 +413,7 @@ class TwoHeads(nn.Module):
 
 @in_every_way
 def test_two_losses_on_one_trunk(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         first, second = (loss_of(out, y) for out in lane.model(x))
         first.backward(retain_graph=True)
@@ -429,7 +429,7 @@ def test_two_losses_on_one_trunk(way: str) -> None:
 def test_two_losses_on_one_trunk_that_is_cut_off(way: str) -> None:
     """As with multi-task losses that are balanced at the trunk's output."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         trunk = lane.model.trunk(x)
         cut = trunk.detach().requires_grad_()
@@ -445,7 +445,7 @@ def test_two_losses_on_one_trunk_that_is_cut_off(way: str) -> None:
 
 @in_every_way
 def test_two_independent_losses(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         losses = [loss_of(part(x), y) for part in lane.model]
         for loss in losses:
@@ -460,7 +460,7 @@ def test_two_independent_losses(way: str) -> None:
 
 @in_every_way
 def test_accumulation_without_a_word_of_it(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         losses = []
         for micro in range(3):
             x, y = batch(3 * i + micro)
@@ -475,7 +475,7 @@ def test_accumulation_without_a_word_of_it(way: str) -> None:
 
 @in_every_way
 def test_one_backward_that_retains_its_graph(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         loss = loss_of(lane.model(x), y)
         loss.backward(retain_graph=True)
@@ -490,7 +490,7 @@ def test_one_backward_that_retains_its_graph(way: str) -> None:
 def test_a_retained_graph_used_again_after_the_step(way: str) -> None:
     """The plain loop raises: the weights that the graph saved were modified."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         loss = loss_of(lane.model(x), y)
         loss.backward(retain_graph=True)
@@ -505,7 +505,7 @@ def test_a_retained_graph_used_again_after_the_step(way: str) -> None:
 
 @in_every_way
 def test_backward_for_some_inputs(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         loss = loss_of(lane.model(x), y)
         loss.backward(inputs=list((lane.model.blocks, lane.model.outer)[i % 2].parameters()))
@@ -518,7 +518,7 @@ def test_backward_for_some_inputs(way: str) -> None:
 
 @in_every_way
 def test_one_backward_for_each_part_of_the_model(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         loss = loss_of(lane.model(x), y)
         loss.backward(inputs=list(lane.model.outer.parameters()), retain_graph=True)
@@ -532,7 +532,7 @@ def test_one_backward_for_each_part_of_the_model(way: str) -> None:
 
 @in_every_way
 def test_autograd_grad_alone(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         loss = loss_of(lane.model(x), y)
         parameters = list(lane.model.parameters())
@@ -549,7 +549,7 @@ def test_autograd_grad_alone(way: str) -> None:
 def test_autograd_grad_between_backward_and_step(way: str) -> None:
     """A probe of the gradient at the old weights: its forward must see them."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         lane.backward(loss_of(lane.model(x), y))
         (slope,) = torch.autograd.grad(loss_of(lane.model(x), y), [lane.model.inner.weight])
@@ -565,7 +565,7 @@ def test_autograd_grad_between_backward_and_step(way: str) -> None:
 def test_accumulation_steps(way: str, kind: str) -> None:
     """However many runs of the engine there are in one ``backward()``, it is one."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         loss = loss_of(lane.model(x.requires_grad_()), y)
         if kind == "penalty":
@@ -605,7 +605,7 @@ class Keeps(Saves):
 @pytest.mark.parametrize("function", [Saves, Keeps])
 @in_every_way
 def test_a_custom_function(way: str, function: Any) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         x = function.apply(lane.model.inner(x), lane.model.blocks[0][1].weight)
         x = function.apply(x, lane.model.blocks[0][1].weight)
@@ -639,7 +639,7 @@ class KeepsAnother(torch.autograd.Function):
 )
 @in_every_way
 def test_a_custom_function_that_reads_a_later_weight(way: str, read: Callable[[Any], Any]) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         x = KeepsAnother.apply(lane.model.inner(x), lambda: read(lane.model.outer.weight))
         return lane.learn(loss_of(lane.model.outer(x), y))
@@ -649,7 +649,7 @@ def test_a_custom_function_that_reads_a_later_weight(way: str, read: Callable[[A
 
 @ways(*EXACT, undo=ALIAS)
 def test_a_custom_function_that_keeps_an_alias_of_a_later_weight(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         alias = lane.model.outer.weight.detach()
         x = KeepsAnother.apply(lane.model.inner(x), lambda: alias)
@@ -660,7 +660,7 @@ def test_a_custom_function_that_keeps_an_alias_of_a_later_weight(way: str) -> No
 
 @in_every_way
 def test_a_gradient_hook_that_reads_another_weight(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         hidden = lane.model.inner(x)
         hidden.register_hook(lambda grad: grad * lane.model.outer.weight.detach().abs().mean())
@@ -689,7 +689,7 @@ def test_a_parameter_hook_that_changes_the_gradient_with_its_weight(way: str, ki
     lockstep(way, build, bucket_bytes=1)
 
 
-def read_early(lane: Lane, i: int, read: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def read_early(lane: Contender, i: int, read: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The product saves a later weight without its gradient."""
     x, y = batch(i)
     x = lane.model.inner(x) @ read(lane.model.blocks[0][1].weight)
@@ -701,7 +701,7 @@ def test_a_later_weight_read_early_without_its_gradient(way: str) -> None:
     """Where it is updated before that node has run, autograd must notice."""
     modified = Refused(RuntimeError, "torn", match="modified by an inplace operation")
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         return read_early(lane, i, torch.Tensor.detach)
 
     refused = {"backward": modified, "two_pass": modified, "undo": MODIFIED}
@@ -710,7 +710,7 @@ def test_a_later_weight_read_early_without_its_gradient(way: str) -> None:
 
 @ways(*EXACT, undo=ALIAS)
 def test_a_later_weight_read_early_through_data(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         return read_early(lane, i, lambda p: p.data)
 
     lockstep(way, blocks, step, bucket_bytes=1)
@@ -718,7 +718,7 @@ def test_a_later_weight_read_early_through_data(way: str) -> None:
 
 @ways(*EXACT, undo="saved_tensors_hooks do without autograd's own check of versions")
 def test_a_later_weight_read_early_under_saved_tensors_hooks(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             return read_early(lane, i, torch.Tensor.detach)
 
@@ -727,7 +727,7 @@ def test_a_later_weight_read_early_under_saved_tensors_hooks(way: str) -> None:
 
 @in_every_way
 def test_what_is_saved_is_kept_elsewhere(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         with torch.autograd.graph.save_on_cpu():
             x, y = batch(i)
             loss = loss_of(lane.model(x), y)
@@ -771,7 +771,7 @@ def test_compiled(way: str, how: str) -> None:
             model[1] = torch.compile(model[1], backend="aot_eager")
         return model, optimizer
 
-    def compile_now(lane: Lane) -> None:
+    def compile_now(lane: Contender) -> None:
         if how in ("after", "later"):
             lane.extra = torch.compile(lane.model, backend="aot_eager")
         if how in ("in place after", "in place later"):
@@ -779,7 +779,7 @@ def test_compiled(way: str, how: str) -> None:
         if how in ("block after", "block later"):
             lane.model[1].compile(backend="aot_eager")
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         if i == (3 if "later" in how else 0):
             compile_now(lane)
         x, y = batch(i)
@@ -791,7 +791,7 @@ def test_compiled(way: str, how: str) -> None:
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("way", ["backward", "late", "undo", "two_pass"])
 def test_a_compiled_function_that_reads_weights_between_steps(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         if lane.extra is None:
             lane.extra = torch.compile(lambda: lane.model[1][1].weight @ lane.model[0].weight, backend="aot_eager")
         loss = learn(lane, i)
@@ -806,7 +806,7 @@ def test_a_compiled_function_that_reads_weights_between_steps(way: str) -> None:
 
 @in_every_way
 def test_functional_calls_between_steps(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         model = lane.model
 
@@ -826,7 +826,7 @@ def test_functional_calls_between_steps(way: str) -> None:
 def test_training_through_a_functional_call(way: str) -> None:
     """An inner step of meta-learning: the loss at weights that were moved along their gradient."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         parameters = dict(lane.model.named_parameters())
         loss = loss_of(torch.func.functional_call(lane.model, parameters, (x,)), y)
@@ -839,7 +839,7 @@ def test_training_through_a_functional_call(way: str) -> None:
 
 @in_every_way
 def test_vmap_over_the_attached_weights(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         result = learn(lane, i)
         return result, torch.func.vmap(lane.model)(batch(i)[0].view(4, 2, 16)).detach()
 
@@ -864,7 +864,7 @@ class Attention(nn.Module):
 def test_attention_evaluated_between_steps(way: str, part: Callable[[Any], Any], off: Callable[[], Any]) -> None:
     """Without gradients it reads its weights from C++, by another way than in training."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         lane.model.train()
         loss = lane.learn(loss_of(lane.model(x), y))
@@ -887,7 +887,7 @@ class Recurrent(nn.Module):
 
 @in_every_way
 def test_a_recurrent_model_evaluated_between_steps(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         loss = learn(lane, i)
         with torch.no_grad():
             return loss, lane.model(batch(i)[0])
@@ -919,7 +919,7 @@ def test_another_model_with_the_same_weights(way: str, trained: bool) -> None:
         optimizer.second = [Second(model)]  # not part of the attached model
         return model, optimizer
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         loss = learn(lane, i)
         second = lane.optimizer.second[0]
         x, y = batch(i + 100)
@@ -938,7 +938,7 @@ def test_another_model_with_the_same_weights(way: str, trained: bool) -> None:
 @pytest.mark.parametrize("grad", [False, True])
 @in_every_way
 def test_a_part_of_the_model_called_between_steps(way: str, grad: bool) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         loss = learn(lane, i)
         with torch.set_grad_enabled(grad):
             hidden = torch.ones(2, 24)
@@ -949,7 +949,7 @@ def test_a_part_of_the_model_called_between_steps(way: str, grad: bool) -> None:
 
 @ways("backward", "forward", "undo", "two_pass")
 def test_a_module_that_is_replaced(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         loss = learn(lane, i)
         if i == 1:
             lane.model.outer = nn.Linear(24, 10)
@@ -960,7 +960,7 @@ def test_a_module_that_is_replaced(way: str) -> None:
 
 @in_every_way
 def test_modules_that_change_places(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         first, second = lane.model.blocks
         lane.model.blocks = nn.ModuleList([second, first])
         return learn(lane, i)
@@ -1005,7 +1005,7 @@ WRITES = pytest.mark.parametrize("write", [clamp, clamp_data, max_norm, copy_in]
 @WRITES
 @in_every_way
 def test_weights_written_between_steps(way: str, write: Callable[[Any], None]) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         loss = learn(lane, i)
         write(lane.model)
         return loss
@@ -1016,7 +1016,7 @@ def test_weights_written_between_steps(way: str, write: Callable[[Any], None]) -
 @WRITES
 @in_exact_ways
 def test_weights_written_between_backward_and_step(way: str, write: Callable[[Any], None]) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         loss = loss_of(lane.model(x), y)
         lane.backward(loss)
@@ -1031,7 +1031,7 @@ def test_weights_written_between_backward_and_step(way: str, write: Callable[[An
 @pytest.mark.parametrize("write", [clamp, copy_in])
 @pytest.mark.parametrize("way", ["backward", "two_pass"])
 def test_weights_written_between_backward_and_step_are_noticed(way: str, write: Callable[[Any], None]) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         loss = loss_of(lane.model(x), y)
         lane.backward(loss)
@@ -1076,7 +1076,7 @@ GRADIENTS = pytest.mark.parametrize("touch", [clip_norm, clip_loop, by_hand, noi
 @GRADIENTS
 @in_every_way
 def test_gradients_changed_between_backward_and_step(way: str, touch: Callable[[Any], Any]) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         lane.backward(loss_of(lane.model(x), y))
         result = touch(lane.model)
@@ -1092,7 +1092,7 @@ def test_gradients_changed_between_backward_and_step(way: str, touch: Callable[[
 def test_gradients_used_after_the_step(way: str, touch: Callable[[Any], Any]) -> None:
     """They are still there, as in the plain loop, and what is done to them then does not change the weights."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         lane.backward(loss_of(lane.model(x), y))
         lane.step()
@@ -1109,7 +1109,7 @@ def test_weights_and_gradients_logged_everywhere(way: str) -> None:
         norms = [p.norm() for p in model.parameters()]
         return torch.stack([*norms, *(p.grad.norm() for p in model.parameters() if p.grad is not None)]).detach()
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         seen = [look(lane.model)]
         loss = loss_of(lane.model(x), y)
@@ -1126,7 +1126,7 @@ def test_weights_and_gradients_logged_everywhere(way: str) -> None:
 
 @in_every_way
 def test_several_forwards_in_one_step(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         losses = [loss_of(lane.model(x), y) for x, y in (batch(2 * i), batch(2 * i + 1))]
         lane.model(batch(i + 50)[0])  # a graph that is thrown away
         return lane.learn(sum(losses, torch.zeros(())))
@@ -1138,7 +1138,7 @@ def test_several_forwards_in_one_step(way: str) -> None:
 def test_a_forward_that_outlives_the_step_before_it(way: str) -> None:
     """The next batch's forward runs before this step's update: the graph is older than the weights. Plain raises."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         ahead = loss_of(lane.model(batch(i + 1)[0]), batch(i + 1)[1])
         learn(lane, i)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -1176,7 +1176,7 @@ class Stumbles(Blocks):
 
 
 def stumbling(clear: bool, error: BaseException) -> Step:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         if i == 2:
             lane.model.error = error
             x, y = batch(i)
@@ -1205,7 +1205,7 @@ def test_backward_raises_and_the_iteration_is_done_again(way: str, error: BaseEx
 def test_a_backward_that_raised_is_given_up(way: str, clear: bool) -> None:
     """The loop steps with what gradients there are, or with none, and goes on."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         lane.model.error = ValueError("boom") if i == 2 else None
         x, y = batch(i)
         loss = loss_of(lane.model(x), y)
@@ -1226,7 +1226,7 @@ def test_a_backward_that_raised_is_given_up(way: str, clear: bool) -> None:
 
 @in_every_way
 def test_forward_raises_and_the_iteration_is_done_again(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         handle = lane.model.blocks[1].register_forward_pre_hook(_raise)
         with suppress(ValueError):
             lane.model(batch(i)[0])
@@ -1242,7 +1242,7 @@ def _raise(*_: Any) -> None:
 
 @in_every_way
 def test_an_interrupt_in_a_gradient_hook(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         if i == 1:
 
             def interrupt(grad: torch.Tensor) -> None:
@@ -1266,7 +1266,7 @@ def test_an_interrupt_in_a_gradient_hook(way: str) -> None:
 def test_steps_that_are_left_out(way: str) -> None:
     """The guard against NaN, as it is usually written: gradients are cleared, or not, and the step is left out."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         lane.zero_grad()
         x, y = batch(i)
         loss = loss_of(lane.model(x), y)
@@ -1280,7 +1280,7 @@ def test_steps_that_are_left_out(way: str) -> None:
 
 @in_every_way
 def test_backwards_that_are_left_out(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         loss = loss_of(lane.model(x), y)
         if i % 3 == 1:
@@ -1292,7 +1292,7 @@ def test_backwards_that_are_left_out(way: str) -> None:
 
 @in_every_way
 def test_a_step_without_gradients_now_and_then(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         loss = learn(lane, i)
         lane.step()
         return loss
@@ -1304,7 +1304,7 @@ def test_a_step_without_gradients_now_and_then(way: str) -> None:
 def test_a_backward_whose_gradients_are_thrown_away(way: str) -> None:
     cleared = Refused((SpentGradientError, UncommittedStepError), "torn")
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         lane.backward(loss_of(lane.model(x), y))
         lane.zero_grad()
@@ -1314,7 +1314,7 @@ def test_a_backward_whose_gradients_are_thrown_away(way: str) -> None:
     lockstep(way, blocks, step, refused={"backward": cleared, "two_pass": cleared})
 
 
-CLEARS: dict[str, Callable[[Lane], None]] = {
+CLEARS: dict[str, Callable[[Contender], None]] = {
     "optimizer": lambda lane: lane.optimizer.zero_grad(),
     "model": lambda lane: lane.model.zero_grad(),
     "to zero": lambda lane: lane.optimizer.zero_grad(set_to_none=False),
@@ -1330,7 +1330,7 @@ CLEARS: dict[str, Callable[[Lane], None]] = {
 @pytest.mark.parametrize("clear", list(CLEARS))
 @ways("backward", "late", "undo")
 def test_gradients_cleared_anywhere_and_anyhow(way: str, clear: str, where: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
         if where == "first":
             CLEARS[clear](lane)
@@ -1355,7 +1355,7 @@ def test_gradients_cleared_anywhere_and_anyhow(way: str, clear: str, where: str)
 @in_exact_ways
 def test_deep_copies_at_any_time(way: str, when: str) -> None:
     @contextmanager
-    def copied(lane: Lane, now: str, seen: list[torch.Tensor]) -> Iterator[None]:
+    def copied(lane: Contender, now: str, seen: list[torch.Tensor]) -> Iterator[None]:
         if when == now:
             twin = copy.deepcopy(lane.model)
             seen += [p.detach().clone() for p in twin.parameters()]
@@ -1363,7 +1363,7 @@ def test_deep_copies_at_any_time(way: str, when: str) -> None:
             assert all(type(p) is nn.Parameter for p in twin.parameters())
         yield
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         seen: list[torch.Tensor] = []
         x, y = batch(i)
         with copied(lane, "before forward", seen):

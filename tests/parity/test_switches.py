@@ -16,7 +16,7 @@ from instep.errors import HyperparameterChangedError, UncommittedStepError
 from tests.cases import Blocks, batch
 from tests.devices import on_cpu_only
 from tests.late import late_updates
-from tests.parity.lockstep import EXACT, Lane, Refused, in_every_way, lockstep, loss_of
+from tests.parity.lockstep import EXACT, Contender, Refused, in_every_way, lockstep, loss_of
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     )  # its state is of the default dtype, from the first step
 
 
-def learn(lane: Lane, i: int, name: str, around: str) -> torch.Tensor:
+def learn(lane: Contender, i: int, name: str, around: str) -> torch.Tensor:
     x, y = batch(i)
     block = SWITCHES[name]
     with block() if around == "all" else nullcontext():
@@ -146,7 +146,7 @@ def _raise(error: Exception) -> None:
 # Inference tensors count no writes.
 
 
-def by_hand(lane: Lane, i: int) -> None:
+def by_hand(lane: Contender, i: int) -> None:
     """Gradients that no backward has made, as those of evolution strategies."""
     generator = torch.Generator().manual_seed(i)
     with torch.inference_mode():
@@ -157,7 +157,7 @@ def by_hand(lane: Lane, i: int) -> None:
     lane.zero_grad()
 
 
-def backward_in_inference_mode(lane: Lane, i: int) -> torch.Tensor:
+def backward_in_inference_mode(lane: Contender, i: int) -> torch.Tensor:
     x, y = batch(i)
     loss = loss_of(lane.model(x), y)
     with torch.inference_mode():
@@ -169,5 +169,5 @@ def backward_in_inference_mode(lane: Lane, i: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("way", ["backward", *EXACT])  # torch does not clip them
 @pytest.mark.parametrize("step", [by_hand, backward_in_inference_mode])
-def test_gradients_that_are_inference_tensors(way: str, step: Callable[[Lane, int], Any]) -> None:
+def test_gradients_that_are_inference_tensors(way: str, step: Callable[[Contender, int], Any]) -> None:
     lockstep(way, build, step)

@@ -17,7 +17,7 @@ from instep import ClipNorm
 from instep.errors import HyperparameterChangedError, InstepError, UnsupportedOptimizerError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
-from tests.parity.lockstep import SMALL, Lane, Step, learn, lockstep, loss_of
+from tests.parity.lockstep import SMALL, Contender, Step, learn, lockstep, loss_of
 
 WAYS: dict[str, dict[str, Any]] = {"undo": {"undo": True}, "undo on the host": {"undo": "host"}}
 in_undo = pytest.mark.parametrize("way", WAYS)
@@ -58,7 +58,7 @@ def assert_same(model: nn.Module, optimizer: Any, other: Any) -> None:
     assert first_difference(expected, training_state(model, optimizer)) is None
 
 
-def compare(way: str, step: Step, build: Any = blocks, steps: int = 5, **options: Any) -> Lane:
+def compare(way: str, step: Step, build: Any = blocks, steps: int = 5, **options: Any) -> Contender:
     return lockstep("undo", build, step, steps, **{**WAYS[way], **options})
 
 
@@ -283,7 +283,7 @@ def test_an_error_in_backward_leaves_the_weights_as_they_were(way: str, position
 @in_undo
 @pytest.mark.parametrize("position", [0, 7, 15])
 def test_an_error_in_backward_whose_gradients_are_stepped_all_the_same(way: str, position: int) -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         if i == 1:
             hook = list(lane.model.parameters())[position].register_hook(fail)
             with pytest.raises(ZeroDivisionError):
@@ -302,7 +302,7 @@ def test_an_error_in_backward_whose_gradients_are_stepped_all_the_same(way: str,
 def test_an_error_in_backward_after_which_the_batch_is_tried_again(way: str, position: int) -> None:
     """Without clearing: what had been added by then is added twice, as in the plain loop."""
 
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         if i == 1:
             hook = list(lane.model.parameters())[position].register_hook(fail)
             with pytest.raises(ZeroDivisionError):
@@ -464,116 +464,116 @@ def test_an_error_in_the_update_on_trial_is_not_heard_of(way: str, then: str, fa
 # What the loop does between backward and step().
 
 
-def weight(lane: Lane) -> Any:
+def weight(lane: Contender) -> Any:
     return lane.model.blocks[0][1].weight
 
 
-def double(lane: Lane) -> None:
+def double(lane: Contender) -> None:
     with torch.no_grad():
         weight(lane).mul_(2)
 
 
-def through_data(lane: Lane) -> None:
+def through_data(lane: Contender) -> None:
     weight(lane).data.mul_(2)
 
 
-def other_data(lane: Lane) -> None:
+def other_data(lane: Contender) -> None:
     weight(lane).data = torch.full((24, 24), 0.01)
 
 
-def set_item(lane: Lane) -> None:
+def set_item(lane: Contender) -> None:
     with torch.no_grad():
         weight(lane)[0, 0] = 3.0
 
 
-def load(lane: Lane) -> None:
+def load(lane: Contender) -> None:
     lane.model.load_state_dict(copy.deepcopy(lane.model.state_dict()))
 
 
-def load_other(lane: Lane) -> None:
+def load_other(lane: Contender) -> None:
     lane.model.load_state_dict({k: v * 0.5 for k, v in lane.model.state_dict().items()})
 
 
-def reload_optimizer(lane: Lane) -> None:
+def reload_optimizer(lane: Contender) -> None:
     lane.optimizer.load_state_dict(copy.deepcopy(lane.optimizer.state_dict()))
 
 
-def read(lane: Lane) -> Any:
+def read(lane: Contender) -> Any:
     return weight(lane).detach().clone()
 
 
-def read_all(lane: Lane) -> Any:
+def read_all(lane: Contender) -> Any:
     return [p.norm().detach() for p in lane.model.parameters()]
 
 
-def evaluate(lane: Lane) -> Any:
+def evaluate(lane: Contender) -> Any:
     with torch.no_grad():
         return lane.model(batch(77)[0])
 
 
-def evaluate_a_part(lane: Lane) -> Any:
+def evaluate_a_part(lane: Contender) -> Any:
     with torch.no_grad():
         return lane.model.outer(torch.ones(1, 24))
 
 
-def save(lane: Lane) -> Any:
+def save(lane: Contender) -> Any:
     return list(copy.deepcopy(lane.model.state_dict()).values())
 
 
-def save_the_optimizer(lane: Lane) -> Any:
+def save_the_optimizer(lane: Contender) -> Any:
     return str(lane.optimizer.state_dict())
 
 
-def read_state(lane: Lane) -> Any:
+def read_state(lane: Contender) -> Any:
     return str({k: v for s in lane.optimizer.state.values() for k, v in s.items()})
 
 
-def read_a_gradient(lane: Lane) -> Any:
+def read_a_gradient(lane: Contender) -> Any:
     return weight(lane).grad.clone()
 
 
-def measure(lane: Lane) -> Any:
+def measure(lane: Contender) -> Any:
     return torch.nn.utils.get_total_norm([p.grad for p in lane.model.parameters()])
 
 
-def clip(lane: Lane) -> Any:
+def clip(lane: Contender) -> Any:
     return nn.utils.clip_grad_norm_(lane.model.parameters(), 0.1)
 
 
-def replace_a_gradient(lane: Lane) -> None:
+def replace_a_gradient(lane: Contender) -> None:
     weight(lane).grad = torch.ones(24, 24)
 
 
-def clear_a_gradient(lane: Lane) -> None:
+def clear_a_gradient(lane: Contender) -> None:
     weight(lane).grad = None
 
 
-def clear_all(lane: Lane) -> None:
+def clear_all(lane: Contender) -> None:
     lane.zero_grad()
 
 
-def zero_all(lane: Lane) -> None:
+def zero_all(lane: Contender) -> None:
     lane.optimizer.zero_grad(set_to_none=False)
 
 
-def lower_lr(lane: Lane) -> None:
+def lower_lr(lane: Contender) -> None:
     for group in lane.optimizer.param_groups:
         group["lr"] *= 0.5
 
 
-def change_betas(lane: Lane) -> None:
+def change_betas(lane: Contender) -> None:
     lane.optimizer.param_groups[0]["betas"] = (0.5, 0.9)
 
 
-def backward_again(lane: Lane) -> None:
+def backward_again(lane: Contender) -> None:
     loss(lane.model, 55).backward()
 
 
-def penalty(lane: Lane) -> None:
+def penalty(lane: Contender) -> None:
     sum((p.square().sum() for p in lane.model.parameters()), torch.zeros(())).backward()
 
 
-def freeze(lane: Lane) -> None:
+def freeze(lane: Contender) -> None:
     weight(lane).requires_grad_(not weight(lane).requires_grad)
 
 
@@ -616,8 +616,8 @@ in_between = pytest.mark.parametrize(
 
 @in_undo
 @in_between
-def test_between_backward_and_step(way: str, between: Callable[[Lane], Any]) -> None:
-    def step(lane: Lane, i: int) -> Any:
+def test_between_backward_and_step(way: str, between: Callable[[Contender], Any]) -> None:
+    def step(lane: Contender, i: int) -> Any:
         lane.backward(loss(lane.model, i))
         result = between(lane) if i != 2 else None
         lane.step()
@@ -629,8 +629,8 @@ def test_between_backward_and_step(way: str, between: Callable[[Lane], Any]) -> 
 
 @in_undo
 @in_between
-def test_between_backward_and_the_very_first_step(way: str, between: Callable[[Lane], Any]) -> None:
-    def step(lane: Lane, i: int) -> Any:
+def test_between_backward_and_the_very_first_step(way: str, between: Callable[[Contender], Any]) -> None:
+    def step(lane: Contender, i: int) -> Any:
         lane.backward(loss(lane.model, i))
         result = between(lane) if i == 0 else None
         lane.step()
@@ -676,7 +676,7 @@ LOOKS = {
 @in_undo
 @pytest.mark.parametrize("look", LOOKS)
 def test_looking_at_what_is_no_value_is_no_reason_to_do_a_step_again(way: str, look: str) -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         lane.backward(loss(lane.model, i))
         LOOKS[look](lane)
         lane.step()
@@ -688,7 +688,7 @@ def test_looking_at_what_is_no_value_is_no_reason_to_do_a_step_again(way: str, l
 @in_undo
 @pytest.mark.parametrize("clear", [True, False])
 def test_steps_that_are_left_out(way: str, clear: bool) -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         lane.backward(loss(lane.model, i))
         if i % 2:
             lane.step()
@@ -700,7 +700,7 @@ def test_steps_that_are_left_out(way: str, clear: bool) -> None:
 
 @in_undo
 def test_a_loop_that_leaves_out_steps_whose_loss_is_not_finite(way: str) -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         found = loss(lane.model, i) * (math.nan if i in (0, 3) else 1.0)
         lane.backward(found)
         if found.isfinite():
@@ -712,7 +712,7 @@ def test_a_loop_that_leaves_out_steps_whose_loss_is_not_finite(way: str) -> None
 
 @in_undo
 def test_a_loop_that_leaves_out_steps_whose_gradients_are_not_finite(way: str) -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         lane.backward(loss(lane.model, i) * (math.inf if i in (0, 3) else 1.0))
         if all(p.grad.isfinite().all() for p in lane.model.parameters()):
             lane.step()
@@ -725,7 +725,7 @@ def test_a_loop_that_leaves_out_steps_whose_gradients_are_not_finite(way: str) -
 def test_a_weight_that_another_model_reads(way: str) -> None:
     """Shared with a model that is not attached."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         if lane.extra is None:
             lane.extra = nn.Linear(24, 10)
             lane.extra.weight = lane.model.outer.weight

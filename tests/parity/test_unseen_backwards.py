@@ -12,7 +12,7 @@ import instep
 from instep._autograd.outputs import nodes_of
 from instep.errors import InstepError, NonFiniteGradientError, SpentGradientError, TornStepError
 from tests.cases import Blocks, batch, weights
-from tests.parity.lockstep import EXACT, Lane, in_every_way, in_exact_ways, lockstep, loss_of
+from tests.parity.lockstep import EXACT, Contender, in_every_way, in_exact_ways, lockstep, loss_of
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ def built(output: str) -> Callable[[], tuple[nn.Module, Any]]:
 @in_every_call
 @pytest.mark.parametrize("output", list(OUTPUTS))
 def test_a_usual_loop(output: str, call: str, way: str) -> None:
-    def step(lane: Lane, i: int) -> torch.Tensor:
+    def step(lane: Contender, i: int) -> torch.Tensor:
         return lane.learn(CALLS[call](lane.model, i))
 
     lane = lockstep(way, built(output), step)
@@ -111,7 +111,7 @@ def test_a_usual_loop(output: str, call: str, way: str) -> None:
 @in_every_call
 @pytest.mark.parametrize("output", list(OUTPUTS))
 def test_a_step_is_left_out_and_micro_batches_add_up(output: str, call: str, way: str) -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         CALLS[call](lane.model, i).backward()
         if i % 3 == 1:
             CALLS[call](lane.model, i + 100).backward()
@@ -125,7 +125,7 @@ def test_a_step_is_left_out_and_micro_batches_add_up(output: str, call: str, way
 @in_exact_ways
 @in_every_call
 def test_two_forwards_before_two_backwards(call: str, way: str) -> None:
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         losses = [CALLS[call](lane.model, i), CALLS[call](lane.model, i + 100)]
         for loss in losses:
             loss.backward()
@@ -165,7 +165,7 @@ def through_stages(model: Any, i: int) -> torch.Tensor:
 def test_stages_of_a_pipeline(own: str | None, way: str) -> None:
     """All forwards of the micro-batches, stage by stage, and then all backwards; the model's own forward among them."""
 
-    def step(lane: Lane, i: int) -> list[torch.Tensor]:
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
         forwards = [through_stages, through_stages]
         if own is not None:
             forwards.insert(0 if own == "first" else 2, lambda model, i: loss_of(model(batch(i)[0]), batch(i)[1]))
@@ -184,7 +184,7 @@ def test_what_is_stepped_on_trial() -> None:
     """What was seen to begin, at an output of the model or of one of its modules."""
     on_trial = []
 
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         x, y = batch(i)
         hidden = [loss_of(lane.model(x), y), through_stages(lane.model, i), loss_of(x @ lane.model.only, y)]
         lane.backward(hidden[i % 3])
@@ -235,7 +235,7 @@ def test_clipping(call: str, way: str) -> None:
     """Norms that were measured in one backward do not stand for the gradients of the next."""
     norms: dict[int, list[torch.Tensor]] = {}
 
-    def step(lane: Lane, i: int) -> None:
+    def step(lane: Contender, i: int) -> None:
         CALLS[call](lane.model, i).backward()
         if i == 2:
             lane.zero_grad()

@@ -14,7 +14,7 @@ from instep import ClipNorm, ClipValue
 from instep._optim.made_up import STEPS
 from instep.errors import SpentGradientError, UnsupportedOptimizerError
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
-from tests.parity.lockstep import SMALL, Lane, Refused, Step, lockstep, loss_of
+from tests.parity.lockstep import SMALL, Contender, Refused, Step, lockstep, loss_of
 from tests.parity.test_undo import WAYS as UNDO
 
 WAYS: dict[str, dict[str, Any]] = {"forward": {}, "late": {}, **UNDO}
@@ -101,18 +101,18 @@ def building(kind: Any) -> Callable[[], Any]:
     return build
 
 
-def compare(way: str, kind: Any, step: Step, **options: Any) -> Lane:
+def compare(way: str, kind: Any, step: Step, **options: Any) -> Contender:
     return lockstep("undo" if way in UNDO else way, building(kind), step, 6, **{**WAYS[way], **options})
 
 
-def gradients(lane: Lane) -> list[Any]:
+def gradients(lane: Contender) -> list[Any]:
     return [None if p.grad is None else p.grad.clone() for p in lane.model.parameters()]
 
 
-def iteration(between: Callable[[Lane], Any] = lambda lane: None, clear: bool = True, micro: int = 1) -> Step:
+def iteration(between: Callable[[Contender], Any] = lambda lane: None, clear: bool = True, micro: int = 1) -> Step:
     """Returns what is found before the step, and in ``.grad`` after it."""
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         for n in range(micro):
             x, y = batch(micro * i + n)
             loss_of(lane.model(x), y).backward()
@@ -127,11 +127,11 @@ def iteration(between: Callable[[Lane], Any] = lambda lane: None, clear: bool = 
     return step
 
 
-def clip(lane: Lane) -> torch.Tensor:
+def clip(lane: Contender) -> torch.Tensor:
     return nn.utils.clip_grad_norm_(lane.model.parameters(), CLIP)
 
 
-def norm(lane: Lane) -> torch.Tensor:
+def norm(lane: Contender) -> torch.Tensor:
     return nn.utils.get_total_norm([p.grad for p in lane.model.parameters() if p.grad is not None])
 
 
@@ -150,7 +150,7 @@ def test_gradients_before_and_after_the_step(way: str, kind: Any, between: str, 
 @each_writer
 @in_exact_ways
 def test_clipped_by_norm(way: str, kind: Any, limit: float) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         loss_of(lane.model(batch(i)[0]), batch(i)[1]).backward()
         if lane.overlap is None:
             nn.utils.clip_grad_norm_(lane.model.parameters(), limit)
@@ -166,7 +166,7 @@ def test_clipped_by_norm(way: str, kind: Any, limit: float) -> None:
 @each_writer
 @in_exact_ways
 def test_clipped_by_value(way: str, kind: Any) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         loss_of(lane.model(batch(i)[0]), batch(i)[1]).backward()
         if lane.overlap is None:
             nn.utils.clip_grad_value_(lane.model.parameters(), 0.01)
@@ -192,7 +192,7 @@ def test_micro_batches(way: str, kind: Any) -> None:
 def test_a_scaled_loss(way: str, kind: Any, clips: bool, given: bool) -> None:
     scalers = [GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         scaler = scalers[lane.overlap is not None]
         scaler.scale(loss_of(lane.model(batch(i)[0]), batch(i)[1])).backward()
         if clips:
@@ -209,7 +209,7 @@ def test_a_scaled_loss(way: str, kind: Any, clips: bool, given: bool) -> None:
 
 @pytest.mark.parametrize("way", UNDO)
 def test_a_gradient_that_is_held_elsewhere_is_written_in_place(way: str) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         loss_of(lane.model(batch(i)[0]), batch(i)[1]).backward()
         held = [p.grad for p in lane.model.parameters()] if i == 0 else lane.extra
         lane.extra = held
@@ -236,7 +236,7 @@ def test_gradients_after_the_step_are_spent_by_default(kind: Any) -> None:
 
 @each_writer
 def test_weights_are_the_plain_ones_by_default(kind: Any) -> None:
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         loss_of(lane.model(batch(i)[0]), batch(i)[1]).backward()
         lane.step()
         lane.zero_grad()
@@ -252,7 +252,7 @@ def test_torchs_own_write_no_gradient(name: str, cls: Any, kwargs: dict[str, Any
     for i in range(6):
         loss_of(model(batch(i)[0]), batch(i)[1]).backward()
         found = [p.grad for p in model.parameters()]
-        before = gradients(Lane(model, optimizer, {}))
+        before = gradients(Contender(model, optimizer, {}))
         optimizer.step()
         assert all(p.grad is g for p, g in zip(model.parameters(), found, strict=True))
         assert all(map(torch.equal, before, found))  # type: ignore[arg-type]
@@ -269,7 +269,7 @@ def test_a_fused_step_that_takes_off_the_loss_scale(way: str, name: str, given: 
         model = Blocks(depth=2)
         return model, getattr(torch.optim, name)(two_groups(model), lr=1e-2, fused=True)
 
-    def step(lane: Lane, i: int) -> Any:
+    def step(lane: Contender, i: int) -> Any:
         scaler = scalers[lane.overlap is not None]
         scaler.scale(loss_of(lane.model(batch(i)[0]), batch(i)[1])).backward()
         scaler.step(lane.optimizer)
