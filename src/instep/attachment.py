@@ -46,11 +46,12 @@ from instep._ranks.messages import broadcast_json
 from instep._ranks.resync import resync
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation, Syncing
-from instep._step.backward_schedule import BackwardSchedule, Recorder
+from instep._step.backward_schedule import BackwardSchedule
 from instep._step.checking import Check
 from instep._step.forward_schedule import ForwardSchedule, InFlightBucket, Reader
 from instep._step.measuring import MeasuringSink
 from instep._step.plain_schedule import PlainSchedule
+from instep._step.recorder import Recorder
 from instep._validation import (
     Names,
     compiled_in,

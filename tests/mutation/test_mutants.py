@@ -59,7 +59,7 @@ MUTANTS = [
     ),
     Mutant(
         "undo puts back what step() left when it raised again",
-        "BackwardSchedule._save_rest",
+        "TrialWrites._save_rest",
         "        if self._raises:\n            return",
         "        if False:\n            return",
         "tests/parity/test_undo.py",
@@ -80,9 +80,9 @@ MUTANTS = [
     ),
     Mutant(
         "an update that raises on trial is heard of in backward",
-        "BackwardSchedule.apply",
-        "            except Exception as error:\n                if self._undo is None or not writing",
-        "            except Exception as error:\n                if True",
+        "BucketSink.apply",
+        "                if not writes.takes_back(error):",
+        "                if True:",
         "tests/parity/test_undo.py",
     ),
     Mutant(
@@ -94,9 +94,9 @@ MUTANTS = [
     ),
     Mutant(
         "step every bucket twice",
-        "BackwardSchedule.apply",
-        "                                call.step(stepper)\n",
-        "                                call.step(stepper), call.step(stepper)\n",
+        "Writes._call",
+        "            call.step(stepper)\n",
+        "            call.step(stepper), call.step(stepper)\n",
         PARITY,
     ),
     Mutant(
@@ -136,23 +136,23 @@ MUTANTS = [
     ),
     Mutant(
         "keep the gradient after it was applied",
-        "BackwardSchedule.retire",
-        "                    parameter.grad = spent\n                    if spent is not None",
-        "                    if spent is not None",
+        "FinalWrites.retire",
+        "                parameter.grad = spent\n",
+        "",
         PARITY,
     ),
     Mutant(
         "free the gradient without leaving a spent one",
-        "BackwardSchedule.retire",
-        "                    parameter.grad = spent\n                    if spent is not None",
-        "                    parameter.grad = None\n                    if spent is not None",
+        "FinalWrites.retire",
+        "                parameter.grad = spent\n",
+        "                parameter.grad = None\n",
         REFUSALS,
     ),
     Mutant(
         "clear spent gradients for good in step()",
-        "BackwardSchedule._commit",
-        "            for attached in applied:\n                attached.get().grad = attached.spent\n            if",
-        "            if",
+        "FinalWrites.committed",
+        "            attached.get().grad = attached.spent\n",
+        "            pass\n",
         REFUSALS,
     ),
     Mutant(
@@ -164,16 +164,16 @@ MUTANTS = [
     ),
     Mutant(
         "do not notice a backward that raised",
-        "BackwardSchedule.backward_raised",
-        "            self._failure = None\n            self._stop(None, False)",
-        "            self._failure = None",
+        "BucketSink.backward_raised",
+        "            self._stop(None, wrote=False)\n",
+        "",
         REFUSALS,
     ),
     Mutant(
         "swallow an error in the update",
-        "BackwardSchedule.raise_failure",
-        "            if error is not None:\n                raise error\n        finally:",
-        "            pass\n        finally:",
+        "BucketSink.raise_failure",
+        "            if error is not None:\n                raise error\n",
+        "            pass\n",
         REFUSALS,
     ),
     Mutant(
@@ -185,9 +185,9 @@ MUTANTS = [
     ),
     Mutant(
         "do not compare hyper-parameters in step()",
-        "BackwardSchedule._flush",
-        "                stepper.require_unchanged()\n            for attached",
-        "            for attached",
+        "Writes._require_as_left",
+        "            require_settings_as_left(stepper)\n",
+        "            pass\n",
         REFUSALS,
     ),
     Mutant(
@@ -249,20 +249,15 @@ MUTANTS = [
     Mutant(
         "keep a parameter's state for whoever keeps the attachment",
         "BackwardSchedule.abandon",
-        """        try:
-            self.settle()
-        finally:
-            for stepper in self._steppers:
-                stepper.abort()
-""",
+        "        try:\n            self.settle()\n        finally:\n            for stepper in self._step.members.steppers:\n                stepper.abort()\n",
         "        self.settle()\n",
         "tests/unit/test_life.py",
     ),
     Mutant(
         "leave a step on trial to those who keep a parameter",
-        "BackwardSchedule.apply",
-        "            if self._undo is not None:\n                owe(self)\n",
-        "",
+        "TrialWrites.updated",
+        "            owe(owner)  # gradients stay until the step is committed: nobody need hold them\n",
+        "            pass\n",
         "tests/unit/test_life.py",
     ),
     Mutant(
@@ -344,8 +339,8 @@ MUTANTS = [
     ),
     Mutant(
         "do not look whether a weight was written before step()",
-        "BackwardSchedule._flush",
-        "if _version(parameter) != attached.version:",
+        "Writes._require_unwritten",
+        "if written_version(attached.get()) != attached.version:",
         "if False:",
         REFUSALS,
     ),
@@ -554,7 +549,7 @@ MUTANTS = [
     ),
     Mutant(
         "leave generators as the pass that measures has left them",
-        "BackwardSchedule.measuring",
+        "Passes.measuring",
         "            generators.restore(even_shared=True)\n",
         "",
         CLIPPING,
@@ -562,14 +557,14 @@ MUTANTS = [
     Mutant(
         "do not clip what detach() finds left of a step",
         "BackwardSchedule.close",
-        "if self._torn is None and self._applied and graph_task() is None:",
+        "if self._step.ledger.torn is None and members.applied and graph_task() is None:",
         "if False:",
         CLIPPING,
     ),
     Mutant(
         "do not look after a trial where values of parameters are kept",
-        "BackwardSchedule.apply",
-        "                            stepper.require_all_in_state(elsewhere)\n",
+        "TrialWrites._try",
+        "        stepper.require_all_in_state(elsewhere)\n",
         "",
         UNDO,
     ),
@@ -603,15 +598,15 @@ MUTANTS = [
     ),
     Mutant(
         "keep the norms of a step that was put back",
-        "BackwardSchedule._restore",
-        "        self._clipping.forget_norms()\n",
+        "Rollback._restore",
+        "        step.passes.clipping.forget_norms()\n",
         "",
         CLIPPING,
     ),
     Mutant(
         "step DDP's buckets before the norm is known",
-        "BackwardSchedule.waits_for_all",
-        'return self._pass == "all"',
+        "BucketSink.waits_for_all",
+        'return self._step.passes.running == "all"',
         "return False",
         SCHEDULES,
     ),
@@ -631,15 +626,15 @@ MUTANTS = [
     ),
     Mutant(
         "let a trial step stand though the loss scale is still on",
-        "BackwardSchedule._scale_was_taken_off",
+        "Judgement._scale_was_taken_off",
         "if self._scale is None or self._scale.taken_off:",
         "if True:",
         LOSS_SCALE,
     ),
     Mutant(
         "let a trial step stand though its gradient was changed",
-        "BackwardSchedule._are_as_kept",
-        "version_of(gradient) in (version, version + taken_off)",
+        "KeptGradients.are_as_left",
+        "version_of(gradient) in (version, version + unscaled)",
         "True",
         CLIPPING,
     ),
@@ -687,9 +682,9 @@ MUTANTS = [
     ),
     Mutant(
         "let nobody know that weights are new between backward and step()",
-        "BackwardSchedule.retire",
+        "FinalWrites.retire",
         "            self._watch.start(watched)\n",
-        "",
+        "            pass\n",
         REFUSALS,
     ),
     Mutant(
@@ -967,9 +962,9 @@ MUTANTS = [
     ),
     Mutant(
         "write the other buckets after one that is not finite",
-        "BackwardSchedule.apply",
-        "if self._torn is not None or self._plain or self._failure is not None:",
-        "if self._torn is not None or self._plain:",
+        "BucketSink.apply",
+        "if step.ledger.torn is not None or self._failure is not None or step.ledger.redoes:",
+        "if step.ledger.torn is not None or step.ledger.redoes:",
         NONFINITE,
     ),
     Mutant(
@@ -1380,9 +1375,9 @@ MUTANTS = [
     ),
     Mutant(
         "step on trial in a backward that nobody has seen to begin",
-        "BackwardSchedule.arrive",
-        " and (self._undo is None or self._running is not None)",
-        "",
+        "TrialWrites.may_write",
+        "return seen and not",
+        "return not",
         UNSEEN,
     ),
     Mutant(
@@ -1394,7 +1389,7 @@ MUTANTS = [
     ),
     Mutant(
         "take every use of a spent gradient in backward for a second one",
-        "BackwardSchedule.error_for_use",
+        "after_update",
         "if graph_task() is not None and operation in ACCUMULATE:",
         "if graph_task() is not None:",
         UNSEEN,
@@ -1422,9 +1417,9 @@ MUTANTS = [
     ),
     Mutant(
         "do not hear in step() what another rank said",
-        "BackwardSchedule.begin_flush",
-        "        self._hear(wait=True)  # for a backward that nobody has seen to begin",
-        "        pass",
+        "StepCalls.before_update",
+        "        self._writes.hear(wait=True)  # for a backward that nobody has seen to begin\n",
+        "        pass\n",
         UNSEEN_RANKS,
     ),
     Mutant(
@@ -1436,9 +1431,9 @@ MUTANTS = [
     ),
     Mutant(
         "watch weights again when the step is torn",
-        "BackwardSchedule.retire",
-        "            if self._torn is None:  # else weights are there to be read, and loaded anew",
-        "            if True:",
+        "FinalWrites.retire",
+        "        if self._step.ledger.torn is None:  # else weights are there to be read, and loaded anew\n",
+        "        if True:\n",
         "tests/distributed/test_ways_out.py",
     ),
     Mutant(
@@ -1541,25 +1536,23 @@ MUTANTS = [
     ),
     Mutant(
         "update in backward whatever autocast block step() is in",
-        "BackwardSchedule._flush",
-        "                require_same_in_autocast(stepper.optimizer())\n"
-        "                stepper.require_unchanged()\n            for attached",
-        "                stepper.require_unchanged()\n            for attached",
+        "require_settings_as_left",
+        "    require_same_in_autocast(stepper.optimizer())\n",
+        "",
         AUTOCAST,
     ),
     Mutant(
         "undo: keep an update whatever autocast block step() is in",
-        "BackwardSchedule._validate",
-        "                require_same_in_autocast(stepper.optimizer())\n"
-        "                stepper.require_unchanged()\n            right",
-        "                stepper.require_unchanged()\n            right",
+        "Judgement._is_right",
+        "            require_settings_as_left(stepper)\n",
+        "            stepper.require_unchanged()\n",
         AUTOCAST,
     ),
     Mutant(
         "update parts that backward has left whatever autocast block step() is in",
-        "BackwardSchedule._apply_rest",
-        "        if parts or mixed:\n            require_same_in_autocast(stepper.optimizer())\n",
-        "        if parts or mixed:\n",
+        "Writes._step_rest",
+        "        require_same_in_autocast(stepper.optimizer())\n",
+        "",
         ZERO,
     ),
     Mutant(
@@ -1599,16 +1592,16 @@ MUTANTS = [
     ),
     Mutant(
         "let a trial write the loop's gradients",
-        "BackwardSchedule._lend",
+        "TrialWrites._lend",
         "            if not is_torchs_own(attached.stepper.optimizer())\n",
         "            if False\n",
         WRITTEN,
     ),
     Mutant(
         "forget what the update has made of a gradient",
-        "BackwardSchedule._as_applied",
-        "                        self._outcomes[attached.spec.index] = outcome\n",
-        "                        pass\n",
+        "TrialWrites.update",
+        "                    self._kept.written(attached, outcome)\n",
+        "                    pass\n",
         WRITTEN,
     ),
     Mutant(
@@ -1641,7 +1634,7 @@ MUTANTS = [
     ),
     Mutant(
         "let gradients be gone after an interrupted step on trial",
-        "BackwardSchedule.begin_flush",
+        "TrialWrites.before_step",
         "            self._watch_in_step.take_from(self._watch, ",
         "            self._watch.stop(",
         INTERRUPTED,
@@ -1725,9 +1718,9 @@ MUTANTS = [
     ),
     Mutant(
         "do not keep what an interrupted step() may write",
-        "BackwardSchedule._flush",
-        "            self._save_rest(self._undo, stepper, left)\n",
-        "            pass\n",
+        "TrialWrites._prepare",
+        "        self._save_rest(stepper, left)\n",
+        "        pass\n",
         "tests/parity/test_found.py",
     ),
     Mutant(
@@ -1739,9 +1732,9 @@ MUTANTS = [
     ),
     Mutant(
         "leave to step() what was changed in place",
-        "BackwardSchedule.apply",
-        "if self._undo is None or not writing or any(s.wrote_in_place for s in self._steppers):",
-        "if self._undo is None or not writing:",
+        "TrialWrites.takes_back",
+        "if not self.has_begun or any(stepper.wrote_in_place for stepper in self._step.members.steppers):",
+        "if not self.has_begun:",
         "tests/parity/test_found.py",
     ),
     Mutant(
@@ -1782,14 +1775,14 @@ MUTANTS = [
     Mutant(
         "an open step cannot be given up",
         "BackwardSchedule.accept",
-        "and self._undo is None and (self._applied or self._flushing is not None):",
+        "and self._writes.frees_gradients and is_written:",
         "and False:",
         "tests/distributed/test_ways_out.py",
     ),
     Mutant(
         "do not look whether step() writes what backward has updated",
-        "BackwardSchedule.commit",
-        "            self._require_at_rest(stepper)\n",
+        "StepCalls.returned",
+        "            self._writes.require_at_rest(stepper)\n",
         "",
         IN_TRAINING,
     ),
@@ -1930,22 +1923,22 @@ MUTANTS = [
     ),
     Mutant(
         "check_steps does not put a step back",
-        "BackwardSchedule",
-        "                self.put_back()\n                raise error\n\n    def _save_rest",
-        "                raise error\n\n    def _save_rest",
+        "TrialWrites._prepare",
+        "                self._rollback()  # now, while it can be\n",
+        "",
         CHECK_STEPS,
     ),
     Mutant(
         "check_steps calls no step torn",
-        "BackwardSchedule",
-        "            self._tear(error)\n            raise error\n\n    def forget",
-        "            raise error\n\n    def forget",
+        "StepCalls._require_checked",
+        "            self._writes.tear(error)\n",
+        "",
         CHECK_STEPS,
     ),
     Mutant(
         "check_steps steps buckets of DDP together",
-        "BackwardSchedule.by_bucket",
-        " or (self._check is not None and self._check.due)",
+        "BucketSink.by_bucket",
+        " or self._step.checks",
         "",
         "tests/distributed/test_check_steps.py",
     ),

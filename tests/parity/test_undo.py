@@ -759,8 +759,9 @@ def test_copies_are_freed_by_the_step(way: str) -> None:
     model, optimizer = fresh()
     with instep.attach(model, optimizer, bucket_bytes=SMALL, **WAYS[way]) as overlap:
         train(model, optimizer, range(2))
-        assert not overlap._step._undo._saved  # type: ignore[union-attr]
-        assert not overlap._step._kept  # type: ignore[union-attr]
+        writes: Any = overlap._step._writes  # type: ignore[union-attr]
+        assert not writes._rollback.copies._saved
+        assert not writes._kept
         assert all(type(p) is nn.Parameter for p in model.parameters())
 
 

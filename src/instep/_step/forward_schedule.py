@@ -47,10 +47,11 @@ from instep._optim.switches import DEFAULT_DTYPE, MKLDNN, default_dtype, switche
 from instep._optim.waiting import StateWatch
 from instep._ranks.votes import StepVotes, Vote, error_of
 from instep._step.accumulation import Accumulation
-from instep._step.backward_schedule import Gather, Recorder
 from instep._step.checking import Check
+from instep._step.recorder import Recorder
 from instep._step.streams import Mark, StepStreams
 from instep._step.torn import Torn
+from instep._step.writes import Gather
 from instep.errors import InstepError, StepMismatchError, UncommittedStepError, UnsupportedOptimizerError
 
 

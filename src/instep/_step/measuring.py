@@ -11,7 +11,7 @@ from instep._life.weak import WeakMethod
 from instep._optim.parameters import AttachedParameter
 from instep._optim.parts import version_of
 from instep._step.accumulation import Accumulation
-from instep._step.backward_schedule import Recorder
+from instep._step.recorder import Recorder
 from instep._step.streams import StepStreams
 
 

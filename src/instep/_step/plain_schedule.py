@@ -16,7 +16,8 @@ from instep._optim.parameters import AttachedParameter
 from instep._optim.stepper import Stepper, remember_settings
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
-from instep._step.backward_schedule import Gather, Recorder
+from instep._step.recorder import Recorder
+from instep._step.writes import Gather
 
 
 class PlainSchedule:

@@ -9,7 +9,7 @@ import torch
 
 from instep._optim.parameters import AttachedParameter
 from instep._optim.plan import Bucket
-from instep._step.backward_schedule import Recorder
+from instep._step.recorder import Recorder
 from instep._step.streams import StepStreams
 
 

@@ -25,7 +25,7 @@ from instep._life.weak import WeakMethod, weakly
 from instep._optim.parameters import AttachedParameter
 from instep._optim.plan import Bucket
 from instep._ranks.groups import group_beside
-from instep._step.backward_schedule import Recorder
+from instep._step.recorder import Recorder
 from instep.comm_hooks import cast_mean_allreduce, mean_allreduce
 from instep.errors import InstepError
 from instep.sources.crossing.order import Timed, best_order, deepest_then_shallowest

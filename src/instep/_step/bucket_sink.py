@@ -1,0 +1,214 @@
+"""``schedule="backward"``, as sources of gradients see it: they offer final gradients, and hand over full buckets."""
+
+from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
+
+import torch
+
+from instep._autograd.engine import graph_task
+from instep._optim.parameters import AttachedParameter
+from instep._step.members import gradient_of, written_version
+from instep._step.recorder import Recorder
+from instep._step.running_step import HoldsStep, RunningStep
+from instep._step.states import Event
+from instep._step.writes import Writes
+
+
+class SeenBackwards:
+    """The running backward, and those nested in it by reentrant checkpointing, by the number of their graph task.
+
+    Attributes:
+        running: the one that was seen to begin last, at an output of the model; ``None``: it is over.
+    """
+
+    def __init__(self) -> None:
+        self.running: int | None = None
+        self._of_step: set[int | None] = set()
+
+    def begins(self, task: int | None) -> bool:
+        """Whether this is the first of it."""
+        if task == self.running:
+            return False
+        self.running = task
+        return task not in self._of_step
+
+    def steps(self, task: int | None) -> None:
+        """It is the first of its step."""
+        self._of_step = {task}
+
+    def gives_gradients(self, task: int | None) -> None:
+        self._of_step.add(task)
+
+
+class BucketSink(HoldsStep):
+    """
+    Attributes:
+        recorder: told of each bucket's step and communication; ``None`` when nobody listens.
+        on_open: called when a step opens.
+    """
+
+    def __init__(self, step: RunningStep, writes: Writes) -> None:
+        self.recorder: Recorder | None = None
+        self.on_open: Callable[[], None] = lambda: None
+        self._step = step
+        self._writes = writes
+        self._seen = SeenBackwards()
+        self._failure: BaseException | None = None  # to be raised where the running backward ends
+
+    def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
+        """Final gradients are offered. ``False``: they stay in ``.grad``, this step must not be written now.
+
+        Raises ``AccumulationError`` when one of them was offered before in this step: before anything more is
+        written.
+        """
+        step = self._step
+        if step.passes.running != "measuring":
+            step.accumulation.count()
+            step.has_gradients = True
+            if step.accumulation.holding:
+                return False
+        with step.lock:
+            if step.ledger.torn is not None:
+                if step.ledger.torn.task == graph_task():
+                    return False  # the backward in which it tore still has to unwind
+                raise step.ledger.torn.error()
+            step.passes.require_running()
+            if step.passes.running == "measuring":
+                step.passes.measure(parameters)
+                return False
+            if not step.members.offered:
+                self._open()
+            self._seen.gives_gradients(graph_task())
+            step.backwards.begin(parameters[0].spec.device)
+            for attached in parameters:
+                self._offer(attached)
+            return self._writes.may_write(seen=self._seen.running is not None)
+
+    def _open(self) -> None:
+        if self._step.passes.running is None:
+            self._step.passes.clipping.begin()
+        self._writes.begin()
+        self.on_open()
+        self._step.ledger.happened(Event.OFFERED)
+
+    def _offer(self, attached: AttachedParameter) -> None:
+        members, index = self._step.members, attached.spec.index
+        if index not in members.offered:
+            members.offered.add(index)
+            self._step.round.owing.add(attached.stepper)
+        elif (error := self._writes.second_gradient(attached)) is not None:
+            self._stop(error, wrote=False)
+            raise error
+
+    def apply(
+        self, bucket: Sequence[AttachedParameter], fetch: Callable[[], None] | None = None, *, final: bool = True
+    ) -> bool:
+        """Step the parameters of ``bucket`` from their ``.grad``. ``False`` if that failed, or is not to be done.
+
+        An error is kept for ``raise_failure``: raised here, inside a hook, it would leave DDP unusable.
+
+        Args:
+            fetch: called first, on the step's stream, to wait for the gradients and put them into ``.grad``.
+            final: whether these are the very tensors that ``.grad`` will hold. On an accelerator the norm of another
+                one with the same values may differ in the last bit.
+        """
+        step, writes = self._step, self._writes
+        with step.lock:
+            if step.ledger.torn is not None or self._failure is not None or step.ledger.redoes:
+                return False
+            writes.has_begun = False
+            try:
+                for stepper in step.members.steppers:
+                    stepper.optimizer()
+                with step.streams.on(bucket[0].spec.device):
+                    if fetch is not None:
+                        fetch()
+                    bucket, parameters, gradients = _with_gradient(bucket)
+                    if not bucket:
+                        return True
+                    started = perf_counter()
+                    if not writes.update(bucket, parameters, gradients, final=final):
+                        return False
+            except Exception as error:
+                if not writes.takes_back(error):
+                    self.fail(error, writing=writes.has_begun)
+                return False
+            except BaseException as error:
+                self.fail(error, writing=writes.has_begun)
+                return False
+            step.members.applied.update([attached.spec.index for attached in bucket])
+            for parameter, attached in zip(parameters, bucket, strict=True):
+                attached.version = written_version(parameter)
+            writes.updated(bucket, gradients)
+            if self.recorder is not None:
+                self.recorder("step", [attached.spec.name for attached in bucket], started, perf_counter())
+            return True
+
+    def retire(self, bucket: Iterable[AttachedParameter]) -> None:
+        """Nobody but instep needs ``.grad`` of these any more, as far as they were applied."""
+        self._writes.retire(bucket)
+
+    def is_applied(self, attached: AttachedParameter) -> bool:
+        return self._step.members.is_applied(attached)
+
+    @property
+    def by_bucket(self) -> bool:
+        """Whether buckets must not be applied together: their norms are their own, or a difference would not show."""
+        return self._step.passes.clipping.mode == "per_bucket" or self._step.checks
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether applied gradients are not needed any more."""
+        return self._writes.frees_gradients
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether nothing may be applied before all gradients are final, and ``compute_total_norm`` was called."""
+        return self._step.passes.running == "all"
+
+    def compute_total_norm(self) -> None:
+        """All gradients are final, and in ``.grad``."""
+        self._step.passes.clipping.compute_total_norm(self._step.members.all, gradient_of)
+
+    def fail(self, error: BaseException, *, writing: bool = False) -> None:
+        """Something stopped the step: torn if anything was written, else forgotten, as if it had never opened.
+
+        The error is kept until the end of this backward, where the source raises it; the first one wins.
+        """
+        with self._step.lock:
+            if self._failure is None:
+                self._failure = error
+            self._stop(error, wrote=writing)
+
+    def backward_raised(self) -> None:
+        """Backward is ending with an exception of its own. Nothing of this step is written any more."""
+        with self._step.lock:
+            self._failure = None
+            self._stop(None, wrote=False)
+            self._step.streams.finish()
+
+    def raise_failure(self) -> None:
+        """At the end of a backward: raise what stopped the step, with its own type."""
+        error, self._failure = self._failure, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame, and to all that the loop holds
+
+    def _stop(self, cause: BaseException | None, *, wrote: bool) -> None:
+        if self._step.ledger.torn is None:
+            self._writes.stopped(cause, wrote=wrote)
+
+
+def _with_gradient(
+    bucket: Sequence[AttachedParameter],
+) -> tuple[Sequence[AttachedParameter], list[torch.Tensor], list[torch.Tensor]]:
+    """Those of ``bucket`` that have a gradient, with parameters and gradients: a parameter that was frozen after the
+    forward is offered, and has none."""
+    parameters = [attached.get() for attached in bucket]
+    gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
+    if len(gradients) < len(parameters):
+        bucket = [a for a, p in zip(bucket, parameters, strict=True) if p.grad is not None]
+        parameters = [attached.get() for attached in bucket]
+    return bucket, parameters, gradients

@@ -1,0 +1,218 @@
+"""``schedule="backward"`` without ``undo``: an update in backward stays, and its gradients are freed."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from instep._autograd.engine import graph_task
+from instep._autograd.watch import Watch
+from instep._gradients.finite import Policy, all_finite, nonfinite_error
+from instep._optim.parameters import AttachedParameter
+from instep._optim.stepper import Stepper
+from instep._step.members import gradient_of
+from instep._step.running_step import RunningStep
+from instep._step.spent_uses import never_cleared
+from instep._step.writes import GIVE_UP, Writes
+from instep.errors import (
+    AccumulationError,
+    InstepError,
+    NonFiniteGradientError,
+    SpentGradientError,
+    UncommittedStepError,
+)
+
+
+class FinalWrites(Writes):
+    """
+    Args:
+        nonfinite: ``"raise"``: a bucket with NaN or infinity is not written.
+    """
+
+    frees_gradients = True
+
+    def __init__(self, step: RunningStep, nonfinite: Policy) -> None:
+        super().__init__(step)
+        self._raises_nonfinite = nonfinite == "raise"
+        self._watch = Watch(values=self._used)
+        # Of each optimizer one parameter that was left with a spent gradient when the last step was committed.
+        self._left_spent: dict[Stepper, AttachedParameter] = {}
+
+    # In backward.
+
+    def before_backward(self) -> None:
+        if not self._step.accumulation.distributed or self._step.members.applied:
+            return
+        # DDP's reducer would be unusable after the error that this gradient raises when it is added to.
+        for attached in self._left_spent.values():
+            parameter = attached.get()
+            if attached.spent is not None and parameter.requires_grad and parameter.grad is attached.spent:
+                raise never_cleared(attached.spec.name, "backward()")
+
+    def begin(self) -> None: ...
+
+    def second_gradient(self, attached: AttachedParameter) -> InstepError | None:
+        return AccumulationError(
+            f"a second gradient for {attached.spec.name!r} arrived before optimizer.step(). Wrap all but "
+            "the last micro-batch in `with overlap.accumulate():` (DDP: no_sync()). Reentrant "
+            "checkpointing that visits a parameter twice needs use_reentrant=False"
+        )
+
+    def may_write(self, *, seen: bool) -> bool:
+        return True
+
+    def update(
+        self,
+        bucket: Sequence[AttachedParameter],
+        parameters: Sequence[torch.Tensor],
+        gradients: list[torch.Tensor],
+        *,
+        final: bool,
+    ) -> bool:
+        self._require_finite(bucket)
+        passes = self._step.passes
+        # Nothing is left to measure later, so it does not matter whether these are the tensors that stay in .grad.
+        if passes.running is None:
+            passes.clipping.measure(bucket, gradients)
+        passes.clipping.clip(parameters)
+        try:
+            for stepper in self._step.members.steppers:
+                mine = [(a, g) for a, g in zip(bucket, gradients, strict=True) if a.stepper is stepper]
+                self._call(stepper, mine)
+        finally:
+            self._let_go_of_memory(parameters[0].device)
+        return True
+
+    def takes_back(self, error: Exception) -> bool:
+        return False
+
+    def updated(self, bucket: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor]) -> None:
+        # As they were: some optimizers replace .grad. Their memory goes back to the stream that made them, once that
+        # waits for the side stream.
+        self._step.streams.hold(gradients)
+
+    def retire(self, bucket: Iterable[AttachedParameter]) -> None:
+        watched = []
+        applied = self._step.members.applied
+        for attached in bucket:
+            if attached.spec.index in applied:
+                parameter, spent = attached.get(), attached.spent
+                parameter.grad = spent
+                if spent is not None:
+                    watched.append(parameter)
+        if self._step.ledger.torn is None:  # else weights are there to be read, and loaded anew
+            self._watch.start(watched)
+
+    def stopped(self, cause: BaseException | None, *, wrote: bool) -> None:
+        others_may_have = self._step.ledger.votes.voting is not None and isinstance(cause, NonFiniteGradientError)
+        if self._step.members.applied or wrote or others_may_have:
+            self.tear(cause)
+        else:
+            self._drop()
+
+    def _require_finite(self, parameters: Iterable[AttachedParameter]) -> None:
+        """Before they are written, for good."""
+        if not self._raises_nonfinite:
+            return
+        gradients = [(a.spec.name, g) for a in parameters if (g := gradient_of(a)) is not None]
+        if not all_finite(g for _, g in gradients):
+            rank = self._step.ledger.votes.rank()
+            raise nonfinite_error(gradients, rank, "It was not applied; others of the step may have been")
+
+    # Between backward and step().
+
+    def before_forward(self) -> None:
+        if self._step.members.applied:
+            raise UncommittedStepError(
+                f"backward has updated {len(self._step.members.applied)} parameters, and optimizer.step() has not been "
+                "called since: the plain loop would still read the old weights here. Call optimizer.step() after each "
+                "backward; to accumulate, wrap all but the last micro-batch in `with overlap.accumulate():`; a loop "
+                "that leaves out step() on some iterations needs undo=True or schedule='forward'. "
+                f"{GIVE_UP}"
+            )
+
+    def before_state(self, stepper: Stepper) -> None:
+        if self._step.ledger.torn is None:
+            raise UncommittedStepError(
+                f"state_dict() or load_state_dict() of {stepper.name} was called between backward() and "
+                "optimizer.step(), but backward has already updated its state: the plain loop would find the old one. "
+                "Call it after optimizer.step() or before backward(), or use undo=True or schedule='forward'. "
+                f"{GIVE_UP}"
+            )
+
+    def real_gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
+        return gradient_of(attached)
+
+    def rollback_if_any(self) -> None:
+        raise InstepError(
+            "rollback() needs the copies of undo=True (or undo='host'), taken before a step writes: "
+            "attach(…, undo=True)"
+        )
+
+    def finish_rollback(self) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def release(self) -> None:
+        self._watch.stop(self._step.members.living())
+
+    def _used(self, parameter: torch.Tensor, func: object) -> None:
+        """An applied parameter is about to be read or written."""
+        self._step.backwards.let_go()
+        if self._step.ledger.torn is not None:
+            return  # there to be read
+        where = "between backward() and optimizer.step()" if graph_task() is None else "in backward"
+        raise UncommittedStepError(
+            f"parameter {self._step.members.name_of(parameter)!r} was used {where}, but backward has already updated "
+            "it: the plain loop would find the old value. Use weights before backward() or after optimizer.step(), and "
+            "checkpoint with use_reentrant=False; or use undo=True or schedule='forward'. "
+            f"{GIVE_UP}"
+        )
+
+    # step() of an optimizer.
+
+    def leave_to_optimizer(self, error: InstepError) -> None:
+        self.tear(error)
+        raise error
+
+    def before_step(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
+        applied = self._step.members.applied_by(stepper)
+        parameters = [attached.get() for attached in applied]
+        self._watch.stop(parameters)
+        try:
+            self._require_as_left(stepper, applied)
+        except InstepError as error:
+            self.tear(error)
+            raise
+        try:
+            self._require_finite(left)
+        except NonFiniteGradientError as error:
+            self.tear(error)
+            raise
+        self.clip_rest(left)
+        if self._step.check is not None:
+            self._keep_for_check(self._step.check, stepper)
+        self._step_rest(stepper, left)
+        for parameter in parameters:
+            parameter.grad = None
+        self._leave_alone(stepper, applied)
+        self._step.round.begins(stepper, self._step.ledger)
+
+    def _require_unwritten(self, attached: AttachedParameter) -> None:
+        if attached.spent is None:
+            return  # nobody has come between: backward has not returned
+        super()._require_unwritten(attached)
+        if attached.get().grad is not attached.spent:
+            raise SpentGradientError(
+                f"the gradient of {attached.spec.name!r} was cleared or replaced between backward() and "
+                "optimizer.step(), but backward had already applied it. Call zero_grad() after "
+                "optimizer.step() or before backward()"
+            )
+
+    def step_stopped(self, stepper: Stepper) -> None:
+        self.tear(InstepError(f"{stepper.name}.step() raised"))
+
+    def committed(self, stepper: Stepper, applied: Sequence[AttachedParameter]) -> None:
+        for attached in applied:
+            attached.get().grad = attached.spent
+        if applied:
+            self._left_spent[stepper] = applied[0]

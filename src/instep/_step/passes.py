@@ -1,0 +1,146 @@
+"""``ClipNorm(mode="two_pass")``: one backward measures, and one steps. Under DDP, whose buckets hold all gradients, one
+backward does both."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Literal
+
+import torch
+
+from instep._gradients.clipping import Clipping
+from instep._optim.generators import Generators
+from instep._optim.parameters import AttachedParameter
+from instep._optim.parts import version_of
+from instep._step.members import StepMembers, gradient_of
+from instep.errors import InstepError, SpentGradientError
+
+
+class Passes:
+    """
+    Attributes:
+        clipping: by whose norm gradients are clipped.
+        running: ``"measuring"``: gradients are measured and freed; ``"stepping"``: the norm is known; ``"all"``: it is
+            taken, and everything is stepped, when all gradients are there. ``None``: neither, in a loop that calls
+            ``loss.backward()`` itself.
+    """
+
+    def __init__(self, clipping: Clipping, members: StepMembers) -> None:
+        self.clipping = clipping
+        self.running: Literal["measuring", "stepping", "all"] | None = None
+        self._members = members
+        # The gradients that the second pass has left, with their version: until optimizer.step() has looked at them.
+        self._measured: dict[int, tuple[torch.Tensor, int]] | None = None
+
+    def require_running(self) -> None:
+        if self.clipping.mode == "two_pass" and self.running is None:
+            raise InstepError(
+                "ClipNorm(mode='two_pass') needs the norm before the first update: call overlap.backward(loss) in "
+                "place of loss.backward(). Nothing was updated"
+            )
+
+    @contextmanager
+    def measuring(self) -> Iterator[list[torch.Tensor]]:
+        """Around a backward that only measures: gradients are freed as they arrive. Those of earlier micro-batches
+        are kept, and are part of the norm.
+
+        Yields the parameters that are to get a gradient.
+
+        Raises:
+            RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set. Nothing was written.
+        """
+        members = self._members.all
+        parameters = [a for a in members if a.get().requires_grad]
+        before = {a.spec.index: a.get().grad for a in members}
+        earlier = {a.spec.index: gradient for a in members if (gradient := gradient_of(a)) is not None}
+        handles = [
+            a.get().register_hook(partial(_accumulate_into, a.get(), earlier[a.spec.index]))
+            for a in parameters
+            if a.spec.index in earlier
+        ]
+        # Hooks, and segments that are computed once more, are to draw the same in both passes.
+        generators = Generators({a.spec.device for a in members})
+        self.clipping.begin()
+        self.running = "measuring"
+        for attached in members:
+            attached.get().grad = None
+        try:
+            yield [a.get() for a in parameters]
+            # Of those that have no hook: added or thawed since the forward, or before one that nobody has seen.
+            self.measure([a for a in members if gradient_of(a) is not None])
+        finally:
+            self.running = None
+            for handle in handles:
+                handle.remove()
+            for attached in members:
+                attached.get().grad = before[attached.spec.index]
+            generators.restore(even_shared=True)
+        self.clipping.compute_total_norm(members, gradient_of)
+
+    def measure(self, parameters: Sequence[AttachedParameter]) -> None:
+        """Take the norms of these gradients, which are final, and free them."""
+        found = [(a, gradient) for a in parameters if (gradient := gradient_of(a)) is not None]  # a hook may clear some
+        self.clipping.measure([a for a, _ in found], [gradient for _, gradient in found])
+        for attached in parameters:
+            attached.get().grad = attached.spent
+
+    @contextmanager
+    def measured(self, *, waits_for_all: bool = False) -> Iterator[None]:
+        """Around the backward that steps with the norm that is known; or will be known when all gradients are."""
+        if waits_for_all:
+            self.clipping.begin()
+        self.running = "all" if waits_for_all else "stepping"
+        self._measured = None
+        try:
+            yield
+            self._measured = self._left_by_backward()
+        finally:
+            self.running = None
+
+    def changed_since(self) -> str | None:
+        """The plain loop takes the norm in ``optimizer.step()``, of the gradients that it finds. The name of one that
+        has changed, come or gone since the second pass; asked once for each pass. Where nothing was applied yet,
+        another norm is taken."""
+        measured, self._measured = self._measured, None
+        if measured is None:
+            return None
+        found = self._left_by_backward()
+        changed = (
+            a.spec.name
+            for a in self._members.all
+            if not _same_gradient(measured.get(a.spec.index), found.get(a.spec.index))
+        )
+        first = next(changed, None)
+        if first is not None and not self._members.applied:
+            self.clipping.begin()
+            return None
+        return first
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._measured = None
+        self.clipping.begin()
+
+    def _left_by_backward(self) -> dict[int, tuple[torch.Tensor, int]]:
+        return {index: (g, version_of(g)) for index, g in self._members.not_applied().items()}
+
+
+def changed_after_measuring(name: str) -> SpentGradientError:
+    return SpentGradientError(
+        f"the gradient of {name!r} was set, written or cleared, or the parameter was added to the optimizer, "
+        "between overlap.backward() and optimizer.step(), but backward had already clipped other gradients by the "
+        "norm without that, and applied them. Do it before overlap.backward() or after optimizer.step(), or use "
+        "undo=True or schedule='forward'"
+    )
+
+
+def _accumulate_into(parameter: torch.Tensor, earlier: torch.Tensor, _: torch.Tensor) -> None:
+    """Just before ``parameter`` gets its gradient: what earlier micro-batches left is there, and stays as it is."""
+    if parameter.grad is None:
+        parameter.grad = earlier.clone()
+
+
+def _same_gradient(one: tuple[torch.Tensor, int] | None, other: tuple[torch.Tensor, int] | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one[0] is other[0] and one[1] == other[1]

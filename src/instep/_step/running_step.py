@@ -1,0 +1,127 @@
+"""The step that runs in one attachment, and those who take part in it."""
+
+import threading
+from contextlib import AbstractContextManager
+from typing import Any
+
+from instep._autograd.engine import Backwards
+from instep._gradients.clipping import Clipping
+from instep._optim.parameters import AttachedParameter
+from instep._optim.stepper import Stepper, asks_for_state
+from instep._ranks.votes import StepVotes
+from instep._step.accumulation import Accumulation
+from instep._step.checking import Check
+from instep._step.ledger import Ledger
+from instep._step.members import GradientOf, StepMembers
+from instep._step.passes import Passes
+from instep._step.round import Round
+from instep._step.streams import StepStreams
+
+
+class RunningStep:
+    """
+    Attributes:
+        members: the parameters, and how far the step has come with each.
+        ledger: its state, and what became of the steps before it.
+        round: its calls of ``optimizer.step()``.
+        passes: its backwards, if the norm is taken in one of its own, and the clipping.
+        accumulation: its micro-batches.
+        streams: on which buckets are stepped.
+        backwards: those that were seen to begin.
+        check: the comparison with a plain step, in the first ones; ``None``: none was asked for.
+        has_gradients: whether there are gradients since the last step.
+        lock: held while gradients are offered and applied. On accelerators the engine runs one thread per device, each
+            of which may complete a bucket.
+    """
+
+    def __init__(
+        self,
+        members: StepMembers,
+        votes: StepVotes,
+        accumulation: Accumulation,
+        clipping: Clipping,
+        check: Check | None,
+    ) -> None:
+        self.members = members
+        self.ledger = Ledger(votes)
+        self.round = Round()
+        self.passes = Passes(clipping, members)
+        self.accumulation = accumulation
+        self.streams = StepStreams()
+        self.backwards = Backwards()
+        self.check = check
+        self.has_gradients = False
+        self.lock = threading.RLock()
+
+    @property
+    def number(self) -> int:
+        """Of this step, counted from 1."""
+        return self.ledger.step_count + 1
+
+    @property
+    def checks(self) -> bool:
+        """Whether this step is compared with a plain one."""
+        return self.check is not None and self.check.due
+
+    def count_gradients(self, stepper: Stepper, gradient_of: GradientOf) -> None:
+        """``optimizer.step()`` finds gradients that no source has offered: they make a step, too, unless the call only
+        asks for state."""
+        found = [(a.stepper, g) for a in self.members.all if (g := gradient_of(a)) is not None]
+        if not asks_for_state(stepper.optimizer(), (g for _, g in found), first=self.ledger.step_count == 0):
+            self.has_gradients = bool(found)
+            self.round.owing.update(one for one, _ in found)
+
+    def forget(self) -> None:
+        """The step is over, or was none."""
+        self.members.forget()
+        self.round.forget()
+        self.has_gradients = False
+        self.passes.forget()
+        if self.check is not None:
+            self.check.forget()
+        for stepper in self.members.steppers:
+            stepper.abort()
+
+
+class HoldsStep:
+    """What others ask a schedule about the step that runs in it."""
+
+    _step: RunningStep
+
+    @property
+    def parameters(self) -> tuple[AttachedParameter, ...]:
+        """Those that are attached, in the model's order."""
+        return self._step.members.all
+
+    @parameters.setter
+    def parameters(self, parameters: tuple[AttachedParameter, ...]) -> None:
+        self._step.members.all = parameters
+
+    @property
+    def step_count(self) -> int:
+        return self._step.ledger.step_count
+
+    @step_count.setter
+    def step_count(self, count: int) -> None:
+        self._step.ledger.step_count = count
+
+    @property
+    def redo_count(self) -> int:
+        return self._step.ledger.redo_count
+
+    @property
+    def skip_count(self) -> int:
+        return self._step.ledger.skip_count
+
+    @property
+    def streams(self) -> StepStreams:
+        return self._step.streams
+
+    @property
+    def backwards(self) -> Backwards:
+        """Those that were seen to begin."""
+        return self._step.backwards
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        return self._step.lock

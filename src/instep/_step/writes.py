@@ -1,0 +1,269 @@
+"""How an update in backward stands until ``optimizer.step()``: for good (``final_writes``), or on trial
+(``trial_writes``). Here: that which both do alike."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from instep._gradients.scaling import kernel_scale
+from instep._optim.autocast import require_same_in_autocast
+from instep._optim.parameters import AttachedParameter, calls_of
+from instep._optim.stepper import Stepper, is_torchs_own, writes_without_gradient
+from instep._step.checking import Check
+from instep._step.members import gradient_of, written_version
+from instep._step.passes import changed_after_measuring
+from instep._step.running_step import RunningStep
+from instep._step.states import Event
+from instep.errors import InstepError, StepMismatchError, UncommittedStepError
+
+GIVE_UP = "To give this step up, as after an interrupt: overlap.accept_torn(), and then load a checkpoint"
+
+Gather = Callable[[Sequence[AttachedParameter]], Callable[[], None]]
+"""Sends the shards of parameters that this rank has stepped; returns what waits for those of the others. All ranks must
+call it with the same parameters."""
+
+
+class Writes(ABC):
+    """
+    Attributes:
+        frees_gradients: whether applied gradients are not needed any more.
+        gather: where each rank steps its own shard of parameters: gets the others' shards.
+        has_begun: whether the update of the running bucket has begun to write.
+    """
+
+    frees_gradients: bool
+
+    def __init__(self, step: RunningStep) -> None:
+        self.gather: Gather | None = None
+        self.has_begun = False
+        self._step = step
+        # Parameters that step() is not to write, since backward has, with their version then.
+        self._at_rest: list[tuple[AttachedParameter, int]] = []
+
+    # In backward.
+
+    @abstractmethod
+    def before_backward(self) -> None:
+        """A backward is about to give gradients. Nothing is accumulated or reduced yet."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """The step opens."""
+
+    @abstractmethod
+    def second_gradient(self, attached: AttachedParameter) -> InstepError | None:
+        """A parameter gets another gradient in the same step: the error to raise, if the step cannot be taken so."""
+
+    @abstractmethod
+    def may_write(self, *, seen: bool) -> bool:
+        """Whether a bucket may be written now.
+
+        Args:
+            seen: whether the running backward was seen to begin, at an output of the model.
+        """
+
+    @abstractmethod
+    def update(
+        self,
+        bucket: Sequence[AttachedParameter],
+        parameters: Sequence[torch.Tensor],
+        gradients: list[torch.Tensor],
+        *,
+        final: bool,
+    ) -> bool:
+        """Step a bucket from its ``.grad``, on the side stream that is current. ``False``: it must not be stepped now.
+
+        Args:
+            final: whether these are the very tensors that ``.grad`` will hold.
+        """
+
+    @abstractmethod
+    def takes_back(self, error: Exception) -> bool:
+        """``update`` has raised: whether nothing is left of it."""
+
+    @abstractmethod
+    def updated(self, bucket: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor]) -> None:
+        """``update`` has stepped ``bucket``; the side stream is not current any more."""
+
+    @abstractmethod
+    def retire(self, bucket: Iterable[AttachedParameter]) -> None:
+        """Nobody but instep needs ``.grad`` of applied parameters any more. Until ``optimizer.step()`` the plain loop
+        would find the old weights: whoever uses one is noticed."""
+
+    @abstractmethod
+    def stopped(self, cause: BaseException | None, *, wrote: bool) -> None:
+        """An error has stopped the step in backward."""
+
+    # Between backward and step().
+
+    @abstractmethod
+    def before_forward(self) -> None:
+        """Raise, or see to it, if weights are not those that the plain loop would read."""
+
+    @abstractmethod
+    def before_state(self, stepper: Stepper) -> None:
+        """The state of an optimizer that backward has updated is about to be saved or loaded."""
+
+    @abstractmethod
+    def real_gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
+        """The gradient that the plain loop has in ``.grad``, as far as it is still there."""
+
+    @abstractmethod
+    def rollback_if_any(self) -> None:
+        """The loop wants parameters and state as they were before the step."""
+
+    @abstractmethod
+    def finish_rollback(self) -> None:
+        """Ctrl-C may have ended a rollback before its end."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """The interpreter is about to end, or to fork."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Nobody is noticed any more who uses a parameter or its gradient."""
+
+    # step() of an optimizer.
+
+    @abstractmethod
+    def leave_to_optimizer(self, error: InstepError) -> None:
+        """``step()`` is about to do otherwise than backward has done: ``error`` says how."""
+
+    @abstractmethod
+    def before_step(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
+        """``step()`` is about to update ``left``, which backward has not, as far as these have gradients."""
+
+    @abstractmethod
+    def step_stopped(self, stepper: Stepper) -> None:
+        """``step()`` has raised, or was interrupted."""
+
+    @abstractmethod
+    def committed(self, stepper: Stepper, applied: Sequence[AttachedParameter]) -> None:
+        """``step()`` has returned: what backward has applied stands, and ``.grad`` is as in the plain loop."""
+
+    def forget(self) -> None:
+        """The step is over, or was none."""
+        self._step.forget()
+
+    # What both do.
+
+    def tear(self, cause: BaseException | None) -> None:
+        """The running step stands in part: on this rank, and perhaps on others."""
+        step = self._step
+        members, number = step.members, step.number
+        names = [a.spec.name for a in members.all if members.is_applied(a)]
+        offered = (a for a in members.all if a.spec.index in members.offered)
+        pending = [a.spec.name for a in offered if not members.is_applied(a)]
+        step.ledger.tear(number, names, pending, cause, in_part=bool(pending))
+        self.release()
+        step.ledger.votes.say_failed(number)
+
+    def tear_last(self, cause: BaseException) -> None:
+        """The last step was committed here, and is not known to stand on the other ranks."""
+        step = self._step
+        step.ledger.tear(step.ledger.step_count, [a.spec.name for a in step.members.all], [], cause)
+        self.release()
+
+    def hear(self, *, wait: bool) -> None:
+        """What the ranks have said of the last step: raise, if it does not stand on all of them."""
+        error = self._step.ledger.heard(wait=wait)
+        if error is not None:
+            self.tear_last(error)
+            if isinstance(error, StepMismatchError):
+                raise error
+            self._step.ledger.require_whole()
+
+    def clip_rest(self, left: Sequence[AttachedParameter]) -> None:
+        """The gradients that backward has left to ``step()`` are a bucket of their own."""
+        passes = self._step.passes
+        if passes.clipping.policy is None:
+            return
+        if (changed := passes.changed_since()) is not None:
+            error = changed_after_measuring(changed)
+            self.tear(error)
+            raise error
+        passes.clipping.compute_total_norm(self._step.members.all, gradient_of)
+        passes.clipping.clip([a.get() for a in left if gradient_of(a) is not None])
+
+    def require_at_rest(self, stepper: Stepper) -> None:
+        """``step()`` returns: it has found no gradient of the parameters that backward had applied, and must have left
+        them alone."""
+        at_rest, self._at_rest = self._at_rest, []
+        for attached, version in at_rest:
+            if written_version(attached.get()) != version:
+                error = writes_without_gradient(stepper.name, attached.spec.name)
+                self._step.round.stepper = None
+                self.tear(error)
+                raise error
+
+    def _require_as_left(self, stepper: Stepper, applied: Sequence[AttachedParameter]) -> None:
+        """Raise if groups, state or parameters are not as backward has left them."""
+        if applied:
+            require_settings_as_left(stepper)
+        for attached in applied:
+            self._require_unwritten(attached)
+
+    def _require_unwritten(self, attached: AttachedParameter) -> None:
+        if written_version(attached.get()) != attached.version:
+            raise UncommittedStepError(
+                f"parameter {attached.spec.name!r} was written between backward() and optimizer.step(), but "
+                "backward had already updated it: the plain loop would have updated what was written. Change "
+                "or load weights after optimizer.step() or before the forward"
+            )
+
+    def _keep_for_check(self, check: Check | None, stepper: Stepper) -> None:
+        """The first steps, which are compared: ``step()`` is about to write these."""
+        applied = self._step.members.applied_by(stepper)
+        if check is not None and applied:
+            check.keep_rest(stepper, self._step.members.of(stepper), set(applied), gradient_of)
+
+    def _step_rest(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
+        """Step those of ``left`` that the optimizer's own ``step()`` could not: torch's foreach kernels refuse plain
+        tensors beside DTensors, and DTensors of several meshes, and know nothing of shards."""
+        rest = [a for a in left if gradient_of(a) is not None]
+        sharded = [a for a in rest if a.part is not None and a.part.state_is_sharded]
+        if not sharded and not self._is_mixed(stepper, rest):
+            return
+        require_same_in_autocast(stepper.optimizer())
+        for call in calls_of([(a, g) for a in rest if (g := gradient_of(a)) is not None], alias=False):
+            call.step(stepper)
+        if self.gather is not None:
+            self.gather(sharded)()
+        self._hide([(a, g) for a in rest if (g := gradient_of(a)) is not None])
+
+    def _is_mixed(self, stepper: Stepper, rest: Sequence[AttachedParameter]) -> bool:
+        return self.frees_gradients and len({a.mesh for a in rest}) > 1 and kernel_scale(stepper.optimizer()) is None
+
+    def _hide(self, gradients: Sequence[tuple[AttachedParameter, torch.Tensor]]) -> None:
+        self._step.round.hide(gradients)
+
+    def _leave_alone(self, stepper: Stepper, applied: Sequence[AttachedParameter]) -> None:
+        """``step()`` must not write parameters that backward has applied. torch's own do not."""
+        known = is_torchs_own(stepper.optimizer())
+        self._at_rest = [] if known else [(a, written_version(a.get())) for a in applied]
+
+    def _call(self, stepper: Stepper, bucket: Sequence[tuple[AttachedParameter, torch.Tensor]]) -> None:
+        """Step those of one optimizer."""
+        check = self._step.check
+        for call in calls_of(bucket, alias=False):
+            if check is not None:
+                check.keep(stepper, call, stepper.optimizer().state)
+            self.has_begun = True
+            call.step(stepper)
+
+    def _let_go_of_memory(self, device: torch.device) -> None:
+        if any(stepper.gave_back for stepper in self._step.members.steppers):
+            self._step.streams.let_go(device)
+
+    def _drop(self) -> None:
+        """Nothing of the step was written: it is as if it had never opened."""
+        self._step.ledger.happened(Event.DROPPED)
+        self.forget()
+
+
+def require_settings_as_left(stepper: Stepper) -> None:
+    """Raise if ``step()`` would update in another way than backward has."""
+    require_same_in_autocast(stepper.optimizer())
+    stepper.require_unchanged()
