@@ -44,6 +44,7 @@ class _Block:
     size: int = 0
     accesses: list[_Access] = field(default_factory=list)
     kept_for: set[str] = field(default_factory=set)
+    passed: dict[str, int] = field(default_factory=dict)  # what is done before ``record_stream`` gives it back
     freed: int = 0
 
 
@@ -180,6 +181,9 @@ class Ordering:
         device = block.stream.partition(".")[0]
         # The allocator records an event on each stream that it was told of, and keeps the block until they have passed.
         until = {s: self._clock(s).get(s, 0) for s in block.kept_for if s != block.stream}
+        # What those streams had waited for by then has passed, too.
+        for stream in until:
+            _join(block.passed, self._clock(stream))
         if until and not _reached(until, self._host):
             self._held.append(_Held(device, block.size, until))
         self._count_bytes(device, -block.size)
@@ -196,7 +200,7 @@ class Ordering:
             access
             for access in block.accesses
             if access.stream != block.stream
-            and access.stream not in block.kept_for
+            and block.passed.get(access.stream, 0) < access.number
             and own.get(access.stream, 0) < access.number
             and self._host.get(access.stream, 0) < access.number
         ]

@@ -209,6 +209,22 @@ def test_record_stream_of_another_stream_does_not_help() -> None:
     del b, c
 
 
+def test_record_stream_of_a_stream_that_has_waited_for_the_reader() -> None:
+    """The allocator's event on that stream comes after what the stream had waited for when the memory was freed."""
+    side, other = torch.Stream("emu"), torch.Stream("emu")
+    with recorded() as log:
+        a = torch.ones(8, device="emu")
+        side.wait_stream(current())
+        with torch.emu.stream(side):
+            b = a * 2
+        a.record_stream(other)
+        other.wait_stream(side)
+        del a
+        c = torch.empty(8, device="emu")
+    log.assert_ordered()
+    del b, c
+
+
 @pytest.mark.parametrize("how", ["joined", "synchronized", "never asked for memory again"])
 def test_memory_freed_and_not_given_out_too_early(how: str) -> None:
     side = torch.Stream("emu")

@@ -123,3 +123,59 @@ def test_a_write_that_races_with_an_update_under_way(model: nn.Module, what: str
     assert {finding.kind for finding in log.findings} == {"race"}
     overlap.accept_torn()
     overlap.detach()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_gradient_hook_with_a_stream_of_its_own(model: nn.Module, waits: bool) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other, norms = torch.Stream("emu"), []
+
+    def log_norm(gradient: torch.Tensor) -> None:
+        other.wait_stream(torch.accelerator.current_stream())
+        with torch.emu.stream(other):
+            norms.append(gradient.norm())
+        if waits:
+            torch.accelerator.current_stream().wait_stream(other)
+
+    for parameter in model.parameters():
+        parameter.register_hook(log_norm)
+    overlap = instep.attach(model, optimizer, bucket_bytes=1)
+    x = torch.ones(2, 16, device="emu")
+    with recorded() as log:
+        for _ in range(3):
+            model(x).sum().backward()
+            torch.accelerator.current_stream().wait_stream(other)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert {finding.kind for finding in log.findings} == (set() if waits else {"lifetime"})
+    overlap.detach()
+
+
+@pytest.mark.parametrize("synchronizes", [False, True])
+def test_a_gradient_of_the_loops_own_that_another_stream_has_allocated(model: nn.Module, synchronizes: bool) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    overlap = instep.attach(model, optimizer, schedule="forward", bucket_bytes=1)
+    x = torch.ones(2, 16, device="emu")
+    other = torch.Stream("emu")
+    with recorded() as log:
+        for _ in range(3):
+            loss = model(x).sum()
+            with torch.emu.stream(other):
+                if synchronizes:
+                    overlap.synchronize()
+                received = [torch.empty_like(p) for p in model.parameters()]
+            loss.backward()
+            other.wait_stream(torch.accelerator.current_stream())
+            with torch.emu.stream(other):
+                for mine, parameter in zip(received, model.parameters(), strict=True):
+                    mine.copy_(parameter.grad)
+                    parameter.grad.record_stream(other)
+            torch.accelerator.current_stream().wait_stream(other)
+            for parameter in reversed(list(model.parameters())):
+                parameter.grad = received.pop()
+            del mine, parameter
+            optimizer.step()
+            optimizer.zero_grad()
+            other.wait_stream(torch.accelerator.current_stream())
+    assert {finding.kind for finding in log.findings} == (set() if synchronizes else {"lifetime"})
+    overlap.detach()

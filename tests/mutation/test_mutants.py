@@ -249,8 +249,8 @@ MUTANTS = [
     Mutant(
         "keep a parameter's state for whoever keeps the attachment",
         "BackwardSchedule.abandon",
-        "        try:\n            self.settle()\n        finally:\n            for stepper in self._step.members.steppers:\n                stepper.abort()\n",
-        "        self.settle()\n",
+        "            for stepper in self._step.members.steppers:\n                stepper.abort()\n",
+        "            pass\n",
         "tests/unit/test_life.py",
     ),
     Mutant(

@@ -325,14 +325,6 @@ MUTANTS = [
         "test_a_failed_communication",
     ),
     _mutant(
-        "the side stream's own use is taken for the loop's",
-        "StepStreams.on",
-        "        if current == side.stream:\n",
-        "        if False:\n",
-        ORDERS,
-        "test_put_back_in",
-    ),
-    _mutant(
         "the side stream stays the current one",
         "_go_on",
         "    torch.accelerator.set_stream(stream)\n",

@@ -966,6 +966,71 @@ def test_an_update_that_raised_half_way_left_no_whole_step(tmp_path: Path) -> No
         assert overlap.step_count == 2
 
 
+class Moody(torch.optim.SGD):
+    """Its ``step()`` looks at a global before it updates."""
+
+    refuses = False
+
+    def step(self, closure: Any = None) -> None:
+        if Moody.refuses:
+            raise ValueError("refused")
+        super().step()
+
+
+@pytest.fixture
+def moody() -> Iterator[type[Moody]]:
+    yield Moody
+    Moody.refuses = False
+
+
+@pytest.mark.parametrize("before", [0, 1, 2], ids=lambda count: f"{count} steps before")
+def test_accept_torn_gives_up_a_step_that_raised_while_it_was_due(
+    before: int, moody: type[Moody], tmp_path: Path
+) -> None:
+    """The error was told by ``step()``; after ``accept_torn()`` nothing raises it again."""
+    plain, loop = Loop(tmp_path), Loop(tmp_path)
+    for one in (plain, loop):
+        one.optimizer = moody(one.parameters, lr=0.1, momentum=0.9)
+    with instep.attach(loop.model, loop.optimizer, schedule="forward", bucket_bytes=SMALL) as overlap:
+        for one in (plain, loop):
+            for number in range(before):
+                one.step(number)
+                one.optimizer.zero_grad()
+            weights, state = copy.deepcopy(one.model.state_dict()), copy.deepcopy(one.optimizer.state_dict())
+            one.backward(before)
+            moody.refuses = True
+            with pytest.raises(ValueError, match="refused"):
+                one.optimizer.step()
+            if one is loop:
+                overlap.accept_torn()
+            moody.refuses = False
+            one.optimizer.zero_grad()
+            one.model.load_state_dict(weights)
+            one.optimizer.load_state_dict(state)
+            one.step(before + 1)
+            one.optimizer.zero_grad()
+        overlap.synchronize()
+        assert first_difference(plain.state(), loop.state()) is None
+
+
+def test_a_global_that_step_reads_is_read_when_the_update_runs(moody: type[Moody], tmp_path: Path) -> None:
+    """See docs/forward.md: the plain loop would have refused this step."""
+    loop = Loop(tmp_path)
+    optimizer = moody(loop.parameters, lr=0.1, momentum=0.9)
+    with instep.attach(loop.model, optimizer, schedule="forward", bucket_bytes=SMALL):
+        loop.backward(0)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = copy.deepcopy(loop.model.state_dict())
+        loop.backward(1)
+        moody.refuses = True
+        with pytest.raises(ValueError, match="refused"):
+            optimizer.step()
+        moody.refuses = False
+        after = loop.model.state_dict()
+        assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
 @pytest.mark.races
 @pytest.mark.parametrize("write", [torch.Tensor.zero_, lambda g: g.mul_(2.0)], ids=["zero_", "mul_"])
 def test_a_gradient_held_since_before_the_step_and_written_after(write: Callable[[Any], Any], tmp_path: Path) -> None:

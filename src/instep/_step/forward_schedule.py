@@ -9,7 +9,7 @@ accelerators. Before a module runs, and whenever anybody uses a parameter in Pyt
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from operator import is_
 from time import perf_counter
@@ -968,6 +968,8 @@ class ForwardSchedule:
     def accept(self) -> bool:
         """Go on from a torn step, as if it had been committed, unless nothing of it was written. ``False``: there is
         none."""
+        with suppress(Exception):  # what is due may be what tears; the loop gives up the step whose error this would be
+            self.synchronize()
         if self._torn is None:
             return False
         self.step_count = self._torn.accepted
