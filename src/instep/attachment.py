@@ -48,9 +48,11 @@ from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation, Syncing
 from instep._step.backward_schedule import BackwardSchedule
 from instep._step.checking import Check
-from instep._step.forward_schedule import ForwardSchedule, InFlightBucket, Reader
+from instep._step.forward_schedule import ForwardSchedule
 from instep._step.measuring import MeasuringSink
+from instep._step.pending import InFlightBucket
 from instep._step.plain_schedule import PlainSchedule
+from instep._step.reading import ReadHook
 from instep._step.recorder import Recorder
 from instep._validation import (
     Names,
@@ -404,13 +406,22 @@ class Attachment:
         self._step: BackwardSchedule | ForwardSchedule | PlainSchedule
         sink: Sink | None
         if options.disabled:
-            self._step = PlainSchedule(self._ranks, self._accumulation, self._clipping, options.nonfinite)
+            self._step = PlainSchedule(
+                self._steppers, self._ranks, self._accumulation, self._clipping, options.nonfinite
+            )
             sink = None
         elif options.schedule == "forward":
             contained = [s for s, found in zip(self._steppers, self._separability, strict=True) if found.contained]
             bucket_bytes = options.bucket_bytes or DEFAULT_BUCKET_BYTES
             self._step = ForwardSchedule(
-                contained, self._ranks, self._accumulation, self._clipping, bucket_bytes, options.nonfinite, self._check
+                self._steppers,
+                contained,
+                self._ranks,
+                self._accumulation,
+                self._clipping,
+                bucket_bytes,
+                options.nonfinite,
+                self._check,
             )
             self._arrival = MeasuringSink(self._accumulation, self._clipping, self._begin_step)
             sink = self._arrival if isinstance(options.clip, ClipNorm) else None
@@ -1078,10 +1089,10 @@ class Attachment:
         for wrapper in compiled:
             below = {id(p) for p in wrapper.parameters()}
             mine = [a for a in step.parameters if id(a.get()) in below]
-            self._handles.append(wrapper.register_forward_pre_hook(BoundHook(Reader(mine, step.before_read))))
+            self._handles.append(wrapper.register_forward_pre_hook(BoundHook(ReadHook(mine, step.before_read))))
         for owner, mine in owners:
             if owner not in inside:
-                step.readers.append(Reader(mine, step.before_read))
+                step.readers.append(ReadHook(mine, step.before_read))
                 self._handles.append(owner.register_forward_pre_hook(BoundHook(step.readers[-1])))
 
     def _make_sources(self, wrapped: Sequence[Wrapped], fsdp1: Sequence[Any], sink: Sink | None) -> list[Source]:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from instep._gradients.clipping import Clipping
 from instep._optim.stepper import Stepper
 from instep._ranks import group_votes
-from instep._step import forward_schedule
+from instep._step import pending
 from instep.sources.ddp.reducer_group import ReducerGroup, work_of
 from instep.sources.ddp.reductions import Reduction
 from tests.faults.cases import ALL, NONFINITE, RAISES, TIMEOUT, Case
@@ -295,14 +295,14 @@ def _in_step(trigger: Trigger, run: "Run") -> Iterator[None]:
 
 @contextmanager
 def _handing_over(trigger: Trigger, run: "Run") -> Iterator[None]:
-    real = forward_schedule.calls_of
+    real = pending.calls_of
 
     def calls_of(*args: Any, **kwargs: Any) -> Any:
         if run.phase == "step":
             trigger.hit()
         return real(*args, **kwargs)
 
-    with patch.object(forward_schedule, "calls_of", calls_of):
+    with patch.object(pending, "calls_of", calls_of):
         yield
 
 

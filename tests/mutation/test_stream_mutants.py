@@ -63,8 +63,8 @@ MUTANTS = [
     _mutant(
         "the streams of modules are not seen",
         "ForwardSchedule.before_read",
-        "                self.streams.makers.saw(parameters[0].spec.device)\n",
-        "                pass\n",
+        "            step.streams.makers.saw(parameters[0].spec.device)\n",
+        "            pass\n",
         MAKERS,
         "branch and forward",
     ),
@@ -223,16 +223,22 @@ MUTANTS = [
     _mutant(
         "gradients that were handed over go where the host has stepped them",
         "PendingBucket.apply",
-        '        if self.device.type == "cpu":\n            self._memory, self.gradients',
-        "        if True:\n            self._memory, self.gradients",
+        '        if self.device.type == "cpu":\n',
+        "        if True:\n",
         ONE_DEVICE,
         "test_accumulation and blocks and forward",
     ),
     _mutant(
         "a mark is recorded before the update",
-        "ForwardSchedule._finished",
-        "            due.finish()\n        due.look()\n        return self.streams.mark(due.device)\n",
-        "            mark = self.streams.mark(due.device)\n            due.finish()\n        return mark\n",
+        "PendingBuckets.finished",
+        "        with self.on_side(bucket):\n"
+        "            bucket.finish()\n"
+        "        bucket.look()\n"
+        "        return self._step.streams.mark(bucket.device)\n",
+        "        with self.on_side(bucket):\n"
+        "            mark = self._step.streams.mark(bucket.device)\n"
+        "            bucket.finish()\n"
+        "        return mark\n",
         ONE_DEVICE,
         "test_accumulation and blocks and forward",
     ),
@@ -246,8 +252,8 @@ MUTANTS = [
     ),
     _mutant(
         "forward: nobody waits before memory that an update has given back is given out",
-        "ForwardSchedule._on_side",
-        "            self.streams.let_go(due.device)\n",
+        "PendingBuckets.on_side",
+        "            self._step.streams.let_go(bucket.device)\n",
         "            pass\n",
         GIVEN_BACK,
         "forward",
@@ -278,8 +284,8 @@ MUTANTS = [
     ),
     _mutant(
         "nobody is told of a write that raced with the update",
-        "ForwardSchedule._wait",
-        "                    due.require_left_alone()\n",
+        "PendingBuckets.wait",
+        "                    bucket.require_left_alone()\n",
         "                    pass\n",
         "tests/parity/test_readers.py",
         "test_a_write_through_an_alias",
@@ -287,7 +293,7 @@ MUTANTS = [
     _mutant(
         "a step that was written into while it was under way is a whole one",
         "PendingBucket.raced",
-        "        self.step.applied = [name for name in self.step.applied if name not in self.names]\n",
+        "        outcome.applied = [name for name in outcome.applied if name not in self.names]\n",
         "",
         "tests/accelerator/test_limits.py",
         "races",
@@ -295,8 +301,8 @@ MUTANTS = [
     _mutant(
         "a clip of one bucket is a write of another, which is under way",
         "PendingBucket._noticed_by_none",
-        "for due in self.step.outstanding if",
-        "for due in self.step.dues if",
+        "for bucket in self.step.outstanding if",
+        "for bucket in self.step.unapplied if",
         "tests/distributed/test_schedules.py",
         "test_buckets_that_lie_across",
     ),
@@ -415,7 +421,7 @@ MUTANTS = [
     _mutant(
         "a forward does not follow an earlier one",
         "ForwardSchedule.before_read",
-        "        self.streams.follow()  # what the loop's stream has waited for, this forward's may not have\n",
+        "        step.streams.follow()  # the loop's stream has waited for buckets that this forward's may not have\n",
         "",
         ONE_DEVICE,
         "test_readers and tied and forward",
@@ -423,16 +429,16 @@ MUTANTS = [
     _mutant(
         "synchronize() does not follow an earlier forward",
         "ForwardSchedule.synchronize",
-        "        self._finish(self._dues())\n        self.streams.follow()\n",
-        "        self._finish(self._dues())\n",
+        "        self._step.streams.follow()\n",
+        "",
         ORDERS,
         "test_synchronize_after",
     ),
     _mutant(
         "nobody waits for the steps of optimizers that are gone",
-        "ForwardSchedule.abandon",
-        "                self.streams.wait(due.mark)\n        if",
-        "                pass\n        if",
+        "PendingBuckets.abandon",
+        "                self._step.streams.wait(bucket.mark)\n",
+        "                pass\n",
         ORDERS,
         "test_the_optimizer_is_gone",
     ),
@@ -447,17 +453,17 @@ MUTANTS = [
     ),
     _mutant(
         "forward: parts are sent on the loop's stream",
-        "ForwardSchedule._begin",
-        "                with self._on_side(due):\n                    due.send(",
-        "                if True:\n                    due.send(",
+        "HandOver._begin",
+        "                with pending.on_side(bucket):\n                    bucket.send(",
+        "                if True:\n                    bucket.send(",
         ZERO,
         "test_loops and forward and evaluated",
     ),
     _mutant(
         "forward: buckets are finished on the loop's stream",
-        "ForwardSchedule._finished",
-        "        with self._on_side(due):\n            due.finish()\n",
-        "        due.finish()\n",
+        "PendingBuckets.finished",
+        "        with self.on_side(bucket):\n            bucket.finish()\n",
+        "        bucket.finish()\n",
         ONE_DEVICE,
         "test_models_and_optimizers and blocks and AdamW and forward",
     ),

@@ -129,12 +129,9 @@ class BucketSink(HoldsStep):
                     started = perf_counter()
                     if not writes.update(bucket, parameters, gradients, final=final):
                         return False
-            except Exception as error:
-                if not writes.takes_back(error):
-                    self.fail(error, writing=writes.has_begun)
-                return False
             except BaseException as error:
-                self.fail(error, writing=writes.has_begun)
+                if not (isinstance(error, Exception) and writes.takes_back(error)):
+                    self.fail(error, writing=writes.has_begun)
                 return False
             step.members.applied.update([attached.spec.index for attached in bucket])
             for parameter, attached in zip(parameters, bucket, strict=True):

@@ -1,6 +1,6 @@
 """``INSTEP_DISABLE=1``: torch takes every step, and gradients are clipped, and looked at, where ``step()`` begins."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,45 +9,38 @@ from torch.optim import Optimizer
 from instep._autograd.engine import graph_task
 from instep._autograd.watch import Watch
 from instep._gradients.clipping import Clipping
-from instep._gradients.finite import Policy, ask_if_finite, nonfinite_error
+from instep._gradients.finite import Policy
 from instep._gradients.policies import ClipNorm, ClipValue
 from instep._gradients.scaling import found_inf, take_off_here
 from instep._optim.parameters import AttachedParameter
-from instep._optim.stepper import Stepper, remember_settings
+from instep._optim.stepper import Stepper
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
+from instep._step.agreement import Agreement
+from instep._step.members import StepMembers
 from instep._step.recorder import Recorder
+from instep._step.running_step import HoldsStep, RunningStep
 from instep._step.writes import Gather
 
 
-class PlainSchedule:
-    """The steps of a model that would be attached, as the plain loop takes them.
+class PlainSchedule(HoldsStep):
+    """The steps of a model that would be attached, as the plain loop takes them."""
 
-    Attributes:
-        step_count: how many steps were taken: calls of ``optimizer.step()`` with gradients; with several optimizers,
-            rounds of them.
-        skip_count: how many steps were left out, for a gradient that was not finite.
-    """
-
-    redo_count = 0
     state = "disabled"
 
-    def __init__(self, ranks: StepVotes, accumulation: Accumulation, clipping: Clipping, nonfinite: Policy) -> None:
-        self.parameters: tuple[AttachedParameter, ...] = ()
-        self.step_count = 0
-        self.skip_count = 0
+    def __init__(
+        self,
+        steppers: Sequence[Stepper],
+        votes: StepVotes,
+        accumulation: Accumulation,
+        clipping: Clipping,
+        nonfinite: Policy,
+    ) -> None:
         self.recorder: Recorder | None = None
         self.gather: Gather | None = None
-        self._ranks = ranks
-        self._accumulation = accumulation
-        self._clipping = clipping
-        self._nonfinite = nonfinite
-        self._owing: set[Stepper] = set()  # with gradients of this step, not yet stepped
-        self._taken = True
+        self._step = RunningStep(StepMembers(steppers), votes, accumulation, clipping, check=None)
+        self._agreement = Agreement(nonfinite, votes)
         self._backward: int | None = None
-        self._flushing: Stepper | None = None
-        self._left_out: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._settings: Callable[[], None] | None = None
         self._watch = Watch(gradient=self._used)
 
     def begin_backward(self) -> bool:
@@ -56,106 +49,96 @@ class PlainSchedule:
         if self._backward == graph_task():
             return False
         self._backward = graph_task()
-        self._accumulation.begin()
+        self._step.accumulation.begin()
         self._put_back()  # of a step() that raised
-        self._flushing = None
-        self._owing.clear()
+        self._step.round.stepper = None
+        self._step.round.owing.clear()
         return True
 
     def begin_step(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is called."""
         self._put_back()
-        self._flushing = None
+        self._step.round.stepper = None
         stepper.called()
 
     def begin_flush(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to update."""
-        if self._flushing is stepper:
+        round_, clipping = self._step.round, self._step.passes.clipping
+        if round_.stepper is stepper:
             return  # a closure that is called more than once
-        self._accumulation.require_reduced()
-        if stepper not in self._owing:
+        self._step.accumulation.require_reduced()
+        if stepper not in round_.owing:
             self._begin(stepper.optimizer())
-        self._flushing = stepper
-        if not self._taken:
+        round_.stepper = stepper
+        if round_.takes_step is False:
             self._leave_out(stepper)
-        elif isinstance(self._clipping.policy, ClipValue):
+        elif isinstance(clipping.policy, ClipValue):
             self._clip_values(stepper)
 
     def _begin(self, optimizer: Optimizer) -> None:
         """The first of the step's optimizers. The plain loop clips the gradients of all of them by their norm before
         it."""
-        found = [(a, gradient) for a in self.parameters if (gradient := a.get().grad) is not None]
+        step = self._step
+        found = [(a, gradient) for a in step.members.all if (gradient := a.get().grad) is not None]
         if not found:
-            self._taken = True
+            step.round.takes_step = True
         elif not found_inf(optimizer):  # else the kernel skips its update, of gradients as they are
-            self._taken = self._is_taken([(a.spec.name, gradient) for a, gradient in found])
-            if isinstance(self._clipping.policy, ClipNorm):
+            named = [(a.spec.name, gradient) for a, gradient in found]
+            step.round.takes_step = self._agreement.takes_step(step.number, named)
+            if isinstance(step.passes.clipping.policy, ClipNorm):
                 take_off_here(optimizer, [g for a, g in found if a.stepper.optimizer() is optimizer])
                 self._clip([a.get() for a, _ in found])
-        self._owing = {a.stepper for a, _ in found}
+        step.round.owing = {a.stepper for a, _ in found}
 
     def _clip(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._clipping.begin()
-        self._clipping.compute_total_norm(self.parameters, lambda a: a.get().grad)
-        if self._taken:
-            self._clipping.clip(parameters)
+        clipping = self._step.passes.clipping
+        clipping.begin()
+        clipping.compute_total_norm(self._step.members.all, lambda a: a.get().grad)
+        if self._step.round.takes_step is not False:
+            clipping.clip(parameters)
 
     def _clip_values(self, stepper: Stepper) -> None:
         """Of this optimizer alone: GradScaler may not have unscaled the others' gradients."""
         optimizer = stepper.optimizer()
-        mine = [p for a in self.parameters if a.stepper is stepper and (p := a.get()).grad is not None]
+        mine = [p for a in self._step.members.of(stepper) if (p := a.get()).grad is not None]
         if mine and not found_inf(optimizer):
             take_off_here(optimizer, [p.grad for p in mine if p.grad is not None])
-            self._clipping.clip(mine)
-
-    def _is_taken(self, gradients: Sequence[tuple[str, torch.Tensor]]) -> bool:
-        if self._nonfinite == "allow":
-            return True
-        rank = ask_if_finite(gradients, self._ranks, self.step_count + 1)
-        if rank is not None and self._nonfinite == "raise":
-            raise nonfinite_error(gradients, rank, "Nothing of the step was applied")
-        return rank is None
+            self._step.passes.clipping.clip(mine)
 
     def _leave_out(self, stepper: Stepper) -> None:
         """``optimizer.step()`` finds no gradient, and what it writes nevertheless is put back."""
-        self._settings = remember_settings(stepper.optimizer())
-        for attached in self.parameters:
-            parameter = attached.get()
-            gradient = parameter.grad
-            if attached.stepper is stepper and gradient is not None:
-                self._watch.start([parameter])
-                self._left_out.append((parameter, gradient))
-                parameter.grad = None
+        self._step.round.leave_out(stepper)
+        gradients = [(a, g) for a in self._step.members.of(stepper) if (g := a.get().grad) is not None]
+        self._watch.start(a.get() for a, _ in gradients)
+        self._step.round.hide(gradients)
 
     def _used(self, parameter: torch.Tensor, func: object) -> None:
-        """Somebody is about to read or replace a ``.grad`` that was taken off: ``step()``, if it still runs."""
-        if self._flushing is not None and self._flushing.was_stopped:
+        """A ``.grad`` that was taken off is about to be read or replaced: by ``step()``, if it still runs."""
+        if self._step.round.was_stopped:
             self._put_back()
 
     def _put_back(self) -> None:
         """Who is interrupted here does it again, at the next use."""
-        if self._settings is not None:
-            self._settings()
-            self._settings = None
-        while self._left_out:
-            parameter, gradient = self._left_out[-1]
-            with torch._C.DisableTorchFunctionSubclass():
-                parameter.grad = gradient
-            self._left_out.pop()
-            self._watch.stop([parameter])
+        round_ = self._step.round
+        round_.put_back_settings()
+        hidden = [parameter for attached, _ in round_.hidden if (parameter := attached.peek()) is not None]
+        round_.show()
+        self._watch.stop(hidden)
 
     def commit(self, stepper: Stepper) -> None:
         """``optimizer.step()`` returned."""
-        if self._flushing is not stepper:
+        step = self._step
+        if step.round.stepper is not stepper:
             return
         self._put_back()
-        self._flushing = None
-        self._accumulation.stepped()
-        if stepper in self._owing:
-            self._owing.discard(stepper)
-            if not self._owing:
-                self.step_count += self._taken
-                self.skip_count += not self._taken
+        step.round.stepper = None
+        step.accumulation.stepped()
+        if stepper in step.round.owing:
+            step.round.owing.discard(stepper)
+            if not step.round.owing:
+                left_out = step.round.takes_step is False
+                step.ledger.step_count += not left_out
+                step.ledger.skip_count += left_out
 
     def leave_to_optimizer(self, stepper: Stepper, error: object) -> None: ...
 
@@ -173,7 +156,7 @@ class PlainSchedule:
         return False
 
     def last_complete_step(self) -> int:
-        return self.step_count
+        return self._step.ledger.step_count
 
     def accept(self) -> bool:
         return False
@@ -185,12 +168,11 @@ class PlainSchedule:
     def forget(self, *, gradients: bool) -> None:
         """Begin anew; with ``gradients``, clear all of them."""
         self._put_back()
-        for attached in self.parameters:
-            if gradients and (parameter := attached.peek()) is not None:
-                parameter.grad = None
-        self._flushing = None
-        self._owing.clear()
-        self._accumulation.stepped()
+        for parameter in self._step.members.living() if gradients else ():
+            parameter.grad = None
+        self._step.round.stepper = None
+        self._step.round.owing.clear()
+        self._step.accumulation.stepped()
 
     def before_save(self) -> None: ...
 

@@ -53,6 +53,10 @@ class Round:
     def is_under_way(self) -> bool:
         return self.stepper is not None or self._returned is not None
 
+    @property
+    def has_returned_unnoted(self) -> bool:
+        return self._returned is not None
+
     # Gradients.
 
     def hide(self, gradients: Iterable[tuple[AttachedParameter, torch.Tensor]]) -> None:

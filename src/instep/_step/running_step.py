@@ -29,7 +29,8 @@ class RunningStep:
         streams: on which buckets are stepped.
         backwards: those that were seen to begin.
         check: the comparison with a plain step, in the first ones; ``None``: none was asked for.
-        has_gradients: whether there are gradients since the last step.
+        has_gradients: whether sources have offered gradients since the last step, or, with ``schedule="forward"``, a
+            backward was seen to begin.
         lock: held while gradients are offered and applied. On accelerators the engine runs one thread per device, each
             of which may complete a bucket.
     """

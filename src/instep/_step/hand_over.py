@@ -1,0 +1,318 @@
+"""``schedule="forward"``: the part of a step that ``optimizer.step()`` hands over, in buckets, and the part that is
+done at once."""
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch.optim import Optimizer
+
+from instep._autograd.watch import plain_type
+from instep._gradients.clipping import Clip
+from instep._gradients.scaling import found_inf, take_off_here
+from instep._life.worker import ending
+from instep._optim.autocast import autocast_matters, require_same_in_autocast
+from instep._optim.parameters import AttachedParameter, part_of_gradient
+from instep._optim.plan import Bucket
+from instep._optim.stepper import Stepper, asks_for_state, begin_state, can_be_frozen, is_torchs_own
+from instep._ranks.votes import Vote, error_of
+from instep._step.agreement import Agreement
+from instep._step.pending import HandedOverStep, InFlightBucket, PendingBucket, in_grad, in_grad_if_any
+from instep._step.pending_buckets import PendingBuckets
+from instep._step.reading import Reading
+from instep._step.running_step import RunningStep
+from instep._step.writes import Gather
+from instep.errors import StepMismatchError
+
+InFlight = Mapping[AttachedParameter, InFlightBucket]
+
+
+class HandOver:
+    """
+    Args:
+        can_wait: the optimizers whose update can be put off. The others are stepped at once, by torch.
+        agreement: whether a step is taken.
+
+    Attributes:
+        gather: where each rank steps its own shard of parameters: gets the others' shards.
+        in_flight: the buckets that may still be on their way.
+        at_once: whether nothing is to be put off at present: it would take more time than it saves.
+        now: whether nothing of the running call is to be put off: it does otherwise than a plain update.
+        rest: names of the parameters that are left to ``step()`` itself, beside those that are handed over.
+        vote: that on the step that is being handed over.
+        clipped: the optimizers whose gradients were clipped where the first one of the step was called.
+    """
+
+    def __init__(
+        self,
+        step: RunningStep,
+        pending: PendingBuckets,
+        reading: Reading,
+        can_wait: Iterable[Stepper],
+        agreement: Agreement,
+    ) -> None:
+        self.gather: Gather | None = None
+        self.in_flight: Callable[[], Sequence[InFlightBucket]] = lambda: ()
+        self.at_once: Callable[[], bool] = lambda: False
+        self.now = False
+        self.rest: list[str] = []
+        self.clipped: set[Stepper] = set()
+        self._step = step
+        self._pending = pending
+        self._reading = reading
+        self._can_wait = frozenset(can_wait)
+        self._agreement = agreement
+        self.vote: Vote | None = None
+
+    def forget_call(self) -> None:
+        """``step()`` has raised, and handed nothing over. Gradients that it has clipped stay so."""
+        self.vote = None
+        self.rest = []
+
+    def begin_norms(self) -> None:
+        """More gradients: norms that were taken of the step so far are not of all."""
+        self._step.passes.clipping.begin()
+        self.clipped.clear()
+
+    def hear(self) -> None:
+        """Wait for what the ranks have said of the last step: raise, if it does not stand on all of them."""
+        ledger = self._step.ledger
+        if (error := ledger.heard(wait=True)) is not None:
+            ledger.tear(ledger.step_count, [a.spec.name for a in self._step.members.all], [], error)
+            if isinstance(error, StepMismatchError):
+                raise error
+            ledger.require_whole()
+
+    def before_update(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is about to update: take over the gradients that can be applied later."""
+        step, pending = self._step, self._pending
+        step.accumulation.require_reduced()
+        mine = step.members.of(stepper)
+        pending.finish([pending.of(a.peek()) for a in mine])
+        step.ledger.require_whole()
+        with_gradient = [a for a in mine if a.get().grad is not None]
+        in_loop = self._in_loop(stepper.optimizer(), with_gradient)
+        if in_loop and not step.round.owing:
+            self._begin_round(stepper)
+        clip = self._clip_of(stepper, with_gradient)
+        if in_loop and step.round.takes_step is False:
+            self._leave_out(stepper, with_gradient)
+            return
+        if any(a.part is not None and a.part.state_is_sharded for a in with_gradient):
+            require_same_in_autocast(stepper.optimizer())  # this rank's shards are updated by instep, put off or not
+        in_flight = self._in_flight_of(mine)
+        may_wait = in_loop and self._can_be_put_off(stepper)
+        unseen = self._reading.unseen()
+        waiting = {a: may_wait and self._can_wait_alone(a, in_flight.get(a), unseen) for a in with_gradient}
+        in_flight = _without_landed(in_flight, waiting)
+        later = [a for a, wait in waiting.items() if wait or (a.part is not None and a.part.state_is_sharded)]
+        if len(later) < len(with_gradient):
+            self._require_agreement()
+            if clip is not None:
+                clip([a.get() for a in set(waiting).difference(later)])
+        if step.check is not None and in_loop:
+            step.check.keep_rest(stepper, mine, set(later), in_grad_if_any)
+        self.now = False
+        if not later:
+            step.round.begins(stepper, step.ledger)
+            return
+        self.rest = [attached.spec.name for attached in with_gradient if attached not in later]
+        at_once = [a for a, wait in waiting.items() if not wait]
+        if not stepper.optimizer().state and not is_torchs_own(stepper.optimizer()):
+            at_once.insert(0, later[0])  # one bucket makes state, see begin_state
+        self._put_off(stepper, later, in_flight, clip)
+        pending.finish([pending.of(attached.get()) for attached in at_once])
+
+    def _begin_round(self, stepper: Stepper) -> None:
+        """This is the first of the step's optimizers."""
+        step = self._step
+        if not step.has_gradients:  # these gradients are of a backward that nobody has seen to begin
+            self.hear()
+            self.begin_norms()
+        step.round.owing = {a.stepper for a in step.members.all if a.get().grad is not None}
+        is_left_to_kernel = not step.round.owing or found_inf(stepper.optimizer())
+        step.round.takes_step = is_left_to_kernel or self._takes_step()
+
+    def _takes_step(self) -> bool:
+        """Whether the step that begins here is to be taken. The ranks vote on it: where nobody needs the answer now,
+        it is waited for before the first write."""
+        step = self._step
+        if self._agreement.policy == "allow":
+            self.vote = step.ledger.votes.say(step.number)
+            return True
+        gradients = [(a.spec.name, in_grad(a)) for a in step.members.all if a.get().grad is not None]
+        return self._agreement.takes_step(step.number, gradients)
+
+    def _leave_out(self, stepper: Stepper, with_gradient: Sequence[AttachedParameter]) -> None:
+        """``optimizer.step()`` finds no gradient, and what it writes nevertheless is put back."""
+        step = self._step
+        step.round.leave_out(stepper)
+        gradients = [(attached, in_grad(attached)) for attached in with_gradient]
+        step.round.begins(stepper, step.ledger)
+        self._hide(gradients)
+
+    def _hide(self, gradients: Sequence[tuple[AttachedParameter, torch.Tensor]]) -> None:
+        """Until ``step()`` is over, whoever asks these parameters for their gradients is not to find them gone."""
+        self._pending.watch_in_step.start(attached.get() for attached, _ in gradients)
+        self._step.round.hide(gradients)
+
+    def _require_agreement(self) -> None:
+        """Something of this step is about to be written by torch itself."""
+        vote, self.vote = self.vote, None
+        if vote is not None and (error := error_of(vote)) is not None:
+            raise error
+
+    def _in_loop(self, optimizer: Optimizer, with_gradient: Iterable[AttachedParameter]) -> bool:
+        """Whether this is a step of a training loop: else whoever made the gradients wants the step now."""
+        step = self._step
+        return step.has_gradients or not asks_for_state(
+            optimizer, map(in_grad, with_gradient), first=step.ledger.step_count == 0
+        )
+
+    # Which of them can wait.
+
+    def _in_flight_of(self, mine: Iterable[AttachedParameter]) -> InFlight:
+        """Those whose gradient may still be on its way."""
+        wanted = set(mine)
+        return {
+            a: bucket
+            for bucket in self.in_flight()
+            for a in bucket.parameters
+            if a in wanted and bucket.gradient(a) is not None
+        }
+
+    def _can_be_put_off(self, stepper: Stepper) -> bool:
+        """Whether an update of this optimizer can run later, and need not run now."""
+        optimizer = stepper.optimizer()
+        return (
+            not self.now
+            and stepper in self._can_wait
+            and not self.at_once()
+            and not ending()
+            and can_be_frozen(optimizer)
+            and not autocast_matters(optimizer)
+            and self._reading.is_alike()
+        )
+
+    def _can_wait_alone(
+        self, attached: AttachedParameter, flight: InFlightBucket | None, unseen: Container[int]
+    ) -> bool:
+        gradient = in_grad(attached, flight)
+        return (
+            # Some optimizers treat parameters of a class of their own in their own way. Steps that communicate must not
+            # come when one rank waits for them and another does not.
+            (
+                plain_type(attached.get()) in (torch.nn.Parameter, torch.Tensor)
+                or part_of_gradient(attached, gradient) is not None
+            )
+            and attached.spec.index not in unseen
+            and gradient.layout is torch.strided
+        )
+
+    def _clip_of(self, stepper: Stepper, with_gradient: Sequence[AttachedParameter]) -> Clip | None:
+        """Whatever is left to do to these gradients before they are applied."""
+        clipping, members = self._step.passes.clipping, self._step.members
+        if clipping.policy is None or stepper in self.clipped:
+            return None
+        optimizer = stepper.optimizer()
+        if found_inf(optimizer):
+            return None  # the kernel skips its update, of gradients as they are
+        take_off_here(optimizer, [in_grad(a) for a in with_gradient])
+        if clipping.mode is not None and clipping.total is None:
+            clipping.compute_total_norm(members.all, in_grad_if_any)
+            # The plain loop clips all of them at once, before the first of its optimizers steps.
+            others = [a for a in members.all if a.stepper is not stepper and a.get().grad is not None]
+            clipping.clip([a.get() for a in others])
+            self.clipped = {a.stepper for a in others}
+        return clipping.frozen()
+
+    # Handing over.
+
+    def _put_off(
+        self, stepper: Stepper, parameters: Sequence[AttachedParameter], in_flight: InFlight, clip: Clip | None
+    ) -> None:
+        gradients = [(attached.get(), attached.get().grad) for attached in parameters]
+        step, pending = self._step, self._pending
+        try:
+            pending.begin()
+            buckets = self._take_over(stepper, parameters, in_flight, clip)
+        except BaseException:  # such as Ctrl-C: nothing has been handed over
+            if step.round.stepper is not None:
+                step.round.is_refused(step.ledger)
+            pending.watch_in_step.stop(tensor for tensor, _ in gradients)
+            pending.take_back(tensor for tensor, _ in gradients)
+            for tensor, gradient in gradients:
+                tensor.grad = gradient
+            step.round.hidden = []
+            raise
+        pending.is_beginning = True
+        try:
+            self._begin(buckets, parameters)
+        except BaseException:
+            self._begin(buckets, parameters)  # handed over is handed over, and other ranks wait for what is sent
+            raise
+        finally:
+            pending.is_beginning = False
+
+    def _take_over(
+        self, stepper: Stepper, parameters: Sequence[AttachedParameter], in_flight: InFlight, clip: Clip | None
+    ) -> list[PendingBucket]:
+        """Take the gradients off."""
+        step, optimizer = self._step, stepper.optimizer()
+        handed_over = HandedOverStep(optimizer, parameters, step.number, self.vote, self._pending.recorder)
+        begin_state(optimizer, [attached.get() for attached in parameters])
+        keep = partial(step.check.keep, stepper) if step.check is not None and step.checks else None
+        buckets = []
+        for members, flight in self._buckets_of(parameters, in_flight):
+            bucket = PendingBucket(members, handed_over, clip, flight, keep)
+            self._pending.add(bucket)
+            self._hide(list(zip(members, bucket.gradients, strict=True)))
+            buckets.append(bucket)
+        self._pending.watch_state(optimizer)
+        step.round.begins(stepper, step.ledger)
+        return buckets
+
+    def _buckets_of(
+        self, parameters: Sequence[AttachedParameter], in_flight: InFlight
+    ) -> Iterator[tuple[list[AttachedParameter], InFlightBucket | None]]:
+        """As the next forward reads them; those that are in flight in the order in which they arrive."""
+        by_index = {attached.spec.index: attached for attached in parameters}
+        there = (a for a in parameters if a not in in_flight)
+        for bucket in self.buckets_of(there):
+            yield [by_index[spec.index] for spec in bucket.parameters], None
+        for flight in dict.fromkeys(in_flight.values()):
+            yield [attached for attached in flight.parameters if in_flight.get(attached) is flight], flight
+
+    def buckets_of(self, parameters: Iterable[AttachedParameter]) -> tuple[Bucket, ...]:
+        # Shards are sent in the same order on all ranks.
+        return self._reading.buckets_of(parameters, as_read=self.gather is None)
+
+    def _begin(self, buckets: Sequence[PendingBucket], parameters: Sequence[AttachedParameter]) -> None:
+        """Start all that need not be asked for."""
+        pending = self._pending
+        by_id = {id(attached.get()): attached for attached in parameters}
+        for bucket in buckets:
+            if bucket.sent:
+                continue
+            if self.gather is not None:
+                with pending.on_side(bucket):
+                    bucket.send([by_id[id(tensor)] for tensor in bucket.tensors], self.gather)
+            if bucket.device.type == "cpu":
+                # Others are stepped when they are waited for, by the same thread: who waits may be in the middle of
+                # tracing, or in inference mode.
+                at_once = bucket.step.circumstances.at_any_time or self.gather is not None
+                bucket.done = pending.worker.run(bucket.finish) if at_once else None
+        for bucket in buckets:  # once all are sent: the side stream waits for those of other ranks
+            if bucket.device.type != "cpu" and bucket.mark is None:
+                bucket.mark = pending.finished(bucket)
+        for bucket in buckets:
+            bucket.step.raise_interrupt()
+
+
+def _without_landed(in_flight: InFlight, waiting: Mapping[AttachedParameter, bool]) -> InFlight:
+    """A bucket with a parameter that cannot wait is waited for now; the others stay in flight."""
+    for attached, bucket in list(in_flight.items()):
+        if not waiting[attached]:
+            bucket.land()
+            in_flight = {a: other for a, other in in_flight.items() if other is not bucket}
+    return in_flight

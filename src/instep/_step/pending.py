@@ -1,0 +1,388 @@
+"""``schedule="forward"``: one ``step()`` that was handed over, and its buckets, which are still to be applied.
+
+Nothing here refers to the attachment, which may be dropped while a thread applies a bucket.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from operator import is_
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from instep._autograd.placeholders import HeldGradient
+from instep._gradients.clipping import Clip
+from instep._life.worker import Task
+from instep._optim.entries import Entries
+from instep._optim.parameters import AttachedParameter, OptimizerCall, calls_of
+from instep._optim.parts import memory_of
+from instep._optim.stepper import Stepper, frozen, is_torchs_own
+from instep._optim.switches import DEFAULT_DTYPE, MKLDNN, default_dtype, switched, switches
+from instep._ranks.votes import Vote, error_of
+from instep._step.recorder import Recorder
+from instep._step.streams import Mark
+from instep._step.writes import Gather
+from instep.errors import InstepError, UncommittedStepError, UnsupportedOptimizerError
+
+
+class InFlightBucket(Protocol):
+    """A bucket whose gradients may still be on their way when ``optimizer.step()`` is called."""
+
+    @property
+    def parameters(self) -> Sequence[AttachedParameter]: ...
+
+    def gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
+        """The tensor that will hold the gradient; ``None`` if something else is in ``.grad`` by now."""
+
+    def wait(self) -> None:
+        """Return when it has arrived, for the current stream. Raises what the communication raised."""
+
+    def land(self) -> None:
+        """Wait, and have ``.grad`` be as in the plain loop."""
+
+
+class _Circumstances:
+    """Under which ``step()`` was called.
+
+    Attributes:
+        at_any_time: whether the update may run while the loop goes on. ``torch.compiler.is_compiling()`` is true for
+            all threads while one of them compiles, and a step then computes its bias corrections in another way. Fused
+            kernels do not.
+        known: whether the optimizer is torch's own.
+        switches: torch's, which an update reads.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.known = is_torchs_own(optimizer)
+        self.switches = switches()
+        self.at_any_time = self.known and all(group.get("fused") for group in optimizer.param_groups)
+
+    def difference(self, *, makes_state: bool) -> str | None:
+        """The switch that has changed since and matters to the update, in words.
+
+        Args:
+            makes_state: whether the update makes state, which is of float64, or not.
+        """
+        if self.at_any_time and makes_state:
+            dtypes = (self.switches[DEFAULT_DTYPE], torch.get_default_dtype())
+            if dtypes.count(torch.float64) == 1:
+                return switched(self.switches)
+        # torch.export may be what waits: it has switched mkldnn off.
+        return None if self.known else switched(self.switches, but=(DEFAULT_DTYPE, MKLDNN))
+
+
+class Outcome:
+    """What has become of a step that was handed over.
+
+    Attributes:
+        pending: names of the parameters that it is to update.
+        applied: names of those that it has updated.
+        written: whether it has begun to write any.
+        failure: what stopped it.
+        refused: whether that are the other ranks.
+        told: whether the loop has heard of it.
+    """
+
+    def __init__(self, parameters: Sequence[AttachedParameter]) -> None:
+        self.pending = [attached.spec.name for attached in parameters]
+        self.applied: list[str] = []
+        self.written = False
+        self.failure: BaseException | None = None
+        self.refused = False
+        self.told = False
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.applied) == len(self.pending) and self.failure is None
+
+    def fails(self, error: BaseException) -> None:
+        """The first error counts."""
+        self.failure = self.failure or error
+
+
+class HandedOverStep:
+    """An optimizer as it was when its ``step()`` was called.
+
+    Attributes:
+        number: of the step.
+        optimizer: the user's, weakly.
+        stepper: of the copy, whose groups are as they were then.
+        unapplied: its buckets that are still to be applied.
+        outstanding: its buckets that nobody has waited for.
+        recorder: told of each update.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[AttachedParameter],
+        number: int,
+        vote: Vote | None,
+        recorder: Recorder | None,
+    ) -> None:
+        self.number = number
+        self.optimizer = weakref.ref(optimizer)
+        self._frozen = frozen(optimizer)  # held here: the stepper holds it weakly
+        self.stepper = Stepper(self._frozen)
+        self.circumstances = _Circumstances(optimizer)
+        self.outcome = Outcome(parameters)
+        self.unapplied: list[PendingBucket] = []
+        self.outstanding: list[PendingBucket] = []
+        self.recorder = recorder
+        self._vote = vote
+        self._parameters = tuple(parameters)
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        """The optimizer's own."""
+        return self._frozen.state
+
+    def hear(self) -> None:
+        """Wait until all ranks stand behind this step, before anything of it is written."""
+        vote, self._vote = self._vote, None
+        if vote is not None and (error := error_of(vote)) is not None:
+            self.outcome.failure, self.outcome.refused = error, True
+
+    def raise_interrupt(self) -> None:
+        """Ctrl-C in an update that the loop's own thread has run is for the loop, at once; and the step is torn."""
+        error = self.outcome.failure
+        if error is not None and not isinstance(error, Exception):
+            self.outcome.failure = InstepError(f"{self.stepper.name}.step() was interrupted")
+            self.outcome.told = True
+            raise error
+
+    def stepped_here(self) -> list[torch.Tensor]:
+        """Its parameters, without those that another rank updates."""
+        here = [a.peek() for a in self._parameters if a.part is None or a.part.is_owner]
+        return [parameter for parameter in here if parameter is not None]
+
+
+class _AsLeft:
+    """The parameters, gradients and state of a bucket as ``step()`` has left them: nobody else is to write them before
+    the update has."""
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], state: Mapping[Any, Any]
+    ) -> None:
+        self._tensors = tensors
+        # Kept, not looked up again: whoever reads the local tensor of a watched DTensor waits for this very update.
+        all_of_it = (*tensors, *gradients)
+        self._memory = [None if tensor.is_inference() else (tensor, memory_of(tensor)) for tensor in all_of_it]
+        self.look(state)
+
+    def look(self, state: Mapping[Any, Any]) -> None:
+        """They are to stay as they are now."""
+        self.look_at_versions()
+        self._entries = Entries()
+        self._entries.add(self._tensors, state)
+
+    def look_at_versions(self) -> None:
+        self._versions = self._found()
+
+    @property
+    def unwritten(self) -> bool:
+        """Of parameters and gradients."""
+        return self._found() == self._versions
+
+    def require(self, names: Sequence[str], state: Mapping[Any, Any]) -> None:
+        """Raise ``UncommittedStepError`` if somebody has written one of them."""
+        of_all = (*names, *(f"{name}.grad" for name in names))
+        for name, found, version in zip(of_all, self._found(), self._versions, strict=True):
+            if found != version:
+                raise UncommittedStepError(
+                    f"{name!r} was written after optimizer.step(), through another tensor of the same memory, while "
+                    "the update was due: in the plain loop it had been applied by then. Call overlap.synchronize() "
+                    "before such a write"
+                )
+        if self._entries.written or not self._entries.are_in(state):
+            raise UncommittedStepError(
+                f"the state of {names[0]!r}, or of another parameter of its bucket, was written after "
+                "optimizer.step(), through a reference that was taken before, while the update was due: in the plain "
+                "loop it had been applied by then. Call overlap.synchronize() before such a write"
+            )
+
+    def _found(self) -> list[int]:
+        return [-1 if both is None else both[0]._version + both[1]._version for both in self._memory]
+
+
+class PendingBucket:
+    """One bucket of a step that was handed over.
+
+    Attributes:
+        names: of its parameters.
+        tensors: its parameters.
+        gradients: theirs, which were taken off ``.grad``.
+        step: that it is of.
+        done: the task of the worker that applies it; ``None``: none was given.
+        sent: whether this rank's shards are on their way to the others.
+        mark: on the side stream, after the update; ``None``: not there yet.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[AttachedParameter],
+        step: HandedOverStep,
+        clip: Clip | None,
+        flight: InFlightBucket | None,
+        keep: Callable[[OptimizerCall, Mapping[Any, Any]], None] | None,
+    ) -> None:
+        self.names = [attached.spec.name for attached in parameters]
+        self.tensors = [attached.get() for attached in parameters]
+        self.gradients = [in_grad(attached, flight) for attached in parameters]
+        self.device = self.tensors[0].device
+        self.step = step
+        self.done: Task | None = None
+        self.sent = False
+        self.mark: Mark | None = None
+        self._flight = flight
+        self._receive: Callable[[], None] | None = None
+        self._clip = clip
+        self._keep = keep
+        # Aliases: the parameters' own .grad, flags and attributes are the user's, to be read and changed meanwhile.
+        self._calls = calls_of(zip(parameters, self.gradients, strict=True), alias=True)
+        for tensor in self.tensors:
+            tensor.grad = None
+        # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
+        torch.autograd.graph.increment_version(self.tensors)
+        self._as_left: _AsLeft | None = _AsLeft(self.tensors, self.gradients, step.state)
+        step.unapplied.append(self)
+        step.outstanding.append(self)
+
+    def apply(self) -> None:
+        """Update the parameters, once, unless an earlier bucket of the step failed. An error is kept."""
+        step, outcome = self.step, self.step.outcome
+        if self not in step.unapplied:
+            return
+        step.hear()
+        step.unapplied.remove(self)
+        if outcome.failure is not None:
+            return
+        try:
+            self._arrive()
+            started = perf_counter()
+            # Whoever watches a parameter waits for this thread.
+            with torch._C.DisableTorchFunctionSubclass():
+                self._update()
+        except BaseException as error:
+            outcome.failure = error
+            return
+        self._calls = []
+        if self.device.type == "cpu":
+            self._as_left, self.gradients = None, []
+        # Else the side stream still reads them: they stay until it was waited for, and who writes them races with it.
+        outcome.applied += self.names
+        if step.recorder is not None:
+            step.recorder("step", self.names, started, perf_counter())
+
+    def _arrive(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.wait()
+            assert self._as_left is not None
+            self._as_left.look_at_versions()  # it has been written since
+
+    def send(self, parameters: Sequence[AttachedParameter], gather: Gather) -> None:
+        """Update this rank's shards now, and send them. It is left to wait for those of the others."""
+        self.sent = True
+        self.apply()
+        # Whether that failed or not: the other ranks wait for it.
+        try:
+            self._receive = gather([a for a in parameters if a.part is not None and a.part.state_is_sharded])
+        except BaseException as error:
+            self._receive = lambda: None
+            self.step.outcome.fails(error)
+
+    def finish(self) -> None:
+        """Do all that is left to do."""
+        receive, self._receive = self._receive, None
+        if receive is None:
+            self.apply()
+            return
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                receive()
+        except BaseException as error:
+            self.step.outcome.fails(error)
+
+    def look(self) -> None:
+        """Parameters, gradients and state are to be as they are now when somebody waits for them."""
+        if self._as_left is not None:
+            self._as_left.look(self.step.state)
+
+    def require_left_alone(self) -> None:
+        """Raise ``UncommittedStepError`` if somebody has written what the update reads or writes."""
+        if self._as_left is not None:
+            self._as_left.require(self.names, self.step.state)
+
+    def raced(self, error: BaseException) -> None:
+        """Somebody has, while the update was under way."""
+        outcome = self.step.outcome
+        outcome.fails(error)
+        outcome.applied = [name for name in outcome.applied if name not in self.names]
+
+    def _update(self) -> None:
+        self.require_left_alone()
+        circumstances = self.step.circumstances
+        makes_state = circumstances.at_any_time and not all(map(self.step.state.get, self.tensors))
+        if (difference := circumstances.difference(makes_state=makes_state)) is not None:
+            raise UncommittedStepError(
+                f"{difference}, since optimizer.step(), which has put off the update of {self.names[0]!r}. Call "
+                "overlap.synchronize() before such a change"
+            )
+        # Whoever may ask for the default dtype meanwhile waits for this update, unless it can run at any time.
+        with nullcontext() if circumstances.at_any_time else default_dtype(circumstances.switches[DEFAULT_DTYPE]):
+            for call in self._calls:
+                self._step(call)
+
+    def _step(self, call: OptimizerCall) -> None:
+        if self._clip is not None:
+            with self._noticed_by_none():
+                self._clip(call.tensors)
+        if self._keep is not None:
+            self._keep(call, self.step.state)
+        self.step.outcome.written = True
+        gradients = [tensor.grad for tensor in call.tensors]
+        call.step(self.step.stepper)
+        if not self.step.circumstances.known:
+            self._require_contained([tensor.grad for tensor in call.tensors], gradients)
+
+    def _require_contained(self, found: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None]) -> None:
+        """Whatever else the update has written would have been there when ``optimizer.step()`` returned."""
+        stepper = self.step.stepper
+        replaced = not all(map(is_, found, given))
+        if replaced or stepper.wrote_elsewhere:
+            where = "the gradient of a parameter" if replaced else "a value of its groups, its attributes or its state"
+            raise UnsupportedOptimizerError(
+                f"{stepper.name} replaced {where} in step(), for the first time in a step that was put off: until now "
+                "the loop would have found the old one. Use schedule='backward', or this optimizer without instep"
+            )
+
+    @contextmanager
+    def _noticed_by_none(self) -> Iterator[None]:
+        """Around a write of this bucket's gradients. Those that are views of one of DDP's buckets count their writes
+        together, wherever they are stepped."""
+        others = [bucket._as_left for bucket in self.step.outstanding if bucket._as_left is not None]
+        right = [as_left for as_left in others if as_left.unwritten]
+        yield
+        for as_left in right:
+            as_left.look_at_versions()
+
+
+def in_grad(attached: AttachedParameter, flight: InFlightBucket | None = None) -> torch.Tensor:
+    """The gradient in ``.grad``: the real one, where somebody put back a stand-in of an earlier step. With ``flight``,
+    the tensor that will hold it."""
+    if flight is not None and (arriving := flight.gradient(attached)) is not None:
+        return arriving
+    parameter = attached.get()
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(gradient, HeldGradient):
+        parameter.grad = gradient = gradient.use()
+    return gradient
+
+
+def in_grad_if_any(attached: AttachedParameter) -> torch.Tensor | None:
+    return None if attached.get().grad is None else in_grad(attached)
