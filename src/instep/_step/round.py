@@ -7,7 +7,7 @@ import torch
 from instep._optim.parameters import AttachedParameter
 from instep._optim.stepper import Stepper, remember_settings
 from instep._step.ledger import Ledger
-from instep._step.states import Event
+from instep._step.states import Event, State
 
 
 class Round:
@@ -95,6 +95,8 @@ class Round:
     # How it ends.
 
     def has_returned(self, stepper: Stepper, ledger: Ledger) -> None:
+        if ledger.machine.state not in (State.STEPPING, State.REDOING, State.TORN):
+            ledger.happened(Event.STEP_BEGINS)  # Ctrl-C has come in ``begins``
         self._returned = stepper, ledger.step_count + 1, ledger.skip_count + 1
 
     def end(self, take_note: Callable[[Stepper, int, int], None]) -> None:

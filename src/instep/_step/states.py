@@ -50,7 +50,7 @@ TRANSITIONS: Mapping[Event, Mapping[State, State]] = {
     Event.DROPPED: {_I: _I, _O: _I, _R: _I, _S: _I},
     Event.ROLLED_BACK: {_I: _R, _O: _R, _R: _R, _S: _RS, _RS: _RS, _T: _T},
     Event.STEP_BEGINS: {_I: _S, _O: _S, _R: _RS},
-    Event.STEP_REFUSED: {_S: _O, _RS: _R, _T: _T},
+    Event.STEP_REFUSED: {_I: _I, _O: _O, _R: _R, _S: _O, _RS: _R, _T: _T},
     Event.STEP_STOPPED: {_I: _R, _O: _R, _R: _R, _S: _R, _RS: _R},
     # The user's step() may have caught the error that told of a torn step.
     Event.STEP_RETURNS: {_O: _O, _R: _R, _S: _O, _RS: _R, _T: _T},
