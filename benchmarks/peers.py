@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 
 LR, STEPS, SECONDS = 1e-2, 4, 60
-ADAMW = {"lr": LR, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.01}
+ADAMW: dict[str, Any] = {"lr": LR, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.01}
 HAS_NONE = "has none"
 
 
@@ -302,7 +302,7 @@ class Sign(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -351,7 +351,7 @@ def in_ddp_with_a_hook(model: nn.Module) -> nn.Module:
     return ddp
 
 
-def sharded(model: nn.Module) -> nn.Module:
+def sharded(model: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     for layer in model:

@@ -26,7 +26,7 @@ from instep.demo.model import CONTEXT, ByteGPT, Shape
 
 MIB = 1 << 20
 ROWS = 2
-OPTIONS = {"lr": 1e-4, "foreach": True}
+OPTIONS: dict[str, Any] = {"lr": 1e-4, "foreach": True}
 
 
 class Loop:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.accelerator.device import emu
 from tests.accelerator.recording import Log, recorded
 from tests.distributed.pool import RankPool
 
@@ -227,12 +228,12 @@ def _order_body(case: str) -> tuple[list[str], int]:
             work.wait()
         elif case == "waited on another stream":
             work = dist.all_reduce(x, async_op=True)
-            with torch.emu.stream(side):
+            with emu().stream(side):
                 work.wait()
             x.add_(1)
         elif case == "launched from a stream that does not wait":
             x.mul_(2)
-            with torch.emu.stream(side):
+            with emu().stream(side):
                 dist.all_reduce(x)
         elif case == "future":
             dist.all_reduce(x, async_op=True).get_future().wait()
@@ -281,7 +282,7 @@ def _freed_body(manner: str) -> tuple[list[str], int, int]:
     torch.accelerator.synchronize()
     if manner == "record_stream":
         os.environ["TORCH_NCCL_AVOID_RECORD_STREAMS"] = "0"
-    before = torch.emu.memory_allocated()
+    before = emu().memory_allocated()
     with recorded() as log:
         x = torch.ones(1000, device="emu")
         work = dist.all_gather_into_tensor(out, x, async_op=True)
@@ -289,13 +290,13 @@ def _freed_body(manner: str) -> tuple[list[str], int, int]:
         if manner == "dropped":
             del work
         y = torch.empty(1000, device="emu")
-        kept = torch.emu.memory_allocated() - before
+        kept = emu().memory_allocated() - before
         if manner == "dropped":
             torch.accelerator.synchronize()
             dist.all_gather_into_tensor(out, out[:1000])
         else:
             work.wait()
-        left = torch.emu.memory_allocated() - before
+        left = emu().memory_allocated() - before
     del y
     os.environ.pop("TORCH_NCCL_AVOID_RECORD_STREAMS", None)
     return _kinds(log), kept, left

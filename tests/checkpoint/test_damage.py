@@ -360,7 +360,7 @@ def mutated_schemas(saved: Path, work: Path, target: Target, data: st.DataObject
     target.loads_or_refuses(work)
 
 
-SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+SETTINGS: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 
 
 @settings(max_examples=60, derandomize=True, **SETTINGS)

@@ -48,7 +48,7 @@ class RowScaled(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -121,7 +121,7 @@ def close(*loops: Loop) -> None:
 
 
 def resumed(kind: str, optimizer: str, options: Way, directory: str) -> None:
-    step = {"step": 2} if options is None else {}
+    step: dict[str, Any] = {"step": 2} if options is None else {}
     first = build(kind, optimizer, 0, options)
     learn(first, range(2), kind)
     extra = {"rank": dist.get_rank(), "rng": torch.get_rng_state()}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import instep
-from tests.cases import Blocks, Rotations, Tied, batch, optimizer_cases, two_groups
+from tests.cases import Blocks, Rotations, Tied, attachment_of, batch, optimizer_cases, two_groups
 from tests.checkpoint.loops import adamw, everything, learn, loss_of, made, require_same
 from tests.late import late_updates
 
@@ -32,7 +32,7 @@ def resumed(path: Path, make: Any, options: Mapping[str, Any] | None, seed: int 
     if options is not None:
         instep.attach(*first, **options)
     learn(*first, range(2))
-    step = {"step": 2} if options is None else {}
+    step: dict[str, Any] = {"step": 2} if options is None else {}
     instep.save(path, *first, **step)
     saved = list(everything(*first))
     learn(*first, range(2, 4))
@@ -45,8 +45,8 @@ def resumed(path: Path, make: Any, options: Mapping[str, Any] | None, seed: int 
     learn(*then, range(2, 4))
     for one in (first, then):
         if options is not None:
-            instep.attached(one[0]).synchronize()
-            instep.attached(one[0]).detach()
+            attachment_of(one[0]).synchronize()
+            attachment_of(one[0]).detach()
     require_same(first, then, "two steps later")
     assert attachment is None or attachment.step_count == 4
 
@@ -372,5 +372,5 @@ def require_loads(path: Path, expected: Any, loop: Any) -> None:
     instep.load(path, *then)
     learn(*then, range(2, 4))
     learn(*loop, range(2, 4))
-    instep.attached(loop[0]).synchronize()
+    attachment_of(loop[0]).synchronize()
     require_same(then, loop, "and trained on")

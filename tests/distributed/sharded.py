@@ -52,7 +52,7 @@ def mesh(*sizes: int) -> Any:
     return init_device_mesh(here().type, sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
 
 
-def nested(model: nn.Module, **options: Any) -> nn.Module:
+def nested(model: Any, **options: Any) -> nn.Module:
     """Each block, and the rest."""
     for block in model.blocks:
         fully_shard(block, **options)

@@ -20,7 +20,7 @@ from tests.distributed import test_ddp_parity as parity
 from tests.distributed import test_zero as zero
 from tests.distributed.pool import RankPool
 
-SMALL = {"bucket_cap_mb": 0.004}
+SMALL: dict[str, Any] = {"bucket_cap_mb": 0.004}
 
 
 def has(option: str) -> bool:

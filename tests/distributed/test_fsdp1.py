@@ -27,7 +27,7 @@ from tests.distributed.sharded import Loop, both, in_every_way, mesh, sampled
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
-def fsdp1(model: nn.Module, **options: Any) -> nn.Module:
+def fsdp1(model: Any, **options: Any) -> nn.Module:
     """Each block, and the rest."""
     warnings.simplefilter("ignore")
     device = here()

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.errors import AccumulationError, AttachError, SpentGradientError, UncommittedStepError
-from tests.cases import Blocks, Tied, batch, optimizer_cases, two_groups
+from tests.cases import Blocks, Tied, attachment_of, batch, grad_of, optimizer_cases, two_groups
 from tests.devices import here
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import WAYS, Loop, both, in_every_way, loss_of, nested, sampled
@@ -66,7 +66,7 @@ def unlike_plain(cls: Any, kwargs: Any, way: str) -> None:
             Loop(model, optimizer).learn(i)
             Loop(plain, None).backward(i)
             for p, local in zip(plain.parameters(), locals_, strict=True):
-                local.grad = p.grad.to_local()
+                local.grad = grad_of(p).to_local()
                 p.grad = None
             other.step()
             overlap.synchronize()
@@ -124,11 +124,11 @@ class Model(Blocks):
         return self.outer(x).float()
 
 
-def root_only(model: nn.Module) -> nn.Module:
+def root_only(model: Any) -> nn.Module:
     return fully_shard(model)
 
 
-def with_ignored(model: nn.Module) -> nn.Module:
+def with_ignored(model: Any) -> nn.Module:
     # Replicated by hand, as ignored parameters are: the same gradient on all ranks.
     ignored = set(model.outer.parameters())
     fully_shard(model, ignored_params=ignored)
@@ -137,13 +137,13 @@ def with_ignored(model: nn.Module) -> nn.Module:
     return model
 
 
-def compiled(model: nn.Module) -> nn.Module:
+def compiled(model: Any) -> nn.Module:
     for block in model.blocks:
         block.compile(backend="aot_eager")
     return nested(model)
 
 
-def divided(model: nn.Module) -> nn.Module:
+def divided(model: Any) -> nn.Module:
     nested(model)
     for module in (*model.blocks, model):
         module.set_gradient_divide_factor(3.0)
@@ -155,7 +155,7 @@ def by_columns(model: nn.Module) -> nn.Module:
     return nested(model, shard_placement_fn=lambda p: Shard(1 if p.dim() > 1 else 0))
 
 
-def prefetching(model: nn.Module) -> nn.Module:
+def prefetching(model: Any) -> nn.Module:
     nested(model)
     model.set_modules_to_forward_prefetch(list(model.blocks))
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
@@ -163,7 +163,7 @@ def prefetching(model: nn.Module) -> nn.Module:
     return model
 
 
-def grouped(model: nn.Module) -> nn.Module:
+def grouped(model: Any) -> nn.Module:
     fully_shard([model.blocks[0], model.blocks[1]])
     fully_shard([model.inner, model.outer])
     return fully_shard(model)
@@ -209,7 +209,7 @@ def tied(way: str) -> None:
         loop.optimizer.step()
         loop.optimizer.zero_grad()
 
-    def shard(model: nn.Module) -> nn.Module:
+    def shard(model: Any) -> nn.Module:
         fully_shard(model.middle)
         return fully_shard(model)
 
@@ -546,7 +546,7 @@ def mistakes_in_the_loop() -> list[str]:
     loop.optimizer.step()
     found.append(said(SpentGradientError, lambda: loop.backward(2)))
     for model in list(instep.attachment._attachments):
-        instep.attached(model).detach()
+        attachment_of(model).detach()
     return found
 
 
@@ -571,7 +571,7 @@ def freed() -> tuple[int, int, int]:
 
     def look(parameter: torch.Tensor) -> None:
         nonlocal most
-        local = parameter.grad.to_local()
+        local = grad_of(parameter).to_local()
         # All gradients of a group are views of what its reduction has put out.
         base = local._base if local._base is not None else local
         alive.append(weakref.ref(base))

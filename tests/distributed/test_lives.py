@@ -23,7 +23,7 @@ def replicated(model: nn.Module) -> nn.Module:
     return instep.replicate(model, bucket_cap_mb=0.004)
 
 
-def fsdp2(model: nn.Module) -> nn.Module:
+def fsdp2(model: Any) -> nn.Module:
     for block in model.blocks:
         fully_shard(block)
     return fully_shard(model)

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.errors import AccumulationError, HyperparameterChangedError, UncommittedStepError
-from tests.cases import Blocks, batch, two_groups
+from tests.cases import Blocks, attachment_of, batch, two_groups
 from tests.devices import here, on_cpu_only
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import WAYS, Loop, both, in_every_way, loss_of, mesh, nested
@@ -68,7 +68,7 @@ class CalledTwoWays(Blocks):
         return self.outer(x)
 
 
-def with_methods(model: nn.Module) -> nn.Module:
+def with_methods(model: Any) -> nn.Module:
     nested(model)
     for block in model.blocks:
         register_fsdp_forward_method(block, "other")
@@ -91,7 +91,7 @@ class InChunks(Blocks):
         return torch.cat([self.outer(part) for part in x.chunk(4)])
 
 
-def with_last_two_as_one(model: nn.Module) -> nn.Module:
+def with_last_two_as_one(model: Any) -> nn.Module:
     fully_shard(model.blocks[0])
     fully_shard(model.blocks[1])
     fully_shard([model.blocks[2], model.outer])
@@ -143,7 +143,7 @@ def test_models(two_ranks: RankPool, name: str, way: str) -> None:
 def by_parts(way: str) -> None:
     """No forward of the whole model ever runs."""
 
-    def shard(model: nn.Module) -> nn.Module:
+    def shard(model: Any) -> nn.Module:
         for part in (model.inner, *model.blocks, model.outer):
             fully_shard(part)
         return model
@@ -170,7 +170,7 @@ def test_parts_called_by_themselves(two_ranks: RankPool, way: str) -> None:
 def sequence_parallel(way: str) -> None:
     """The gradients of its norms are sums that ranks still owe: their step communicates."""
 
-    def shard(model: nn.Module) -> nn.Module:
+    def shard(model: Any) -> nn.Module:
         for block in model.blocks:
             plan = {
                 "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0)),
@@ -238,7 +238,7 @@ def input_gradients(way: str) -> None:
     with pytest.raises((AccumulationError, UncommittedStepError)):
         both(way, nested, adamw, with_input_gradients, accumulation_steps=2)
     for model in list(instep.attachment._attachments):
-        instep.attached(model).detach()
+        attachment_of(model).detach()
 
 
 @pytest.mark.parametrize("way", ["backward"])
@@ -250,7 +250,7 @@ def test_autograd_grad_counts_as_a_backward_and_is_refused(two_ranks: RankPool, 
 def thawed_after_evaluation(way: str) -> None:
     """``fully_shard`` leaves gathered parameters in the root module's places after a forward without a backward."""
 
-    def some(model: nn.Module) -> torch.optim.Optimizer:
+    def some(model: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW([*model.inner.parameters(), *model.outer.parameters()], lr=1e-2)
 
     def step(loop: Loop, i: int) -> None:

@@ -184,7 +184,7 @@ def test_a_step_that_one_rank_leaves_out(two_ranks: RankPool, way: str) -> None:
 
 def attached_in_other_ways() -> str:
     model, optimizer = make()
-    options = [{}, {"nonfinite": "raise"}][dist.get_rank()]
+    options: dict[str, Any] = [{}, {"nonfinite": "raise"}][dist.get_rank()]
     with instep.attach(model, optimizer, **options) as overlap:
         error = raised_by(lambda: (train(model, optimizer, range(1)), overlap.synchronize()))
         return f"{type(error).__name__}: {error}"

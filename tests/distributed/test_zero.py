@@ -19,7 +19,7 @@ from instep.errors import AccumulationError, AttachError, HyperparameterChangedE
 from instep.planning.live_bytes import LiveBytes
 from instep.sources.zero.state_shards import StateShards
 from tests import net
-from tests.cases import Blocks, Sometimes, Tied, batch, optimizer_cases, two_groups, weights
+from tests.cases import Blocks, Sometimes, Tied, batch, grad_of, optimizer_cases, two_groups, weights
 from tests.devices import here, on_cpu_only
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, loss_of, sampled
@@ -526,7 +526,7 @@ def fused_over_rows(way: str, cls: Any, kwargs: Any) -> None:
             Loop(whole, of_whole).learn(i)
             Loop(plain, None).backward(i)
             for p, parts in zip(trained, rows, strict=True):
-                for r, g in zip(parts, p.grad.chunk(len(parts)) if p.dim() else [p.grad], strict=True):
+                for r, g in zip(parts, grad_of(p).chunk(len(parts)) if p.dim() else [grad_of(p)], strict=True):
                     r.grad = g.clone()
                 p.grad = None
             of_rows.step()
@@ -752,7 +752,10 @@ def distributed_checkpoint(way: str, make_optimizer: Any) -> None:
     assert loops[1].overlap.step_count == 3
     for loop in loops:
         # It takes what it is given apart, and the tensors are those of the plain loop.
-        given = {"model_state_dict": copy.deepcopy(weights_0), "optim_state_dict": copy.deepcopy(state_0)}
+        given: dict[str, Any] = {
+            "model_state_dict": copy.deepcopy(weights_0),
+            "optim_state_dict": copy.deepcopy(state_0),
+        }
         set_state_dict(loop.model, loop.optimizer, options=options, **given)
     for loop in loops:
         loop.learn(7)

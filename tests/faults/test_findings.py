@@ -118,7 +118,7 @@ def test_d2_writes_after_backward_raised() -> None:
     for error, _, later in forked(2, half_failing_update):
         assert "ZeroDivisionError: the update" in error
         assert later
-    how = {"optimizer": "AdamW for-loop", "world": 2}
+    how: dict[str, Any] = {"optimizer": "AdamW for-loop", "world": 2}
     require_sound(
         list(run_cases([Case("ddp", "backward", "in the update", "raise", n, ALL, **how) for n in (0, 3, 40)]))
     )

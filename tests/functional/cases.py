@@ -60,7 +60,7 @@ def make(kind: str, wrapper: str) -> nn.Module:
     return model.to(here()) if wrapper == "ddp" else model
 
 
-def wrap(model: nn.Module, wrapper: str, low: bool = False, **options: Any) -> nn.Module:
+def wrap(model: Any, wrapper: str, low: bool = False, **options: Any) -> nn.Module:
     """``low``: bfloat16 computation and reduction by the wrapper's own policy."""
     if wrapper == "ddp":
         return DistributedDataParallel(model, **{"bucket_cap_mb": 0.002, **options})

@@ -312,7 +312,7 @@ def test_registering_after_removal_does_not_stack() -> None:
     steps: list[int] = []
 
     class Counting(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             steps.append(1)
             super().step()
 
@@ -343,7 +343,7 @@ def test_a_step_that_raises_leaves_no_gradient_behind() -> None:
     failing = [True]
 
     class Fails(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             if failing[0]:
                 raise ValueError("no")
             super().step()

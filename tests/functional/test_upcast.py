@@ -29,6 +29,7 @@ from instep.errors import AttachError
 from instep.functional import upcast
 from instep.functional.upcast import AllreduceUpcastHookState, reducer_allreduce_and_upcast_hook
 from tests import own_precision
+from tests.cases import grad_of
 from tests.devices import here, let_go, of_torch_unordered
 from tests.distributed.pool import RankPool
 
@@ -198,7 +199,7 @@ class ByHand:
             for name, piece, part, anywhere in zip(names, pieces, parts, used.tolist(), strict=True):
                 if anywhere:
                     full[name].grad = torch.empty_like(piece, dtype=torch.float32)
-                    _in_memory_order(full[name].grad).copy_(part)
+                    _in_memory_order(grad_of(full[name])).copy_(part)
         for name, parameter in low.items():
             if name == IGNORED:
                 full[name].grad = None if parameter.grad is None else parameter.grad.clone()
@@ -385,7 +386,7 @@ def test_batched_grad_copy(two_ranks: RankPool, view: bool) -> None:
 
 def gradients_of_an_unused_parameter(view: bool) -> list[list[float]]:
     """Set by the user before every backward, on each rank to another value: what native and plain DDP make of it."""
-    options = {"gradient_as_bucket_view": view, "static_graph": True}
+    options: dict[str, Any] = {"gradient_as_bucket_view": view, "static_graph": True}
     native = Native(Layers().to(here()), torch.bfloat16, None, **options)
     plain = DistributedDataParallel(Layers().to(here()), **options)
     for i in range(4):
@@ -456,7 +457,7 @@ def interrupted(where: str, view: bool) -> str | None:
 
 
 @contextlib.contextmanager
-def _breaks(where: str, net: nn.Module) -> Iterator[None]:
+def _breaks(where: str, net: Any) -> Iterator[None]:
     def unplugged(*args: Any) -> Any:
         raise RuntimeError("unplugged")
 

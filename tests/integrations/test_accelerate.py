@@ -46,7 +46,7 @@ class Run:
         self.clips = True
         if options is not None:
             self.clips = "clip" not in options
-            alone = {"bucket_bytes": SMALL} if self.accelerator.num_processes == 1 else {}
+            alone: dict[str, Any] = {"bucket_bytes": SMALL} if self.accelerator.num_processes == 1 else {}
             if options.get("schedule") != "forward":
                 # Where there is no DDP, no_sync() tells nobody that gradients only add up.
                 alone |= {"accumulation_steps": MICRO_BATCHES} if alone else {}

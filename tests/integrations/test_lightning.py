@@ -140,7 +140,7 @@ class OneGroup(Classifier):
 
 @exact_ways
 def test_clip_norm_in_place_of_gradient_clip_val(way: str) -> None:
-    clipping = {"accumulate_grad_batches": 2, "build": OneGroup}
+    clipping: dict[str, Any] = {"accumulate_grad_batches": 2, "build": OneGroup}
     trainer, model = fit({**WAYS[way], "clip": instep.ClipNorm(0.5)}, **clipping)
     assert_same(left_by(trainer, model), left_by(*fit(None, **clipping, gradient_clip_val=0.5)))
     assert model.steps == 8
@@ -322,7 +322,7 @@ def read(path: str) -> dict[str, Any]:
 @ways
 def test_checkpoints_are_those_without_instep_and_go_both_ways(way: str, tmp_path: Path) -> None:
     """From the middle of an epoch, and of what was accumulated by then."""
-    settings = {"accumulate_grad_batches": 2, "val_check_interval": 3}
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 3}
     mine, plain = tmp_path / "mine", tmp_path / "plain"
     wanted = left_by(*fit(None, callbacks=saving(plain), **settings))
     assert_same(left_by(*fit(WAYS[way], callbacks=saving(mine), **settings)), wanted)
@@ -556,7 +556,7 @@ def test_the_page_runs_as_it_stands() -> None:
 
 # Two ranks.
 
-VIEWS = {"gradient_as_bucket_view": True}
+VIEWS: dict[str, Any] = {"gradient_as_bucket_view": True}
 
 
 def _compare(chosen: Any, steps: int, ddp: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -207,7 +207,7 @@ def test_checkpoints_evaluation_and_the_best_model(tmp_path: Path, ranks: RankPo
     on_each(ranks, world, resumes_as_without, tmp_path, way)
 
 
-EACH = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+EACH: dict[str, Any] = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
 
 
 def reduces_each_micro_batch(directory: Path) -> None:
@@ -259,7 +259,7 @@ def failed(directory: Path, inside: InstepCallback | None) -> Failing:
 
 @in_every_way
 def test_training_that_fails_is_resumed_in_the_same_trainer(tmp_path: Path, way: str) -> None:
-    settings = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0}
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0}
     plain = trainer(tmp_path / "plain", None, **settings)
     plain.train()
     inside = callback(way, limit=0.0)

@@ -153,7 +153,7 @@ class Made(torch.optim.Optimizer):
     def _entry(self, group: dict[str, Any], position: int, p: torch.Tensor) -> dict[str, Any]:
         memory = self.recipe.memory
         if memory in ("state", "nowhere"):
-            return self.state[p]  # type: ignore[no-any-return]
+            return self.state[p]
         if memory == "group":
             place, key = group.setdefault("memory", {}), position
         elif memory == "name":
@@ -164,7 +164,7 @@ class Made(torch.optim.Optimizer):
             place, key = self.memory.entries, p
         else:
             place, key = self.memory, p if memory == "parameter" else position
-        return place.setdefault(key, {})  # type: ignore[no-any-return]
+        return place.setdefault(key, {})
 
     def _norm(self, stepped: list[Any]) -> torch.Tensor | None:
         """Over those that are coupled."""
@@ -205,7 +205,7 @@ class Made(torch.optim.Optimizer):
         elif kind == "product" and p.dim() == 2:
             unit = p.grad / (1 + p.grad.norm())
             return (unit @ unit.T @ unit).to(p.dtype)
-        return p.grad  # type: ignore[no-any-return]
+        return p.grad
 
     def _rate(self, group: dict[str, Any]) -> float:
         if self.recipe.settings == "object":

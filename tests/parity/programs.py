@@ -405,7 +405,7 @@ class Loop:
         return without_reduction(self.model) if isinstance(self.model, FSDPModule) else self._no_sync()
 
     def _no_sync(self) -> AbstractContextManager[Any]:
-        return getattr(self.model, "no_sync", nullcontext)()  # type: ignore[no-any-return]
+        return getattr(self.model, "no_sync", nullcontext)()
 
     def state(self) -> Iterator[tuple[str, Any]]:
         """Of what is spread over ranks this rank's part."""
@@ -419,7 +419,7 @@ class Loop:
         yield from self.trained()
         yield "torch's generator", torch.get_rng_state()
         kind, keys, *rest = np.random.get_state()
-        yield "NumPy's generator", (kind, keys.tobytes(), *rest)  # type: ignore[union-attr]
+        yield "NumPy's generator", (kind, keys.tobytes(), *rest)
         yield "Python's generator", random.getstate()
         yield "read", self.seen
         if self.program.nonfinite != "skip":  # the plain loop does not call step() where instep leaves out what it does
@@ -513,7 +513,7 @@ def on_this_rank(program: Program, view: bool, find_unused: bool) -> tuple[Progr
     return replace(program, steps=steps), wrap
 
 
-def sharded(net: nn.Module, nested: bool) -> nn.Module:
+def sharded(net: Any, nested: bool) -> nn.Module:
     """With FSDP2: each layer by itself, and the rest; or all together."""
     for layer in net.layers if nested else ():  # type: ignore[union-attr]
         fully_shard(layer)

@@ -75,7 +75,7 @@ def test_the_block_does_not_matter(way: str, around: str, name: str) -> None:
 @pytest.mark.parametrize("check_steps", [0, 3])
 def test_the_block_changes_the_update(way: str, around: str, name: str, check_steps: int) -> None:
     refused = None if around == "backward" or way in EXACT else {way: TORN}
-    options = {"check_steps": check_steps} if check_steps else {}
+    options: dict[str, Any] = {"check_steps": check_steps} if check_steps else {}
     lockstep(way, partial(build, CHANGED[name]), partial(learn, around=around), refused=refused, **options)
 
 

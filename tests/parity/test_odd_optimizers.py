@@ -597,7 +597,7 @@ class KeepsLists(torch.optim.Optimizer):
         super().__init__(params, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             if p not in self.state:
                 self.state[p] = [torch.zeros_like(p)]
@@ -990,7 +990,7 @@ def test_one_backward_and_two_steps(way: str) -> None:
 
 
 @pytest.mark.parametrize("form", [{"foreach": False}, {"foreach": True}, {"fused": True}])
-def test_a_second_step_is_refused_before_it_writes(form: dict[str, bool]) -> None:
+def test_a_second_step_is_refused_before_it_writes(form: dict[str, Any]) -> None:
     model, optimizer = building(partial(adamw, **form))()
     with instep.attach(model, optimizer, bucket_bytes=1):
         x, y = batch(0)

@@ -190,7 +190,7 @@ def test_sparse_gradients(cls: Callable[..., torch.optim.Optimizer]) -> None:
 
 
 def test_non_reentrant_checkpointing() -> None:
-    def loss(model: nn.Module, i: int) -> torch.Tensor:
+    def loss(model: Any, i: int) -> torch.Tensor:
         x, y = batch(i)
         x = model.inner(x)
         for block in model.blocks:
@@ -202,7 +202,7 @@ def test_non_reentrant_checkpointing() -> None:
 
 @pytest.mark.parametrize("outside", [True, False], ids=["head outside", "all inside"])
 def test_reentrant_checkpointing_that_visits_a_parameter_once(outside: bool) -> None:
-    def loss(model: nn.Module, i: int) -> torch.Tensor:
+    def loss(model: Any, i: int) -> torch.Tensor:
         x, y = batch(i)
         x = x.requires_grad_()
         for part in (model.inner, *model.blocks) if outside else (model.inner, *model.blocks, model.outer):
@@ -293,7 +293,7 @@ class GroupStep(torch.optim.Optimizer):
         self.calls = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         stepped = [g for g in self.param_groups if any(p.grad is not None for p in g["params"])]
         self.calls += bool(stepped)
         self.state["total"] = self.state.get("total", 0) + bool(stepped)
@@ -408,7 +408,7 @@ class ByGroupNumber(torch.optim.Optimizer):
         self.scales = (1.0, 0.25)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for number, group in enumerate(self.param_groups):
             for p in group["params"]:
                 if p.grad is not None:
@@ -540,7 +540,7 @@ class Remembering(torch.optim.SGD):
             group.update(bounds=np.array([0.5, 2.0]), unset=math.nan, settings=SimpleNamespace(factor=1.0))
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

@@ -34,7 +34,7 @@ import instep
 from instep.errors import StaleAttachmentError, TornStepError, UncommittedStepError
 from instep.verification import first_difference, training_state
 from tests import net
-from tests.cases import Blocks, Tied, batch, two_groups
+from tests.cases import Blocks, Tied, batch, grad_of, two_groups
 from tests.devices import in_dlpack, on_cpu_only
 from tests.late import PATIENCE, late_updates
 
@@ -683,13 +683,13 @@ def clip_after_the_step(loop: Loop) -> Any:
 
 def replace_gradients(loop: Loop) -> Any:
     for p in loop.parameters:
-        p.grad = p.grad * 0.5
+        p.grad = grad_of(p) * 0.5
     return loop.gradients
 
 
 def add_to_gradients(loop: Loop) -> Any:
     for p in loop.parameters:
-        p.grad.add_(1.0)
+        grad_of(p).add_(1.0)
     return loop.gradients
 
 
@@ -792,14 +792,16 @@ GRADIENT_READERS: dict[str, Reader] = {
     "one more backward of the model": one_more_backward,
     "autograd.grad": lambda loop: torch.autograd.grad(loop.model(batch(5)[0]).sum(), loop.parameters),
     "into another model": lambda loop: [
-        setattr(q, "grad", p.grad.clone()) or q.grad
+        setattr(q, "grad", grad_of(p).clone()) or grad_of(q)
         for p, q in zip(loop.parameters, loop.shadow.parameters(), strict=True)
     ],
     "given to another model": lambda loop: [
         setattr(q, "grad", p.grad) or q.grad for p, q in zip(loop.parameters, loop.shadow.parameters(), strict=True)
     ],
-    "swapped for zeros": lambda loop: [setattr(p.grad, "data", torch.zeros_like(p.grad)) for p in loop.parameters],
-    "hooks": lambda loop: [p.grad.register_hook(print) for p in loop.parameters if p.grad.requires_grad],
+    "swapped for zeros": lambda loop: [
+        setattr(grad_of(p), "data", torch.zeros_like(grad_of(p))) for p in loop.parameters
+    ],
+    "hooks": lambda loop: [grad_of(p).register_hook(print) for p in loop.parameters if grad_of(p).requires_grad],
     "compile": lambda loop: torch.compile(lambda g: g.norm(), backend="eager")(loop.last.grad),
     "typed storage": each_gradient(lambda g: g.storage().tolist()),
     "type": each_gradient(lambda g: g.type()),
@@ -943,7 +945,7 @@ def test_an_update_that_raised_half_way_left_no_whole_step(tmp_path: Path) -> No
         fails = False
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             for p in self.param_groups[0]["params"]:
                 if p.grad is not None:
                     p.add_(p.grad, alpha=-0.1)

@@ -793,7 +793,7 @@ class Remembers(torch.optim.Optimizer):
         self.remembering = _function_that_remembers()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p in self.param_groups[0]["params"]:
             if p.grad is not None:
                 state = self.state[p]
@@ -847,7 +847,7 @@ class Entwined(torch.optim.Optimizer):
         super().__init__(params, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p in self.param_groups[0]["params"]:
             if p.grad is None:
                 continue

@@ -33,12 +33,12 @@ def _torchs() -> Iterator[tuple[str, Make]]:
 
 
 def _made(cls: Any, kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    return cls(groups, **kwargs)  # type: ignore[no-any-return]
+    return cls(groups, **kwargs)
 
 
 def _with_tensor_rates(cls: Any, kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     rates = [{**group, "lr": torch.tensor(float(group.get("lr", LR)))} for group in groups]
-    return cls(rates, **{**kwargs, "lr": torch.tensor(kwargs["lr"])})  # type: ignore[no-any-return]
+    return cls(rates, **{**kwargs, "lr": torch.tensor(kwargs["lr"])})
 
 
 def _classes(module: Any) -> Iterator[tuple[str, type[torch.optim.Optimizer]]]:
@@ -49,9 +49,9 @@ def _classes(module: Any) -> Iterator[tuple[str, type[torch.optim.Optimizer]]]:
 
 def _from_package(cls: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     try:
-        return cls(groups, lr=LR)  # type: ignore[no-any-return]
+        return cls(groups, lr=LR)
     except TypeError:
-        return cls(groups)  # type: ignore[no-any-return]
+        return cls(groups)
 
 
 def _of_pytorch_optimizer() -> Iterator[tuple[str, Any]]:

@@ -32,7 +32,7 @@ class Coupled(torch.optim.Optimizer):
         self.after = after
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.after -= 1
         for group in self.param_groups:
             grads = [p.grad for p in group["params"] if p.grad is not None]

@@ -190,7 +190,7 @@ def test_closures() -> None:
                     by_norm(list(loop.model.parameters()))
                 return loss
 
-            loop.optimizers[0].step(closure)  # type: ignore[arg-type]
+            loop.optimizers[0].step(closure)
         assert loops[0].difference(loops[1]) is None
 
 
@@ -254,8 +254,8 @@ def test_nothing_stays() -> None:
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     assert not model._forward_pre_hooks
     assert not model._forward_hooks
-    assert not optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
-    assert not optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_a_failed_backward_drops_its_callbacks_before_the_except_clause() -> Non
 
 def test_torch_wraps_step_once_and_marks_it() -> None:
     class Mine(torch.optim.SGD):
-        def step(self, closure: object = None) -> None:
+        def step(self, closure: object = None) -> Any:
             """Mine."""
 
     layer = nn.Linear(2, 2)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm, parameters_to_vector, vector_to_parameters
 
 from instep._autograd.watch import Watch
+from tests.cases import grad_of
 
 
 class Owner:
@@ -129,7 +130,7 @@ GRADIENT_USES: dict[str, Callable[[nn.Parameter], Any]] = {
     "cleared by an optimizer": lambda p: torch.optim.SGD([p], lr=0.1).zero_grad(),
     "cleared by a module": lambda p: module_of(p).zero_grad(),
     "clipped": lambda p: clip_grad_norm_([p], 1.0),
-    "measured": lambda p: get_total_norm([p.grad]),
+    "measured": lambda p: get_total_norm([grad_of(p)]),
 }
 METADATA: dict[str, Callable[[nn.Parameter], Any]] = {
     "shape": lambda p: (p.shape, p.size(), p.size(0), p.dim(), p.ndim, len(p), p.numel(), torch.numel(p), p.nelement()),
