@@ -10,7 +10,7 @@ from torch import nn
 import instep
 from tests.devices import default_device
 
-OptimizerCase = tuple[str, Callable[..., torch.optim.Optimizer], dict[str, Any]]
+OptimizerCase = tuple[str, Any, dict[str, Any]]
 
 _KWARGS: dict[str, list[dict[str, Any]]] = {
     "SGD": [
@@ -104,6 +104,10 @@ class Rotations(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.outer((self.inner(x) * self.turn).real)
+
+
+assign: Callable[[Any, str, Any], Any] = setattr
+"""``setattr`` where an expression is needed."""
 
 
 def attachment_of(model: nn.Module) -> instep.Attachment:

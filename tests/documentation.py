@@ -219,7 +219,8 @@ def variants(code: str) -> list[str]:
 def sides(diff: str) -> tuple[str, str]:
     """A diff as the code before, and the code after."""
     lines = diff.splitlines()
-    return tuple("\n".join(line[1:] for line in lines if not line.startswith(left_out)) for left_out in "+-")
+    before, after = ("\n".join(line[1:] for line in lines if not line.startswith(left_out)) for left_out in "+-")
+    return before, after
 
 
 def modules_of(code: str) -> set[str]:

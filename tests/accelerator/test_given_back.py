@@ -142,7 +142,7 @@ def in_hook(kind: str) -> None:
     for attached in (False, True):
         with torch.device("emu"), recorded() as log:
             torch.manual_seed(0)
-            model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(5)))
+            model: nn.Module = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(5)))
             optimizer = kind_of(kind)(model.parameters())
             for i in range(6):
                 if i == 2 and attached:

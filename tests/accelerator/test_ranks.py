@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.accelerator.device import emu
 from tests.accelerator.recording import Log, recorded
 from tests.distributed.pool import RankPool
+from tests.distributed.sharded import whole
 
 pytestmark = pytest.mark.accelerator
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -424,12 +425,12 @@ def test_a_rank_that_dies_is_an_error_where_it_is_waited_for() -> None:
 # Training.
 
 
-def _model() -> nn.Module:
+def _model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def _ddp(device: str) -> nn.Module:
+def _ddp(device: str) -> DistributedDataParallel:
     return DistributedDataParallel(_model().to(device), bucket_cap_mb=0.0002, gradient_as_bucket_view=True)
 
 
@@ -568,7 +569,7 @@ def _checkpoint_body(folder: str) -> list[str]:
         dcp.load({"model": of_twin, "optimizer": of_twins_optimizer}, checkpoint_id=folder)
         set_state_dict(twin, twins_optimizer, model_state_dict=of_twin, optim_state_dict=of_twins_optimizer)
         for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(one.full_tensor(), other.full_tensor())
+            assert torch.equal(whole(one), whole(other))
     return _found(log)
 
 

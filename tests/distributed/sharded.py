@@ -59,6 +59,18 @@ def nested(model: Any, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a DTensor, gathered."""
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()
+
+
 def parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
     """What ``training_state`` gives, DTensors as their local tensors and their layout."""
     for name, value in training_state(model, optimizer):

@@ -342,7 +342,7 @@ def detached() -> str | None:
     for loop in (plain, attached):
         loop.backward(4)
     attached.overlap.detach()
-    gradients = [p.grad for p in attached.model.parameters()]
+    gradients = [grad_of(p) for p in attached.model.parameters()]
     assert all(type(g) is torch.Tensor for g in gradients)
     found = [None if all(map(torch.equal, gradients, [grad_of(p) for p in plain.model.parameters()])) else "gradients"]
     for loop in (plain, attached):
@@ -467,7 +467,7 @@ def planned() -> list[Any]:
         asked.append((list(timed), list(real(timed))))
         return asked[-1][1]
 
-    real = crossing.best_order
+    real = crossing.best_order  # type: ignore[attr-defined]  # where it is looked up
     with loop.overlap, patch.object(crossing, "best_order", best_order):
         orders = []
         for i in range(20):

@@ -67,7 +67,7 @@ def fail(*_: object) -> Any:
 def failing(model: nn.Module, where: str, error: Callable[..., Any] = fail) -> Iterator[None]:
     """In the middle of the middle block: in its forward, its backward, or where a gradient is ready. ``early``: before
     any gradient is."""
-    block = model.get_submodule("blocks.1")
+    block: Any = model.get_submodule("blocks.1")
     layer = getattr(block, "_fsdp_wrapped_module", block)[1]
     if where == "forward":
         handle = layer.register_forward_hook(error)
@@ -539,6 +539,7 @@ def fsdp1_state(model: nn.Module) -> dict[str, Any]:
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             # It lets go of gradients that zero_grad() has taken off the original parameters when it is next asked to.
+            assert module._handle is not None
             module._handle._reset_flat_param_grad_info_if_needed()
             for owner in (module, module._exec_order_data, module._handle, module._handle.flat_param):
                 for key, value in vars(owner).items():

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import instep
 from tests.cases import Blocks, grad_of, two_groups
 from tests.distributed.pool import RankPool
-from tests.distributed.sharded import WAYS, Loop, both, in_every_way, mesh, nested
+from tests.distributed.sharded import WAYS, Loop, both, in_every_way, mesh, nested, whole
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -65,7 +65,7 @@ def one_mesh(model: nn.Module) -> nn.Module:
                 module,
                 both_dims["tp"],
                 everything_else,
-                lambda module, inputs, tp: tuple(
+                lambda module, inputs, tp: tuple(  # type: ignore[arg-type]  # what it returns becomes the inputs
                     torch.distributed.tensor.DTensor.from_local(x, tp, replicate) for x in inputs
                 ),
                 lambda module, output, tp: output.to_local(),
@@ -129,11 +129,11 @@ def mixed(way: str, form: str) -> None:
             same_data(Loop(model, optimizer), i)
             overlap.synchronize()
             for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-                p, q = (getattr(t, "to_local", t.detach)() for t in (p, q))
+                a, b = (getattr(t, "to_local", t.detach)() for t in (p, q))
                 if form == "foreach":
-                    assert torch.equal(p, q), f"step {i}"
+                    assert torch.equal(a, b), f"step {i}"
                 else:  # another kernel, which rounds in other places
-                    torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+                    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", ["foreach", "fused"])
@@ -148,7 +148,7 @@ def clips(loop: Loop, i: int) -> torch.Tensor:
     x, y = batch(i)
     nn.functional.cross_entropy(loop.model(x), y).backward()
     if loop.overlap is None:
-        norm = nn.utils.clip_grad_norm_(loop.model.parameters(), 0.3).full_tensor()
+        norm = whole(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.3))
     loop.optimizer.step()
     loop.optimizer.zero_grad()
     return norm if loop.overlap is None else loop.overlap.grad_norm

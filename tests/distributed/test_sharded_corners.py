@@ -62,6 +62,7 @@ class CalledTwoWays(Blocks):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inner(x)
+        block: Any
         for block in self.blocks:
             x = x + block(x)
             x = x + block.other(x)
@@ -124,7 +125,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], nn.Module
     "called through other methods": (CalledTwoWays, with_methods),
     "reentrant checkpoints": (Reentrant, nested),
     "called in chunks": (InChunks, with_last_two_as_one),
-    "one row": (OneRow, fully_shard),
+    "one row": (OneRow, fully_shard),  # type: ignore[dict-item]  # a module, too
     "made on meta": (Blocks, made_on_meta),
 }
 
@@ -343,8 +344,8 @@ def infinite_on_one_rank(way: str) -> None:
     loops = []
     for _ in range(2):
         torch.manual_seed(0)
-        model = nested(Blocks())
-        loop = Loop(model, adamw(model))
+        model: Any = nested(Blocks())
+        loop: Any = Loop(model, adamw(model))
         loop.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
         loop.calls = 0
         loops.append(loop)
@@ -486,8 +487,8 @@ def asked_for_state_after_the_first_step() -> None:
             loss_of(one.model(batch(0)[0]), batch(0)[1]).backward()
             one.optimizer.step()
             one.optimizer.zero_grad()
-        expected = get_optimizer_state_dict(plain.model, plain.optimizer)["state"]
-        found = get_optimizer_state_dict(loop.model, loop.optimizer)["state"]
+        expected: Any = get_optimizer_state_dict(plain.model, plain.optimizer)["state"]
+        found: Any = get_optimizer_state_dict(loop.model, loop.optimizer)["state"]
         for name, state in expected.items():
             for key, value in state.items():
                 assert torch.equal(value, found[name][key]), (name, key)
@@ -569,9 +570,9 @@ def test_no_memory_is_held_between_steps(two_ranks: RankPool, way: str) -> None:
 
 def verified(way: str) -> None:
     def build(different: bool, evaluates: bool) -> Any:
-        nonlocal made
+        nonlocal made  # type: ignore[misc]  # below
         made += 1
-        model = nested(Blocks())
+        model: Any = nested(Blocks())
         if different and made == 2 and dist.get_rank() == 1:
             with torch.no_grad():
                 model.blocks[1][1].weight.to_local().mul_(2)

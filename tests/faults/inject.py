@@ -295,7 +295,7 @@ def _in_step(trigger: Trigger, run: "Run") -> Iterator[None]:
 
 @contextmanager
 def _handing_over(trigger: Trigger, run: "Run") -> Iterator[None]:
-    real = forward_schedule.calls_of
+    real = forward_schedule.calls_of  # type: ignore[attr-defined]  # where it is looked up
 
     def calls_of(*args: Any, **kwargs: Any) -> Any:
         if run.phase == "step":

@@ -19,7 +19,7 @@ from tests.cases import Blocks, Rotations, Sometimes, Tied, batch, optimizer_cas
 from tests.devices import here
 from tests.distributed.test_ddp_parity import SparseWords, channels_last
 
-OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
 OPTIMIZERS["sparse SGD"] = (torch.optim.SGD, {"lr": 0.05})
 SOME = ["SGD-1-for-loop", "AdamW-0-foreach", "AdamW-0-fused", "Adagrad-0-for-loop"]
 FSDP_CASES = [
@@ -91,7 +91,7 @@ def holding(model: nn.Module, wrapper: str, last: bool) -> contextlib.AbstractCo
     if wrapper == "fsdp2":
         model.set_requires_gradient_sync(last)  # type: ignore[operator]
     if wrapper in ("ddp", "fsdp1") and not last:
-        return model.no_sync()  # type: ignore[operator,no-any-return]
+        return model.no_sync()  # type: ignore[operator]
     return contextlib.nullcontext()
 
 
@@ -205,6 +205,8 @@ def hook_parity(
     rank = dist.get_rank()
     cls, kwargs = OPTIMIZERS[optimizer]
     made = make(kind, "ddp")
+    plain: Any
+    model: Any
     plain, model = (wrap(copy.deepcopy(made), "ddp", **(options or {})) for _ in range(2))
     trained = [p for i, p in enumerate(plain.parameters()) if not subset or i % 2]
     opt = cls(trained, **kwargs)
@@ -263,7 +265,7 @@ def overlapped_parity(
     made = make(kind, wrapper)
     plain, model = (wrap(copy.deepcopy(made), wrapper, low, **(options or {})) for _ in range(2))
     opt = cls(plain.parameters(), **kwargs)
-    overlapped = instep.as_overlapped_optim(cls, None if all_parameters else model.parameters(), **kwargs)
+    overlapped: Any = instep.as_overlapped_optim(cls, None if all_parameters else model.parameters(), **kwargs)
     (overlapped.register_ddp if wrapper == "ddp" else overlapped.register_fsdp)(model)
     pair = (opt, overlapped.optimizer)
     fired: list[list[int]] = [[], []]

@@ -70,6 +70,8 @@ IGNORED = "left_alone.shift"
 
 
 class Layers(nn.Module):
+    shift: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(16, 12)
@@ -91,7 +93,7 @@ class Strided(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(2, 6, 2).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(2, 6, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.turned = nn.Parameter(torch.randn(12, 6).t())
         self.gaps = nn.Parameter(torch.randn(20, 12)[::2].t())
         self.left_alone = LeftAlone(10)
@@ -137,7 +139,7 @@ class Native:
     """A DDP instance that has mixed precision, with instep's hook in place of torch's."""
 
     def __init__(self, net: nn.Module, param: torch.dtype, reduce: torch.dtype | None, **options: Any) -> None:
-        self.net = net
+        self.net: Any = net
         self.layout = layout = list[list[str]]()
         names = {id(parameter): name for name, parameter in net.named_parameters()}
 
@@ -157,7 +159,7 @@ class Native:
             with own_precision.constructor():
                 self.ddp = DistributedDataParallel(net, mixed_precision=policy, **options)
         # It would register a second hook, for parameters that have an optimizer.
-        self.ddp._setup_in_backward_optimizers = lambda: None
+        self.ddp._setup_in_backward_optimizers = lambda: None  # type: ignore[method-assign]
 
     def loss(self, seed: int, use: bool = True) -> torch.Tensor:
         x, y = _batch(seed)
@@ -168,12 +170,13 @@ class Native:
 
 class ByHand:
     def __init__(self, net: nn.Module, param: torch.dtype, reduce: torch.dtype) -> None:
-        self.net = net  # in full precision
+        self.net: Any = net  # in full precision
         self.low = copy.deepcopy(net)
         for name, module in self.low.named_children():
             if name != "left_alone":
                 module.to(param)
-        for tensors in (self.low._parameters, self.low._buffers):
+        found: Any = (self.low._parameters, self.low._buffers)
+        for tensors in found:
             for tensor in tensors.values():
                 tensor.data = tensor.to(param)
         self.dtype = reduce
@@ -233,6 +236,7 @@ def _states(optimizers: list[torch.optim.Optimizer], parameter: nn.Parameter) ->
 
 
 def _left_as_torch_leaves_it(net: nn.Module) -> str | None:
+    parameter: Any
     for name, parameter in net.named_parameters():
         if name == IGNORED:
             if hasattr(parameter, "_fp_param"):
@@ -262,8 +266,8 @@ def _difference(native: Native, hand: ByHand, mine: list[Any], theirs: list[Any]
         for (_, key, x), (_, _, y) in zip(state, expected, strict=True):
             if not _same(x, y):
                 return f"optimizer state {key} of {name}"
-    for (name, a), b in zip(native.net.named_buffers(), hand.low.buffers(), strict=True):
-        if not _same(a, b):
+    for (name, buffer), other in zip(native.net.named_buffers(), hand.low.buffers(), strict=True):
+        if not _same(buffer, other):
             return f"buffer {name}"
     return None
 
@@ -286,6 +290,7 @@ def compare(case: Case) -> str | None:
         **options,
     )
     stepped = _in_backward(net) if case.in_backward else []
+    parameter: Any
     for parameter in stepped:
         parameter._in_backward_optimizers = _optimizers([parameter])
     mine = _optimizers([p for p in net.parameters() if all(p is not q for q in stepped)])
@@ -411,6 +416,7 @@ def _plain_and_native(view: bool = False, in_backward: bool = True) -> tuple[ByH
     hand = ByHand(copy.deepcopy(net), torch.bfloat16, torch.bfloat16)
     native = Native(net, torch.bfloat16, None, gradient_as_bucket_view=view, bucket_cap_mb=0.0005)
     if in_backward:
+        parameter: Any
         for parameter in _in_backward(net):
             parameter._in_backward_optimizers = _optimizers([parameter])
     return hand, native
@@ -473,7 +479,7 @@ def _breaks(where: str, net: Any) -> Iterator[None]:
         future = real(tensor, group, divisor)
         return future if sends[0] == 1 else future.then(unplugged)
 
-    real = upcast.mean_allreduce
+    real = upcast.mean_allreduce  # type: ignore[attr-defined]  # where it is looked up
     with mock.patch.object(upcast, "mean_allreduce", mean_allreduce):
         yield
     assert sends[0] > 1

@@ -59,7 +59,7 @@ def callback(way: str, limit: float = LIMIT, world: int = 1) -> InstepCallback:
     return InstepCallback(schedule="backward", clip=clip, bucket_bytes=bucket_bytes)
 
 
-class Witness(TrainerCallback):
+class Witness(TrainerCallback):  # type: ignore[misc]  # its types are skipped
     """That the model was attached, as it was trained, and stepped when the schedule says."""
 
     def __init__(self, inside: InstepCallback) -> None:
@@ -228,7 +228,7 @@ def test_every_micro_batch_is_reduced(tmp_path: Path, ranks: RankPool) -> None:
 # On one rank alone.
 
 
-class Failing(Trainer):
+class Failing(Trainer):  # type: ignore[misc]  # its types are skipped
     """Fails once, in the forward of a step that is not the first, with an error of the test's."""
 
     error: BaseException | None = None
@@ -288,7 +288,8 @@ def test_training_that_fails_is_begun_again_from_whole_weights_only(tmp_path: Pa
 
 
 def test_a_trainer_trains_twice(tmp_path: Path) -> None:
-    plain, other = [], []
+    plain: list[Any] = []
+    other: list[Any] = []
     for made, inside in ((plain, None), (other, InstepCallback(schedule="backward", undo=True))):
         one = trainer(tmp_path, inside)
         for _ in range(2):

@@ -97,6 +97,10 @@ class Generators:
 class Made(torch.optim.Optimizer):
     """SGD with momentum, as its recipe says."""
 
+    torch_generator: Any
+    numpy_generator: Any
+    random_generator: Any
+
     def __init__(self, params: Any, lr: float, recipe: Recipe) -> None:
         super().__init__(params, {"lr": lr})
         self.recipe = recipe
@@ -152,6 +156,8 @@ class Made(torch.optim.Optimizer):
 
     def _entry(self, group: dict[str, Any], position: int, p: torch.Tensor) -> dict[str, Any]:
         memory = self.recipe.memory
+        place: Any
+        key: Any
         if memory in ("state", "nowhere"):
             return self.state[p]
         if memory == "group":
@@ -222,7 +228,7 @@ class Made(torch.optim.Optimizer):
             for group in self.param_groups:
                 group["count"] = group.get("count", 0) + 1
         elif kind == "state":
-            self.state["count"] = self.state.get("count", 0) + 1  # type: ignore[index]
+            self.state["count"] = self.state.get("count", 0) + 1  # type: ignore[index, call-overload]
         elif kind == "object":
             self.count.n += 1
         elif kind == "list":

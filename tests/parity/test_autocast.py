@@ -99,7 +99,12 @@ def counted() -> Iterator[list[object]]:
     trials: list[object] = []
     tried = autocast._tried
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autocast, "_tried", lambda *given: trials.append(given) or tried(*given))
+
+        def counting(*given: Any) -> Any:
+            trials.append(given)
+            return tried(*given)
+
+        patch.setattr(autocast, "_tried", counting)
         yield trials
 
 

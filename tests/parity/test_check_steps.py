@@ -441,7 +441,7 @@ class Doubled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         weight = torch.randn(16, 16) / 4
-        self.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+        self.weight: Any = nn.Parameter(TwoTensor(weight, weight.clone()))
         self.outer = nn.Linear(16, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

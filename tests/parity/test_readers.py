@@ -34,7 +34,7 @@ import instep
 from instep.errors import StaleAttachmentError, TornStepError, UncommittedStepError
 from instep.verification import first_difference, training_state
 from tests import net
-from tests.cases import Blocks, Tied, batch, grad_of, two_groups
+from tests.cases import Blocks, Tied, assign, batch, grad_of, two_groups
 from tests.devices import in_dlpack, on_cpu_only
 from tests.late import PATIENCE, late_updates
 
@@ -53,10 +53,10 @@ class Loop:
     def __init__(self, folder: Path, make: Callable[[], nn.Module] = Blocks) -> None:
         torch.manual_seed(0)
         self.model: Any = make()
-        self.optimizer = torch.optim.AdamW(two_groups(self.model), lr=1e-2)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(two_groups(self.model), lr=1e-2)
         self.folder = folder
-        self.parameters = list(self.model.parameters())
-        self.shadow = copy.deepcopy(self.model)
+        self.parameters: list[Any] = list(self.model.parameters())
+        self.shadow: Any = copy.deepcopy(self.model)
         self.kept = SimpleNamespace()
 
     def backward(self, i: int) -> None:
@@ -291,7 +291,11 @@ def compiled_function_of_a_weight(**options: Any) -> Reader:
     def read(loop: Loop) -> Any:
         if not hasattr(loop.kept, "compiled"):
             last = loop.last
-            loop.kept.compiled = torch.compile(lambda x: (last * x).sum(), **options)
+
+            def weighted(x: torch.Tensor) -> torch.Tensor:
+                return (last * x).sum()
+
+            loop.kept.compiled = torch.compile(weighted, **options)
         with torch.no_grad():
             return loop.kept.compiled(torch.ones(24))
 
@@ -405,7 +409,7 @@ READERS: dict[str, Reader] = {
         q.data.copy_(p) for p, q in zip(loop.parameters, loop.shadow.parameters(), strict=True)
     ],
     ".data = into another": lambda loop: (
-        setattr(loop.shadow.outer.weight, "data", loop.last.data.clone()) or loop.shadow
+        assign(loop.shadow.outer.weight, "data", loop.last.data.clone()) or loop.shadow
     ),
     "DCP model": lambda loop: dcp_state.get_model_state_dict(loop.model),
     "DCP optimizer": lambda loop: dcp_state.get_optimizer_state_dict(loop.model, loop.optimizer),
@@ -498,6 +502,7 @@ def load_another(assign: bool) -> Reader:
 def load_and_set_both(loop: Loop) -> Any:
     model, optimizer = copy.deepcopy(dcp_state.get_state_dict(loop.model, loop.optimizer))
     for value in model.values():
+        assert isinstance(value, torch.Tensor)
         value.mul_(0.5)
     dcp_state.set_state_dict(loop.model, loop.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
@@ -693,6 +698,12 @@ def add_to_gradients(loop: Loop) -> Any:
     return loop.gradients
 
 
+def delete_gradients(loop: Loop) -> Any:
+    for p in loop.parameters:
+        del p.grad
+    return [None for _ in loop.parameters]
+
+
 def plus_equals(loop: Loop) -> Any:
     for p in loop.parameters:
         p.grad += 0.1 * p.data
@@ -784,22 +795,22 @@ GRADIENT_READERS: dict[str, Reader] = {
     "copy_ into one": each_gradient(lambda g: g.copy_(torch.ones_like(g))),
     "copy_ from one": each_gradient(lambda g: torch.empty_like(g).copy_(g)),
     "into a buffer": each_gradient(lambda g: torch.zeros(g.shape).add_(g)),
-    "set to None": lambda loop: [setattr(p, "grad", None) for p in loop.parameters],
-    "deleted": lambda loop: [delattr(p, "grad") for p in loop.parameters],
-    "one cleared": lambda loop: setattr(loop.last, "grad", None) or loop.gradients,
+    "set to None": lambda loop: [assign(p, "grad", None) for p in loop.parameters],
+    "deleted": delete_gradients,
+    "one cleared": lambda loop: assign(loop.last, "grad", None) or loop.gradients,
     "clip and step again": lambda loop: [clip_after_the_step(loop), loop.optimizer.step(), *loop.gradients],
     "a second backward": second_backward,
     "one more backward of the model": one_more_backward,
     "autograd.grad": lambda loop: torch.autograd.grad(loop.model(batch(5)[0]).sum(), loop.parameters),
     "into another model": lambda loop: [
-        setattr(q, "grad", grad_of(p).clone()) or grad_of(q)
+        assign(q, "grad", grad_of(p).clone()) or grad_of(q)
         for p, q in zip(loop.parameters, loop.shadow.parameters(), strict=True)
     ],
     "given to another model": lambda loop: [
-        setattr(q, "grad", p.grad) or q.grad for p, q in zip(loop.parameters, loop.shadow.parameters(), strict=True)
+        assign(q, "grad", p.grad) or q.grad for p, q in zip(loop.parameters, loop.shadow.parameters(), strict=True)
     ],
     "swapped for zeros": lambda loop: [
-        setattr(grad_of(p), "data", torch.zeros_like(grad_of(p))) for p in loop.parameters
+        assign(grad_of(p), "data", torch.zeros_like(grad_of(p))) for p in loop.parameters
     ],
     "hooks": lambda loop: [grad_of(p).register_hook(print) for p in loop.parameters if grad_of(p).requires_grad],
     "compile": lambda loop: torch.compile(lambda g: g.norm(), backend="eager")(loop.last.grad),

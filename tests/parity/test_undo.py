@@ -97,7 +97,7 @@ def test_rollback_has_something_to_put_back(way: str) -> None:
         old = list(state(model, optimizer))
         loss(model, 0).backward()
         with torch._C.DisableTorchFunctionSubclass():
-            assert not torch.equal(dict(old)["parameter 'outer.weight'"], model.outer.weight)  # type: ignore[arg-type]
+            assert not torch.equal(dict(old)["parameter 'outer.weight'"], model.get_parameter("outer.weight"))
         overlap.rollback()
         assert_same(model, optimizer, old)
 
@@ -772,7 +772,7 @@ MEMORIES: dict[str, Callable[[Any], Any]] = {
     "attribute": lambda optimizer: optimizer.memory.setdefault,
     "object": lambda optimizer: optimizer.settings.memory.setdefault,
     "class": lambda optimizer: optimizer.of_all.setdefault,
-    "parameter": lambda optimizer: lambda p, made: vars(p).setdefault("memory", made),
+    "parameter": lambda optimizer: lambda p, made: p.__dict__.setdefault("memory", made),
     "id": lambda optimizer: lambda p, made: optimizer.enclosing(p),
     "function": lambda optimizer: lambda p, made: optimizer.remembering(p),
 }

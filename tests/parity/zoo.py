@@ -13,7 +13,7 @@ from tests.cases import optimizer_cases
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 LR = 1e-2
-BESIDE = {
+BESIDE: dict[str, tuple[Any, dict[str, Any]]] = {
     # torch.optim's, with something that the tables of updates by parameter leave out.
     "SGD tensor rate": (torch.optim.SGD, {"lr": LR, "momentum": 0.9}),
     "Adam tensor rate": (torch.optim.Adam, {"lr": LR, "capturable": False}),

@@ -199,7 +199,7 @@ def test_a_step_that_raises_is_no_step() -> None:
     plain, disabled = Loop(None), Loop({"clip": ClipNorm(MAX_NORM), "undo": True})
     assert disabled.overlap is not None
     for loop in (plain, disabled):
-        handle = loop.optimizers[0].register_step_post_hook(lambda *_: 1 / 0)
+        handle = loop.optimizers[0].register_step_post_hook(lambda *_: 1 / 0)  # type: ignore[arg-type]  # it raises
         loop.optimizers[0]._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
         with pytest.raises(ZeroDivisionError):
             loop.step(0, by_norm)

@@ -135,7 +135,7 @@ def test_an_interrupt_of_what_a_failed_backward_is_owed_is_not_lost(
     """However soon another thread runs."""
     threads = SimpleNamespace(start_new_thread=start, interrupt_main=_thread.interrupt_main)
     monkeypatch.setattr(engine, "_thread", threads)
-    calls = []
+    calls: list[int] = []
 
     def failed() -> None:
         calls.append(len(calls))

@@ -210,6 +210,8 @@ def test_what_couples_parameters_is_refused_at_attach(make: Any, dtype: torch.dt
 class DrawsFrom(Plain):
     """Draws with what it was given."""
 
+    draw: Callable[[Any], torch.Tensor]
+
     def update(self, p: torch.Tensor, lr: float) -> None:
         p.add_(self.draw(self), alpha=1e-3)
 
@@ -346,7 +348,7 @@ class CountsInState(Plain):
         self.state["total"] = 0  # type: ignore[index]
 
     def scale(self) -> float:
-        self.state["total"] = self.state["total"] + 1  # type: ignore[index, operator]
+        self.state["total"] = self.state["total"] + 1  # type: ignore[index]
         return 1.0
 
 
@@ -512,7 +514,12 @@ def test_what_would_fail_in_step_is_refused_before(cls: Any, words: str) -> None
 
 def test_a_class_with_the_same_options_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
-    monkeypatch.setattr(probe._Probe, "run", lambda self: tried.append(1) or probe.Separability("Fresh", True))
+
+    def run(self: Any) -> Any:
+        tried.append(1)
+        return probe.Separability("Fresh", True)
+
+    monkeypatch.setattr(probe._Probe, "run", run)
 
     class Fresh(Plain):
         pass

@@ -186,14 +186,18 @@ def test_a_clip_in_a_step_pre_hook_sees_spent_gradients_whenever_it_was_register
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     with instep.attach(model, optimizer, bucket_bytes=SMALL):
-        optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 1.0) and None)
+
+        def clip(*_: object) -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+        optimizer.register_step_pre_hook(clip)
         loss_of(model).backward()
         with pytest.raises(SpentGradientError):
             optimizer.step()
 
 
 def test_a_clip_inside_a_closure(model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any) -> None:
-    def closure() -> torch.Tensor:
+    def closure() -> Any:
         loss = loss_of(model)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -430,7 +434,7 @@ def give_another_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
 
 
 def give_both_another(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    inner = model.get_submodule("inner")
+    inner: Any = model.get_submodule("inner")
     old, new = inner.weight, nn.Parameter(inner.weight.detach() * 0.5)
     inner.weight = new
     for group in optimizer.param_groups:
