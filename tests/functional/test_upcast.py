@@ -93,7 +93,7 @@ class Strided(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(2, 6, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.conv = nn.Conv2d(2, 6, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch leaves it out
         self.turned = nn.Parameter(torch.randn(12, 6).t())
         self.gaps = nn.Parameter(torch.randn(20, 12)[::2].t())
         self.left_alone = LeftAlone(10)
@@ -159,7 +159,7 @@ class Native:
             with own_precision.constructor():
                 self.ddp = DistributedDataParallel(net, mixed_precision=policy, **options)
         # It would register a second hook, for parameters that have an optimizer.
-        self.ddp._setup_in_backward_optimizers = lambda: None  # type: ignore[method-assign]
+        self.ddp._setup_in_backward_optimizers = lambda: None  # type: ignore[method-assign]  # of this object alone
 
     def loss(self, seed: int, use: bool = True) -> torch.Tensor:
         x, y = _batch(seed)

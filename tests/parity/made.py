@@ -228,7 +228,7 @@ class Made(torch.optim.Optimizer):
             for group in self.param_groups:
                 group["count"] = group.get("count", 0) + 1
         elif kind == "state":
-            self.state["count"] = self.state.get("count", 0) + 1  # type: ignore[index, call-overload]
+            self.state["count"] = self.state.get("count", 0) + 1  # type: ignore[index, call-overload]  # a name
         elif kind == "object":
             self.count.n += 1
         elif kind == "list":

@@ -58,7 +58,7 @@ def sgd(parameters: Any, **kwargs: Any) -> torch.optim.SGD:
 
 
 def with_replaced_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    optimizer.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign, assignment]  # the oddity
     return optimizer
 
 
