@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -187,9 +186,12 @@ def attached_in_other_ways() -> str:
     model, optimizer = make()
     options: dict[str, Any] = [{}, {"nonfinite": "raise"}][dist.get_rank()]
     with instep.attach(model, optimizer, **options) as overlap:
-        error = raised_by(
-            lambda: [each() for each in (partial(train, model, optimizer, range(1)), overlap.synchronize)]
-        )
+
+        def once() -> None:
+            train(model, optimizer, range(1))
+            overlap.synchronize()
+
+        error = raised_by(once)
         return f"{type(error).__name__}: {error}"
 
 
