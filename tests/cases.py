@@ -10,7 +10,7 @@ from torch import nn
 import instep
 from tests.devices import default_device
 
-OptimizerCase = tuple[str, Any, dict[str, Any]]
+OptimizerCase = tuple[str, type[torch.optim.Optimizer], dict[str, Any]]
 
 _KWARGS: dict[str, list[dict[str, Any]]] = {
     "SGD": [

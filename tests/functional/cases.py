@@ -19,7 +19,7 @@ from tests.cases import Blocks, Rotations, Sometimes, Tied, batch, optimizer_cas
 from tests.devices import here
 from tests.distributed.test_ddp_parity import SparseWords, channels_last
 
-OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
+OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
 OPTIMIZERS["sparse SGD"] = (torch.optim.SGD, {"lr": 0.05})
 SOME = ["SGD-1-for-loop", "AdamW-0-foreach", "AdamW-0-fused", "Adagrad-0-for-loop"]
 FSDP_CASES = [
