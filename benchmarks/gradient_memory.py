@@ -126,7 +126,8 @@ def peak(build: Callable[[], Loop], step: Callable[[Loop, int], object] = Loop.s
             step(loop, i)
         if loop.overlap is not None:
             loop.overlap.synchronize()
-        return live.peak - loop.own_bytes()
+        bytes_at_peak: int = live.peak
+        return bytes_at_peak - loop.own_bytes()
 
 
 def rank_main(rank: int, rendezvous: str, bucket_mib: float) -> None:

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 
 LR, STEPS, SECONDS = 1e-2, 4, 60
-ADAMW = {"lr": LR, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.01}
+ADAMW: dict[str, Any] = {"lr": LR, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.01}
 HAS_NONE = "has none"
 
 
@@ -36,9 +36,10 @@ class Loop:
     """The plain loop, and what each peer does otherwise."""
 
     optimizer: Any = None
+    each: dict[torch.Tensor, Any]
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        self.model = model
+        self.model: Any = model
         self.optimizer = self.make(model.parameters())
 
     def make(self, parameters: Any) -> torch.optim.Optimizer:
@@ -91,7 +92,7 @@ class TorchVerb(Each):
         made = self.make([torch.zeros(1, requires_grad=True)])
         kwargs = {name: value for name, value in made.defaults.items() if name in (*ADAMW, "foreach")}
         _apply_optimizer_in_backward(type(made), list(self.each), kwargs)
-        self.each = {p: p._in_backward_optimizers[0] for p in self.each}
+        self.each = {p: vars(p)["_in_backward_optimizers"][0] for p in self.each}
 
 
 class TorchOverlapped(Each):
@@ -115,7 +116,7 @@ class Torchtune(Each):
 
 
 class PlainOptimi(Loop):
-    def make(self, parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    def make(self, parameters: Any, **options: Any) -> Any:
         import optimi
 
         return optimi.AdamW(parameters, **ADAMW, **options)
@@ -197,7 +198,8 @@ def new_model() -> nn.Sequential:
 
 def loss_of(model: nn.Module, i: int) -> torch.Tensor:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return model(torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * i + rank))).square().mean()
+    out: torch.Tensor = model(torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * i + rank)))
+    return out.square().mean()
 
 
 # What a loop does. Each takes a loop and trains with it.
@@ -302,7 +304,7 @@ class Sign(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -351,7 +353,7 @@ def in_ddp_with_a_hook(model: nn.Module) -> nn.Module:
     return ddp
 
 
-def sharded(model: nn.Module) -> nn.Module:
+def sharded(model: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     for layer in model:

@@ -163,7 +163,8 @@ def measure(implementation: str, options: dict[str, Any] | None) -> Measured:
     with recorded() as most, patch.object(Worker, "run", run_at_once):
         torch.manual_seed(0)
         model = build().train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **{implementation: True})
+        kind: dict[str, Any] = {implementation: True}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kind)
 
         def step() -> None:
             loss_of(model, inputs()).backward()

@@ -77,7 +77,7 @@ def main() -> None:
     distributed = dist.is_initialized()
     names = [n for n, (_, attach, votes) in VARIANTS.items() if distributed or votes or attach is None]
     shape = Shape(width=options.width, depth=options.depth, heads=6)
-    loops = {name: Loop(shape, VARIANTS[name][1], VARIANTS[name][2]) for name in names}
+    loops: dict[str, Any] = {name: Loop(shape, VARIANTS[name][1], VARIANTS[name][2]) for name in names}
     rank = dist.get_rank() if distributed else 0
     times = interleave(loops, batches(ROWS, CONTEXT, rank), options.rounds)
     require_equal(loops, "plain")

@@ -58,8 +58,10 @@ def compare(measured: dict[str, list[dict[str, Any]]], latency: float) -> None:
 def parts(found: dict[str, Any]) -> tuple[Work, Host]:
     """Buckets have the share of each time that they have of the bytes."""
     sizes = found["bucket_bytes"]
-    times = ([found[name] * size / sum(sizes) for size in sizes] for name in ("forward", "backward", "step"))
-    return Work(sizes, *times), Host(cores=1, communication_cpu=found["communication_cpu_per_byte"])
+    forward, backward, step = (
+        [found[name] * size / sum(sizes) for size in sizes] for name in ("forward", "backward", "step")
+    )
+    return Work(sizes, forward, backward, step), Host(cores=1, communication_cpu=found["communication_cpu_per_byte"])
 
 
 @dataclass(frozen=True)

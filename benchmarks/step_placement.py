@@ -98,7 +98,7 @@ class InCallback(Loop):
         parameters = list(self.model.parameters())
         specs = [ParameterSpec(i, "", p.shape, p.dtype, p.device, p.nbytes) for i, p in enumerate(parameters)]
         for bucket in fill_buckets("local", reversed(specs), self.bucket_bytes):
-            members = [parameters[spec.index] for spec in bucket.parameters]
+            members: list[torch.Tensor] = [parameters[spec.index] for spec in bucket.parameters]
             hook = partial(self._arrived, members, [])
             for parameter in members:
                 parameter.register_post_accumulate_grad_hook(hook)
@@ -134,6 +134,7 @@ class OnWorker(InCallback):
 
 def _reduce(loop: InCallback, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     parameters, gradients = bucket.parameters(), bucket.gradients()
+    assert dist.group.WORLD is not None
     future = mean_allreduce(bucket.buffer(), dist.group.WORLD, dist.get_world_size())
 
     def step(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
@@ -148,7 +149,7 @@ VARIANTS: dict[str, Callable[..., Loop]] = {
     "attach": Attached,
     "callback": InCallback,
     "worker": OnWorker,
-    "no optimizer": lambda *args: Loop(*args, optimize=False),
+    "no optimizer": partial(Loop, optimize=False),
 }
 
 

@@ -26,7 +26,7 @@ from instep.demo.model import CONTEXT, ByteGPT, Shape
 
 MIB = 1 << 20
 ROWS = 2
-OPTIONS = {"lr": 1e-4, "foreach": True}
+OPTIONS: dict[str, Any] = {"lr": 1e-4, "foreach": True}
 
 
 class Loop:
@@ -96,7 +96,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     shape = Shape(width=options.width, depth=options.depth, heads=6)
-    loops = {
+    loops: dict[str, Any] = {
         "plain DDP": Loop(shape, plain),
         "shard_state, backward": Loop(shape, plain, shard_state=True),
         "shard_state, forward": Loop(shape, plain, shard_state=True, schedule="forward"),

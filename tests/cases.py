@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+import instep
 from tests.devices import default_device
 
-OptimizerCase = tuple[str, Callable[..., torch.optim.Optimizer], dict[str, Any]]
+OptimizerCase = tuple[str, type[torch.optim.Optimizer], dict[str, Any]]
 
 _KWARGS: dict[str, list[dict[str, Any]]] = {
     "SGD": [
@@ -103,6 +104,24 @@ class Rotations(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.outer((self.inner(x) * self.turn).real)
+
+
+assign: Callable[[Any, str, Any], Any] = setattr
+"""``setattr`` where an expression is needed."""
+
+
+def attachment_of(model: nn.Module) -> instep.Attachment:
+    """The attachment of a model that has one."""
+    overlap = instep.attached(model)
+    assert overlap is not None
+    return overlap
+
+
+def grad_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter that has one; ``.grad`` is read once."""
+    grad = parameter.grad
+    assert grad is not None
+    return grad
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:

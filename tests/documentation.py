@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "tests" / "README.md"])
 NOT_RUN = "not run: "
 _FENCE = re.compile(r"```(\w+)(?: title=\"([^\"]*)\")?")
 _COMMAND = re.compile(r"`((?:python|torchrun|taskset|instep|pytest|mkdocs|accelerate) [^`…]+)`")
@@ -219,7 +219,8 @@ def variants(code: str) -> list[str]:
 def sides(diff: str) -> tuple[str, str]:
     """A diff as the code before, and the code after."""
     lines = diff.splitlines()
-    return tuple("\n".join(line[1:] for line in lines if not line.startswith(left_out)) for left_out in "+-")
+    before, after = ("\n".join(line[1:] for line in lines if not line.startswith(left_out)) for left_out in "+-")
+    return before, after
 
 
 def modules_of(code: str) -> set[str]:

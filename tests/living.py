@@ -75,11 +75,16 @@ def detached_in_a_step(made: Made) -> None:
         made[2].detach()
 
 
+def in_a_step(made: Made) -> None:
+    train(made)
+    backward(made, 2)
+
+
 POINTS: dict[str, Callable[[Made], Any]] = {
     "attached": lambda made: None,
     "forward": lambda made: made[0](batch(0)[0]),  # whose graph is still there
     "first backward": lambda made: backward(made, 0),
-    "backward": lambda made: (train(made), backward(made, 2)),
+    "backward": in_a_step,
     "raised": raised,
     "stepped": stepped,
     "zeroed": train,

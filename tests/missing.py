@@ -9,8 +9,8 @@ from torch.torch_version import TorchVersion
 
 # Since torch 2.7 or so.
 _FSDP2_ON_CPU = torch.cuda.is_available() or hasattr(torch.cpu.Stream, "record_event")
-_GLOO_SENDS_COMPLEX = TorchVersion(torch.__version__) >= (2, 7)
-_ACCELERATORS_ARE_NEW = TorchVersion(torch.__version__) < (2, 7)
+_GLOO_SENDS_COMPLEX = TorchVersion(torch.__version__) >= "2.7"
+_ACCELERATORS_ARE_NEW = TorchVersion(torch.__version__) < "2.7"
 _TRITON_WITHOUT_GPU = find_spec("triton") is not None and not torch.cuda.is_available()
 
 # All of it but for cases of FSDP1.

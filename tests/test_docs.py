@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import instep
 from instep import errors
@@ -171,6 +172,19 @@ def test_a_path_that_leads_nowhere_is_found() -> None:
     assert missing_paths("``tests/test_docs.py`` and `docs/index.md`, ``tests/unit/test_nothing.py`` fails") == [
         "tests/unit/test_nothing.py"
     ]
+
+
+def test_hooks_before_a_commit_download_nothing() -> None:
+    repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    assert [one["repo"] for one in repositories] == ["local"]
+    hooks = {hook["entry"].split()[0]: hook["language"] for hook in repositories[0]["hooks"]}
+    assert hooks == {"ruff": "system", "mypy": "system"}
+
+
+def test_a_report_of_a_bug_asks_for_the_environment() -> None:
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text(encoding="utf-8"))
+    required = [one["attributes"]["label"] for one in form["body"] if one.get("validations", {}).get("required")]
+    assert "The output of `instep env`" in required
 
 
 def test_docstrings_name_things_as_code() -> None:

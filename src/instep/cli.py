@@ -185,6 +185,17 @@ def plan(
         run(job, json, quiet)
 
 
+@app.command()
+def env() -> None:
+    """Print the versions, devices and settings that a report of a bug needs, as plain text to paste.
+
+    It finds out and prints; nothing is changed, and nothing is sent. What cannot be found out says why.
+    """
+    from instep.environment import report
+
+    typer.echo(report())  # a signal ends the process: torch is imported in there, and nothing is left to clean up
+
+
 @contextmanager
 def _exit_codes(command: str) -> Iterator[None]:
     """Turn errors and signals into one line and an exit code."""

@@ -45,6 +45,11 @@ def load() -> None:
         raise RuntimeError("load() must be called before the first backward of the process") from error
 
 
+def emu() -> Any:
+    """``torch.emu``, of which torch's annotations do not know. Needs ``load()``."""
+    return torch.get_device_module("emu")
+
+
 def _seed_with_torch(module: types.ModuleType) -> None:
     """``torch.manual_seed`` seeds the device, too; without the other kinds of devices, as in tests/__init__.py."""
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import instep
 from instep.errors import TornStepError
+from tests.accelerator.device import emu
 from tests.cases import Blocks, Sometimes, Tied, batch
 
 CLIP = 0.05
@@ -450,7 +451,7 @@ def _both_forward(loop: Loop) -> None:
     """A forward on the loop's stream, and one on another stream that has waited for it before."""
     mine = torch.accelerator.current_stream()
     with _on_other_streams():
-        with torch.emu.stream(mine):
+        with emu().stream(mine):
             loop.copied.append(loop.evaluate(77))
         loop.copied.append(loop.evaluate(77))
 

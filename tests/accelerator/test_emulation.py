@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.accelerator.device import emu
 from tests.accelerator.recording import Log, recorded
+from tests.cases import grad_of
 
 pytestmark = pytest.mark.accelerator
 
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.accelerator
 @pytest.fixture(autouse=True)
 def _first_device() -> Iterator[None]:
     yield
-    assert torch.emu.current_device() == 0
+    assert emu().current_device() == 0
 
 
 def kinds(log: Log) -> list[str]:
@@ -45,7 +47,7 @@ def test_a_missing_wait_is_a_race_with_both_stacks() -> None:
     a, side = ones(), torch.Stream("emu")
     with recorded() as log:
         a.add_(1)
-        with torch.emu.stream(side):
+        with emu().stream(side):
             a.mul_(2)
     assert kinds(log) == ["race"]
     finding = log.findings[0]
@@ -72,7 +74,7 @@ def test_a_wait_is_none(how: str) -> None:
     with recorded() as log:
         a.add_(1)
         WAITS[how](side)
-        with torch.emu.stream(side):
+        with emu().stream(side):
             a.mul_(2)
         current().wait_stream(side)
         a.add_(1)
@@ -86,7 +88,7 @@ def test_an_event_orders_what_was_recorded_and_no_more() -> None:
         event = current().record_event()
         a.add_(1)
         side.wait_event(event)
-        with torch.emu.stream(side):
+        with emu().stream(side):
             a.mul_(2)
     assert kinds(log) == ["race"]
 
@@ -97,7 +99,7 @@ def test_a_wait_for_an_event_before_its_recording_is_none() -> None:
         a.add_(1)
         side.wait_event(event)
         event.record(current())
-        with torch.emu.stream(side):
+        with emu().stream(side):
             a.mul_(2)
     assert kinds(log) == ["race"]
 
@@ -108,7 +110,7 @@ def test_order_through_a_third_stream() -> None:
         a.add_(1)
         one.wait_stream(current())
         two.wait_stream(one)
-        with torch.emu.stream(two):
+        with emu().stream(two):
             a.mul_(2)
     log.assert_ordered()
 
@@ -116,7 +118,7 @@ def test_order_through_a_third_stream() -> None:
 def test_the_default_stream_does_not_wait_by_itself() -> None:
     a, side = ones(), torch.Stream("emu")
     with recorded() as log:
-        with torch.emu.stream(side):
+        with emu().stream(side):
             a.mul_(2)
         a.add_(1)
     assert kinds(log) == ["race"]
@@ -125,11 +127,11 @@ def test_the_default_stream_does_not_wait_by_itself() -> None:
 def test_reads_do_not_race_and_neither_do_other_bytes() -> None:
     a, side = ones(), torch.Stream("emu")
     with recorded() as log:
-        with torch.emu.stream(side):
+        with emu().stream(side):
             a[:4].add_(1)
         a[4:].add_(1)
         torch.accelerator.synchronize()
-        with torch.emu.stream(side):
+        with emu().stream(side):
             b = a * 2
         c = a * 3
         torch.accelerator.synchronize()
@@ -143,7 +145,7 @@ def test_a_second_race_of_the_same_places_is_counted() -> None:
         for _ in range(3):
             torch.accelerator.synchronize()
             a.add_(1)
-            with torch.emu.stream(side):
+            with emu().stream(side):
                 a.mul_(2)
     assert [finding.count for finding in log.findings] == [3]
 
@@ -156,7 +158,7 @@ def test_a_host_wait_of_another_thread_counts() -> None:
         thread = threading.Thread(target=stream.synchronize)
         thread.start()
         thread.join()
-        with torch.emu.stream(side):
+        with emu().stream(side):
             a.mul_(2)
     log.assert_ordered()
 
@@ -184,7 +186,7 @@ def test_memory_freed_while_another_stream_reads(told: bool) -> None:
     with recorded() as log:
         a = torch.ones(8, device="emu")
         side.wait_stream(current())
-        with torch.emu.stream(side):
+        with emu().stream(side):
             b = a * 2
         if told:
             a.record_stream(side)
@@ -199,7 +201,7 @@ def test_record_stream_of_another_stream_does_not_help() -> None:
     with recorded() as log:
         a = torch.ones(8, device="emu")
         side.wait_stream(current())
-        with torch.emu.stream(side):
+        with emu().stream(side):
             b = a * 2
         a.record_stream(other)
         del a
@@ -231,7 +233,7 @@ def test_memory_freed_and_not_given_out_too_early(how: str) -> None:
     with recorded() as log:
         a = torch.ones(8, device="emu")
         side.wait_stream(current())
-        with torch.emu.stream(side):
+        with emu().stream(side):
             b = a * 2
         del a
         if how == "joined":
@@ -246,15 +248,15 @@ def test_memory_freed_and_not_given_out_too_early(how: str) -> None:
 
 
 def test_peaks_of_memory() -> None:
-    before = torch.emu.memory_allocated()
-    torch.emu.reset_peak_memory_stats()
+    before = emu().memory_allocated()
+    emu().reset_peak_memory_stats()
     with recorded() as log:
         a = torch.empty(1000, device="emu")
-        assert torch.emu.memory_allocated() == before + 4000
+        assert emu().memory_allocated() == before + 4000
         del a
         b = torch.empty(500, device="emu")
         elsewhere = torch.empty(50, device="emu:1")
-    assert torch.emu.max_memory_allocated() == before + 4000
+    assert emu().max_memory_allocated() == before + 4000
     assert log.peak_bytes() == log.peak_bytes(held=True) == before + 4000
     assert log.peak_bytes(1) >= 200
     if hasattr(torch.accelerator, "max_memory_allocated"):
@@ -266,12 +268,12 @@ def test_peaks_of_memory() -> None:
 @pytest.mark.parametrize("waited", [False, True])
 def test_record_stream_holds_memory_until_the_host_has_waited(waited: bool) -> None:
     side = torch.Stream("emu")
-    before = torch.emu.memory_allocated()
+    before = emu().memory_allocated()
     with recorded() as log:
         for _ in range(3):
             a = torch.empty(1000, device="emu")
             side.wait_stream(current())
-            with torch.emu.stream(side):
+            with emu().stream(side):
                 a.zero_()
             a.record_stream(side)
             del a
@@ -420,7 +422,7 @@ def test_a_query_that_is_true_orders(asked: int) -> None:
         event = current().record_event()
         for _ in range(asked):
             event.query()
-        with torch.emu.stream(side):
+        with emu().stream(side):
             a.mul_(2)
     assert kinds(log) == (["race"] if asked == 1 else [])
 
@@ -438,21 +440,21 @@ def test_an_event_of_a_stream_that_the_host_has_waited_for_through_another() -> 
 
 
 def test_streams_as_contexts() -> None:
-    side = torch.emu.Stream()
-    with torch.emu.stream(side):
+    side = emu().Stream()
+    with emu().stream(side):
         assert current() == side
     if hasattr(torch.Stream, "__enter__"):  # since torch 2.7
         with side:
-            assert torch.emu.current_stream() == side
-    assert current() == torch.emu.default_stream()
-    other = torch.emu.Stream(device="emu:1")
-    with torch.emu.stream(other):
-        assert torch.emu.current_device() == 1
+            assert emu().current_stream() == side
+    assert current() == emu().default_stream()
+    other = emu().Stream(device="emu:1")
+    with emu().stream(other):
+        assert emu().current_device() == 1
     assert other.device == torch.device("emu", 1)
 
 
 def test_elapsed_time() -> None:
-    first, second = (torch.emu.Event(enable_timing=True) for _ in range(2))
+    first, second = (emu().Event(enable_timing=True) for _ in range(2))
     first.record()
     ones()
     second.record()
@@ -464,11 +466,11 @@ def test_backward_runs_on_the_stream_of_forward() -> None:
     side = torch.Stream("emu")
     weight = ones().requires_grad_()
     with recorded() as log:
-        with torch.emu.stream(side):
+        with emu().stream(side):
             loss = (weight * 2).sum()
         loss.backward()
         with torch.no_grad():
-            weight.sub_(weight.grad)  # backward() has the current stream wait
+            weight.sub_(grad_of(weight))  # backward() has the current stream wait
     log.assert_ordered()
     assert log.count("op", f"0.{side.stream_id}") >= 3
 
@@ -478,8 +480,8 @@ def test_a_hook_that_uses_another_stream_without_a_wait() -> None:
     weight = ones().requires_grad_()
 
     def hook(p: torch.Tensor) -> None:
-        with torch.emu.stream(side), torch.no_grad():
-            p.sub_(p.grad)
+        with emu().stream(side), torch.no_grad():
+            p.sub_(grad_of(p))
 
     weight.register_post_accumulate_grad_hook(hook)
     with recorded() as log:
@@ -492,8 +494,8 @@ def test_a_hook_that_uses_another_stream_without_a_wait() -> None:
 
 
 def test_devices() -> None:
-    assert torch.accelerator.device_count() == torch.emu.device_count() == 2
-    with torch.emu.device(1):
+    assert torch.accelerator.device_count() == emu().device_count() == 2
+    with emu().device(1):
         a = torch.ones(8, device="emu")
         assert torch.accelerator.current_device_index() == 1
     assert a.device == torch.device("emu", 1)
@@ -522,7 +524,7 @@ def test_a_copy_between_devices_orders_the_current_streams_alone() -> None:
     a, side = ones(), torch.Stream("emu:1")
     b = ones("emu:1")
     with recorded() as log:
-        with torch.emu.stream(side):
+        with emu().stream(side):
             b.add_(1)
         b.copy_(a)
     assert kinds(log) == ["race"]
@@ -534,7 +536,7 @@ def test_backward_over_two_devices() -> None:
         loss = second(first(torch.ones(2, 8, device="emu:0")).to("emu:1")).sum()
         loss.backward()
         for module in (first, second):
-            module.weight.grad.add_(1)
+            grad_of(module.weight).add_(1)
     log.assert_ordered()
     assert log.streams == {"0.0", "1.0"}
 
@@ -563,19 +565,19 @@ def test_random_numbers_are_those_of_a_cpu_generator() -> None:
 
 def test_states_of_generators() -> None:
     torch.manual_seed(5)
-    assert torch.emu.initial_seed() == 5
-    state = torch.emu.get_rng_state()
+    assert emu().initial_seed() == 5
+    state = emu().get_rng_state()
     with torch.random.fork_rng(devices=[0], device_type="emu"):
         inside = torch.rand(3, device="emu")
     assert torch.equal(torch.rand(3, device="emu"), inside)
-    torch.emu.set_rng_state(state)
+    emu().set_rng_state(state)
     assert torch.equal(torch.rand(3, device="emu"), inside)
-    torch.emu.manual_seed_all(5)
+    emu().manual_seed_all(5)
     assert torch.equal(torch.rand(3, device="emu:1").cpu(), inside.cpu())
     before = torch.get_rng_state()
     torch.native_dropout(torch.ones(9, device="emu"), 0.5, True)
     assert torch.equal(before, torch.get_rng_state())
-    assert not torch.equal(torch.emu.get_rng_state(), state)
+    assert not torch.equal(emu().get_rng_state(), state)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -588,7 +590,7 @@ def test_checkpoint_draws_again(reentrant: bool) -> None:
         torch.manual_seed(1)
         module.zero_grad()
         run().sum().backward()
-        return [p.grad.clone() for p in module.parameters()]
+        return [grad_of(p).clone() for p in module.parameters()]
 
     plain = gradients(lambda: module(x))
     with recorded() as log:
@@ -697,12 +699,12 @@ def test_layouts_and_deterministic_algorithms() -> None:
 
 def test_nothing_stays_allocated() -> None:
     gc.collect()
-    before = torch.emu.memory_allocated()
+    before = emu().memory_allocated()
     module = nn.Linear(8, 8).to("emu")
     module(torch.ones(2, 8, device="emu")).sum().backward()
     del module
     gc.collect()
-    assert torch.emu.memory_allocated() == before
+    assert emu().memory_allocated() == before
 
 
 def test_recorded_device_fixture(device: torch.device) -> None:

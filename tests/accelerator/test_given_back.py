@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 from tests.accelerator.loops import SMALL, WAYS
 from tests.accelerator.recording import recorded
+from tests.cases import grad_of
 from tests.distributed.pool import RankPool
 
 pytestmark = pytest.mark.accelerator
@@ -29,7 +30,7 @@ class GivingBack(torch.optim.Optimizer):
         super().__init__(params, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p in self.param_groups[0]["params"]:
             if p.grad is not None:
                 state = self.state[p]
@@ -50,7 +51,7 @@ def replaced_inside(state: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
 
 
 def latest(state: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
-    state["latest"] = [*state["latest"][-2:], p.grad.clone()]
+    state["latest"] = [*state["latest"][-2:], grad_of(p).clone()]
     return torch.stack(state["latest"]).mean(0)
 
 
@@ -61,7 +62,7 @@ def by_data(state: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
 
 def resized(state: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
     history = state["momentum"]
-    history.resize_(len(history) + 1, *p.shape[1:])[-1].copy_(p.grad[0])
+    history.resize_(len(history) + 1, *p.shape[1:])[-1].copy_(grad_of(p)[0])
     return history.mean(0).expand_as(p)
 
 
@@ -71,13 +72,13 @@ def weight_by_data(state: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_by_data(state: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
-    p.grad.data = p.grad * 0.99
+    grad_of(p).data = grad_of(p) * 0.99
     return state["momentum"].mul_(0.9).add_(p.grad)
 
 
 def gradient_written(state: dict[str, Any], p: torch.Tensor) -> torch.Tensor:
     """It may lie in a bucket of DDP's, which copies from there."""
-    p.grad.mul_(0.99)
+    grad_of(p).mul_(0.99)
     return state["momentum"].mul_(0.9).add_(p.grad)
 
 
@@ -141,7 +142,7 @@ def in_hook(kind: str) -> None:
     for attached in (False, True):
         with torch.device("emu"), recorded() as log:
             torch.manual_seed(0)
-            model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(5)))
+            model: nn.Module = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(5)))
             optimizer = kind_of(kind)(model.parameters())
             for i in range(6):
                 if i == 2 and attached:

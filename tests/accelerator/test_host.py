@@ -55,7 +55,7 @@ def regular_steps(
         for micro in range(micro_batches):
             value = loss(made, *data[i * micro_batches + micro])
             value = value if scaler is None else scaler.scale(value)
-            with nullcontext() if by_steps or micro == micro_batches - 1 else overlap.accumulate():
+            with nullcontext() if overlap is None or by_steps or micro == micro_batches - 1 else overlap.accumulate():
                 value.backward() if overlap is None else overlap.backward(value)
         for optimizer in steppers:
             if scaler is not None and unscales:

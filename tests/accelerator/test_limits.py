@@ -1,11 +1,14 @@
 """What docs/accelerators.md says that a loop must know."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import instep
 from instep.errors import TornStepError, UncommittedStepError
+from tests.accelerator.device import emu
 from tests.accelerator.loops import WAYS
 from tests.accelerator.recording import recorded
 
@@ -29,7 +32,7 @@ def test_a_stream_that_waits_before_the_forward_and_reads_after_it(model: nn.Mod
         optimizer.step()
         other.wait_stream(torch.accelerator.current_stream())
         model(x)
-        with torch.emu.stream(other):
+        with emu().stream(other):
             if synchronizes:
                 overlap.synchronize()
             copies = [p.detach().clone() for p in model.parameters()]
@@ -51,7 +54,7 @@ def test_a_forward_on_another_stream_after_buckets_were_read_in_another_order(mo
             optimizer.zero_grad()
             other.wait_stream(torch.accelerator.current_stream())
             read = [p.sum() for p in reversed(list(model.parameters()))]
-            with torch.emu.stream(other), torch.no_grad():
+            with emu().stream(other), torch.no_grad():
                 model(x)
             torch.accelerator.current_stream().wait_stream(other)
     log.assert_ordered()
@@ -64,7 +67,7 @@ class Interrupted(torch.optim.SGD):
 
     now = False
 
-    def step(self, closure: object = None) -> None:
+    def step(self, closure: object = None) -> Any:
         super().step()
         if self.now:
             raise KeyboardInterrupt

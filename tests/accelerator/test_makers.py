@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import instep
+from tests.accelerator.device import emu
 from tests.accelerator.loops import WAYS
 from tests.accelerator.recording import recorded
 from tests.distributed.pool import RankPool
@@ -29,7 +30,7 @@ class Towers(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         here = torch.accelerator.current_stream()
         self.stream.wait_stream(here)
-        with torch.emu.stream(self.stream):
+        with emu().stream(self.stream):
             other = self.other(x)
         one = self.one(x)
         here.wait_stream(self.stream)
@@ -49,7 +50,7 @@ class Branch(nn.Module):
         here = torch.accelerator.current_stream()
         self.stream.wait_stream(here)
         trunk = self.trunk(x)
-        with torch.emu.stream(self.stream):
+        with emu().stream(self.stream):
             mixed = (x * 2).sin() @ (torch.ones(10, 10) + 1)
             branch = self.branch(mixed)
         here.wait_stream(self.stream)
@@ -73,7 +74,7 @@ class Train:
         for i in range(STEPS):
             stream = self.stream_of(i, streams)
             stream.wait_stream(last)
-            with torch.emu.stream(stream):
+            with emu().stream(stream):
                 # The loss of the step before is alive: with its graph, and the streams of that.
                 loss = model(torch.full((4, 10), 0.1 * (i + 1))).square().mean()
                 backward(loss)

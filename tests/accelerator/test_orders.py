@@ -13,6 +13,7 @@ from torch import nn
 import instep
 from instep._autograd.engine import _EndOfBackward
 from tests import net
+from tests.accelerator.device import emu
 from tests.accelerator.loops import SMALL, WAYS
 from tests.accelerator.recording import recorded
 
@@ -89,7 +90,7 @@ def test_two_streams_read() -> None:
         for i in range(ITERATIONS):
             program.learn(i)
             program.second.wait_stream(program.first)
-            with torch.emu.stream(program.second):
+            with emu().stream(program.second):
                 program.forward(i)
             program.forward(i)
             program.first.wait_stream(program.second)
@@ -106,7 +107,7 @@ def test_synchronize_on_another_stream(way: str) -> None:
             program.learn(i)
             if program.overlap is None:
                 program.second.wait_stream(program.first)
-            with torch.emu.stream(program.second):
+            with emu().stream(program.second):
                 if program.overlap is not None:
                     program.overlap.synchronize()
                 program.read()
@@ -123,11 +124,11 @@ def test_step_on_another_stream_that_reads_after_the_forward(way: str) -> None:
         for i in range(ITERATIONS):
             program.backward(program.loss(i))
             program.second.wait_stream(program.first)
-            with torch.emu.stream(program.second):
+            with emu().stream(program.second):
                 program.step()
             program.first.wait_stream(program.second)
             program.forward(i)
-            with torch.emu.stream(program.second):
+            with emu().stream(program.second):
                 program.read()
             program.first.wait_stream(program.second)
 
@@ -139,11 +140,11 @@ def test_synchronize_after_a_forward_on_another_stream() -> None:
         for i in range(ITERATIONS):
             program.learn(i)
             program.second.wait_stream(program.first)
-            with torch.emu.stream(program.second):
+            with emu().stream(program.second):
                 program.forward(i)
             if program.overlap is None:
                 program.third.wait_stream(program.first)
-            with torch.emu.stream(program.third):
+            with emu().stream(program.third):
                 if program.overlap is not None:
                     program.overlap.synchronize()
                 program.read()
@@ -161,7 +162,7 @@ def test_put_back_by_another_stream(undo: Any) -> None:
         for i in range(ITERATIONS):
             program.second.wait_stream(program.first)
             program.backward(program.loss(i))
-            with torch.emu.stream(program.second):
+            with emu().stream(program.second):
                 program.read()
             program.read()
             program.first.wait_stream(program.second)
@@ -178,11 +179,11 @@ def test_backward_is_called_on_another_stream(way: str) -> None:
         for i in range(ITERATIONS):
             loss = program.loss(i)
             program.second.wait_stream(program.first)
-            with torch.emu.stream(program.second):
+            with emu().stream(program.second):
                 program.backward(loss)
             program.copies += [torch.full((32, 32), 3.0) for _ in range(8)]
             program.second.wait_stream(program.first)
-            with torch.emu.stream(program.second):
+            with emu().stream(program.second):
                 program.step()
             program.first.wait_stream(program.second)
 
@@ -207,11 +208,11 @@ def test_put_back_in_a_backward_that_another_stream_has_called() -> None:
         for i in range(ITERATIONS):
             loss = scaler.scale(program.loss(i))
             program.second.wait_stream(program.first)
-            with torch.emu.stream(program.second):
+            with emu().stream(program.second):
                 program.backward(loss)
             program.read()
             program.second.wait_stream(program.first)
-            with torch.emu.stream(program.second):
+            with emu().stream(program.second):
                 scaler.step(program.optimizer)
                 scaler.update()
                 program.optimizer.zero_grad()
@@ -286,10 +287,10 @@ def test_a_backward_that_raised_keeps_no_gradient() -> None:
         program = Program({}, layers())
         next(program.model.parameters()).register_hook(stop)
         gc.collect()
-        before = torch.emu.memory_allocated()
+        before = emu().memory_allocated()
         with pytest.raises(KeyError):
             program.backward(program.loss(0))
         program.overlap.accept_torn()
         gc.collect()
-        assert torch.emu.memory_allocated() == before
+        assert emu().memory_allocated() == before
         program.overlap.detach()

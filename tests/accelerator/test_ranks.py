@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.accelerator.device import emu
 from tests.accelerator.recording import Log, recorded
 from tests.distributed.pool import RankPool
+from tests.distributed.sharded import whole
 
 pytestmark = pytest.mark.accelerator
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -227,12 +229,12 @@ def _order_body(case: str) -> tuple[list[str], int]:
             work.wait()
         elif case == "waited on another stream":
             work = dist.all_reduce(x, async_op=True)
-            with torch.emu.stream(side):
+            with emu().stream(side):
                 work.wait()
             x.add_(1)
         elif case == "launched from a stream that does not wait":
             x.mul_(2)
-            with torch.emu.stream(side):
+            with emu().stream(side):
                 dist.all_reduce(x)
         elif case == "future":
             dist.all_reduce(x, async_op=True).get_future().wait()
@@ -281,7 +283,7 @@ def _freed_body(manner: str) -> tuple[list[str], int, int]:
     torch.accelerator.synchronize()
     if manner == "record_stream":
         os.environ["TORCH_NCCL_AVOID_RECORD_STREAMS"] = "0"
-    before = torch.emu.memory_allocated()
+    before = emu().memory_allocated()
     with recorded() as log:
         x = torch.ones(1000, device="emu")
         work = dist.all_gather_into_tensor(out, x, async_op=True)
@@ -289,13 +291,13 @@ def _freed_body(manner: str) -> tuple[list[str], int, int]:
         if manner == "dropped":
             del work
         y = torch.empty(1000, device="emu")
-        kept = torch.emu.memory_allocated() - before
+        kept = emu().memory_allocated() - before
         if manner == "dropped":
             torch.accelerator.synchronize()
             dist.all_gather_into_tensor(out, out[:1000])
         else:
             work.wait()
-        left = torch.emu.memory_allocated() - before
+        left = emu().memory_allocated() - before
     del y
     os.environ.pop("TORCH_NCCL_AVOID_RECORD_STREAMS", None)
     return _kinds(log), kept, left
@@ -423,12 +425,12 @@ def test_a_rank_that_dies_is_an_error_where_it_is_waited_for() -> None:
 # Training.
 
 
-def _model() -> nn.Module:
+def _model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def _ddp(device: str) -> nn.Module:
+def _ddp(device: str) -> DistributedDataParallel:
     return DistributedDataParallel(_model().to(device), bucket_cap_mb=0.0002, gradient_as_bucket_view=True)
 
 
@@ -567,7 +569,7 @@ def _checkpoint_body(folder: str) -> list[str]:
         dcp.load({"model": of_twin, "optimizer": of_twins_optimizer}, checkpoint_id=folder)
         set_state_dict(twin, twins_optimizer, model_state_dict=of_twin, optim_state_dict=of_twins_optimizer)
         for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(one.full_tensor(), other.full_tensor())
+            assert torch.equal(whole(one), whole(other))
     return _found(log)
 
 

@@ -53,7 +53,7 @@ def prefetching(model: Any) -> nn.Module:
     sharded(model)
     model.set_modules_to_forward_prefetch(list(model.blocks))
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def fsdp1(model: Any) -> nn.Module:
@@ -66,7 +66,7 @@ def tensor_parallel(model: Any) -> nn.Module:
     mesh = init_device_mesh("emu", (dist.get_world_size(),))
     for block in model.blocks:
         parallelize_module(block, mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

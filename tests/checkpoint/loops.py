@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+import instep
+from instep import Checkpoint
 from instep.checkpoint import manifest as manifests
 from instep.checkpoint.files import DIGEST, MANIFEST, digest_line
 from instep.verification import first_difference
@@ -22,10 +24,17 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(two_groups(model), lr=1e-2, amsgrad=True)
 
 
-def made(make: Make = adamw, seed: int = 0, build: Callable[[], nn.Module] = Blocks) -> tuple[nn.Module, Any]:
+def made(make: Make = adamw, seed: int = 0, build: Callable[[], nn.Module] = Blocks) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     model = build()
     return model, make(model)
+
+
+def load_from(path: Path | str, model: nn.Module, optimizer: Any) -> Checkpoint:
+    """``instep.load`` where there is something to load."""
+    found = instep.load(path, model, optimizer)
+    assert found is not None
+    return found
 
 
 def learn(model: nn.Module, optimizer: Any, steps: range) -> None:

@@ -24,7 +24,7 @@ import instep
 from instep.checkpoint.files import DIGEST, MANIFEST
 from instep.checkpoint.tiles import Box, cover_once
 from instep.errors import CheckpointError, DamagedCheckpointError
-from tests.checkpoint.loops import everything, made, require_same, sign
+from tests.checkpoint.loops import everything, load_from, made, require_same, sign
 
 
 class Small(nn.Module):
@@ -123,7 +123,7 @@ def test_every_flipped_bit_and_every_truncation_is_found(
         change(copied / name, rng)
         target.refuses(copied, error=DamagedCheckpointError)
         shutil.copyfile(saved / name, copied / name)
-    assert instep.load(copied, *small()).step == 7
+    assert load_from(copied, *small()).step == 7
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -152,7 +152,7 @@ def test_a_renamed_checkpoint(copied: Path, target: Target) -> None:
     copied.rename(moved)
     target.refuses(moved, "holds step 7", DamagedCheckpointError)
     moved.rename(copied.with_name("best"))
-    assert instep.load(copied.with_name("best"), *small()).step == 7
+    assert load_from(copied.with_name("best"), *small()).step == 7
 
 
 def test_the_one_before_a_damaged_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -163,7 +163,7 @@ def test_the_one_before_a_damaged_one(tmp_path: Path, caplog: pytest.LogCaptureF
     second = instep.save(tmp_path, *loop, step=2)
     flip(second / "rank-00000.safetensors", random.Random(0))
     with caplog.at_level(logging.WARNING, "instep"):
-        assert instep.load(tmp_path, *loop).path == first
+        assert load_from(tmp_path, *loop).path == first
     require_same(kept, loop, "the one before")
     assert "is not what was saved" in caplog.text
     with pytest.raises(DamagedCheckpointError):
@@ -173,7 +173,7 @@ def test_the_one_before_a_damaged_one(tmp_path: Path, caplog: pytest.LogCaptureF
         instep.load(tmp_path, *loop)
     # Training goes on from the first, and passes the damaged one.
     assert instep.save(tmp_path, *loop, step=1).name == "step-000000000001.1"
-    assert instep.load(tmp_path, *loop).step == 1
+    assert load_from(tmp_path, *loop).step == 1
     assert instep.save(tmp_path, *loop, step=2).name == "step-000000000002.1"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000000001.1", "step-000000000002.1"]
 
@@ -360,7 +360,7 @@ def mutated_schemas(saved: Path, work: Path, target: Target, data: st.DataObject
     target.loads_or_refuses(work)
 
 
-SETTINGS = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+SETTINGS: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 
 
 @settings(max_examples=60, derandomize=True, **SETTINGS)
@@ -448,12 +448,14 @@ def test_nothing_is_run_or_imported(copied: Path, target: Target, monkeypatch: p
         raise AssertionError("a checkpoint made something run")
 
     def only_ours(name: str) -> object:
-        return find(name) if name == "instep.checkpoint" else never()
+        if name != "instep.checkpoint":
+            never()
+        return find(name)
 
     for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
         monkeypatch.setattr(module, name, never)
     monkeypatch.setattr(importlib, "import_module", only_ours)
-    assert instep.load(copied, *small()).step == 7
+    assert load_from(copied, *small()).step == 7
     manifest = manifest_of(copied)
     manifest["optimizers"][0]["class"] = "antigravity.AdamW"
     sign(copied, manifest)

@@ -20,7 +20,7 @@ from torch import nn
 import instep
 from instep.checkpoint.files import places
 from instep.errors import CheckpointError
-from tests.checkpoint.loops import everything, made, require_same
+from tests.checkpoint.loops import everything, load_from, made, require_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork beside threads
 
@@ -46,7 +46,7 @@ def digest(loop: Any) -> str:
     return found.hexdigest()
 
 
-def in_child(work: Callable[[], None]) -> int:
+def in_child(work: Callable[[], object]) -> int:
     """Run ``work`` in a fork of this process, which it may end; the child's id."""
     child = os.fork()
     if child == 0:
@@ -214,7 +214,7 @@ def test_short_writes(tmp_path: Path, loop: Any) -> None:
     require_same(loop, other, "written little by little")
     with patch("os.write", lambda file, data: 0), pytest.raises(CheckpointError, match="nothing could be written"):
         instep.save(tmp_path, *loop, step=2)
-    assert instep.load(tmp_path, *other).step == 1
+    assert load_from(tmp_path, *other).step == 1
 
 
 def test_a_limit_of_the_operating_system(tmp_path: Path, loop: Any) -> None:
@@ -228,7 +228,7 @@ def test_a_limit_of_the_operating_system(tmp_path: Path, loop: Any) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [p.step for p in places(tmp_path)] == [1]
-    assert instep.load(tmp_path, *loop).step == 1
+    assert load_from(tmp_path, *loop).step == 1
 
 
 def test_interrupted(tmp_path: Path, loop: Any) -> None:

@@ -20,7 +20,7 @@ import instep
 from instep.errors import CheckpointError, DamagedCheckpointError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
-from tests.checkpoint.loops import adamw, everything, require_same
+from tests.checkpoint.loops import adamw, everything, load_from, require_same
 from tests.devices import here
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, loss_of, nested, parameters_of
@@ -48,7 +48,7 @@ class RowScaled(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -121,14 +121,14 @@ def close(*loops: Loop) -> None:
 
 
 def resumed(kind: str, optimizer: str, options: Way, directory: str) -> None:
-    step = {"step": 2} if options is None else {}
+    step: dict[str, Any] = {"step": 2} if options is None else {}
     first = build(kind, optimizer, 0, options)
     learn(first, range(2), kind)
-    extra = {"rank": dist.get_rank(), "rng": torch.get_rng_state()}
+    extra: dict[str, Any] = {"rank": dist.get_rank(), "rng": torch.get_rng_state()}
     path = instep.save(directory, first.model, first.optimizer, extra=extra, **step)
     learn(first, range(2, 4), kind)
     then = build(kind, optimizer, 1, options)
-    found = instep.load(directory, then.model, then.optimizer)
+    found = load_from(directory, then.model, then.optimizer)
     assert (found.step, found.world_size, found.path) == (2, dist.get_world_size(), path)
     assert found.extra["rank"] == dist.get_rank()
     assert torch.equal(found.extra["rng"], extra["rng"])
@@ -198,7 +198,7 @@ def saved(kind: str, optimizer: str, options: Way, directory: str, expected: str
 
 def loaded(kind: str, optimizer: str, options: Way, directory: str, expected: str, world_size: int) -> None:
     loop = build(kind, optimizer, 1, options)
-    found = instep.load(directory, loop.model, loop.optimizer)
+    found = load_from(directory, loop.model, loop.optimizer)
     assert found.world_size == world_size
     assert found.extra == (dist.get_rank() if dist.get_rank() < world_size else 0)
     if options and options.get("shard_state"):
@@ -213,7 +213,7 @@ def loaded(kind: str, optimizer: str, options: Way, directory: str, expected: st
 def alone(optimizer: str, directory: str, expected: str, world_size: int) -> None:
     """In one process, without a process group."""
     loop = build("bare", optimizer, 1)
-    assert instep.load(directory, loop.model, loop.optimizer).world_size == world_size
+    assert load_from(directory, loop.model, loop.optimizer).world_size == world_size
     difference = first_difference(iter(torch.load(expected).items()), iter(full(loop).items()))
     assert difference is None, difference
     learn(loop, range(2, 4), "bare")
@@ -284,7 +284,7 @@ def fails_on_one(directory: str, what: str) -> None:
     assert [p.name for p in Path(directory).iterdir()] == ["step-000000000002"]
     learn(loop, range(3, 4))
     instep.save(directory, loop.model, loop.optimizer)
-    assert instep.load(directory, loop.model, loop.optimizer).step == 4
+    assert load_from(directory, loop.model, loop.optimizer).step == 4
     close(loop)
 
 

@@ -16,11 +16,14 @@ from instep.errors import CheckpointError, TornStepError, UncommittedStepError
 from tests.cases import Blocks, Tied, batch, two_groups
 from tests.checkpoint.loops import adamw, everything, learn, loss_of, made, require_same
 
+NOTHING: Any = None
+
 # Between steps alone.
 
 
 def test_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    for options in ({}, {"undo": True}):
+    each: tuple[dict[str, Any], ...] = ({}, {"undo": True})
+    for options in each:
         loop = made()
         with instep.attach(*loop, **options) as overlap:
             learn(*loop, range(1))
@@ -90,7 +93,8 @@ def test_a_step_that_raised(tmp_path: Path, options: Any) -> None:
 
 
 def test_between_micro_batches(tmp_path: Path) -> None:
-    for options in ({}, {"accumulation_steps": 2}):
+    each: tuple[dict[str, Any], ...] = ({}, {"accumulation_steps": 2})
+    for options in each:
         loop = made()
         with instep.attach(*loop, **options) as overlap:
             held = torch.enable_grad() if options else overlap.accumulate()
@@ -129,8 +133,11 @@ NOT_SAVED: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "what holds itself": (changed("extra", holds_itself), "deep, or holds itself"),
     "a sparse tensor": (changed("extra", torch.eye(2).to_sparse()), "extra is a torch.sparse_coo"),
     "a meta tensor": (changed("extra", torch.empty(2, device="meta")), "extra is a meta tensor"),
-    "no optimizer": (lambda loop, path: instep.save(path, loop[0], 3 * [None], step=1), "torch.optim.Optimizer"),
-    "no model": (lambda loop, path: instep.save(path, None, loop[1], step=1), "must be a torch.nn.Module"),
+    "no optimizer": (
+        lambda loop, path: instep.save(path, loop[0], 3 * [NOTHING], step=1),
+        "torch.optim.Optimizer",
+    ),
+    "no model": (lambda loop, path: instep.save(path, NOTHING, loop[1], step=1), "must be a torch.nn.Module"),
     "an optimizer twice": (lambda loop, path: instep.save(path, loop[0], 2 * [loop[1]], step=1), "given twice"),
     "another's parameters": (lambda loop, path: instep.save(path, Blocks(), loop[1], step=1), "not in the model"),
 }
@@ -224,7 +231,7 @@ def four_betas(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def other_shape(model: nn.Module) -> torch.optim.Optimizer:
+def other_shape(model: Any) -> torch.optim.Optimizer:
     optimizer = adamw(model)
     optimizer.state[model.outer.bias]["exp_avg"] = torch.zeros(3)
     return optimizer

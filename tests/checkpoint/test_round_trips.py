@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import instep
-from tests.cases import Blocks, Rotations, Tied, batch, optimizer_cases, two_groups
-from tests.checkpoint.loops import adamw, everything, learn, loss_of, made, require_same
+from tests.cases import Blocks, Rotations, Tied, attachment_of, batch, optimizer_cases, two_groups
+from tests.checkpoint.loops import adamw, everything, learn, load_from, loss_of, made, require_same
 from tests.late import late_updates
 
 CASES = {case[0]: case for case in optimizer_cases()}
@@ -32,7 +32,7 @@ def resumed(path: Path, make: Any, options: Mapping[str, Any] | None, seed: int 
     if options is not None:
         instep.attach(*first, **options)
     learn(*first, range(2))
-    step = {"step": 2} if options is None else {}
+    step: dict[str, Any] = {"step": 2} if options is None else {}
     instep.save(path, *first, **step)
     saved = list(everything(*first))
     learn(*first, range(2, 4))
@@ -45,8 +45,8 @@ def resumed(path: Path, make: Any, options: Mapping[str, Any] | None, seed: int 
     learn(*then, range(2, 4))
     for one in (first, then):
         if options is not None:
-            instep.attached(one[0]).synchronize()
-            instep.attached(one[0]).detach()
+            attachment_of(one[0]).synchronize()
+            attachment_of(one[0]).detach()
     require_same(first, then, "two steps later")
     assert attachment is None or attachment.step_count == 4
 
@@ -131,7 +131,7 @@ def test_models_with_something_odd(tmp_path: Path, build: Any) -> None:
 
 def test_buffers_strides_and_frozen_parameters(tmp_path: Path) -> None:
     def build() -> nn.Module:
-        model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)).to(memory_format=torch.channels_last)
+        model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch leaves it out
         model[0].bias.requires_grad_(False)
         model.register_buffer("mask", torch.full((3,), float("-inf")))
         model.register_buffer("cache", torch.rand(2), persistent=False)
@@ -202,7 +202,8 @@ def test_tied_weights_under_either_name(tmp_path: Path) -> None:
 def test_wrapped_and_not(tmp_path: Path) -> None:
     first, then = made(), made(seed=1)
     learn(*first, range(2))
-    instep.save(tmp_path, torch.compile(first[0], backend="eager"), first[1], step=2)
+    compiled: Any = torch.compile(first[0], backend="eager")
+    instep.save(tmp_path, compiled, first[1], step=2)
     instep.load(tmp_path, *then)
     require_same(first, then, "loaded")
     instep.load(tmp_path, nn.DataParallel(then[0]), then[1])
@@ -219,7 +220,7 @@ def test_with_and_without_instep(tmp_path: Path) -> None:
         learn(*attached, range(2, 3))
         instep.save(tmp_path, *attached)
     other = made(seed=2)
-    assert instep.load(tmp_path, *other).step == 3
+    assert load_from(tmp_path, *other).step == 3
     require_same(plain, other, "from plain to attached and back")
 
 
@@ -265,13 +266,13 @@ def test_extra(tmp_path: Path) -> None:
     }
     expected = copy.deepcopy(extra)
     instep.save(tmp_path, *loop, step=3, extra=extra)
-    found = instep.load(tmp_path, *loop).extra
+    found = load_from(tmp_path, *loop).extra
     require_equal(expected, found, "extra")
     scheduler.load_state_dict(found["scheduler"])
     random.setstate(found["python"])
     torch.set_rng_state(found["torch"])
     instep.save(tmp_path, *loop, step=3, extra=float("nan"))
-    assert str(instep.load(tmp_path, *loop).extra) == "nan"
+    assert str(load_from(tmp_path, *loop).extra) == "nan"
 
 
 def require_equal(expected: Any, found: Any, where: str) -> None:
@@ -333,10 +334,10 @@ def test_what_is_kept(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000000002", "step-000000000003.1"]
     (tmp_path / ".saving-4-00000000").mkdir()
     (tmp_path / ".saving-4-00000000" / "rank-00000.safetensors").write_bytes(b"half")
-    assert instep.load(tmp_path, *loop).path == path
+    assert load_from(tmp_path, *loop).path == path
     instep.save(tmp_path, *loop, step=4, keep=1)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000000000004"]
-    assert instep.load(tmp_path / "step-000000000004", *loop).step == 4
+    assert load_from(tmp_path / "step-000000000004", *loop).step == 4
 
 
 def test_after_a_torn_or_open_step(tmp_path: Path) -> None:
@@ -350,7 +351,7 @@ def test_after_a_torn_or_open_step(tmp_path: Path) -> None:
         instep.save(tmp_path, *loop)
         learn(*loop, range(2, 3))
         loss_of(loop[0](batch(3)[0]), batch(3)[1]).backward()  # and no step
-        assert instep.load(tmp_path, *loop).step == overlap.step_count == 2
+        assert load_from(tmp_path, *loop).step == overlap.step_count == 2
         assert all(p.grad is None for p in loop[0].parameters())
         if not options:
             broken = loop[0].blocks[1].register_full_backward_pre_hook(interrupt)
@@ -371,6 +372,6 @@ def require_loads(path: Path, expected: Any, loop: Any) -> None:
     then = made(seed=1)
     instep.load(path, *then)
     learn(*then, range(2, 4))
-    learn(*loop, range(2, 4))
-    instep.attached(loop[0]).synchronize()
+    learn(loop[0], loop[1], range(2, 4))
+    attachment_of(loop[0]).synchronize()
     require_same(then, loop, "and trained on")

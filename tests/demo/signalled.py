@@ -68,7 +68,7 @@ def at_import(module: str) -> None:
             if name == module:
                 fire()
 
-    sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, Finder)
 
 
 def again_while_it_stops() -> None:

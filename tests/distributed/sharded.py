@@ -52,11 +52,23 @@ def mesh(*sizes: int) -> Any:
     return init_device_mesh(here().type, sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
 
 
-def nested(model: nn.Module, **options: Any) -> nn.Module:
+def nested(model: Any, **options: Any) -> nn.Module:
     """Each block, and the rest."""
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a DTensor, gathered."""
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()
 
 
 def parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:

@@ -142,7 +142,7 @@ def own_rows_that_differ() -> None:
     optimizer = adamw(model)
     overlap = instep.attach(model, optimizer, check_steps=3, shard_state=True)
     loss_of(model(batch(0)[0]), batch(0)[1]).backward()
-    weight = model.module.outer.weight
+    weight = model.get_parameter("module.outer.weight")
     entry = optimizer.state[weight]["exp_avg"]
     assert isinstance(entry, DTensor)
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(entry._local_tensor):

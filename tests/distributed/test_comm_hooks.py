@@ -220,7 +220,7 @@ def failing_hook(failing: int) -> tuple[str, list[str], str]:
                 raise ConnectionError("the cable was pulled")
             return future.value()
 
-        return default_hooks.allreduce_hook(None, bucket).then(check)
+        return default_hooks.allreduce_hook(None, bucket).then(check)  # type: ignore[arg-type]  # it may be None
 
     overlap = instep.attach(ddp, opt, comm_hook=(calls, hook))
     for i in range(3):

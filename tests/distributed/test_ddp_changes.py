@@ -61,7 +61,7 @@ def body_changes(name: str, options: dict[str, Any], when: str) -> str | None:
     plain, model = made(adamw), made(adamw)
     with instep.attach(*model, **options) as overlap:
         for i in range(4):
-            change = {when: CHANGES[name]} if i == 2 else {}
+            change: dict[str, Any] = {when: CHANGES[name]} if i == 2 else {}
             iteration(*plain, i, **change)
             iteration(*model, i, **change)
         overlap.synchronize()

@@ -4,6 +4,7 @@ import copy
 import os
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -349,17 +350,18 @@ def body_error_beside_ddp() -> bool:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with instep.attach(model, optimizer) as overlap:
         train(model, optimizer, range(2))
-        real = torch.optim.SGD.step.__wrapped__
+        decorated: Any = torch.optim.SGD.step
+        real = decorated.__wrapped__
 
         def failing(self: Any, closure: Any = None) -> None:
             raise ZeroDivisionError("once")
 
-        torch.optim.SGD.step.__wrapped__ = failing
+        decorated.__wrapped__ = failing
         try:
             with pytest.raises(ZeroDivisionError):
                 loss_of(model, 2).backward()
         finally:
-            torch.optim.SGD.step.__wrapped__ = real
+            decorated.__wrapped__ = real
         overlap.accept_torn()
         train(model, optimizer, range(3, 6))
         assert overlap.step_count == 6  # the torn one counts
@@ -423,7 +425,7 @@ def test_a_parameter_thawed_after_wrapping(three_ranks: RankPool, view: bool) ->
 def body_cleared_after_the_forward(options: dict[str, Any], view: bool) -> str | None:
     """DDP's second forward lays out its buckets anew, and meets the gradients of the step before."""
 
-    def run(attach: bool) -> dict[str, Any]:
+    def run(attach: bool) -> Iterator[tuple[str, Any]]:
         model = make(gradient_as_bucket_view=view)[0]
         # Not fused: over the rows of a rank that rounds in another way (docs/sharded.md).
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)

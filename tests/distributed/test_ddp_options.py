@@ -20,14 +20,14 @@ from tests.distributed import test_ddp_parity as parity
 from tests.distributed import test_zero as zero
 from tests.distributed.pool import RankPool
 
-SMALL = {"bucket_cap_mb": 0.004}
+SMALL: dict[str, Any] = {"bucket_cap_mb": 0.004}
 
 
 def has(option: str) -> bool:
     return option in inspect.signature(DistributedDataParallel).parameters
 
 
-def needs(option: str) -> Any:
+def needs(option: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not has(option), reason=f"this torch's DistributedDataParallel has no {option}")
 
 
@@ -190,7 +190,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 def refused(way: dict[str, Any]) -> None:
-    model = DistributedDataParallel(Blocks(), **SMALL, gradient_as_bucket_view=True)
+    model: Any = DistributedDataParallel(Blocks(), **SMALL, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     set_manual(model)
     with pytest.raises(AttachError, match="require_manual_backward_finalization is set"):

@@ -27,7 +27,7 @@ def sharded(model: Any) -> nn.Module:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 KINDS = {"ddp": in_ddp, "fsdp2": sharded}

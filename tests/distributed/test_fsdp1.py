@@ -27,7 +27,7 @@ from tests.distributed.sharded import Loop, both, in_every_way, mesh, sampled
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
-def fsdp1(model: nn.Module, **options: Any) -> nn.Module:
+def fsdp1(model: Any, **options: Any) -> nn.Module:
     """Each block, and the rest."""
     warnings.simplefilter("ignore")
     device = here()
@@ -188,7 +188,7 @@ ANY = {
     "summon_full_params": (summoned, {}),
     "optim_state_dict": (optimizer_saved, {}),
 }
-EXACT = {
+EXACT: dict[str, tuple[Any, dict[str, Any]]] = {
     "gradients read after the step": (kept_gradients, {}),
     "clip_grad_norm_": (clipped_by_fsdp, {}),
     "a step left out": (skipped, {}),
@@ -231,12 +231,12 @@ def mistakes() -> list[str]:
         loop.learn(0)
         loop.backward(1)
         found.append(said(AccumulationError, lambda: loop.backward(2)))
-    model = fsdp1(Blocks())
-    loop = Loop(model, adamw(model))
-    with instep.attach(model, loop.optimizer):
+    last: Any = fsdp1(Blocks())
+    loop = Loop(last, adamw(last))
+    with instep.attach(last, loop.optimizer):
         loop.learn(0)
         loop.backward(1)
-        found.append(said(SpentGradientError, lambda: model.clip_grad_norm_(1.0)))
+        found.append(said(SpentGradientError, lambda: last.clip_grad_norm_(1.0)))
     loop.optimizer.zero_grad()
     found.append(said(AttachError, lambda: instep.attach(model, loop.optimizer)))
     instep.attach(model, loop.optimizer, schedule="forward").detach()

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.errors import AccumulationError, AttachError, SpentGradientError, UncommittedStepError
-from tests.cases import Blocks, Tied, batch, optimizer_cases, two_groups
+from tests.cases import Blocks, Tied, attachment_of, batch, grad_of, optimizer_cases, two_groups
 from tests.devices import here
 from tests.distributed.pool import RankPool
-from tests.distributed.sharded import WAYS, Loop, both, in_every_way, loss_of, nested, sampled
+from tests.distributed.sharded import WAYS, Loop, both, in_every_way, local_of, loss_of, nested, sampled, whole
 
 warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
 
@@ -59,19 +59,19 @@ def unlike_plain(cls: Any, kwargs: Any, way: str) -> None:
     optimizer = cls(model.parameters(), **kwargs)
     torch.manual_seed(0)
     plain = nested(Blocks())
-    locals_ = [p.to_local().detach().requires_grad_() for p in plain.parameters()]
+    locals_ = [local_of(p).detach().requires_grad_() for p in plain.parameters()]
     other = cls(locals_, **kwargs)
     with instep.attach(model, optimizer, **WAYS[way]) as overlap:
         for i in range(4):
             Loop(model, optimizer).learn(i)
             Loop(plain, None).backward(i)
             for p, local in zip(plain.parameters(), locals_, strict=True):
-                local.grad = p.grad.to_local()
+                local.grad = local_of(grad_of(p))
                 p.grad = None
             other.step()
             overlap.synchronize()
             for p, local in zip(model.parameters(), locals_, strict=True):
-                assert torch.equal(p.to_local(), local), f"step {i}"
+                assert torch.equal(local_of(p), local), f"step {i}"
 
 
 @pytest.mark.parametrize("way", ["backward", "forward"])
@@ -124,11 +124,11 @@ class Model(Blocks):
         return self.outer(x).float()
 
 
-def root_only(model: nn.Module) -> nn.Module:
+def root_only(model: Any) -> nn.Module:
     return fully_shard(model)
 
 
-def with_ignored(model: nn.Module) -> nn.Module:
+def with_ignored(model: Any) -> nn.Module:
     # Replicated by hand, as ignored parameters are: the same gradient on all ranks.
     ignored = set(model.outer.parameters())
     fully_shard(model, ignored_params=ignored)
@@ -137,13 +137,13 @@ def with_ignored(model: nn.Module) -> nn.Module:
     return model
 
 
-def compiled(model: nn.Module) -> nn.Module:
+def compiled(model: Any) -> nn.Module:
     for block in model.blocks:
         block.compile(backend="aot_eager")
     return nested(model)
 
 
-def divided(model: nn.Module) -> nn.Module:
+def divided(model: Any) -> nn.Module:
     nested(model)
     for module in (*model.blocks, model):
         module.set_gradient_divide_factor(3.0)
@@ -155,7 +155,7 @@ def by_columns(model: nn.Module) -> nn.Module:
     return nested(model, shard_placement_fn=lambda p: Shard(1 if p.dim() > 1 else 0))
 
 
-def prefetching(model: nn.Module) -> nn.Module:
+def prefetching(model: Any) -> nn.Module:
     nested(model)
     model.set_modules_to_forward_prefetch(list(model.blocks))
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
@@ -163,7 +163,7 @@ def prefetching(model: nn.Module) -> nn.Module:
     return model
 
 
-def grouped(model: nn.Module) -> nn.Module:
+def grouped(model: Any) -> nn.Module:
     fully_shard([model.blocks[0], model.blocks[1]])
     fully_shard([model.inner, model.outer])
     return fully_shard(model)
@@ -209,7 +209,7 @@ def tied(way: str) -> None:
         loop.optimizer.step()
         loop.optimizer.zero_grad()
 
-    def shard(model: nn.Module) -> nn.Module:
+    def shard(model: Any) -> nn.Module:
         fully_shard(model.middle)
         return fully_shard(model)
 
@@ -311,7 +311,7 @@ def clipped_by_hand(loop: Loop, i: int) -> torch.Tensor:
     norm = nn.utils.clip_grad_norm_(loop.model.parameters(), 0.3)
     loop.optimizer.step()
     loop.optimizer.zero_grad()
-    return norm.full_tensor()
+    return whole(norm)
 
 
 def scheduled(loop: Loop, i: int) -> None:
@@ -405,7 +405,7 @@ def clips(clip: Any, loop: Loop, i: int) -> torch.Tensor:
             nn.utils.clip_grad_value_(loop.model.parameters(), clip.clip_value)
             norm = torch.zeros(())
         else:
-            norm = nn.utils.clip_grad_norm_(loop.model.parameters(), clip.max_norm, clip.norm_type).full_tensor()
+            norm = whole(nn.utils.clip_grad_norm_(loop.model.parameters(), clip.max_norm, clip.norm_type))
     loop.optimizer.step()
     loop.optimizer.zero_grad()
     if loop.overlap is not None:
@@ -449,7 +449,7 @@ def scaled(way: str) -> None:
             loss = loss * torch.inf
         loss.backward()
         scaler.unscale_(loop.optimizer)
-        norm = nn.utils.clip_grad_norm_(loop.model.parameters(), 0.3).full_tensor()
+        norm = whole(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.3))
         scaler.step(loop.optimizer)
         scaler.update()
         loop.optimizer.zero_grad()
@@ -473,7 +473,7 @@ def scaled(way: str) -> None:
             assert torch.equal(step(Loop(plain, optimizers[0]), i), step(Loop(model, optimizers[1]), i))
             overlap.synchronize()
             for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-                assert torch.equal(p.to_local(), q.to_local()), f"step {i}"
+                assert torch.equal(local_of(p), local_of(q)), f"step {i}"
 
 
 @pytest.mark.parametrize("way", ["forward", "undo"])
@@ -497,7 +497,7 @@ def mistakes() -> list[str]:
         said(AttachError, lambda: instep.attach(model, optimizer, bucket_bytes=1000)),
         said(AttachError, lambda: instep.attach(model, optimizer, mixed_precision=low)),
         said(AttachError, lambda: instep.attach(model, optimizer, clip=instep.ClipNorm(1.0, mode="two_pass"))),
-        said(AttachError, lambda: instep.attach(model, optimizer, comm_hook=(None, lambda state, bucket: None))),
+        said(AttachError, lambda: instep.attach(model, optimizer, comm_hook=(None, lambda state, bucket: state))),
     ]
     early = Model()
     overlap = instep.attach(early, adamw(early))
@@ -546,7 +546,7 @@ def mistakes_in_the_loop() -> list[str]:
     loop.optimizer.step()
     found.append(said(SpentGradientError, lambda: loop.backward(2)))
     for model in list(instep.attachment._attachments):
-        instep.attached(model).detach()
+        attachment_of(model).detach()
     return found
 
 
@@ -560,7 +560,7 @@ def test_mistakes_in_the_loop(two_ranks: RankPool) -> None:
 
 def freed() -> tuple[int, int, int]:
     """The most groups whose gradients were alive at once, those alive after backward, and how many groups there are."""
-    model = nested(Model())
+    model: Any = nested(Model())
     optimizer = adamw(model)
     groups = [list(block.parameters()) for block in model.blocks]
     groups.append([*model.inner.parameters(), *model.outer.parameters()])
@@ -571,7 +571,7 @@ def freed() -> tuple[int, int, int]:
 
     def look(parameter: torch.Tensor) -> None:
         nonlocal most
-        local = parameter.grad.to_local()
+        local = local_of(grad_of(parameter))
         # All gradients of a group are views of what its reduction has put out.
         base = local._base if local._base is not None else local
         alive.append(weakref.ref(base))

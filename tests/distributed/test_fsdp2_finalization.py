@@ -1,6 +1,7 @@
 """FSDP2's ``set_manual_backward_finalization``, of torch 2.15: the loop says where backward's reductions end."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def finalized_by_hand(model: nn.Module) -> nn.Module:
+def finalized_by_hand(model: Any) -> nn.Module:
     model = nested(model)
     model.set_manual_backward_finalization(True)
     return model

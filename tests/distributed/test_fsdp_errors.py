@@ -67,7 +67,7 @@ def fail(*_: object) -> Any:
 def failing(model: nn.Module, where: str, error: Callable[..., Any] = fail) -> Iterator[None]:
     """In the middle of the middle block: in its forward, its backward, or where a gradient is ready. ``early``: before
     any gradient is."""
-    block = model.get_submodule("blocks.1")
+    block: Any = model.get_submodule("blocks.1")
     layer = getattr(block, "_fsdp_wrapped_module", block)[1]
     if where == "forward":
         handle = layer.register_forward_hook(error)
@@ -117,11 +117,11 @@ def moved(loop: Loop, i: int) -> list[bool]:
     return [not torch.equal(a, b) for a, b in zip(before, values(loop), strict=True) if a.numel()]
 
 
-def root_only(model: nn.Module) -> nn.Module:
+def root_only(model: Any) -> nn.Module:
     return fully_shard(model)
 
 
-def prefetched(model: nn.Module) -> nn.Module:
+def prefetched(model: Any) -> nn.Module:
     nested(model)
     model.set_modules_to_forward_prefetch(list(model.blocks))
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
@@ -131,19 +131,19 @@ def prefetched(model: nn.Module) -> nn.Module:
     return model
 
 
-def grouped(model: nn.Module) -> nn.Module:
+def grouped(model: Any) -> nn.Module:
     fully_shard([model.blocks[0], model.blocks[1]])
     fully_shard([model.inner, model.outer])
     return fully_shard(model)
 
 
-def several_roots(model: nn.Module) -> nn.Module:
+def several_roots(model: Any) -> nn.Module:
     for module in (*model.blocks, model.inner, model.outer):
         fully_shard(module)
     return model
 
 
-def fsdp1(model: nn.Module, **options: Any) -> nn.Module:
+def fsdp1(model: Any, **options: Any) -> nn.Module:
     options = {"use_orig_params": True, "device_id": torch.device("cpu"), **options}
     for number, block in enumerate(model.blocks):
         model.blocks[number] = FullyShardedDataParallel(block, **options)
@@ -376,7 +376,7 @@ def micro_batch(loop: Loop, i: int, last: bool, how: str) -> None:
 
 def micro_batches(name: str, way: str, how: str) -> None:
     """After a failed backward the loop starts its micro-batches again; after a failed forward it goes on."""
-    options = {"accumulation_steps": 3} if how == "accumulation_steps" else {}
+    options: dict[str, Any] = {"accumulation_steps": 3} if how == "accumulation_steps" else {}
     plain, loop = build(name), build(name)
     loop.overlap = instep.attach(loop.model, loop.optimizer, **WAYS[way], **options)
     for i in range(4):
@@ -539,6 +539,7 @@ def fsdp1_state(model: nn.Module) -> dict[str, Any]:
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             # It lets go of gradients that zero_grad() has taken off the original parameters when it is next asked to.
+            assert module._handle is not None
             module._handle._reset_flat_param_grad_info_if_needed()
             for owner in (module, module._exec_order_data, module._handle, module._handle.flat_param):
                 for key, value in vars(owner).items():

@@ -9,16 +9,16 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import instep
-from tests.cases import Blocks, two_groups
+from tests.cases import Blocks, grad_of, two_groups
 from tests.distributed.pool import RankPool
-from tests.distributed.sharded import WAYS, Loop, both, in_every_way, mesh, nested
+from tests.distributed.sharded import WAYS, Loop, both, in_every_way, mesh, nested, whole
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(two_groups(model), lr=1e-2, **options)
 
 
-def tensor_parallel(model: nn.Module, tp: Any, *, norms: bool = False) -> nn.Module:
+def tensor_parallel(model: Any, tp: Any, *, norms: bool = False) -> nn.Module:
     """The two linear layers of each block, split over ranks."""
     for block in model.blocks:
         plan: dict[str, Any] = {"1": ColwiseParallel(), "3": RowwiseParallel()}
@@ -65,7 +65,7 @@ def one_mesh(model: nn.Module) -> nn.Module:
                 module,
                 both_dims["tp"],
                 everything_else,
-                lambda module, inputs, tp: tuple(
+                lambda module, inputs, tp: tuple(  # type: ignore[arg-type]  # what it returns becomes the inputs
                     torch.distributed.tensor.DTensor.from_local(x, tp, replicate) for x in inputs
                 ),
                 lambda module, output, tp: output.to_local(),
@@ -129,11 +129,11 @@ def mixed(way: str, form: str) -> None:
             same_data(Loop(model, optimizer), i)
             overlap.synchronize()
             for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-                p, q = (getattr(t, "to_local", t.detach)() for t in (p, q))
+                a, b = (getattr(t, "to_local", t.detach)() for t in (p, q))
                 if form == "foreach":
-                    assert torch.equal(p, q), f"step {i}"
+                    assert torch.equal(a, b), f"step {i}"
                 else:  # another kernel, which rounds in other places
-                    torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+                    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", ["foreach", "fused"])
@@ -148,7 +148,7 @@ def clips(loop: Loop, i: int) -> torch.Tensor:
     x, y = batch(i)
     nn.functional.cross_entropy(loop.model(x), y).backward()
     if loop.overlap is None:
-        norm = nn.utils.clip_grad_norm_(loop.model.parameters(), 0.3).full_tensor()
+        norm = whole(nn.utils.clip_grad_norm_(loop.model.parameters(), 0.3))
     loop.optimizer.step()
     loop.optimizer.zero_grad()
     return norm if loop.overlap is None else loop.overlap.grad_norm
@@ -180,7 +180,7 @@ def norm_of_a_mix() -> tuple[float, float]:
     torch.manual_seed(0)
     whole = Blocks()
     nn.functional.cross_entropy(whole(x), y).backward()
-    return found, nn.utils.get_total_norm([p.grad for p in whole.parameters()]).item()
+    return found, nn.utils.get_total_norm([grad_of(p) for p in whole.parameters()]).item()
 
 
 def test_the_norm_of_plain_and_sharded_gradients(two_ranks: RankPool) -> None:

@@ -24,7 +24,7 @@ from tests.cases import Blocks, Sometimes, Tied, batch
 from tests.devices import here, on_cpu_only
 from tests.distributed.pool import RankPool
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
+DTYPES: dict[str | None, Any] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
 
 
 class Buffers(nn.Module):
@@ -121,12 +121,12 @@ def compare(
     rank = dist.get_rank() if dist.is_initialized() else 0
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[param], reduce_dtype=DTYPES[reduce])
 
-    def build(attach: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def build(attach: bool) -> tuple[Any, torch.optim.Optimizer]:
         torch.manual_seed(0)
         # functional_call ends before a checkpointed segment is run again.
         inner = MODELS["Blocks" if kind == "Checkpointed" and not attach else kind]()
         inner = inner if options is None else inner.to(here())
-        model: nn.Module = inner if attach else CastByHand(inner, DTYPES[param])
+        model: Any = inner if attach else CastByHand(inner, DTYPES[param])
         if options is not None:
             model = DistributedDataParallel(model, bucket_cap_mb=0.002, **options)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -286,7 +286,9 @@ def test_a_parameter_that_the_forward_writes_is_refused() -> None:
 
 def test_a_part_by_itself_and_what_the_forward_is_given() -> None:
     class Losses(Blocks):
-        def forward(self, x: torch.Tensor, losses: list[torch.Tensor], more: dict[str, Any]) -> torch.Tensor:
+        def forward(  # type: ignore[override]  # of a model of its own
+            self, x: torch.Tensor, losses: list[torch.Tensor], more: dict[str, Any]
+        ) -> torch.Tensor:
             out = super().forward(x + more["shift"])
             losses.append(out.sum())
             return out
@@ -294,7 +296,7 @@ def test_a_part_by_itself_and_what_the_forward_is_given() -> None:
     model = Losses()
     overlap, _ = attached_low(model)
     losses: list[torch.Tensor] = []
-    more = {"shift": torch.zeros(1), "name": "zero"}
+    more: dict[str, Any] = {"shift": torch.zeros(1), "name": "zero"}
     assert model(batch(0)[0], losses, more).dtype == torch.bfloat16
     assert len(losses) == 1
     assert more["shift"].dtype == torch.float32
@@ -315,7 +317,7 @@ def test_a_compiled_model() -> None:
     plain = Blocks()
     model = copy.deepcopy(plain)
     overlaps = [attached_low(m) for m in (plain, model)]
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled: Any = torch.compile(model, backend="aot_eager")
     for i in range(2):
         for m, (_, opt) in zip((plain, compiled), overlaps, strict=True):
             nn.functional.cross_entropy(m(batch(i)[0]).float(), batch(i)[1]).backward()
@@ -331,7 +333,7 @@ def test_the_copies_are_freed_by_backward() -> None:
     made: list[StorageWeakRef] = []
 
     def remember(module: nn.Module, args: object) -> None:
-        made.extend(StorageWeakRef(p.untyped_storage()) for p in module._parameters.values())
+        made.extend(StorageWeakRef(p.untyped_storage()) for p in module._parameters.values() if p is not None)
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -362,10 +364,11 @@ def test_what_is_no_policy_is_refused(policy: Any, found: str) -> None:
 def refused_under_ddp() -> list[str]:
     texts = []
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for options, kwargs in (
+    each: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
         ({}, {"mixed_precision": policy, "comm_hook": (torch.float32, send_as)}),
         ({"mixed_precision": torch.nn.parallel.distributed._MixedPrecision(torch.float16)}, {}),
-    ):
+    )
+    for options, kwargs in each:
         with own_precision.constructor():
             ddp = DistributedDataParallel(Blocks(), **options)
         with pytest.raises(AttachError) as caught:

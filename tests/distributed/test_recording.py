@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,7 +26,7 @@ HOW: dict[str, dict[str, Any]] = {
 
 def body(how: str, wrapper: str, path: Path) -> None:
     torch.manual_seed(0)
-    model: nn.Module = Blocks(width=64)
+    model: Any = Blocks(width=64)
     if wrapper == "fsdp":
         for block in model.blocks:
             fully_shard(block)

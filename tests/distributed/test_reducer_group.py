@@ -20,7 +20,7 @@ from instep.sources.ddp.hook_slot import _slots
 from instep.sources.ddp.reducer_group import ReducerGroup
 from instep.sources.ddp.reductions import buckets_of
 from instep.verification import first_difference, training_state
-from tests.cases import Blocks, batch
+from tests.cases import Blocks, batch, grad_of
 from tests.devices import sparse_collectives
 from tests.distributed.pool import RankPool
 from tests.distributed.test_ddp_life import loss_of, train
@@ -44,7 +44,7 @@ def body_what_it_asks_of_the_reducer() -> None:
     assert [bucket.is_last() for bucket in buckets] == [False] * (len(buckets) - 1) + [True]
     for bucket in buckets:
         storage = bucket.buffer().untyped_storage().data_ptr()
-        assert all(p.grad.untyped_storage().data_ptr() == storage for p in bucket.parameters())
+        assert all(grad_of(p).untyped_storage().data_ptr() == storage for p in bucket.parameters())
     assert {p for bucket in buckets for p in bucket.parameters()} == set(model.parameters())
 
 
@@ -119,7 +119,7 @@ def body_kept_gradients(build: type[nn.Module]) -> str | None:
     for attached in (False, True):
         torch.manual_seed(0)
         model, optimizer = make(build(), gradient_as_bucket_view=True)
-        options = {"schedule": "forward", "cross_iteration": True}
+        options: dict[str, Any] = {"schedule": "forward", "cross_iteration": True}
         overlap = instep.attach(model, optimizer, **options) if attached else None
         for i in range(4):
             loss_of(model, 2 * i).backward()

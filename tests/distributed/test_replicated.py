@@ -328,7 +328,7 @@ def body_unused(case: Case, zero_grad: bool) -> str | None:
                 with loop.holding(micro):
                     case.loss(loop.model, 1000 * dist.get_rank() + case.micro * i + micro).backward()
         if replica.overlap is None or case.way == "forward":
-            found.append(first_difference(gradients(plain), gradients(replica)))
+            found.append(first_difference(iter(gradients(plain)), iter(gradients(replica))))
         for loop in (plain, replica):
             loop.optimizer.step()
             if zero_grad:
@@ -429,7 +429,7 @@ def test_a_rank_without_any_gradient(two_ranks: RankPool, way: str, ranks: list[
     assert two_ranks.run(body_no_gradient_at_all, way, ranks) == [True] * 2
 
 
-def freeze_in_turn(model: nn.Module, i: int) -> None:
+def freeze_in_turn(model: Any, i: int) -> None:
     model.outer.requires_grad_(i != 1)
     model.blocks[0].requires_grad_(i in (1, 3))
 
@@ -632,12 +632,14 @@ def test_a_second_backward_from_the_inside_writes_nothing(two_ranks: RankPool) -
 
 class ReplicaOfCompiled(Replica):
     def wrap(self, module: nn.Module) -> nn.Module:
-        return super().wrap(torch.compile(module, backend="aot_eager"))
+        compiled: Any = torch.compile(module, backend="aot_eager")
+        return super().wrap(compiled)
 
 
 class CompiledReplica(Replica):
     def wrap(self, module: nn.Module) -> nn.Module:
-        return torch.compile(super().wrap(module), backend="aot_eager")
+        compiled: Any = torch.compile(super().wrap(module), backend="aot_eager")
+        return compiled
 
 
 def body_compiled(kind: type[Replica]) -> bool:
@@ -714,7 +716,7 @@ def body_first_weights() -> list[torch.Tensor]:
     torch.manual_seed(dist.get_rank())
     model = Normed()
     with torch.no_grad():
-        model.norm.running_mean.add_(dist.get_rank())
+        model.get_buffer("norm.running_mean").add_(dist.get_rank())
     replica = instep.replicate(model)
     assert list(replica.state_dict()) == [f"module.{name}" for name in model.state_dict()]
     return [tensor.cpu().clone() for tensor in replica.state_dict().values()]

@@ -47,7 +47,7 @@ LAYERS, WIDTH = 16, 128
 LAYER = 4 * WIDTH * WIDTH
 
 
-def deep() -> nn.Module:
+def deep() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
 
@@ -216,6 +216,7 @@ def body_backward_raises(way: str | None) -> str | None:
         with pytest.raises(TornStepError):
             loss_of(model, 2)
         assert not equal(weights(model), before)
+        assert overlap is not None
         overlap.accept_torn()
         with torch.no_grad():
             for parameter, old in zip(model.parameters(), before, strict=True):
@@ -437,7 +438,8 @@ def body_refused() -> None:
     for model, message in refused:
         with pytest.raises(AttachError, match=message):
             instep.replicate(model)
-    for cap in (0, -1, True, "25"):
+    caps: list[Any] = [0, -1, True, "25"]
+    for cap in caps:
         with pytest.raises(AttachError, match="bucket_cap_mb must be"):
             instep.replicate(Blocks(), bucket_cap_mb=cap)
     rank = dist.get_rank()
@@ -472,7 +474,7 @@ def body_attach_refused() -> None:
     with pytest.raises(AttachError, match=r"replicate\(bucket_cap_mb=…\)"):
         instep.attach(model, optimizer, bucket_bytes=1024)
     with pytest.raises(AttachError, match="comm_hook is for DistributedDataParallel"):
-        instep.attach(model, optimizer, comm_hook=(None, lambda state, bucket: None))
+        instep.attach(model, optimizer, comm_hook=(None, lambda state, bucket: state))
     with pytest.raises(AttachError, match="schedule='forward'"):
         instep.attach(model, optimizer, clip=ClipNorm(1.0))
     parts = list(model.parameters())
@@ -524,7 +526,7 @@ def body_freed(way: str | None) -> list[str]:
         instep.attach(model, optimizer, **OPTIONS[way])
     train(model, optimizer, range(2))
     module = model.module
-    refs = [
+    refs: list[weakref.ref[Any]] = [
         weakref.ref(model),
         weakref.ref(model._buckets),
         weakref.ref(module),
@@ -600,8 +602,8 @@ def body_group_of_two() -> str | None:
     plain = DistributedDataParallel(Blocks(), process_group=group)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
     instep.attach(model, optimizer)
-    for loop in ((plain, plain_optimizer), (model, optimizer)):
-        train(*loop, range(3))
+    train(plain, plain_optimizer, range(3))
+    train(model, optimizer, range(3))
     with pytest.raises(InstepError, match="process_group of its own"):
         copy.deepcopy(model)
     return first_difference(training_state(plain, plain_optimizer), training_state(model, optimizer))

@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def adamw(model: nn.Module, *, foreach: bool = True) -> torch.optim.Optimizer:
     """Weights and biases, by their names: under FSDP1 they have no other shape than one dimension."""
     weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
     biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
-    groups = [{"params": weights}, {"params": biases, "lr": 3e-3}]
+    groups: list[dict[str, Any]] = [{"params": weights}, {"params": biases, "lr": 3e-3}]
     return torch.optim.AdamW(groups, lr=1e-2, amsgrad=True, foreach=foreach)
 
 
@@ -123,19 +124,29 @@ def updates(way: str) -> Any:
 # What is taken.
 
 
+def optimizer_state(at: Loop, options: StateDictOptions) -> Any:
+    return get_optimizer_state_dict(at.model, at.optimizer, options=options)
+
+
+def model_state(at: Loop, options: StateDictOptions) -> Any:
+    return get_model_state_dict(at.model, options=options)
+
+
+def both_states(at: Loop, options: StateDictOptions) -> Any:
+    return get_state_dict(at.model, at.optimizer, options=options)
+
+
 def taken(kind: str, way: str) -> None:
     plain, loop = made(kind), made(kind)
     with instep.attach(loop.model, loop.optimizer, **WAYS[way]), updates(way):
         i = 0
         for name, options in OPTIONS.items():
-            calls: dict[str, Callable[[Loop], Any]] = {
-                "optimizer": lambda at, o=options: get_optimizer_state_dict(at.model, at.optimizer, options=o)
-            }
+            calls: dict[str, Callable[[Loop], Any]] = {"optimizer": partial(optimizer_state, options=options)}
             # torch 2.13 crashes in that of an FSDP1 model on CPU, plain or not.
             if (kind, name) != ("fsdp1", "full, on cpu") or torch.cuda.is_available():
-                calls["model"] = lambda at, o=options: get_model_state_dict(at.model, options=o)
+                calls["model"] = partial(model_state, options=options)
             if name == "sharded":
-                calls["both"] = lambda at, o=options: get_state_dict(at.model, at.optimizer, options=o)
+                calls["both"] = partial(both_states, options=options)
                 calls["the model's own"] = lambda at: at.model.state_dict()
                 if kind != "fsdp1":  # which has only its own, above
                     calls["the optimizer's own"] = lambda at: at.optimizer.state_dict()
@@ -290,7 +301,7 @@ def written(way: str, directory: str, expected: str) -> None:
 
 def loaded(loop: Loop, directory: str) -> None:
     model, optimizer = get_state_dict(loop.model, loop.optimizer)
-    state = {"model": model, "optimizer": optimizer}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
     dcp.load(state, checkpoint_id=directory)
     set_state_dict(loop.model, loop.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.errors import AccumulationError, HyperparameterChangedError, UncommittedStepError
-from tests.cases import Blocks, batch, two_groups
+from tests.cases import Blocks, attachment_of, batch, two_groups
 from tests.devices import here, on_cpu_only
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import WAYS, Loop, both, in_every_way, loss_of, mesh, nested
@@ -62,13 +62,14 @@ class CalledTwoWays(Blocks):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inner(x)
+        block: Any
         for block in self.blocks:
             x = x + block(x)
             x = x + block.other(x)
         return self.outer(x)
 
 
-def with_methods(model: nn.Module) -> nn.Module:
+def with_methods(model: Any) -> nn.Module:
     nested(model)
     for block in model.blocks:
         register_fsdp_forward_method(block, "other")
@@ -91,7 +92,7 @@ class InChunks(Blocks):
         return torch.cat([self.outer(part) for part in x.chunk(4)])
 
 
-def with_last_two_as_one(model: nn.Module) -> nn.Module:
+def with_last_two_as_one(model: Any) -> nn.Module:
     fully_shard(model.blocks[0])
     fully_shard(model.blocks[1])
     fully_shard([model.blocks[2], model.outer])
@@ -124,7 +125,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], nn.Module
     "called through other methods": (CalledTwoWays, with_methods),
     "reentrant checkpoints": (Reentrant, nested),
     "called in chunks": (InChunks, with_last_two_as_one),
-    "one row": (OneRow, fully_shard),
+    "one row": (OneRow, fully_shard),  # type: ignore[dict-item]  # a module, too
     "made on meta": (Blocks, made_on_meta),
 }
 
@@ -143,7 +144,7 @@ def test_models(two_ranks: RankPool, name: str, way: str) -> None:
 def by_parts(way: str) -> None:
     """No forward of the whole model ever runs."""
 
-    def shard(model: nn.Module) -> nn.Module:
+    def shard(model: Any) -> nn.Module:
         for part in (model.inner, *model.blocks, model.outer):
             fully_shard(part)
         return model
@@ -170,7 +171,7 @@ def test_parts_called_by_themselves(two_ranks: RankPool, way: str) -> None:
 def sequence_parallel(way: str) -> None:
     """The gradients of its norms are sums that ranks still owe: their step communicates."""
 
-    def shard(model: nn.Module) -> nn.Module:
+    def shard(model: Any) -> nn.Module:
         for block in model.blocks:
             plan = {
                 "": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0)),
@@ -238,7 +239,7 @@ def input_gradients(way: str) -> None:
     with pytest.raises((AccumulationError, UncommittedStepError)):
         both(way, nested, adamw, with_input_gradients, accumulation_steps=2)
     for model in list(instep.attachment._attachments):
-        instep.attached(model).detach()
+        attachment_of(model).detach()
 
 
 @pytest.mark.parametrize("way", ["backward"])
@@ -250,7 +251,7 @@ def test_autograd_grad_counts_as_a_backward_and_is_refused(two_ranks: RankPool, 
 def thawed_after_evaluation(way: str) -> None:
     """``fully_shard`` leaves gathered parameters in the root module's places after a forward without a backward."""
 
-    def some(model: nn.Module) -> torch.optim.Optimizer:
+    def some(model: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW([*model.inner.parameters(), *model.outer.parameters()], lr=1e-2)
 
     def step(loop: Loop, i: int) -> None:
@@ -343,8 +344,8 @@ def infinite_on_one_rank(way: str) -> None:
     loops = []
     for _ in range(2):
         torch.manual_seed(0)
-        model = nested(Blocks())
-        loop = Loop(model, adamw(model))
+        model: Any = nested(Blocks())
+        loop: Any = Loop(model, adamw(model))
         loop.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
         loop.calls = 0
         loops.append(loop)
@@ -486,8 +487,8 @@ def asked_for_state_after_the_first_step() -> None:
             loss_of(one.model(batch(0)[0]), batch(0)[1]).backward()
             one.optimizer.step()
             one.optimizer.zero_grad()
-        expected = get_optimizer_state_dict(plain.model, plain.optimizer)["state"]
-        found = get_optimizer_state_dict(loop.model, loop.optimizer)["state"]
+        expected: Any = get_optimizer_state_dict(plain.model, plain.optimizer)["state"]
+        found: Any = get_optimizer_state_dict(loop.model, loop.optimizer)["state"]
         for name, state in expected.items():
             for key, value in state.items():
                 assert torch.equal(value, found[name][key]), (name, key)
@@ -569,9 +570,9 @@ def test_no_memory_is_held_between_steps(two_ranks: RankPool, way: str) -> None:
 
 def verified(way: str) -> None:
     def build(different: bool, evaluates: bool) -> Any:
-        nonlocal made
+        nonlocal made  # type: ignore[misc]  # bound below, of which mypy knows nothing
         made += 1
-        model = nested(Blocks())
+        model: Any = nested(Blocks())
         if different and made == 2 and dist.get_rank() == 1:
             with torch.no_grad():
                 model.blocks[1][1].weight.to_local().mul_(2)

@@ -81,7 +81,7 @@ def train(source: str, output: str, how: str, step: Callable[[Loop, int, str], A
         assert torch.equal(step(plain, i, how), step(loop, i, how)), f"iteration {i}"
         if i % 2:
             loop.overlap.synchronize()
-            states = [parameters_of(one.model, one.optimizer) for one in loops]
+            states: list[Any] = [parameters_of(one.model, one.optimizer) for one in loops]
             if "shard_state" in source:
                 states = [enumerate(weights(one.model)) for one in loops]
             assert first_difference(*states) is None, f"iteration {i}"
@@ -134,7 +134,7 @@ def test_another_rank_failed(two_ranks: RankPool) -> None:
 
 def _reduced_never(schedule: str, how: str) -> None:
     torch.manual_seed(0)
-    model = ddp(Keeps("none" if how == "unseen" else "named tuple"))
+    model: Any = ddp(Keeps("none" if how == "unseen" else "named tuple"))
     optimizer = adamw(model)
     overlap = instep.attach(model, optimizer, schedule=schedule, shard_state=True)
     loop = Loop(model, optimizer)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from instep.errors import AccumulationError, AttachError, HyperparameterChangedE
 from instep.planning.live_bytes import LiveBytes
 from instep.sources.zero.state_shards import StateShards
 from tests import net
-from tests.cases import Blocks, Sometimes, Tied, batch, optimizer_cases, two_groups, weights
+from tests.cases import Blocks, Sometimes, Tied, batch, grad_of, optimizer_cases, two_groups, weights
 from tests.devices import here, on_cpu_only
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, loss_of, sampled
@@ -168,7 +168,7 @@ def test_backward_keeps_nothing_but_ddps_own_buckets(two_ranks: RankPool, way: s
 
 def kept_of_what_was_sent() -> int:
     model = ddp(Blocks())
-    shards = StateShards(model)
+    shards = StateShards(cast(DistributedDataParallel, model))
     parameters = list(model.parameters())
     parts = [shards.part_of(p, adamw(model)) for p in parameters]
     with LiveBytes(parameters) as live:
@@ -335,7 +335,7 @@ class Odd(Blocks):
 class ChannelsLast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(1, 8, 3).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(1, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch leaves it out
         self.out = nn.Linear(8 * 2 * 2, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -526,7 +526,7 @@ def fused_over_rows(way: str, cls: Any, kwargs: Any) -> None:
             Loop(whole, of_whole).learn(i)
             Loop(plain, None).backward(i)
             for p, parts in zip(trained, rows, strict=True):
-                for r, g in zip(parts, p.grad.chunk(len(parts)) if p.dim() else [p.grad], strict=True):
+                for r, g in zip(parts, grad_of(p).chunk(len(parts)) if p.dim() else [grad_of(p)], strict=True):
                     r.grad = g.clone()
                 p.grad = None
             of_rows.step()
@@ -675,7 +675,7 @@ def test_mixed_precision(two_ranks: RankPool, way: str) -> None:
 def resumed(way: str, make_optimizer: Any, path: str, load_at: int | None) -> dict[str, Any] | None:
     """Trains six steps in all, three of them after a resume."""
     torch.manual_seed(0)
-    model = ddp(Odd())
+    model: Any = ddp(Odd())
     loop = Loop(model, make_optimizer(model))
     if load_at is None:
         overlap = instep.attach(model, loop.optimizer, shard_state=True, **WAYS[way])
@@ -741,9 +741,8 @@ def distributed_checkpoint(way: str, make_optimizer: Any) -> None:
             for i in range(3):
                 for loop in loops:
                     loop.learn(i)
-        (weights_0, state_0), (weights_1, state_1) = [
-            get_state_dict(loop.model, loop.optimizer, options=options) for loop in loops
-        ]
+        found: list[Any] = [get_state_dict(loop.model, loop.optimizer, options=options) for loop in loops]
+        (weights_0, state_0), (weights_1, state_1) = found
         assert weights_0.keys() == weights_1.keys()
         assert all(torch.equal(weights_0[key], weights_1[key]) for key in weights_0)
         assert state_0["state"].keys() == state_1["state"].keys()
@@ -752,7 +751,10 @@ def distributed_checkpoint(way: str, make_optimizer: Any) -> None:
     assert loops[1].overlap.step_count == 3
     for loop in loops:
         # It takes what it is given apart, and the tensors are those of the plain loop.
-        given = {"model_state_dict": copy.deepcopy(weights_0), "optim_state_dict": copy.deepcopy(state_0)}
+        given: dict[str, Any] = {
+            "model_state_dict": copy.deepcopy(weights_0),
+            "optim_state_dict": copy.deepcopy(state_0),
+        }
         set_state_dict(loop.model, loop.optimizer, options=options, **given)
     for loop in loops:
         loop.learn(7)
@@ -813,7 +815,7 @@ def mistakes() -> list[str]:
         said(AttachError, lambda: attach(alone, adamw(alone))),
         said(AttachError, lambda: attach(model, OfMine(model.parameters()), clip=instep.ClipValue(0.1))),
         said(AttachError, lambda: attach(model, adamw(model), undo=True)),
-        said(AttachError, lambda: attach(model, adamw(model), comm_hook=(None, lambda state, bucket: None))),
+        said(AttachError, lambda: attach(model, adamw(model), comm_hook=(None, lambda state, bucket: state))),
         said(AttachError, lambda: attach(model, adamw(model), clip=instep.ClipNorm(1.0, mode="two_pass"))),
     ]
     loop = Loop(model, adamw(model))

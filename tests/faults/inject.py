@@ -295,7 +295,7 @@ def _in_step(trigger: Trigger, run: "Run") -> Iterator[None]:
 
 @contextmanager
 def _handing_over(trigger: Trigger, run: "Run") -> Iterator[None]:
-    real = pending.calls_of
+    real = pending.calls_of  # type: ignore[attr-defined]  # where it is looked up
 
     def calls_of(*args: Any, **kwargs: Any) -> Any:
         if run.phase == "step":

@@ -168,7 +168,10 @@ class Run:
 
     def _is_torn(self) -> bool:
         # What an except clause would do, before it comes to a forward.
-        uses = {"model.state_dict": self.model.state_dict, "optimizer.state_dict": self.optimizer.state_dict}
+        uses: dict[str, Callable[[], object]] = {
+            "model.state_dict": self.model.state_dict,
+            "optimizer.state_dict": self.optimizer.state_dict,
+        }
         said = [self._probe(name, use) for name, use in {**uses, "forward": self._forward}.items()]
         return any(said) or self._state() == "torn"
 
@@ -209,7 +212,7 @@ class Run:
     def _left(self) -> int:
         """How many parameters have a gradient that the next one would be added to."""
         with torch._C.DisableTorchFunctionSubclass():
-            gradients = [torch.Tensor.grad.__get__(p) for p in self.parameters]  # type: ignore[attr-defined]
+            gradients = [torch.Tensor.grad.__get__(p) for p in self.parameters]  # type: ignore[union-attr]  # a descriptor
         return sum(gradient is not None and not isinstance(gradient, Placeholder) for gradient in gradients)
 
 

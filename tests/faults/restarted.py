@@ -57,7 +57,7 @@ def kill_in_flight() -> None:
 def main(way: str, folder: Path, fault: bool) -> None:
     # A store of its own for each attempt: that of torchrun still has the addresses of the last one.
     store = f"file://{folder}/store{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-    place = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    place: dict[str, Any] = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     dist.init_process_group("gloo", init_method=store, timeout=timedelta(seconds=60), **place)
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -76,7 +76,7 @@ def half_failing_update() -> tuple[str, bool, bool]:
             if raised.is_set():
                 written.set()
 
-    def behind(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def behind(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         sent = allreduce_hook(state, bucket)
         if not (fails.is_set() and bucket.is_last()):
             return sent
@@ -92,7 +92,8 @@ def half_failing_update() -> tuple[str, bool, bool]:
         return late
 
     state = _OptimizerHookState.__new__(_OptimizerHookState)
-    state.functional_optimizer, state.params_to_optimize = Update(), None
+    state.functional_optimizer = Update()
+    state.params_to_optimize = None  # type: ignore[assignment]  # as its __init__ does
     model.register_comm_hook(None, _hook_then_optimizer(behind, state))
     error = "none"
     for seed in range(4):
@@ -110,7 +111,7 @@ def half_failing_update() -> tuple[str, bool, bool]:
     written.wait(net.SECONDS / 4)
     changed = [not all(map(torch.equal, a, b)) for a, b in ((before, at_once), (at_once, weights(model)))]
     dist.barrier()  # who ends resets the connection, over which the other rank may still be getting its last bucket
-    return error, *changed
+    return error, changed[0], changed[1]
 
 
 def test_d2_writes_after_backward_raised() -> None:
@@ -118,7 +119,7 @@ def test_d2_writes_after_backward_raised() -> None:
     for error, _, later in forked(2, half_failing_update):
         assert "ZeroDivisionError: the update" in error
         assert later
-    how = {"optimizer": "AdamW for-loop", "world": 2}
+    how: dict[str, Any] = {"optimizer": "AdamW for-loop", "world": 2}
     require_sound(
         list(run_cases([Case("ddp", "backward", "in the update", "raise", n, ALL, **how) for n in (0, 3, 40)]))
     )

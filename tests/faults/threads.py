@@ -19,7 +19,7 @@ def main(how: str) -> str:
     if how == "instep":
         instep.attach(model, optimizer)
     elif how == "hook":
-        own = {p: torch.optim.SGD([p], lr=1e-3) for p in model.parameters()}
+        own: dict[torch.Tensor, torch.optim.SGD] = {p: torch.optim.SGD([p], lr=1e-3) for p in model.parameters()}
 
         def step(parameter: torch.Tensor) -> None:
             own[parameter].step()

@@ -60,7 +60,7 @@ def make(kind: str, wrapper: str) -> nn.Module:
     return model.to(here()) if wrapper == "ddp" else model
 
 
-def wrap(model: nn.Module, wrapper: str, low: bool = False, **options: Any) -> nn.Module:
+def wrap(model: Any, wrapper: str, low: bool = False, **options: Any) -> nn.Module:
     """``low``: bfloat16 computation and reduction by the wrapper's own policy."""
     if wrapper == "ddp":
         return DistributedDataParallel(model, **{"bucket_cap_mb": 0.002, **options})
@@ -91,7 +91,7 @@ def holding(model: nn.Module, wrapper: str, last: bool) -> contextlib.AbstractCo
     if wrapper == "fsdp2":
         model.set_requires_gradient_sync(last)  # type: ignore[operator]
     if wrapper in ("ddp", "fsdp1") and not last:
-        return model.no_sync()  # type: ignore[operator,no-any-return]
+        return model.no_sync()  # type: ignore[operator]
     return contextlib.nullcontext()
 
 
@@ -205,6 +205,8 @@ def hook_parity(
     rank = dist.get_rank()
     cls, kwargs = OPTIMIZERS[optimizer]
     made = make(kind, "ddp")
+    plain: Any
+    model: Any
     plain, model = (wrap(copy.deepcopy(made), "ddp", **(options or {})) for _ in range(2))
     trained = [p for i, p in enumerate(plain.parameters()) if not subset or i % 2]
     opt = cls(trained, **kwargs)
@@ -263,7 +265,7 @@ def overlapped_parity(
     made = make(kind, wrapper)
     plain, model = (wrap(copy.deepcopy(made), wrapper, low, **(options or {})) for _ in range(2))
     opt = cls(plain.parameters(), **kwargs)
-    overlapped = instep.as_overlapped_optim(cls, None if all_parameters else model.parameters(), **kwargs)
+    overlapped: Any = instep.as_overlapped_optim(cls, None if all_parameters else model.parameters(), **kwargs)
     (overlapped.register_ddp if wrapper == "ddp" else overlapped.register_fsdp)(model)
     pair = (opt, overlapped.optimizer)
     fired: list[list[int]] = [[], []]

@@ -24,7 +24,8 @@ from tests.distributed.test_mixed_precision import DTYPES, CastByHand, send_as
 from tests.functional.cases import OPTIMIZERS, SOME, Functional, difference, hook_parity, loss, make
 
 
-def then_optimizer(hook: str) -> Any:
+def then_optimizer(hook: str | None) -> Any:
+    assert hook is not None
     make_state, function = HOOKS[hook]
 
     def hooked(ddp: nn.Module, functional: tuple[Functional, Any]) -> tuple[Any, Any]:
@@ -159,7 +160,7 @@ def failing(which: str, bucket: int) -> tuple[str, list[bool], list[bool], bool]
                 raise ConnectionError("the cable was pulled")
             return future.value()
 
-        return default_hooks.allreduce_hook(None, grad_bucket).then(answer)
+        return default_hooks.allreduce_hook(None, grad_bucket).then(answer)  # type: ignore[arg-type]  # it may be None
 
     if which == "hook_then_optimizer":
         ddp.register_comm_hook(None, instep.hook_then_optimizer(hook, instep.OptimizerHookState(functional)))
@@ -168,7 +169,7 @@ def failing(which: str, bucket: int) -> tuple[str, list[bool], list[bool], bool]
         ddp.register_comm_hook(weakref.ref(ddp), instep.apply_optim_in_backward_hook(False, comm_hook=(None, hook)))
     for i in range(2):
         loss(ddp, "Blocks", i).backward()
-    before = {p: p.detach().clone() for p in ddp.parameters()}
+    before: dict[torch.Tensor, torch.Tensor] = {p: p.detach().clone() for p in ddp.parameters()}
     calls.clear()
     armed[0] = True
     with pytest.raises(Exception, match="the cable was pulled") as caught:
@@ -204,8 +205,9 @@ def one_hook_for_two() -> str:
     pair = [DistributedDataParallel(Blocks()) for _ in range(2)]
     for ddp in pair:
         ddp.register_comm_hook(None, hook)
+    losses: list[Any] = [loss(ddp, "Blocks", 0) for ddp in pair]
     with pytest.raises(InstepError) as caught:
-        sum(loss(ddp, "Blocks", 0) for ddp in pair).backward()
+        sum(losses).backward()
     return str(caught.value)
 
 

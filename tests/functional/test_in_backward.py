@@ -142,7 +142,7 @@ def thawed(frozen_at: str) -> str | None:
     opt = torch.optim.SGD(plain.parameters(), lr=0.1)
     for i in range(4):
         for m in pair:
-            m.module.blocks[0].requires_grad_(i >= 1 if frozen_at == "first forward" else True)
+            m.get_submodule("module.blocks.0").requires_grad_(i >= 1 if frozen_at == "first forward" else True)
             loss(m, "Blocks", 1000 * rank + i).backward()
         opt.step()
         opt.zero_grad()
@@ -226,6 +226,7 @@ def test_the_records_are_those_of_torch() -> None:
     model = Tied()
     kwargs = {"lr": 0.5}
     instep.apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), kwargs, register_hook=False)
+    parameter: Any
     for parameter in model.parameters():
         assert parameter._optimizer_classes == [torch.optim.SGD]
         assert parameter._optimizer_kwargs == [kwargs]
@@ -283,7 +284,7 @@ def test_frozen_parameters_step_once_they_are_unfrozen() -> None:
     model = copy.deepcopy(plain)
     opt = torch.optim.AdamW(plain.parameters(), lr=0.1)
     instep.apply_optimizer_in_backward(torch.optim.AdamW, model.parameters(), {"lr": 0.1})
-    assert not model.blocks[0][1].weight.requires_grad
+    assert not model.get_parameter("blocks.0.1.weight").requires_grad
     for i in range(4):
         for m in (plain, model):
             m.blocks.requires_grad_(i >= 2)
@@ -308,11 +309,11 @@ def test_a_model_is_freed_with_its_optimizers() -> None:
 
 def test_registering_after_removal_does_not_stack() -> None:
     model = Blocks()
-    weight = model.outer.weight
+    weight: Any = model.outer.weight
     steps: list[int] = []
 
     class Counting(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             steps.append(1)
             super().step()
 
@@ -343,7 +344,7 @@ def test_a_step_that_raises_leaves_no_gradient_behind() -> None:
     failing = [True]
 
     class Fails(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             if failing[0]:
                 raise ValueError("no")
             super().step()

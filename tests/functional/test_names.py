@@ -69,7 +69,7 @@ def test_parameters_of_torchs_own_function_are_left_to_torch() -> None:
     class Instance(SimpleNamespace):
         """DDP takes a weak reference to itself."""
 
-        __hash__ = object.__hash__
+        __hash__ = object.__hash__  # type: ignore[assignment]  # SimpleNamespace has none
 
     ddp: Any = Instance(
         _module_parameters=list(theirs.parameters()),

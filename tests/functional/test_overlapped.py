@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import AttachError
-from tests.cases import Blocks, batch
+from tests.cases import Blocks, attachment_of, batch
 from tests.devices import let_go, sparse_collectives
 from tests.distributed.pool import RankPool
 from tests.functional.cases import FSDP_CASES, OPTIMIZERS, SOME, loss, overlapped_parity, wrap
@@ -63,7 +63,7 @@ def lion() -> bool:
             loss(model, "Blocks", i).backward()
         opt.step()
         opt.zero_grad()
-    instep.attached(ddp).detach()
+    attachment_of(ddp).detach()
     return all(map(torch.equal, plain.parameters(), ddp.parameters()))
 
 
@@ -95,7 +95,7 @@ def unsynced(how: str) -> tuple[bool, bool]:
         loss(model, "Blocks", 1000 * rank + 1).backward()
         if model is plain:
             opt.step()
-    instep.attached(ddp).detach()
+    attachment_of(ddp).detach()
     return all(stayed), all(map(torch.equal, plain.parameters(), ddp.parameters()))
 
 
@@ -167,13 +167,13 @@ def test_wrong_arguments_are_told_at_once() -> None:
 def test_without_parameters_there_is_no_optimizer_yet() -> None:
     overlapped = instep.as_overlapped_optim(torch.optim.SGD, None, lr=0.1)
     with pytest.raises(AttachError, match="params=None"):
-        overlapped.param_groups  # noqa: B018
+        overlapped.param_groups  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_what_is_not_wrapped_is_refused() -> None:
     overlapped = instep.as_overlapped_optim(torch.optim.SGD, None, lr=0.1)
     with pytest.raises(AttachError, match="takes a DistributedDataParallel, not Blocks"):
-        overlapped.register_ddp(Blocks())
+        overlapped.register_ddp(Blocks())  # type: ignore[arg-type]  # the mistake
     with pytest.raises(AttachError, match="is not sharded"):
         overlapped.register_fsdp(Blocks())
 
@@ -184,7 +184,7 @@ def registered_twice() -> tuple[str, str]:
     first.register_ddp(ddp)
     with pytest.raises(AttachError) as caught:
         second.register_ddp(ddp)
-    instep.attached(ddp).detach()
+    attachment_of(ddp).detach()
     fsdp = wrap(Blocks(), "fsdp1")
     loss(fsdp, "Blocks", 0).backward()
     with pytest.raises(AttachError) as late:
@@ -205,7 +205,7 @@ def dropped() -> bool:
     before = [p.detach().clone() for p in ddp.parameters()]
     for i in range(2):
         torch.nn.functional.cross_entropy(ddp(batch(i)[0]), batch(i)[1]).backward()
-    instep.attached(ddp).detach()
+    attachment_of(ddp).detach()
     return not any(map(torch.equal, before, ddp.parameters()))
 
 
@@ -229,7 +229,7 @@ def failed_step() -> list[str]:
             let_go()
             assert all(map(torch.equal, broken, ddp.parameters()))
             assert all(p.grad is None for p in ddp.parameters())
-    instep.attached(ddp).detach()
+    attachment_of(ddp).detach()
     return said
 
 

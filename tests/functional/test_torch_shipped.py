@@ -86,9 +86,12 @@ WITH_HOOK_THAT_COPIES = [
 ]
 
 
+BOTH = (True, False)
+
+
 def _parity() -> Iterator[Case]:
     """Torch has the method, and its cases in a comment."""
-    for (suffix, replacements), view, static, subset in itertools.product(OVERLAPPED.items(), *[[True, False]] * 3):
+    for (suffix, replacements), view, static, subset in itertools.product(OVERLAPPED.items(), BOTH, BOTH, BOTH):
         name = f"{PARITY}_adamw_grad_as_bucket_view_{view}_static_graph_{static}_optimize_subset_{subset}{suffix}"
         yield _parity_case(name, (view, static, torch.optim.AdamW, subset), ADAM, replacements)
     for (suffix, replacements), subset in itertools.product(OVERLAPPED.items(), [True, False]):

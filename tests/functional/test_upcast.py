@@ -29,6 +29,7 @@ from instep.errors import AttachError
 from instep.functional import upcast
 from instep.functional.upcast import AllreduceUpcastHookState, reducer_allreduce_and_upcast_hook
 from tests import own_precision
+from tests.cases import grad_of
 from tests.devices import here, let_go, of_torch_unordered
 from tests.distributed.pool import RankPool
 
@@ -69,6 +70,8 @@ IGNORED = "left_alone.shift"
 
 
 class Layers(nn.Module):
+    shift: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(16, 12)
@@ -90,7 +93,7 @@ class Strided(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(2, 6, 2).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(2, 6, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch leaves it out
         self.turned = nn.Parameter(torch.randn(12, 6).t())
         self.gaps = nn.Parameter(torch.randn(20, 12)[::2].t())
         self.left_alone = LeftAlone(10)
@@ -136,7 +139,7 @@ class Native:
     """A DDP instance that has mixed precision, with instep's hook in place of torch's."""
 
     def __init__(self, net: nn.Module, param: torch.dtype, reduce: torch.dtype | None, **options: Any) -> None:
-        self.net = net
+        self.net: Any = net
         self.layout = layout = list[list[str]]()
         names = {id(parameter): name for name, parameter in net.named_parameters()}
 
@@ -156,7 +159,7 @@ class Native:
             with own_precision.constructor():
                 self.ddp = DistributedDataParallel(net, mixed_precision=policy, **options)
         # It would register a second hook, for parameters that have an optimizer.
-        self.ddp._setup_in_backward_optimizers = lambda: None
+        self.ddp._setup_in_backward_optimizers = lambda: None  # type: ignore[method-assign]  # of this object alone
 
     def loss(self, seed: int, use: bool = True) -> torch.Tensor:
         x, y = _batch(seed)
@@ -167,12 +170,13 @@ class Native:
 
 class ByHand:
     def __init__(self, net: nn.Module, param: torch.dtype, reduce: torch.dtype) -> None:
-        self.net = net  # in full precision
+        self.net: Any = net  # in full precision
         self.low = copy.deepcopy(net)
         for name, module in self.low.named_children():
             if name != "left_alone":
                 module.to(param)
-        for tensors in (self.low._parameters, self.low._buffers):
+        found: Any = (self.low._parameters, self.low._buffers)
+        for tensors in found:
             for tensor in tensors.values():
                 tensor.data = tensor.to(param)
         self.dtype = reduce
@@ -198,7 +202,7 @@ class ByHand:
             for name, piece, part, anywhere in zip(names, pieces, parts, used.tolist(), strict=True):
                 if anywhere:
                     full[name].grad = torch.empty_like(piece, dtype=torch.float32)
-                    _in_memory_order(full[name].grad).copy_(part)
+                    _in_memory_order(grad_of(full[name])).copy_(part)
         for name, parameter in low.items():
             if name == IGNORED:
                 full[name].grad = None if parameter.grad is None else parameter.grad.clone()
@@ -232,6 +236,7 @@ def _states(optimizers: list[torch.optim.Optimizer], parameter: nn.Parameter) ->
 
 
 def _left_as_torch_leaves_it(net: nn.Module) -> str | None:
+    parameter: Any
     for name, parameter in net.named_parameters():
         if name == IGNORED:
             if hasattr(parameter, "_fp_param"):
@@ -261,8 +266,8 @@ def _difference(native: Native, hand: ByHand, mine: list[Any], theirs: list[Any]
         for (_, key, x), (_, _, y) in zip(state, expected, strict=True):
             if not _same(x, y):
                 return f"optimizer state {key} of {name}"
-    for (name, a), b in zip(native.net.named_buffers(), hand.low.buffers(), strict=True):
-        if not _same(a, b):
+    for (name, buffer), other in zip(native.net.named_buffers(), hand.low.buffers(), strict=True):
+        if not _same(buffer, other):
             return f"buffer {name}"
     return None
 
@@ -285,6 +290,7 @@ def compare(case: Case) -> str | None:
         **options,
     )
     stepped = _in_backward(net) if case.in_backward else []
+    parameter: Any
     for parameter in stepped:
         parameter._in_backward_optimizers = _optimizers([parameter])
     mine = _optimizers([p for p in net.parameters() if all(p is not q for q in stepped)])
@@ -385,7 +391,7 @@ def test_batched_grad_copy(two_ranks: RankPool, view: bool) -> None:
 
 def gradients_of_an_unused_parameter(view: bool) -> list[list[float]]:
     """Set by the user before every backward, on each rank to another value: what native and plain DDP make of it."""
-    options = {"gradient_as_bucket_view": view, "static_graph": True}
+    options: dict[str, Any] = {"gradient_as_bucket_view": view, "static_graph": True}
     native = Native(Layers().to(here()), torch.bfloat16, None, **options)
     plain = DistributedDataParallel(Layers().to(here()), **options)
     for i in range(4):
@@ -410,6 +416,7 @@ def _plain_and_native(view: bool = False, in_backward: bool = True) -> tuple[ByH
     hand = ByHand(copy.deepcopy(net), torch.bfloat16, torch.bfloat16)
     native = Native(net, torch.bfloat16, None, gradient_as_bucket_view=view, bucket_cap_mb=0.0005)
     if in_backward:
+        parameter: Any
         for parameter in _in_backward(net):
             parameter._in_backward_optimizers = _optimizers([parameter])
     return hand, native
@@ -456,7 +463,7 @@ def interrupted(where: str, view: bool) -> str | None:
 
 
 @contextlib.contextmanager
-def _breaks(where: str, net: nn.Module) -> Iterator[None]:
+def _breaks(where: str, net: Any) -> Iterator[None]:
     def unplugged(*args: Any) -> Any:
         raise RuntimeError("unplugged")
 
@@ -472,7 +479,7 @@ def _breaks(where: str, net: nn.Module) -> Iterator[None]:
         future = real(tensor, group, divisor)
         return future if sends[0] == 1 else future.then(unplugged)
 
-    real = upcast.mean_allreduce
+    real = upcast.mean_allreduce  # type: ignore[attr-defined]  # where it is looked up
     with mock.patch.object(upcast, "mean_allreduce", mean_allreduce):
         yield
     assert sends[0] > 1

@@ -46,6 +46,7 @@ class Classifier(pl.LightningModule):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.seen += self.trainer.callback_metrics.values()
+        assert self.trainer.model is not None
         overlap = instep.attached(self.trainer.model)
         if overlap is not None:
             self.steps, self.redone = overlap.step_count, overlap.redo_count
@@ -67,7 +68,9 @@ class Alternating(Classifier):
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, i: int) -> None:
-        for optimizer, scheduler in zip(self.optimizers(), self.lr_schedulers(), strict=True):
+        optimizers: Any = self.optimizers()
+        schedulers: Any = self.lr_schedulers()
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
             self.toggle_optimizer(optimizer)
             self.manual_backward(self.loss_of(batch))
             optimizer.step()

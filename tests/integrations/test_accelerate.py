@@ -46,7 +46,7 @@ class Run:
         self.clips = True
         if options is not None:
             self.clips = "clip" not in options
-            alone = {"bucket_bytes": SMALL} if self.accelerator.num_processes == 1 else {}
+            alone: dict[str, Any] = {"bucket_bytes": SMALL} if self.accelerator.num_processes == 1 else {}
             if options.get("schedule") != "forward":
                 # Where there is no DDP, no_sync() tells nobody that gradients only add up.
                 alone |= {"accumulation_steps": MICRO_BATCHES} if alone else {}
@@ -172,7 +172,8 @@ def test_training_without_clipping(two_ranks: RankPool, world: int) -> None:
 def test_a_loss_scale() -> None:
     """``fp16`` needs an accelerator. What it does to a step does not: one with an infinite gradient is left out."""
     runs, skipped = [], []
-    for options in (None, {"schedule": "forward"}):
+    each: tuple[dict[str, Any] | None, ...] = (None, {"schedule": "forward"})
+    for options in each:
         run = Run(None, gradient_accumulation_steps=1)
         run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2)
         run.optimizer = run.accelerator.prepare_optimizer(run.optimizer.optimizer)

@@ -65,7 +65,7 @@ def loop(
         losses.append(loss.detach())
         if not adds:
             if limit is not None:
-                losses.append(fabric.clip_gradients(model, optimizer, max_norm=limit))
+                losses.append(fabric.clip_gradients(model, optimizer, max_norm=limit))  # type: ignore[arg-type]  # a norm
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()

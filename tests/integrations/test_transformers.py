@@ -59,7 +59,7 @@ def callback(way: str, limit: float = LIMIT, world: int = 1) -> InstepCallback:
     return InstepCallback(schedule="backward", clip=clip, bucket_bytes=bucket_bytes)
 
 
-class Witness(TrainerCallback):
+class Witness(TrainerCallback):  # type: ignore[misc]  # its types are skipped
     """That the model was attached, as it was trained, and stepped when the schedule says."""
 
     def __init__(self, inside: InstepCallback) -> None:
@@ -207,7 +207,7 @@ def test_checkpoints_evaluation_and_the_best_model(tmp_path: Path, ranks: RankPo
     on_each(ranks, world, resumes_as_without, tmp_path, way)
 
 
-EACH = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+EACH: dict[str, Any] = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
 
 
 def reduces_each_micro_batch(directory: Path) -> None:
@@ -228,7 +228,7 @@ def test_every_micro_batch_is_reduced(tmp_path: Path, ranks: RankPool) -> None:
 # On one rank alone.
 
 
-class Failing(Trainer):
+class Failing(Trainer):  # type: ignore[misc]  # its types are skipped
     """Fails once, in the forward of a step that is not the first, with an error of the test's."""
 
     error: BaseException | None = None
@@ -259,7 +259,7 @@ def failed(directory: Path, inside: InstepCallback | None) -> Failing:
 
 @in_every_way
 def test_training_that_fails_is_resumed_in_the_same_trainer(tmp_path: Path, way: str) -> None:
-    settings = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0}
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0}
     plain = trainer(tmp_path / "plain", None, **settings)
     plain.train()
     inside = callback(way, limit=0.0)
@@ -288,7 +288,8 @@ def test_training_that_fails_is_begun_again_from_whole_weights_only(tmp_path: Pa
 
 
 def test_a_trainer_trains_twice(tmp_path: Path) -> None:
-    plain, other = [], []
+    plain: list[Any] = []
+    other: list[Any] = []
     for made, inside in ((plain, None), (other, InstepCallback(schedule="backward", undo=True))):
         one = trainer(tmp_path, inside)
         for _ in range(2):

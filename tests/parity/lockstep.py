@@ -84,7 +84,7 @@ class Refused:
     is open; a backward's update stands, not committed; the step is torn."""
 
     error: type[BaseException] | tuple[type[BaseException], ...]
-    then: Literal["untouched", "idle", "open", "torn"]
+    then: Literal["untouched", "idle", "pending", "open", "torn"]
     match: str = ""
 
 

@@ -97,6 +97,10 @@ class Generators:
 class Made(torch.optim.Optimizer):
     """SGD with momentum, as its recipe says."""
 
+    torch_generator: Any
+    numpy_generator: Any
+    random_generator: Any
+
     def __init__(self, params: Any, lr: float, recipe: Recipe) -> None:
         super().__init__(params, {"lr": lr})
         self.recipe = recipe
@@ -152,8 +156,10 @@ class Made(torch.optim.Optimizer):
 
     def _entry(self, group: dict[str, Any], position: int, p: torch.Tensor) -> dict[str, Any]:
         memory = self.recipe.memory
+        place: Any
+        key: Any
         if memory in ("state", "nowhere"):
-            return self.state[p]  # type: ignore[no-any-return]
+            return self.state[p]
         if memory == "group":
             place, key = group.setdefault("memory", {}), position
         elif memory == "name":
@@ -164,7 +170,7 @@ class Made(torch.optim.Optimizer):
             place, key = self.memory.entries, p
         else:
             place, key = self.memory, p if memory == "parameter" else position
-        return place.setdefault(key, {})  # type: ignore[no-any-return]
+        return place.setdefault(key, {})
 
     def _norm(self, stepped: list[Any]) -> torch.Tensor | None:
         """Over those that are coupled."""
@@ -205,7 +211,7 @@ class Made(torch.optim.Optimizer):
         elif kind == "product" and p.dim() == 2:
             unit = p.grad / (1 + p.grad.norm())
             return (unit @ unit.T @ unit).to(p.dtype)
-        return p.grad  # type: ignore[no-any-return]
+        return p.grad
 
     def _rate(self, group: dict[str, Any]) -> float:
         if self.recipe.settings == "object":
@@ -222,7 +228,7 @@ class Made(torch.optim.Optimizer):
             for group in self.param_groups:
                 group["count"] = group.get("count", 0) + 1
         elif kind == "state":
-            self.state["count"] = self.state.get("count", 0) + 1  # type: ignore[index]
+            self.state["count"] = self.state.get("count", 0) + 1  # type: ignore[index, call-overload]  # a name
         elif kind == "object":
             self.count.n += 1
         elif kind == "list":

@@ -17,7 +17,7 @@ class Slotted:
 
 @dataclass(slots=True)
 class SlottedData:
-    value: torch.Tensor
+    value: Any
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -126,9 +126,9 @@ def programs(draw: Any, ways: tuple[str, ...] = RIGHT) -> Program:
     way = draw(st.sampled_from(ways))
     # During backward the gradients are spent, and the loop has to call step() after each.
     free = way not in SPENDING
-    clip = {"backward": [None, "value"], "two_pass": ["norm"]}.get(
-        way, [None, "norm", "value", "norm in the loop", "value in the loop"]
-    )
+    anywhere = [None, "norm", "value", "norm in the loop", "value in the loop"]
+    clips: dict[str, list[str | None]] = {"backward": [None, "value"], "two_pass": ["norm"]}
+    clip = clips.get(way, anywhere)
     between = [None, None, "evaluate", "read", "write", "reload"]
     step = st.builds(
         Step,
@@ -220,8 +220,8 @@ class Loop:
         self.rank = rank
         self.number = 0
         self.seen: torch.Tensor | None = None
-        self.net = Net(program).to(program.dtype)
-        self.model = wrap(self.net)
+        self.net: Net = Net(program).to(program.dtype)
+        self.model: Any = wrap(self.net)
         self.left_out: list[Any] = []
         self.optimizer = self._make_optimizer()
         self.scheduler = None if program.decay is None else ExponentialLR(self.optimizer, program.decay)
@@ -230,7 +230,7 @@ class Loop:
         self.norm: torch.Tensor | None = None
         self.returned: Any = None
         self.attached_in = -1
-        self.at: Callable[[str], None] = lambda moment: None
+        self.at: Callable[[str], object] = lambda moment: None
         self._local = wrap is unwrapped
         self.overlap = self._attach() if attach else None
 
@@ -242,7 +242,7 @@ class Loop:
         own = OPTIMIZERS.get(program.optimizer)
         rate = own[1]["lr"] if own else 0.01
         count = len(program.groups)
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": named[i::count], "lr": rate * scale} for i, scale in enumerate(program.groups) if named[i::count]
         ]
         if program.recipe is not None:
@@ -318,7 +318,7 @@ class Loop:
 
     def _forward_and_backward(self, step: Step) -> torch.Tensor | None:
         loss: torch.Tensor | None = None
-        forwards = enumerate(step.micro_batches)
+        forwards: Iterable[tuple[int, Any]] = enumerate(step.micro_batches)
         if self.program.call == "pipeline":
             losses = [self._loss(step, *batch) for batch in forwards]
             forwards = enumerate(losses)
@@ -384,7 +384,7 @@ class Loop:
 
     @torch.no_grad()
     def _between(self, event: str | None) -> None:
-        layer = self.net.layers[-1]
+        layer: Any = self.net.layers[-1]
         if event == "evaluate":
             self.seen = self.net.take(self.net, self.net(*self.example()))
         elif event == "read":
@@ -405,7 +405,7 @@ class Loop:
         return without_reduction(self.model) if isinstance(self.model, FSDPModule) else self._no_sync()
 
     def _no_sync(self) -> AbstractContextManager[Any]:
-        return getattr(self.model, "no_sync", nullcontext)()  # type: ignore[no-any-return]
+        return getattr(self.model, "no_sync", nullcontext)()
 
     def state(self) -> Iterator[tuple[str, Any]]:
         """Of what is spread over ranks this rank's part."""
@@ -418,8 +418,10 @@ class Loop:
     def _all(self) -> Iterator[tuple[str, Any]]:
         yield from self.trained()
         yield "torch's generator", torch.get_rng_state()
+        kind: Any
+        keys: Any
         kind, keys, *rest = np.random.get_state()
-        yield "NumPy's generator", (kind, keys.tobytes(), *rest)  # type: ignore[union-attr]
+        yield "NumPy's generator", (kind, keys.tobytes(), *rest)
         yield "Python's generator", random.getstate()
         yield "read", self.seen
         if self.program.nonfinite != "skip":  # the plain loop does not call step() where instep leaves out what it does
@@ -455,7 +457,7 @@ class Loop:
 
 def _opened(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """What an object of a package holds that has no equality of its own."""
-    if hasattr(value, "__dict__") and type(value).__eq__ is object.__eq__ and not callable(value):
+    if hasattr(value, "__dict__") and type(value).__eq__ is cast(Any, object.__eq__) and not callable(value):
         for key, item in vars(value).items():
             yield from _opened(f"{name}.{key}", item)
     else:
@@ -513,9 +515,9 @@ def on_this_rank(program: Program, view: bool, find_unused: bool) -> tuple[Progr
     return replace(program, steps=steps), wrap
 
 
-def sharded(net: nn.Module, nested: bool) -> nn.Module:
+def sharded(net: Any, nested: bool) -> nn.Module:
     """With FSDP2: each layer by itself, and the rest; or all together."""
-    for layer in net.layers if nested else ():  # type: ignore[union-attr]
+    for layer in net.layers if nested else ():
         fully_shard(layer)
     return fully_shard(net)
 

@@ -18,7 +18,7 @@ from tests.parity.lockstep import CLIP, SMALL, WAYS, Contender, Step, in_every_w
 COUNT = 3
 
 
-def blocks() -> tuple[nn.Module, torch.optim.Optimizer]:
+def blocks() -> tuple[Blocks, torch.optim.Optimizer]:
     model = Blocks(depth=2)
     return model, torch.optim.AdamW(two_groups(model), lr=1e-2, fused=True)
 
@@ -256,7 +256,8 @@ def test_parameters_used_in_some_micro_batches_only(way: str, how: Step) -> None
                 lane.backward(expert(lane, COUNT * i + micro))
         finish(lane)
 
-    lockstep(way, build, step, **({} if how is held else {"accumulation_steps": COUNT}))
+    options: dict[str, Any] = {} if how is held else {"accumulation_steps": COUNT}
+    lockstep(way, build, step, **options)
 
 
 NESTED = pytest.mark.xfail(strict=True, reason="nested backwards count where no output of the model itself is met")
@@ -333,7 +334,8 @@ def test_what_has_been_added_up_is_clipped_once(way: str, how: Step, clip: Any) 
         lane.zero_grad()
         return None
 
-    lockstep(way, blocks, step, clip=clip, **({} if how is held else {"accumulation_steps": COUNT}))
+    options: dict[str, Any] = {} if how is held else {"accumulation_steps": COUNT}
+    lockstep(way, blocks, step, clip=clip, **options)
 
 
 def test_two_pass_measures_once_per_step() -> None:

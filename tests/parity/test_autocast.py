@@ -75,7 +75,7 @@ def test_the_block_does_not_matter(way: str, around: str, name: str) -> None:
 @pytest.mark.parametrize("check_steps", [0, 3])
 def test_the_block_changes_the_update(way: str, around: str, name: str, check_steps: int) -> None:
     refused = None if around == "backward" or way in EXACT else {way: TORN}
-    options = {"check_steps": check_steps} if check_steps else {}
+    options: dict[str, Any] = {"check_steps": check_steps} if check_steps else {}
     lockstep(way, partial(build, CHANGED[name]), partial(learn, around=around), refused=refused, **options)
 
 
@@ -99,7 +99,12 @@ def counted() -> Iterator[list[object]]:
     trials: list[object] = []
     tried = autocast._tried
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autocast, "_tried", lambda *given: trials.append(given) or tried(*given))
+
+        def counting(*given: Any) -> Any:
+            trials.append(given)
+            return tried(*given)
+
+        patch.setattr(autocast, "_tried", counting)
         yield trials
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import instep
 from instep.errors import HyperparameterChangedError, TornStepError, UnsupportedOptimizerError
-from tests.cases import Blocks, batch, two_groups
+from tests.cases import Blocks, assign, batch, two_groups
 from tests.devices import on_cpu_only
 from tests.parity.lockstep import SMALL, Contender, Refused, lockstep, loss_of
 from tests.parity.test_undo import WAYS as UNDO
@@ -235,7 +235,7 @@ IN_OBJECTS: dict[str, tuple[Callable[[], Any], Change]] = {
         configured(lambda o, g: g["cfg"].lr, in_groups(make))
         if where == "groups"
         else configured(lambda o, g: o.cfg.lr, as_attribute(make)),
-        (lambda o, i: [set_lr(g["cfg"], i) for g in o.param_groups])
+        (lambda o, i: [assign(g["cfg"], "lr", 0.01 / i) for g in o.param_groups])
         if where == "groups"
         else (lambda o, i: set_lr(o.cfg, i)),
     )
@@ -270,7 +270,7 @@ IN_OBJECTS |= {
     ),
     "a list of objects in a group": (
         configured(lambda o, g: g["cfg"][0].lr, in_groups(lambda: [Plain()])),
-        lambda o, i: [set_lr(g["cfg"][0], i) for g in o.param_groups],
+        lambda o, i: [assign(g["cfg"][0], "lr", 0.01 / i) for g in o.param_groups],
     ),
     "a NumPy array": (
         configured(lambda o, g: o.cfg[0], as_attribute(lambda: np.full(3, 0.05, np.float32))),
@@ -333,7 +333,7 @@ WRITES = [
 ]
 
 
-def write_lr(write: Callable[[torch.Tensor, float], None], optimizer: Any, i: int) -> None:
+def write_lr(write: Callable[[torch.Tensor, float], object], optimizer: Any, i: int) -> None:
     for group in optimizer.param_groups:
         write(group["lr"], 0.01 / i)
 

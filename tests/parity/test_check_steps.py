@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import instep
 from instep.errors import AttachError, TornStepError, UnsupportedOptimizerError
-from tests.cases import Blocks, Rotations, batch, optimizer_cases, two_groups
+from tests.cases import Blocks, Rotations, batch, grad_of, optimizer_cases, two_groups
 from tests.parity.lockstep import CLIP, WAYS, Contender, in_every_way, in_exact_ways, learn, lockstep, loss_of, ways
 
 # Not by a thread: while one that has just been started runs, it may be that one that draws.
@@ -63,13 +63,13 @@ class MetTheOdd(torch.optim.Optimizer):
 
 
 def couple(optimizer: Any, mine: list[torch.Tensor]) -> None:
-    norm = torch.stack([p.grad.norm() for p in mine]).norm()
+    norm = torch.stack([grad_of(p).norm() for p in mine]).norm()
     for p in mine:
         p.sub_(p.grad / norm, alpha=1e-3)
 
 
 def couple_state(optimizer: Any, mine: list[torch.Tensor]) -> None:
-    norm = torch.stack([p.grad.norm() for p in mine]).norm()
+    norm = torch.stack([grad_of(p).norm() for p in mine]).norm()
     for p in mine:
         optimizer.state[p]["momentum"].div_(1 + norm)
 
@@ -421,7 +421,7 @@ class WritesGradients(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -441,7 +441,7 @@ class Doubled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         weight = torch.randn(16, 16) / 4
-        self.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+        self.weight: Any = nn.Parameter(TwoTensor(weight, weight.clone()))
         self.outer = nn.Linear(16, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ def compare(way: str, build: Any, step: Step, steps: int = 5, clip: Any = None, 
     return lockstep(way.split(" ")[0], build, step, steps, **{**EXACT.get(way, {}), **options, "clip": clip})
 
 
-def blocks() -> tuple[nn.Module, torch.optim.Optimizer]:
+def blocks() -> tuple[Blocks, torch.optim.Optimizer]:
     model = Blocks(depth=2)
     return model, torch.optim.AdamW(two_groups(model), lr=1e-2, fused=True)
 
@@ -554,7 +554,7 @@ class Added(nn.Module):
         return self.outer(torch.tanh(self.inner(x)))
 
 
-def added() -> tuple[nn.Module, torch.optim.Optimizer]:
+def added() -> tuple[Any, torch.optim.Optimizer]:
     model = Added()
     return model, torch.optim.AdamW(model.inner.parameters(), lr=1e-2, fused=True)
 
@@ -753,6 +753,7 @@ def written_out(clip: ClipNorm, by_hand: Callable[[Any, list[list[nn.Parameter]]
             plain.optimizer.step()
             plain.zero_grad()
             previous = norm
+            assert overlap.grad_norm is not None
             assert torch.equal(overlap.grad_norm, norm)
             states = [training_state(lane.model, lane.optimizers) for lane in lanes]
             assert first_difference(*states) is None, f"after step {i + 1}"

@@ -94,7 +94,7 @@ def everything(lane: Contender, compiled: Compile) -> Callable[..., Any]:
         optimizer.zero_grad()
         return loss.detach()
 
-    return compiled(iteration)  # type: ignore[no-any-return]
+    return compiled(iteration)
 
 
 REFUSED = Refused(UnsupportedOptimizerError, "torn", match="AdamW.step() was compiled")

@@ -29,7 +29,7 @@ class Plain(torch.optim.Optimizer):
         self.factor = 1.0
 
     @torch.no_grad()
-    def step(self, closure: Any = None, scale: float = 1.0) -> None:
+    def step(self, closure: Any = None, scale: float = 1.0) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p.requires_grad:
@@ -85,7 +85,7 @@ class Riemannian(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -112,7 +112,7 @@ class Remembers(torch.optim.Optimizer):
         self.buffers: dict[Any, torch.Tensor] = {}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

@@ -229,7 +229,7 @@ class Interrupted(torch.optim.SGD):
     at: ClassVar = [0]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p in self.param_groups[0]["params"]:
             if p.grad is not None:
                 self.at[0] -= 1

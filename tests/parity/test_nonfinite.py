@@ -145,7 +145,7 @@ class BeginningLate(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         self.total = torch.ones(()) if self.total is None else self.total + 1
         self.count = getattr(self, "count", 0) + 1
-        self.state["all"] = {"count": self.count}
+        self.state["all"] = {"count": self.count}  # type: ignore[index]  # its keys may be names, too
         for group in self.param_groups:
             group["seen"] = torch.ones(()) if group["seen"] is None else group["seen"] + 1
         return super().step(closure)
@@ -226,7 +226,7 @@ def test_gradients_stay_as_in_the_plain_loop(way: str) -> None:
     lockstep(way, build(), step, nonfinite="skip")
 
 
-def step_on(way: str, nonfinite: str, place: str) -> Iterator[Any]:
+def step_on(way: str, nonfinite: Any, place: str) -> Iterator[Any]:
     """Attached and trained for two steps, then a bad gradient: what ``backward`` and ``step`` raise."""
     torch.manual_seed(0)
     model, optimizer = build()()

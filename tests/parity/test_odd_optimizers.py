@@ -460,7 +460,7 @@ class Counts(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         if all(p.grad is None for group in self.param_groups for p in group["params"]):
             return
-        self.state["decay"] = self.state.get("decay", torch.ones(())) * 0.9
+        self.state["decay"] = self.state.get("decay", torch.ones(())) * 0.9  # type: ignore[index, call-overload]  # a name
         for group in self.param_groups:
             if all(p.grad is None for p in group["params"]):
                 continue
@@ -470,7 +470,8 @@ class Counts(torch.optim.Optimizer):
                 if p.grad is not None:
                     moment = self.state[p].setdefault("moment", torch.zeros_like(p))
                     moment.lerp_(p.grad, 0.5)
-                    p.sub_(moment * self.state["decay"] / group["seen"], alpha=group["lr"] / group["count"])
+                    decay = self.state["decay"]  # type: ignore[index]  # a name
+                    p.sub_(moment * decay / group["seen"], alpha=group["lr"] / group["count"])
 
 
 @in_every_way
@@ -562,7 +563,7 @@ class CountsInPlace(Counts):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         if any(p.grad is not None for group in self.param_groups for p in group["params"]):
-            self.state.setdefault("total", torch.zeros(())).add_(1)
+            self.state.setdefault("total", torch.zeros(())).add_(1)  # type: ignore[call-overload]  # a name
         return super().step(closure)
 
 
@@ -597,7 +598,7 @@ class KeepsLists(torch.optim.Optimizer):
         super().__init__(params, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             if p not in self.state:
                 self.state[p] = [torch.zeros_like(p)]
@@ -625,7 +626,8 @@ class CountsInAModule(torch.optim.SGD):
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr)
-        self.stepped, self.counter = 0, nn.BatchNorm1d(1)
+        self.stepped = 0
+        self.counter: Any = nn.BatchNorm1d(1)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -990,7 +992,7 @@ def test_one_backward_and_two_steps(way: str) -> None:
 
 
 @pytest.mark.parametrize("form", [{"foreach": False}, {"foreach": True}, {"fused": True}])
-def test_a_second_step_is_refused_before_it_writes(form: dict[str, bool]) -> None:
+def test_a_second_step_is_refused_before_it_writes(form: dict[str, Any]) -> None:
     model, optimizer = building(partial(adamw, **form))()
     with instep.attach(model, optimizer, bucket_bytes=1):
         x, y = batch(0)
@@ -1021,7 +1023,7 @@ class Twice(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.05})
 
     @torch.no_grad()
-    def step(self, closure: Any) -> Any:
+    def step(self, closure: Any = None) -> Any:
         for _ in range(2):
             with torch.enable_grad():
                 loss = closure()

@@ -34,7 +34,7 @@ import instep
 from instep.errors import StaleAttachmentError, TornStepError, UncommittedStepError
 from instep.verification import first_difference, training_state
 from tests import net
-from tests.cases import Blocks, Tied, batch, two_groups
+from tests.cases import Blocks, Tied, assign, batch, grad_of, two_groups
 from tests.devices import in_dlpack, on_cpu_only
 from tests.late import PATIENCE, late_updates
 
@@ -53,10 +53,10 @@ class Loop:
     def __init__(self, folder: Path, make: Callable[[], nn.Module] = Blocks) -> None:
         torch.manual_seed(0)
         self.model: Any = make()
-        self.optimizer = torch.optim.AdamW(two_groups(self.model), lr=1e-2)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(two_groups(self.model), lr=1e-2)
         self.folder = folder
-        self.parameters = list(self.model.parameters())
-        self.shadow = copy.deepcopy(self.model)
+        self.parameters: list[Any] = list(self.model.parameters())
+        self.shadow: Any = copy.deepcopy(self.model)
         self.kept = SimpleNamespace()
 
     def backward(self, i: int) -> None:
@@ -291,7 +291,11 @@ def compiled_function_of_a_weight(**options: Any) -> Reader:
     def read(loop: Loop) -> Any:
         if not hasattr(loop.kept, "compiled"):
             last = loop.last
-            loop.kept.compiled = torch.compile(lambda x: (last * x).sum(), **options)
+
+            def weighted(x: torch.Tensor) -> torch.Tensor:
+                return (last * x).sum()
+
+            loop.kept.compiled = torch.compile(weighted, **options)
         with torch.no_grad():
             return loop.kept.compiled(torch.ones(24))
 
@@ -405,7 +409,7 @@ READERS: dict[str, Reader] = {
         q.data.copy_(p) for p, q in zip(loop.parameters, loop.shadow.parameters(), strict=True)
     ],
     ".data = into another": lambda loop: (
-        setattr(loop.shadow.outer.weight, "data", loop.last.data.clone()) or loop.shadow
+        assign(loop.shadow.outer.weight, "data", loop.last.data.clone()) or loop.shadow
     ),
     "DCP model": lambda loop: dcp_state.get_model_state_dict(loop.model),
     "DCP optimizer": lambda loop: dcp_state.get_optimizer_state_dict(loop.model, loop.optimizer),
@@ -498,6 +502,7 @@ def load_another(assign: bool) -> Reader:
 def load_and_set_both(loop: Loop) -> Any:
     model, optimizer = copy.deepcopy(dcp_state.get_state_dict(loop.model, loop.optimizer))
     for value in model.values():
+        assert isinstance(value, torch.Tensor)
         value.mul_(0.5)
     dcp_state.set_state_dict(loop.model, loop.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
@@ -683,14 +688,20 @@ def clip_after_the_step(loop: Loop) -> Any:
 
 def replace_gradients(loop: Loop) -> Any:
     for p in loop.parameters:
-        p.grad = p.grad * 0.5
+        p.grad = grad_of(p) * 0.5
     return loop.gradients
 
 
 def add_to_gradients(loop: Loop) -> Any:
     for p in loop.parameters:
-        p.grad.add_(1.0)
+        grad_of(p).add_(1.0)
     return loop.gradients
+
+
+def delete_gradients(loop: Loop) -> Any:
+    for p in loop.parameters:
+        del p.grad
+    return [None for _ in loop.parameters]
 
 
 def plus_equals(loop: Loop) -> Any:
@@ -784,22 +795,24 @@ GRADIENT_READERS: dict[str, Reader] = {
     "copy_ into one": each_gradient(lambda g: g.copy_(torch.ones_like(g))),
     "copy_ from one": each_gradient(lambda g: torch.empty_like(g).copy_(g)),
     "into a buffer": each_gradient(lambda g: torch.zeros(g.shape).add_(g)),
-    "set to None": lambda loop: [setattr(p, "grad", None) for p in loop.parameters],
-    "deleted": lambda loop: [delattr(p, "grad") for p in loop.parameters],
-    "one cleared": lambda loop: setattr(loop.last, "grad", None) or loop.gradients,
+    "set to None": lambda loop: [assign(p, "grad", None) for p in loop.parameters],
+    "deleted": delete_gradients,
+    "one cleared": lambda loop: assign(loop.last, "grad", None) or loop.gradients,
     "clip and step again": lambda loop: [clip_after_the_step(loop), loop.optimizer.step(), *loop.gradients],
     "a second backward": second_backward,
     "one more backward of the model": one_more_backward,
     "autograd.grad": lambda loop: torch.autograd.grad(loop.model(batch(5)[0]).sum(), loop.parameters),
     "into another model": lambda loop: [
-        setattr(q, "grad", p.grad.clone()) or q.grad
+        assign(q, "grad", grad_of(p).clone()) or grad_of(q)
         for p, q in zip(loop.parameters, loop.shadow.parameters(), strict=True)
     ],
     "given to another model": lambda loop: [
-        setattr(q, "grad", p.grad) or q.grad for p, q in zip(loop.parameters, loop.shadow.parameters(), strict=True)
+        assign(q, "grad", p.grad) or q.grad for p, q in zip(loop.parameters, loop.shadow.parameters(), strict=True)
     ],
-    "swapped for zeros": lambda loop: [setattr(p.grad, "data", torch.zeros_like(p.grad)) for p in loop.parameters],
-    "hooks": lambda loop: [p.grad.register_hook(print) for p in loop.parameters if p.grad.requires_grad],
+    "swapped for zeros": lambda loop: [
+        assign(grad_of(p), "data", torch.zeros_like(grad_of(p))) for p in loop.parameters
+    ],
+    "hooks": lambda loop: [grad_of(p).register_hook(print) for p in loop.parameters if grad_of(p).requires_grad],
     "compile": lambda loop: torch.compile(lambda g: g.norm(), backend="eager")(loop.last.grad),
     "typed storage": each_gradient(lambda g: g.storage().tolist()),
     "type": each_gradient(lambda g: g.type()),
@@ -943,7 +956,7 @@ def test_an_update_that_raised_half_way_left_no_whole_step(tmp_path: Path) -> No
         fails = False
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             for p in self.param_groups[0]["params"]:
                 if p.grad is not None:
                     p.add_(p.grad, alpha=-0.1)

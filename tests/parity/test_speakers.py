@@ -1,6 +1,7 @@
 """After two steps in order, one parameter of each bucket speaks for all of it. Then something else comes."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -152,7 +153,7 @@ def asked_about_in_backward(lane: Contender, i: int) -> None:
     lane.learn(loss_of(out, y))
 
 
-def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+def build() -> tuple[Any, torch.optim.Optimizer]:
     model = Three()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 

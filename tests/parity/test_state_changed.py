@@ -237,7 +237,7 @@ class KeepsLists(torch.optim.Optimizer):
                 if p.grad is not None:
                     norms = self.state[p].setdefault("norms", [])
                     norms.append(float(p.grad.norm()))
-                    p.sub_(p.grad, alpha=group["lr"] * sum(norms) * self.state.get("factor", 1.0))
+                    p.sub_(p.grad, alpha=group["lr"] * sum(norms) * self.state.get("factor", 1.0))  # type: ignore[call-overload]  # a name
 
 
 @pytest.mark.parametrize(

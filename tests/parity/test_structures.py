@@ -22,7 +22,7 @@ from instep.errors import (
     TornStepError,
     UncommittedStepError,
 )
-from tests.cases import Blocks, Sometimes, Tied, batch
+from tests.cases import Blocks, Sometimes, Tied, assign, batch, grad_of
 from tests.devices import on_cpu_only
 from tests.parity.lockstep import (
     EXACT,
@@ -684,7 +684,7 @@ def test_a_parameter_hook_that_changes_the_gradient_with_its_weight(way: str, ki
         return model, optimizer
 
     def add_weights(p: torch.Tensor) -> None:
-        p.grad = p.grad + p.detach()
+        p.grad = grad_of(p) + p.detach()
 
     lockstep(way, build, bucket_bytes=1)
 
@@ -793,7 +793,11 @@ def test_compiled(way: str, how: str) -> None:
 def test_a_compiled_function_that_reads_weights_between_steps(way: str) -> None:
     def step(lane: Contender, i: int) -> Any:
         if lane.extra is None:
-            lane.extra = torch.compile(lambda: lane.model[1][1].weight @ lane.model[0].weight, backend="aot_eager")
+
+            def product() -> torch.Tensor:
+                return lane.model[1][1].weight @ lane.model[0].weight
+
+            lane.extra = torch.compile(product, backend="aot_eager")
         loss = learn(lane, i)
         with torch.no_grad():
             return loss, lane.extra()
@@ -1314,14 +1318,14 @@ def test_a_backward_whose_gradients_are_thrown_away(way: str) -> None:
     lockstep(way, blocks, step, refused={"backward": cleared, "two_pass": cleared})
 
 
-CLEARS: dict[str, Callable[[Contender], None]] = {
+CLEARS: dict[str, Callable[[Contender], object]] = {
     "optimizer": lambda lane: lane.optimizer.zero_grad(),
     "model": lambda lane: lane.model.zero_grad(),
     "to zero": lambda lane: lane.optimizer.zero_grad(set_to_none=False),
     "model to zero": lambda lane: lane.model.zero_grad(set_to_none=False),
-    "by hand": lambda lane: [setattr(p, "grad", None) for p in lane.model.parameters()] and None,
+    "by hand": lambda lane: [assign(p, "grad", None) for p in lane.model.parameters()] and None,
     "by hand to zero": lambda lane: [p.grad.zero_() for p in lane.model.parameters() if p.grad is not None] and None,
-    "new zeros": lambda lane: [setattr(p, "grad", torch.zeros_like(p)) for p in lane.model.parameters()] and None,
+    "new zeros": lambda lane: [assign(p, "grad", torch.zeros_like(p)) for p in lane.model.parameters()] and None,
     "never": lambda lane: None,
 }
 

@@ -97,7 +97,7 @@ def test_rollback_has_something_to_put_back(way: str) -> None:
         old = list(state(model, optimizer))
         loss(model, 0).backward()
         with torch._C.DisableTorchFunctionSubclass():
-            assert not torch.equal(dict(old)["parameter 'outer.weight'"], model.outer.weight)  # type: ignore[arg-type]
+            assert not torch.equal(dict(old)["parameter 'outer.weight'"], model.get_parameter("outer.weight"))
         overlap.rollback()
         assert_same(model, optimizer, old)
 
@@ -773,7 +773,7 @@ MEMORIES: dict[str, Callable[[Any], Any]] = {
     "attribute": lambda optimizer: optimizer.memory.setdefault,
     "object": lambda optimizer: optimizer.settings.memory.setdefault,
     "class": lambda optimizer: optimizer.of_all.setdefault,
-    "parameter": lambda optimizer: lambda p, made: vars(p).setdefault("memory", made),
+    "parameter": lambda optimizer: lambda p, made: p.__dict__.setdefault("memory", made),
     "id": lambda optimizer: lambda p, made: optimizer.enclosing(p),
     "function": lambda optimizer: lambda p, made: optimizer.remembering(p),
 }
@@ -794,7 +794,7 @@ class Remembers(torch.optim.Optimizer):
         self.remembering = _function_that_remembers()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p in self.param_groups[0]["params"]:
             if p.grad is not None:
                 state = self.state[p]
@@ -848,7 +848,7 @@ class Entwined(torch.optim.Optimizer):
         super().__init__(params, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p in self.param_groups[0]["params"]:
             if p.grad is None:
                 continue

@@ -84,7 +84,7 @@ def by_hand(model: Keeps, i: int) -> torch.Tensor:
     return loss_of(nn.functional.linear(x, inside.outer.weight, inside.outer.bias), y)
 
 
-CALLS = {"call": by_call, "forward": by_forward, "by hand": by_hand}
+CALLS: dict[str, Callable[[Any, int], torch.Tensor]] = {"call": by_call, "forward": by_forward, "by hand": by_hand}
 in_every_call = pytest.mark.parametrize("call", list(CALLS))
 
 
@@ -148,7 +148,7 @@ class Pipe(nn.Module):
         return x
 
 
-def piped() -> tuple[nn.Module, Any]:
+def piped() -> tuple[Any, Any]:
     model = Pipe()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 

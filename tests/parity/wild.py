@@ -123,7 +123,7 @@ def on_shards(draw: Any) -> Program:
     """For FSDP2, whose hooks are those of the model: no part of it is called by itself."""
     names, recipe = draw(st.sampled_from([(ours, no_recipe), (ours, no_recipe), (no_names, recipes)]))
     some_edits, calls = st.one_of(no_edits, edits), st.sampled_from(["whole", "whole", "twice", "checkpointed"])
-    return draw(wild(names, recipe, some_edits, calls, any_output))  # type: ignore[no-any-return]
+    return draw(wild(names, recipe, some_edits, calls, any_output))
 
 
 @st.composite

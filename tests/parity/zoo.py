@@ -13,7 +13,7 @@ from tests.cases import optimizer_cases
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 LR = 1e-2
-BESIDE = {
+BESIDE: dict[str, tuple[Any, dict[str, Any]]] = {
     # torch.optim's, with something that the tables of updates by parameter leave out.
     "SGD tensor rate": (torch.optim.SGD, {"lr": LR, "momentum": 0.9}),
     "Adam tensor rate": (torch.optim.Adam, {"lr": LR, "capturable": False}),
@@ -33,12 +33,12 @@ def _torchs() -> Iterator[tuple[str, Make]]:
 
 
 def _made(cls: Any, kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    return cls(groups, **kwargs)  # type: ignore[no-any-return]
+    return cls(groups, **kwargs)
 
 
 def _with_tensor_rates(cls: Any, kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     rates = [{**group, "lr": torch.tensor(float(group.get("lr", LR)))} for group in groups]
-    return cls(rates, **{**kwargs, "lr": torch.tensor(kwargs["lr"])})  # type: ignore[no-any-return]
+    return cls(rates, **{**kwargs, "lr": torch.tensor(kwargs["lr"])})
 
 
 def _classes(module: Any) -> Iterator[tuple[str, type[torch.optim.Optimizer]]]:
@@ -49,9 +49,9 @@ def _classes(module: Any) -> Iterator[tuple[str, type[torch.optim.Optimizer]]]:
 
 def _from_package(cls: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     try:
-        return cls(groups, lr=LR)  # type: ignore[no-any-return]
+        return cls(groups, lr=LR)
     except TypeError:
-        return cls(groups)  # type: ignore[no-any-return]
+        return cls(groups)
 
 
 def _of_pytorch_optimizer() -> Iterator[tuple[str, Any]]:

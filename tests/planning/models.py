@@ -70,7 +70,7 @@ def squared(output: torch.Tensor) -> torch.Tensor:
 class Coupled(torch.optim.SGD):
     """Divides all gradients by what they have in common."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         mine = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         with torch.no_grad():
             whole = sum(p.grad.norm() for p in mine)
@@ -85,7 +85,7 @@ class CountsInItsGroup(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "steps": torch.zeros(())})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["steps"] += 1
             for p in group["params"]:

@@ -24,7 +24,17 @@ def invoke(*words: object) -> tuple[int, str, str]:
 
 def test_in_a_pipe_it_is_plain_text_and_the_file_has_all_numbers(tmp_path: Path) -> None:
     written = tmp_path / "plan.json"
-    command = [sys.executable, "-m", "instep", "plan", f"{HERE}:layers", "--inputs", f"{HERE}:rows", "--json", written]
+    command = [
+        sys.executable,
+        "-m",
+        "instep",
+        "plan",
+        f"{HERE}:layers",
+        "--inputs",
+        f"{HERE}:rows",
+        "--json",
+        str(written),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=net.SECONDS, cwd=ROOT, env={**os.environ})
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout

@@ -159,7 +159,7 @@ def test_buckets_of_ranks_are_those_of_torch() -> None:
     planned = plan(job).buckets
     model = models.layers()
     order = order_of_gradients(Scene(job))
-    arrived = [dict(model.named_parameters())[name] for name in order]
+    arrived: list[torch.Tensor] = [dict(model.named_parameters())[name] for name in order]
     cap = int(0.0002 * 1024 * 1024)
     theirs, _ = dist._compute_bucket_assignment_by_size(arrived, [cap, cap], [False] * len(arrived))
     assert len(theirs) > 2
@@ -229,7 +229,7 @@ def test_times() -> None:
     found = times(buckets, machine, 0.004)
     link = Link(1e8, 1e-5, 8, found.algorithm)  # type: ignore[arg-type]
     assert found.communication == pytest.approx(link.allreduce(1e6) + link.allreduce(3e6))
-    assert (found.step, found.backward) == (pytest.approx(0.028), pytest.approx(0.008))
+    assert (found.step, found.backward) == pytest.approx((0.028, 0.008))
     by_schedule = {one.schedule: one for one in found.schedules}
     assert by_schedule["plain"].exposed == pytest.approx(0.028)
     assert by_schedule["backward"].exposed < 0.028

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -221,7 +221,7 @@ VERBS: dict[str, tuple[str, type[InstepError], Verb, set[str]]] = {
     "hook_then_optimizer, the optimizer": (
         "optimizer_state",
         AttachError,
-        lambda g, v: instep.hook_then_optimizer(print, v),
+        lambda g, v: instep.hook_then_optimizer(cast(Any, print), v),
         set(),
     ),
     "apply_optim_in_backward_hook": (
@@ -292,14 +292,20 @@ def test_a_wrong_argument_is_refused_by_name(given: Given, verb: str, value: str
         (lambda g: instep.attach(g.optimizer, g.model), "the model comes first, then its optimizer"),
         (lambda g: instep.attach(g.model, g.model), "the model comes first, then its optimizer"),
         (lambda g: instep.attach(g.model, g.scheduler), r"StepLR, which has an optimizer: .*StepLR\.optimizer"),
-        (lambda g: instep.attach(g.model, torch.optim.SGD), r"the class SGD: make an object of it, SGD\(…\)"),
-        (lambda g: instep.attach(nn.Linear, g.optimizer), r"the class Linear: make an object of it, Linear\(…\)"),
+        (
+            lambda g: instep.attach(g.model, cast(Any, torch.optim.SGD)),
+            r"the class SGD: make an object of it, SGD\(…\)",
+        ),
+        (
+            lambda g: instep.attach(cast(Any, nn.Linear), g.optimizer),
+            r"the class Linear: make an object of it, Linear\(…\)",
+        ),
         (
             lambda g: instep.attach(g.model, g.model.parameters()),
             r"optimizer\[0\] must be .*, not Parameter: build an optimizer",
         ),
         (lambda g: instep.attach(g.model, [g.optimizer, g.model]), r"optimizer\[1\] must be .*, not the model Linear"),
-        (lambda g: instep.attach(g.model, {"a": g.optimizer}), "dict: give its values as a list"),
+        (lambda g: instep.attach(g.model, cast(Any, {"a": g.optimizer})), "dict: give its values as a list"),
     ],
 )
 def test_the_usual_mistakes_get_advice(given: Given, call: Callable[[Given], Any], advice: str) -> None:

@@ -32,7 +32,7 @@ class Coupled(torch.optim.Optimizer):
         self.after = after
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.after -= 1
         for group in self.param_groups:
             grads = [p.grad for p in group["params"] if p.grad is not None]
@@ -58,11 +58,11 @@ def sgd(parameters: Any, **kwargs: Any) -> torch.optim.SGD:
 
 
 def with_replaced_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    optimizer.step = lambda closure=None: None
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign, assignment]  # the oddity
     return optimizer
 
 
-def with_overrides(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def with_overrides(optimizer: Any) -> torch.optim.Optimizer:
     """As bitsandbytes' optimizers have them once a parameter was given settings of its own."""
     optimizer.mng = SimpleNamespace(index2config={(0, 1): {"lr": 1e-3}})
     return optimizer
@@ -331,5 +331,6 @@ def test_verify_refuses_what_changes_the_numbers(option: str) -> None:
     def build() -> Any:
         raise AssertionError("nothing is built")
 
+    options: dict[str, Any] = {option: object()}
     with pytest.raises(AttachError, match=f"{option} changes the numbers"):
-        instep.verify(build, **{option: object()})
+        instep.verify(build, **options)

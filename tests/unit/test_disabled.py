@@ -190,7 +190,7 @@ def test_closures() -> None:
                     by_norm(list(loop.model.parameters()))
                 return loss
 
-            loop.optimizers[0].step(closure)  # type: ignore[arg-type]
+            loop.optimizers[0].step(closure)
         assert loops[0].difference(loops[1]) is None
 
 
@@ -199,7 +199,7 @@ def test_a_step_that_raises_is_no_step() -> None:
     plain, disabled = Loop(None), Loop({"clip": ClipNorm(MAX_NORM), "undo": True})
     assert disabled.overlap is not None
     for loop in (plain, disabled):
-        handle = loop.optimizers[0].register_step_post_hook(lambda *_: 1 / 0)
+        handle = loop.optimizers[0].register_step_post_hook(lambda *_: 1 / 0)  # type: ignore[arg-type]  # it raises
         loop.optimizers[0]._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
         with pytest.raises(ZeroDivisionError):
             loop.step(0, by_norm)
@@ -254,8 +254,8 @@ def test_nothing_stays() -> None:
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     assert not model._forward_pre_hooks
     assert not model._forward_hooks
-    assert not optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
-    assert not optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_a_failed_backward_drops_its_callbacks_before_the_except_clause() -> Non
 
 def test_torch_wraps_step_once_and_marks_it() -> None:
     class Mine(torch.optim.SGD):
-        def step(self, closure: object = None) -> None:
+        def step(self, closure: object = None) -> Any:
             """Mine."""
 
     layer = nn.Linear(2, 2)
@@ -135,7 +135,7 @@ def test_an_interrupt_of_what_a_failed_backward_is_owed_is_not_lost(
     """However soon another thread runs."""
     threads = SimpleNamespace(start_new_thread=start, interrupt_main=_thread.interrupt_main)
     monkeypatch.setattr(engine, "_thread", threads)
-    calls = []
+    calls: list[int] = []
 
     def failed() -> None:
         calls.append(len(calls))

@@ -184,12 +184,13 @@ _plain: dict[tuple[str, ...], str] = {}
 
 
 def plain_output(code: str, *arguments: str, path: Path) -> str:
-    if (code, *arguments) not in _plain:
+    key = (code, *arguments)
+    if key not in _plain:
         done = run(code, "plain", *arguments, path=path)
         assert (done.returncode, done.stderr) == (0, "")
         assert "0x" in done.stdout
-        _plain[(code, *arguments)] = done.stdout
-    return _plain[(code, *arguments)]
+        _plain[key] = done.stdout
+    return _plain[key]
 
 
 def require_the_same(code: str, loop: str, *arguments: str, path: Path) -> None:

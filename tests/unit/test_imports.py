@@ -84,7 +84,8 @@ ALLOWED = {
     "integrations": {"errors", "_gradients", "sources.ddp", "attachment"},
     "demo": {"_signals", "report", "attachment", "verification", "_version"},
     "planning": {"errors", "_optim", "_gradients", "sources.replicate", "report", "attachment", "_version"},
-    "cli": {"_signals", "report", "demo", "planning", "_version"},
+    "environment": {"_version"},
+    "cli": {"_signals", "report", "demo", "planning", "environment", "_version"},
 }
 # From the ground up: a room stands on those before it.
 FLOORS = list(ALLOWED)

@@ -157,7 +157,8 @@ links = st.builds(
 @st.composite
 def works(draw: st.DrawFn, most: int = 5) -> Work:
     count = draw(st.integers(1, most))
-    return Work(*(draw(st.lists(quarters, min_size=count, max_size=count)) for _ in range(4)), overhead=draw(quarters))
+    sizes, *times = (draw(st.lists(quarters, min_size=count, max_size=count)) for _ in range(4))
+    return Work(sizes, times[0], times[1], times[2], overhead=draw(quarters))
 
 
 def arrivals(work: Work, link: Link, order: Sequence[int]) -> dict[int, float]:
@@ -211,10 +212,12 @@ def test_one_bucket_is_stepped_between_its_communication_and_its_forward(work: W
     size = work.gradient_bytes[0]
     communication = max(link.allreduce(size), host.communication_cpu * size)
     expected = work.backward[0] + communication + work.step[0] + work.overhead + work.forward[0]
-    for schedule in ("plain", "backward"):
+    at_once: tuple[Schedule, ...] = ("plain", "backward")
+    for schedule in at_once:
         assert iteration_seconds(schedule, work, link, host) == pytest.approx(expected)
     # The overhead may be spent while a worker steps, or the bucket is on its way.
-    for schedule in ("forward", "cross_iteration"):
+    deferred: tuple[Schedule, ...] = ("forward", "cross_iteration")
+    for schedule in deferred:
         seconds = iteration_seconds(schedule, work, link, host)
         assert expected - work.overhead - 1e-9 <= seconds <= expected + 1e-9
 

@@ -91,7 +91,7 @@ def test_the_core_does_not_keep_a_graph_s_optimizer(way: str) -> None:
         train((model, optimizer, instep.attached(model)))
         loss = model(batch(0)[0]).sum()
         gone = weakref.ref(optimizer), weakref.ref(model)
-        weight = model.inner.weight
+        weight = model.get_parameter("inner.weight")
         del model, optimizer, _
         settle()
         assert [ref() for ref in gone] == [None, None]
@@ -227,12 +227,12 @@ def test_tensors_are_swapped_after_detach(way: str) -> None:
     train((model, optimizer, overlap))
     plan = overlap.plan
     with pytest.raises(RuntimeError, match="weakref"):  # torch's own: nothing was changed
-        torch.utils.swap_tensors(model.inner.weight, nn.Parameter(torch.zeros(24, 16)))
+        torch.utils.swap_tensors(model.get_parameter("inner.weight"), nn.Parameter(torch.zeros(24, 16)))
     train((model, optimizer, overlap))
     overlap.detach()
-    weight = model.inner.weight
+    weight = model.get_parameter("inner.weight")
     torch.utils.swap_tensors(weight, nn.Parameter(torch.zeros(24, 16)))
-    assert model.inner.weight is weight
+    assert model.get_parameter("inner.weight") is weight
     assert not weight.any()
     assert overlap.plan == plan
     assert "detached" in repr(overlap)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.sources.crossing.order import Timed, best_order, deepest_then_shallowest, delay, soonest_read
+from instep.sources.crossing.order import Timed, best_order, deepest_then_shallowest, delay
 from instep.sources.crossing.ordered_collectives import OrderedCollectives, Sent
 
 seconds = st.integers(0, 20).map(float)
@@ -43,19 +43,38 @@ def test_a_link_that_is_fast_enough_changes_nothing() -> None:
     assert best_order(in_layers(1.0, 2.0, [0.5] * 6)) == list(range(6))
 
 
+def least_delay(buckets: Sequence[Timed]) -> float:
+    """Of all orders that there are."""
+    return min(delay(buckets, one) for one in itertools.permutations(range(len(buckets))))
+
+
 @given(st.lists(st.builds(Timed, seconds, seconds, seconds), max_size=6))
-def test_it_is_the_best_of_the_orders_that_are_tried(buckets: list[Timed]) -> None:
-    count = len(buckets)
-    order = best_order(buckets)
-    assert sorted(order) == list(range(count))
-    tried = [deepest_then_shallowest(count, first) for first in range(count + 1)]
-    assert delay(buckets, order) == min(delay(buckets, one) for one in [*tried, soonest_read(buckets)])
+def test_every_bucket_is_sent_once(buckets: list[Timed]) -> None:
+    assert sorted(best_order(buckets)) == list(range(len(buckets)))
+
+
+@given(st.lists(st.builds(Timed, st.just(3.0), seconds, seconds), max_size=6))
+def test_where_all_gradients_come_at_once_it_is_the_best_of_all(buckets: list[Timed]) -> None:
+    """What is read first is then sent first, and no order is better (Jackson)."""
+    assert delay(buckets, best_order(buckets)) == least_delay(buckets)
+
+
+@given(st.lists(st.builds(Timed, seconds, seconds, st.just(30.0)), max_size=6))
+def test_where_all_are_read_at_once_it_is_the_best_of_all(buckets: list[Timed]) -> None:
+    """The link must then not rest while a bucket is there, and no more is asked of the order."""
+    assert delay(buckets, best_order(buckets)) == least_delay(buckets)
+
+
+@given(st.lists(st.builds(Timed, seconds, st.just(1.0), seconds), max_size=6))
+def test_where_all_take_the_same_it_is_the_best_of_all(buckets: list[Timed]) -> None:
+    """Times are whole multiples of what a bucket takes: no bucket is in the way of a more urgent one."""
+    assert delay(buckets, best_order(buckets)) == least_delay(buckets)
 
 
 def is_near_the_best(buckets: Sequence[Timed], order: Sequence[int]) -> bool:
     """Sending what is there by the time it is read (Schrage) is never worse than the best order by as much as the
     longest bucket takes: one bucket may just have been begun when a more urgent one is ready."""
-    best = min(delay(buckets, one) for one in itertools.permutations(range(len(buckets))))
+    best = least_delay(buckets)
     found = delay(buckets, order)
     return found == best or found < best + max(bucket.send for bucket in buckets)
 

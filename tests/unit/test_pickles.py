@@ -22,7 +22,7 @@ from instep.errors import UncommittedStepError
 from tests.cases import Blocks, batch
 
 OPTIONS: dict[str, dict[str, Any]] = {"backward": {}, "undo": {"undo": True}, "forward": {"schedule": "forward"}}
-WHAT: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
+WHAT: dict[str, Callable[[Any, torch.optim.Optimizer], Any]] = {
     "model": lambda model, optimizer: model,
     "a module in it": lambda model, optimizer: model.inner,
     "optimizer": lambda model, optimizer: optimizer,
@@ -31,7 +31,7 @@ WHAT: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
 }
 
 
-def build(way: str | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(way: str | None) -> tuple[Blocks, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -115,7 +115,7 @@ def test_a_file_is_loaded_without_instep_and_as_weights_only(tmp_path: Path) -> 
     torch.save(model, tmp_path / "model.pt")
     with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.ReLU]):
         found = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert torch.equal(found[0].weight, model[0].weight)
+    assert torch.equal(found[0].weight, model[0].get_parameter("weight"))
     code = (
         "import sys, torch; sys.modules['instep'] = None\n"
         f"model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"

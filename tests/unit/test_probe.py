@@ -14,7 +14,7 @@ from torch import nn
 import instep
 from instep._optim import probe
 from instep.errors import UnsupportedOptimizerError
-from tests.cases import Blocks, batch, two_groups
+from tests.cases import Blocks, batch, grad_of, two_groups
 
 # Not by a thread: while one that has just been started runs, it may be that one that draws.
 pytestmark = pytest.mark.timeout(600, method="signal")
@@ -31,7 +31,7 @@ class Plain(torch.optim.Optimizer):
         return 1.0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         scale = self.scale()
         for group in self.param_groups:
             for p in group["params"]:
@@ -39,7 +39,7 @@ class Plain(torch.optim.Optimizer):
                     self.update(p, group["lr"] * scale)
 
     def update(self, p: torch.Tensor, lr: float) -> None:
-        p.sub_(p.grad, alpha=lr)
+        p.sub_(grad_of(p), alpha=lr)
 
     def gradients(self) -> list[torch.Tensor]:
         return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -98,7 +98,7 @@ class StacksWhatHasOneShape(Plain):
     """Updates parameters of one shape together, by their mean gradient."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         shapes = {g.shape for g in self.gradients()}
         for shape in shapes:
             mine = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -119,7 +119,7 @@ class LeavesOut(Plain):
     most = math.inf
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         if all(bool(g.isfinite().all()) and float(g.abs().max()) < self.most for g in self.gradients()):
             super().step()
 
@@ -132,7 +132,7 @@ class CouplesByOrder(Plain):
     """The first parameter of a call is stepped in another way."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         mine = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         for number, p in enumerate(mine):
             p.sub_(p.grad, alpha=0.2 if number == 0 else 0.1)
@@ -142,7 +142,7 @@ class DecaysAll(Plain):
     """Also parameters without gradient."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 p.mul_(0.99)
@@ -154,7 +154,7 @@ class CountsGradients(Plain):
     """What it keeps in its groups depends on how many parameters step together; no weight does."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             count = sum(p.grad is not None for p in group["params"])
             group["seen"] = group.get("seen", 0) + count
@@ -165,7 +165,7 @@ class KeepsTheNorm(Plain):
     """Only its state shows it."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         norm = self.norm()
         super().step()
         for group in self.param_groups:
@@ -209,6 +209,8 @@ def test_what_couples_parameters_is_refused_at_attach(make: Any, dtype: torch.dt
 
 class DrawsFrom(Plain):
     """Draws with what it was given."""
+
+    draw: Callable[[Any], torch.Tensor]
 
     def update(self, p: torch.Tensor, lr: float) -> None:
         p.add_(self.draw(self), alpha=1e-3)
@@ -271,7 +273,7 @@ class Adamish(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "decay": decay, "count": 0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["count"] += 1
             rate = group["lr"] * min(1.0, group["count"] / 5)
@@ -326,7 +328,7 @@ class Pairs(Plain):
     """Updates one with the other."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         mine = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         for a, b in zip(mine[::2], mine[1::2], strict=False):
             a.sub_(a.grad * b.grad)
@@ -346,7 +348,7 @@ class CountsInState(Plain):
         self.state["total"] = 0  # type: ignore[index]
 
     def scale(self) -> float:
-        self.state["total"] = self.state["total"] + 1  # type: ignore[index, operator]
+        self.state["total"] = self.state["total"] + 1  # type: ignore[index]
         return 1.0
 
 
@@ -394,10 +396,10 @@ class FailsWithout(Plain):
     """As one that makes an attribute with the first parameter of a step, and reads it after the last."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p in self.rates:
-            self.total = p.grad.sum()
-            p.sub_(p.grad)
+            self.total = grad_of(p).sum()
+            p.sub_(grad_of(p))
         self.total.item()
 
     @property
@@ -512,7 +514,12 @@ def test_what_would_fail_in_step_is_refused_before(cls: Any, words: str) -> None
 
 def test_a_class_with_the_same_options_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
-    monkeypatch.setattr(probe._Probe, "run", lambda self: tried.append(1) or probe.Separability("Fresh", True))
+
+    def run(self: Any) -> Any:
+        tried.append(1)
+        return probe.Separability("Fresh", True)
+
+    monkeypatch.setattr(probe._Probe, "run", run)
 
     class Fresh(Plain):
         pass

@@ -160,7 +160,7 @@ def test_gradients_are_spent_between_backward_and_step(model: nn.Module, overlap
     assert_untouched(model, before)
 
 
-def test_a_spent_gradient_can_be_looked_at_but_not_read(model: nn.Module, overlap: Any) -> None:
+def test_a_spent_gradient_can_be_looked_at_but_not_read(model: Any, overlap: Any) -> None:
     loss_of(model).backward()
     grad = model.inner.weight.grad
     assert "inner.weight" in repr(grad)
@@ -169,7 +169,7 @@ def test_a_spent_gradient_can_be_looked_at_but_not_read(model: nn.Module, overla
 
 
 @pytest.mark.parametrize("form", [{}, {"fused": True}, {"foreach": True}])
-def test_gradscaler(model: nn.Module, form: dict[str, bool]) -> None:
+def test_gradscaler(model: nn.Module, form: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **form)
     with instep.attach(model, optimizer, bucket_bytes=SMALL):
         scaler = torch.amp.GradScaler("cpu")
@@ -186,14 +186,18 @@ def test_a_clip_in_a_step_pre_hook_sees_spent_gradients_whenever_it_was_register
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     with instep.attach(model, optimizer, bucket_bytes=SMALL):
-        optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 1.0) and None)
+
+        def clip(*_: object) -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+        optimizer.register_step_pre_hook(clip)
         loss_of(model).backward()
         with pytest.raises(SpentGradientError):
             optimizer.step()
 
 
 def test_a_clip_inside_a_closure(model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any) -> None:
-    def closure() -> torch.Tensor:
+    def closure() -> Any:
         loss = loss_of(model)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -265,7 +269,7 @@ def write_in_place(model: nn.Module) -> None:
     ],
 )
 def test_weights_used_between_backward_and_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any, use: Any
+    model: Any, optimizer: torch.optim.Optimizer, overlap: Any, use: Any
 ) -> None:
     """The plain loop would find the old ones. Nothing has happened to them, so the step can go on."""
     loss_of(model).backward()
@@ -382,9 +386,7 @@ def test_a_parameter_that_is_no_longer_the_attached_one(model: nn.Module, overla
         model(batch(0)[0])
 
 
-def test_a_model_may_move_between_steps_and_back(
-    model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any
-) -> None:
+def test_a_model_may_move_between_steps_and_back(model: Any, optimizer: torch.optim.Optimizer, overlap: Any) -> None:
     """As a loop does that saves on another device, and clears its gradients only at the start of an iteration."""
     loss_of(model).backward()
     optimizer.step()
@@ -432,7 +434,7 @@ def give_another_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
 
 
 def give_both_another(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    inner = model.get_submodule("inner")
+    inner: Any = model.get_submodule("inner")
     old, new = inner.weight, nn.Parameter(inner.weight.detach() * 0.5)
     inner.weight = new
     for group in optimizer.param_groups:

@@ -32,7 +32,7 @@ def in_thread(do: Callable[[], Any]) -> list[BaseException]:
     return raised
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+def make() -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Blocks()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -60,7 +60,8 @@ def test_a_forward_while_the_step_of_another_thread_is_open() -> None:
         assert isinstance(error, ConcurrentBackwardError)
         optimizer.step()
         optimizer.zero_grad()
-        (other,) = in_thread(lambda: loss_of(model, 1).backward()) or [None]
+        others: list[Any] = in_thread(lambda: loss_of(model, 1).backward())
+        (other,) = others or [None]
         assert other is None  # between steps any thread may go on
         optimizer.step()
     assert all(map(torch.equal, weights(plain), weights(model)))
@@ -132,6 +133,7 @@ def test_gradients_are_counted_under_the_lock_that_applies_them(options: Any) ->
     hooks count must not change between two lines of theirs. Here there is one thread, and the lock tells."""
     model, optimizer = make()
     overlap = instep.attach(model, optimizer, bucket_bytes=SMALL, **options)
+    source: Any
     (source,) = overlap._sources
     sink = source._sink
     held = Held()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm, parameters_to_vector, vector_to_parameters
 
 from instep._autograd.watch import Watch
+from tests.cases import assign, grad_of
 
 
 class Owner:
@@ -96,7 +97,7 @@ USES: dict[str, Callable[[nn.Parameter], Any]] = {
     "an item that is set": lambda p: p.__setitem__(0, 1.0),
     "copy_": lambda p: p.copy_(x),
     "copy_ from it": lambda p: torch.empty(2, 3).copy_(p),
-    "set_": lambda p: p.set_(x.clone()),
+    "set_": lambda p: p.set_(x.clone()),  # type: ignore[call-overload]  # torch leaves a tensor out
     "an initialisation": lambda p: nn.init.zeros_(p),
     "to a vector": lambda p: parameters_to_vector([p]),
     "from a vector": lambda p: vector_to_parameters(torch.zeros(6), [p]),
@@ -129,15 +130,15 @@ GRADIENT_USES: dict[str, Callable[[nn.Parameter], Any]] = {
     "cleared by an optimizer": lambda p: torch.optim.SGD([p], lr=0.1).zero_grad(),
     "cleared by a module": lambda p: module_of(p).zero_grad(),
     "clipped": lambda p: clip_grad_norm_([p], 1.0),
-    "measured": lambda p: get_total_norm([p.grad]),
+    "measured": lambda p: get_total_norm([grad_of(p)]),
 }
-METADATA: dict[str, Callable[[nn.Parameter], Any]] = {
+METADATA: dict[str, Callable[[Any], Any]] = {
     "shape": lambda p: (p.shape, p.size(), p.size(0), p.dim(), p.ndim, len(p), p.numel(), torch.numel(p), p.nelement()),
     "layout": lambda p: (p.stride(), p.layout, p.is_contiguous(), p.storage_offset(), p.is_sparse, p.element_size()),
     "dtype and device": lambda p: (p.dtype, p.device, p.is_floating_point(), torch.is_floating_point(p), p.is_cuda),
     "inference": lambda p: (p.is_inference(), torch.is_inference(p)),
     "autograd": lambda p: (p.requires_grad, p.is_leaf, p.grad_fn, p._version, p.output_nr, p.retains_grad),
-    "freezing": lambda p: (p.requires_grad_(False), setattr(p, "requires_grad", True)),
+    "freezing": lambda p: [p.requires_grad_(False), assign(p, "requires_grad", True)],
     "a hook": lambda p: (
         p.register_hook(lambda g: None).remove(),
         p.register_post_accumulate_grad_hook(print).remove(),
@@ -282,7 +283,7 @@ def test_two_watched_parameters_in_one_call_are_both_noticed() -> None:
 
     both, pair = Both(), [nn.Parameter(torch.zeros(2)) for _ in range(2)]
     both.watch.start(pair)
-    torch._foreach_norm(pair)
+    torch._foreach_norm([*pair])
     assert [id(p) for p in told] == [id(p) for p in pair]
 
 
@@ -347,7 +348,7 @@ def test_a_copy_is_not_watched(owner: Owner, weight: nn.Parameter, how: Callable
 
 
 def test_a_result_is_not_watched(owner: Owner, weight: nn.Parameter) -> None:
-    results = [weight + 1, weight.detach(), weight.view(-1), weight.data, weight[0], weight.grad]
+    results: list[Any] = [weight + 1, weight.detach(), weight.view(-1), weight.data, weight[0], weight.grad]
     owner.seen.clear()
     assert {type(result) for result in results} == {torch.Tensor}
     for result in results:
@@ -358,11 +359,12 @@ def test_a_result_is_not_watched(owner: Owner, weight: nn.Parameter) -> None:
 def test_a_graph_through_a_watched_parameter_is_the_plain_one(weight: nn.Parameter) -> None:
     weight.grad = None
     (weight * 3).sum().backward()
-    assert torch.equal(weight.grad, torch.full((2, 3), 3.0))
+    assert torch.equal(grad_of(weight), torch.full((2, 3), 3.0))
 
 
 class Named(nn.Parameter):
     kind = "named"
+    extra: int
 
     def label(self) -> str:
         return f"{self.kind} {tuple(self.shape)}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported if available
+from torch.distributed import GradBucket
 
 from instep._arguments import require_flag
 from instep._step.streams import StepStreams

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported if available
+from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._autograd.engine import at_end_of_backward, graph_task

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed import GradBucket  # type: ignore[attr-defined]  # exported if available
+from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._autograd.placeholders import Placeholder

@@ -237,7 +237,7 @@ class _AsTheyAre(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def buckets_of(ddp: DistributedDataParallel) -> Sequence[dist.GradBucket]:  # type: ignore[name-defined]
+def buckets_of(ddp: DistributedDataParallel) -> Sequence[dist.GradBucket]:
     """The reducer's own, not zeros like them, which would take as much memory again."""
     with _AsTheyAre():
         return ddp.reducer._get_zeros_like_grad_buckets()

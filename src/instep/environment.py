@@ -1,0 +1,95 @@
+"""What ``instep env`` prints: the versions, devices and settings that a report of a bug needs."""
+
+import os
+import platform
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+from instep._version import __version__
+
+PACKAGES = ("numpy", "safetensors", "transformers", "accelerate", "lightning", "pytorch-lightning")
+# Each may change which numbers come out, or where the step runs. No other variable is printed.
+VARIABLES = (
+    "INSTEP_DISABLE",
+    "CUDA_VISIBLE_DEVICES",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD",
+    "WORLD_SIZE",
+)
+BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
+
+
+def report() -> str:
+    """The lines to paste, one for each fact. A fact that cannot be found out says why; this function never raises."""
+    return "\n".join(f"{name + ':':<22}{value}" for name, value in _facts())
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    yield "instep", __version__
+    yield "torch", _told(_torch)
+    yield "Python", _told(lambda: f"{platform.python_version()} ({platform.python_implementation()})")
+    yield "platform", _told(platform.platform)
+    yield "CPU", _told(_cpu)
+    yield "accelerators", _told(_accelerators)
+    yield "distributed backends", _told(_backends)
+    for package in PACKAGES:
+        yield package, _told(partial(_installed, package))
+    yield "environment", _told(_variables)
+
+
+def _told(find: Callable[[], str]) -> str:
+    """The fact, or the first line of the error of looking for it: a broken torch or driver is a fact, too."""
+    try:
+        return find()
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        return f"unknown: {type(error).__name__}: {first}"
+
+
+def _torch() -> str:
+    import torch
+
+    built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    kinds = [f"{name} {found}" for name, found in built.items() if found is not None]
+    return f"{torch.__version__}, built for {' and '.join(kinds) or 'the CPU alone'}"
+
+
+def _cpu() -> str:
+    import torch
+
+    return f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads in torch"
+
+
+def _accelerators() -> str:
+    import torch
+
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
+        return "none"
+    name_of = getattr(torch.get_device_module(device), "get_device_name", None)
+    names = [f"{device.type}:{i}" for i in range(torch.accelerator.device_count())]
+    return ", ".join(name if name_of is None else f"{name} {name_of(i)}" for i, name in enumerate(names))
+
+
+def _backends() -> str:
+    from torch import distributed
+
+    if not distributed.is_available():
+        return "none: this torch is built without torch.distributed"
+    found = [name for name in BACKENDS if getattr(distributed, f"is_{name}_available", bool)()]
+    return ", ".join(found) or "none"
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _variables() -> str:
+    return ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ) or "nothing is set"
