@@ -217,7 +217,7 @@ def test_record_stream_of_a_stream_that_has_waited_for_the_reader() -> None:
     with recorded() as log:
         a = torch.ones(8, device="emu")
         side.wait_stream(current())
-        with torch.emu.stream(side):
+        with emu().stream(side):
             b = a * 2
         a.record_stream(other)
         other.wait_stream(side)

@@ -135,7 +135,7 @@ def test_a_gradient_hook_with_a_stream_of_its_own(model: nn.Module, waits: bool)
 
     def log_norm(gradient: torch.Tensor) -> None:
         other.wait_stream(torch.accelerator.current_stream())
-        with torch.emu.stream(other):
+        with emu().stream(other):
             norms.append(gradient.norm())
         if waits:
             torch.accelerator.current_stream().wait_stream(other)
@@ -163,14 +163,15 @@ def test_a_gradient_of_the_loops_own_that_another_stream_has_allocated(model: nn
     with recorded() as log:
         for _ in range(3):
             loss = model(x).sum()
-            with torch.emu.stream(other):
+            with emu().stream(other):
                 if synchronizes:
                     overlap.synchronize()
                 received = [torch.empty_like(p) for p in model.parameters()]
             loss.backward()
             other.wait_stream(torch.accelerator.current_stream())
-            with torch.emu.stream(other):
+            with emu().stream(other):
                 for mine, parameter in zip(received, model.parameters(), strict=True):
+                    assert parameter.grad is not None
                     mine.copy_(parameter.grad)
                     parameter.grad.record_stream(other)
             torch.accelerator.current_stream().wait_stream(other)

@@ -984,7 +984,7 @@ class Moody(torch.optim.SGD):
 
     refuses = False
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         if Moody.refuses:
             raise ValueError("refused")
         super().step()
