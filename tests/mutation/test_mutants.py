@@ -340,7 +340,7 @@ MUTANTS = [
     Mutant(
         "do not look whether a weight was written before step()",
         "Writes._require_unwritten",
-        "if written_version(attached.get()) != attached.version:",
+        "if (written := first_written(applied, [attached.version for attached in applied])) is not None:",
         "if False:",
         REFUSALS,
     ),

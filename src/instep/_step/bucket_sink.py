@@ -7,7 +7,7 @@ import torch
 
 from instep._autograd.engine import graph_task
 from instep._optim.parameters import AttachedParameter
-from instep._step.members import gradient_of, written_version
+from instep._step.members import gradient_of, versions_of
 from instep._step.recorder import Recorder
 from instep._step.running_step import HoldsStep, RunningStep
 from instep._step.states import Event
@@ -80,8 +80,7 @@ class BucketSink(HoldsStep):
                 self._open()
             self._seen.gives_gradients(graph_task())
             step.backwards.begin(parameters[0].spec.device)
-            for attached in parameters:
-                self._offer(attached)
+            self._offer(parameters)
             return self._writes.may_write(seen=self._seen.running is not None)
 
     def _open(self) -> None:
@@ -91,14 +90,16 @@ class BucketSink(HoldsStep):
         self.on_open()
         self._step.ledger.happened(Event.OFFERED)
 
-    def _offer(self, attached: AttachedParameter) -> None:
-        members, index = self._step.members, attached.spec.index
-        if index not in members.offered:
-            members.offered.add(index)
-            self._step.round.owing.add(attached.stepper)
-        elif (error := self._writes.second_gradient(attached)) is not None:
-            self._stop(error, wrote=False)
-            raise error
+    def _offer(self, parameters: Sequence[AttachedParameter]) -> None:
+        offered, round_ = self._step.members.offered, self._step.round
+        for attached in parameters if not offered.isdisjoint([a.spec.index for a in parameters]) else ():
+            if attached.spec.index in offered and (error := self._writes.second_gradient(attached)) is not None:
+                self._stop(error, wrote=False)
+                raise error
+            offered.add(attached.spec.index)
+            round_.owing.add(attached.stepper)
+        offered.update([attached.spec.index for attached in parameters])
+        round_.owing.update([attached.stepper for attached in parameters])
 
     def apply(
         self, bucket: Sequence[AttachedParameter], fetch: Callable[[], None] | None = None, *, final: bool = True
@@ -134,8 +135,8 @@ class BucketSink(HoldsStep):
                     self.fail(error, writing=writes.has_begun)
                 return False
             step.members.applied.update([attached.spec.index for attached in bucket])
-            for parameter, attached in zip(parameters, bucket, strict=True):
-                attached.version = written_version(parameter)
+            for attached, version in zip(bucket, versions_of(parameters), strict=True):
+                attached.version = version
             writes.updated(bucket, gradients)
             if self.recorder is not None:
                 self.recorder("step", [attached.spec.name for attached in bucket], started, perf_counter())

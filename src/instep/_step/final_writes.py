@@ -197,16 +197,17 @@ class FinalWrites(Writes):
         self._leave_alone(stepper, applied)
         self._step.round.begins(stepper, self._step.ledger)
 
-    def _require_unwritten(self, attached: AttachedParameter) -> None:
-        if attached.spent is None:
-            return  # nobody has come between: backward has not returned
-        super()._require_unwritten(attached)
-        if attached.get().grad is not attached.spent:
-            raise SpentGradientError(
-                f"the gradient of {attached.spec.name!r} was cleared or replaced between backward() and "
-                "optimizer.step(), but backward had already applied it. Call zero_grad() after "
-                "optimizer.step() or before backward()"
-            )
+    def _require_unwritten(self, applied: Sequence[AttachedParameter]) -> None:
+        # Without a spent gradient nobody has come between: backward has not returned.
+        applied = [attached for attached in applied if attached.spent is not None]
+        super()._require_unwritten(applied)
+        for attached in applied:
+            if attached.get().grad is not attached.spent:
+                raise SpentGradientError(
+                    f"the gradient of {attached.spec.name!r} was cleared or replaced between backward() and "
+                    "optimizer.step(), but backward had already applied it. Call zero_grad() after "
+                    "optimizer.step() or before backward()"
+                )
 
     def step_stopped(self, stepper: Stepper) -> None:
         self.tear(InstepError(f"{stepper.name}.step() raised"))

@@ -1,6 +1,6 @@
 """The attached parameters, and how far the running step has come with each of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -76,7 +76,15 @@ def gradient_of(attached: AttachedParameter) -> torch.Tensor | None:
     return None if isinstance(gradient, Placeholder) else gradient
 
 
-def written_version(parameter: torch.Tensor) -> int:
-    """Its version, whoever watches it."""
+def versions_of(parameters: Iterable[torch.Tensor]) -> list[int]:
+    """Of parameters that may be watched: nobody is told."""
     with torch._C.DisableTorchFunctionSubclass():
-        return version_of(parameter)
+        return [version_of(parameter) for parameter in parameters]
+
+
+def first_written(members: Sequence[AttachedParameter], versions: Sequence[int]) -> AttachedParameter | None:
+    """The first of ``members`` with another version than it had then."""
+    found = versions_of([attached.get() for attached in members])
+    if found == list(versions):
+        return None
+    return next(a for a, now, then in zip(members, found, versions, strict=True) if now != then)

@@ -10,7 +10,7 @@ from instep._autograd.watch import Watch
 from instep._life.life import Unsettled, settled
 from instep._optim.undo import Undo
 from instep._step.kept import KeptGradients
-from instep._step.members import StepMembers, written_version
+from instep._step.members import StepMembers, versions_of
 from instep._step.running_step import RunningStep
 from instep._step.states import Event
 from instep.errors import HyperparameterChangedError, InstepError, UncommittedStepError
@@ -128,7 +128,7 @@ class Rollback:
 def _written_since(members: StepMembers) -> tuple[str | None, list[str]]:
     return (
         next((stepper.name for stepper in members.steppers if stepper.state_was_written), None),
-        [a.spec.name for a in members.all if members.is_applied(a) and written_version(a.get()) != a.version],
+        [a.spec.name for a in members.all if members.is_applied(a) and versions_of([a.get()]) != [a.version]],
     )
 
 

@@ -11,7 +11,7 @@ from instep._optim.autocast import require_same_in_autocast
 from instep._optim.parameters import AttachedParameter, calls_of
 from instep._optim.stepper import Stepper, is_torchs_own, writes_without_gradient
 from instep._step.checking import Check
-from instep._step.members import gradient_of, written_version
+from instep._step.members import first_written, gradient_of, versions_of
 from instep._step.passes import changed_after_measuring
 from instep._step.running_step import RunningStep
 from instep._step.states import Event
@@ -39,7 +39,7 @@ class Writes(ABC):
         self.has_begun = False
         self._step = step
         # Parameters that step() is not to write, since backward has, with their version then.
-        self._at_rest: list[tuple[AttachedParameter, int]] = []
+        self._at_rest: tuple[Sequence[AttachedParameter], Sequence[int]] = [], []
 
     # In backward.
 
@@ -190,25 +190,23 @@ class Writes(ABC):
     def require_at_rest(self, stepper: Stepper) -> None:
         """``step()`` returns: it has found no gradient of the parameters that backward had applied, and must have left
         them alone."""
-        at_rest, self._at_rest = self._at_rest, []
-        for attached, version in at_rest:
-            if written_version(attached.get()) != version:
-                error = writes_without_gradient(stepper.name, attached.spec.name)
-                self._step.round.stepper = None
-                self.tear(error)
-                raise error
+        (at_rest, versions), self._at_rest = self._at_rest, ([], [])
+        if (written := first_written(at_rest, versions)) is not None:
+            error = writes_without_gradient(stepper.name, written.spec.name)
+            self._step.round.stepper = None
+            self.tear(error)
+            raise error
 
     def _require_as_left(self, stepper: Stepper, applied: Sequence[AttachedParameter]) -> None:
         """Raise if groups, state or parameters are not as backward has left them."""
         if applied:
             require_settings_as_left(stepper)
-        for attached in applied:
-            self._require_unwritten(attached)
+        self._require_unwritten(applied)
 
-    def _require_unwritten(self, attached: AttachedParameter) -> None:
-        if written_version(attached.get()) != attached.version:
+    def _require_unwritten(self, applied: Sequence[AttachedParameter]) -> None:
+        if (written := first_written(applied, [attached.version for attached in applied])) is not None:
             raise UncommittedStepError(
-                f"parameter {attached.spec.name!r} was written between backward() and optimizer.step(), but "
+                f"parameter {written.spec.name!r} was written between backward() and optimizer.step(), but "
                 "backward had already updated it: the plain loop would have updated what was written. Change "
                 "or load weights after optimizer.step() or before the forward"
             )
@@ -242,7 +240,7 @@ class Writes(ABC):
     def _leave_alone(self, stepper: Stepper, applied: Sequence[AttachedParameter]) -> None:
         """``step()`` must not write parameters that backward has applied. torch's own do not."""
         known = is_torchs_own(stepper.optimizer())
-        self._at_rest = [] if known else [(a, written_version(a.get())) for a in applied]
+        self._at_rest = ([], []) if known else (applied, versions_of([a.get() for a in applied]))
 
     def _call(self, stepper: Stepper, bucket: Sequence[tuple[AttachedParameter, torch.Tensor]]) -> None:
         """Step those of one optimizer."""
