@@ -1026,6 +1026,7 @@ def test_accept_torn_gives_up_a_step_that_raised_while_it_was_due(
         assert first_difference(plain.state(), loop.state()) is None
 
 
+@on_cpu_only  # elsewhere the update is launched by step()
 def test_a_global_that_step_reads_is_read_when_the_update_runs(moody: type[Moody], tmp_path: Path) -> None:
     """See docs/forward.md: the plain loop would have refused this step."""
     loop = Loop(tmp_path)

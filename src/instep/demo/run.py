@@ -39,7 +39,11 @@ def run(
     show_summary(console, summary)
     if json is not None:
         versions = {"instep_version": __version__, "torch_version": torch.__version__}
-        write("--json", json, jsonlib.dumps({**versions, **dataclasses.asdict(summary)}, indent=2) + "\n")
+        write(
+            "--json",
+            json,
+            jsonlib.dumps({**versions, "equal": summary.equal, **dataclasses.asdict(summary)}, indent=2) + "\n",
+        )
     write("--report", report, page(answers[0].recorded))
     show_report(console, report)
     return summary.equal

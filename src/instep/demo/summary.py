@@ -50,12 +50,16 @@ class Summary:
     buckets: int
     steps: int
     warm_up_steps: int
-    equal: bool
     difference: str | None
     tensors_compared: int
     ratio: Spread
     plain: LoopSummary
     instep: LoopSummary
+
+    @property
+    def equal(self) -> bool:
+        """Whether every tensor was, after every step and on every rank."""
+        return self.difference is None
 
 
 def summarize(job: Job, answers: Sequence[Finished]) -> Summary:
@@ -73,7 +77,6 @@ def summarize(job: Job, answers: Sequence[Finished]) -> Summary:
         buckets=first.buckets,
         steps=job.steps,
         warm_up_steps=WARM_UP_STEPS,
-        equal=not differences,
         difference=differences[0] if differences else None,
         tensors_compared=first.tensors,
         ratio=_ratio(first),

@@ -115,6 +115,32 @@ class Recording:
         return None if everything is None else _together(everything)
 
 
+class _Iterations:
+    """When each began: with the first forward, and with the first one after each step.
+
+    Attributes:
+        began: times, in ``perf_counter`` seconds.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.began: list[float] = []
+        self._left = steps
+        self._due = True
+
+    def forward_begins(self) -> bool:
+        """``False``: all steps have been."""
+        if self._due:
+            self._due = False
+            if self._left == 0:
+                return False
+            self.began.append(perf_counter())
+        return True
+
+    def step_ended(self) -> None:
+        self._left -= 1
+        self._due = True
+
+
 class _Running:
     def __init__(
         self,
@@ -123,12 +149,10 @@ class _Running:
         steps: int,
         listen: Listen,
     ) -> None:
-        self._model, self._optimizers, self._steps = model, optimizers, steps
+        self._optimizers = optimizers
         self._main = threading.get_native_id()
         self._recorder = SpanRecorder()
-        self._stepped = 0
-        self._iterations: list[float] = []
-        self._due = True  # an iteration begins with the next forward
+        self._iterations = _Iterations(steps)
         self._ends: float | None = None
         self._offset = time.time() - perf_counter()
         self._undo = ExitStack()
@@ -153,19 +177,12 @@ class _Running:
             raise
 
     def _forward_begins(self) -> None:
-        if self._ends is not None:
-            return
-        if self._due:
-            self._due = False
-            if self._stepped == self._steps:
-                self.stop()
-                return
-            self._iterations.append(perf_counter())
+        if self._ends is None and not self._iterations.forward_begins():
+            self.stop()
 
     def _step_ended(self, optimizer: Optimizer, *_: Any) -> None:
         if not is_called_by_step(optimizer):
-            self._stepped += 1
-            self._due = True
+            self._iterations.step_ended()
 
     def stop(self) -> None:
         """Look no more."""
@@ -184,8 +201,8 @@ class _Running:
         told = self._recorder.take()
         spans = self._spans(trace, told)
         memory = memory_of(trace, spans, told, self._held, self._notes, self._state, (self._began, self._ends))
-        ends = [*self._iterations[1:], self._ends]
-        iterations = list(zip(self._iterations, ends, strict=True))
+        began = self._iterations.began
+        iterations = list(zip(began, [*began[1:], self._ends], strict=True))
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         here = Rank(rank, platform.node(), self._main, iterations, sorted(spans, key=lambda s: s.start), memory)
         return _shifted(here, self._offset), trace.shown(-self._offset)
