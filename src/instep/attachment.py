@@ -894,9 +894,12 @@ class Attachment:
     def _before_read(self, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
         # A part of the model may be called by itself. Inside the model's own forward this has been asked already.
         step = self._step
-        if torch.compiler.is_compiling() or self._in_forward or graph_task() is not None:
+        if torch.compiler.is_compiling() or graph_task() is not None:
             return
         assert isinstance(step, BackwardSchedule)
+        step.streams.makers.saw(mine[0].spec.device)
+        if self._in_forward:
+            return
         if any(map(step.is_applied, mine)):
             step.before_forward()
         if self._options.undo and torch.is_grad_enabled():
@@ -909,7 +912,7 @@ class Attachment:
         if isinstance(self._step, ForwardSchedule):
             # What this forward did not read: DDP's next backward writes the buckets that gradients may lie in.
             self._step.synchronize()
-        if not isinstance(self._step, PlainSchedule) and torch.is_grad_enabled():
+        if not isinstance(self._step, PlainSchedule):
             self._step.streams.see(self._step.parameters[0].spec.device)
         self._see_backward_from(output)
 

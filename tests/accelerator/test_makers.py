@@ -102,7 +102,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 def compare(
     make: Callable[[], nn.Module],
-    loop: Train,
+    loop: Callable[[nn.Module, torch.optim.Optimizer, Callable[[Any], None]], None],
     options: Mapping[str, Any],
 ) -> None:
     """Plain and attached: the same bits, and nothing is left to chance."""
@@ -128,6 +128,55 @@ def compare(
 @pytest.mark.parametrize("model", MODELS)
 def test_streams(model: str, loop: str, options: str, bucket_bytes: int) -> None:
     compare(MODELS[model], LOOPS[loop], {**OPTIONS[options], "bucket_bytes": bucket_bytes})
+
+
+class Monitored(nn.Module):
+    """Its head is looked at on a stream of its own, which the loop joins after backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = layers(), nn.Linear(10, 10)
+        self.stream = torch.Stream("emu")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        trunk = self.trunk(x)
+        self.stream.wait_stream(torch.accelerator.current_stream())
+        with emu().stream(self.stream):
+            self.seen = self.head(trunk.detach()).sum().detach()
+        self.looked_at = trunk  # until the loop has joined
+        return self.head(trunk)
+
+
+class Evaluated(nn.Sequential):
+    """All of it is evaluated on a stream of its own while backward runs."""
+
+    def __init__(self) -> None:
+        super().__init__(*layers())
+        self.stream = torch.Stream("emu")
+
+
+def monitor(model: Any, optimizer: torch.optim.Optimizer, backward: Callable[[Any], None]) -> None:
+    """The stream on which weights are read is joined between backward and ``step()``."""
+    for i in range(STEPS):
+        x = torch.full((4, 10), 0.1 * (i + 1))
+        loss = model(x).square().mean()
+        if isinstance(model, Evaluated):
+            model.stream.wait_stream(torch.accelerator.current_stream())
+            with emu().stream(model.stream), torch.no_grad():
+                model.seen = model(x).sum()
+        backward(loss)
+        torch.accelerator.current_stream().wait_stream(model.stream)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("bucket_bytes", [450, ONE_BUCKET])
+@pytest.mark.parametrize("options", WAYS)
+@pytest.mark.parametrize("model", [Monitored, Evaluated])
+def test_weights_read_on_a_stream_that_is_joined_after_backward(
+    model: type[nn.Module], options: str, bucket_bytes: int
+) -> None:
+    compare(model, monitor, {**WAYS[options], "bucket_bytes": bucket_bytes})
 
 
 def replicated(schedule: str) -> None:

@@ -114,7 +114,7 @@ class StepStreams:
             self._sides[given.device] = _Side(given, self.makers)
 
     def see(self, device: torch.device) -> None:
-        """A forward that is trained was on the current streams of this device, and of the others that were stepped."""
+        """A forward was on the current streams of this device, and of the others that were stepped."""
         for one in {device, *self._sides}:
             self.makers.saw(one)
 
