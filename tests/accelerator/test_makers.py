@@ -151,7 +151,7 @@ class Evaluated(nn.Sequential):
     """All of it is evaluated on a stream of its own while backward runs."""
 
     def __init__(self) -> None:
-        super().__init__(*layers())
+        super().__init__(*layers().children())
         self.stream = torch.Stream("emu")
 
 

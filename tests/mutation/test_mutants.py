@@ -1305,9 +1305,9 @@ MUTANTS = [
     ),
     Mutant(
         "the recording never ends",
-        "_Running._forward_begins",
-        "if self._stepped == self._steps:",
-        "if False:",
+        "_Iterations.forward_begins",
+        "            if self._left == 0:\n",
+        "            if False:\n",
         RECORDING,
     ),
     Mutant(
