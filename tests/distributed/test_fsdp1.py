@@ -218,7 +218,7 @@ def said(error: type[Exception], do: Callable[[], Any]) -> str:
 
 
 def mistakes() -> list[str]:
-    model = fsdp1(Blocks())
+    model: Any = fsdp1(Blocks())
     optimizer = adamw(model)
     flat = fsdp1(Blocks(), use_orig_params=False)
     found = [
@@ -231,12 +231,12 @@ def mistakes() -> list[str]:
         loop.learn(0)
         loop.backward(1)
         found.append(said(AccumulationError, lambda: loop.backward(2)))
-    last: Any = fsdp1(Blocks())
-    loop = Loop(last, adamw(last))
-    with instep.attach(last, loop.optimizer):
+    model = fsdp1(Blocks())
+    loop = Loop(model, adamw(model))
+    with instep.attach(model, loop.optimizer):
         loop.learn(0)
         loop.backward(1)
-        found.append(said(SpentGradientError, lambda: last.clip_grad_norm_(1.0)))
+        found.append(said(SpentGradientError, lambda: model.clip_grad_norm_(1.0)))
     loop.optimizer.zero_grad()
     found.append(said(AttachError, lambda: instep.attach(last, loop.optimizer)))
     instep.attach(last, loop.optimizer, schedule="forward").detach()
