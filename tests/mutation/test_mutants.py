@@ -52,9 +52,9 @@ CHECK_STEPS = "tests/parity/test_check_steps.py"
 MUTANTS = [
     Mutant(
         "what an update that raises has changed in place is not looked at",
-        "Stepper.step",
-        "            self.wrote_in_place |= written or self._wrote_shared(optimizer, shadow, given, base, contents)\n",
-        "            self.wrote_in_place |= written\n",
+        "RunningStep.step",
+        "            self.writes.in_place |= watch.wrote_in_place() or self._wrote_shared(update, given)\n",
+        "            pass\n",
         "tests/parity/test_undo.py",
     ),
     Mutant(
@@ -101,30 +101,30 @@ MUTANTS = [
     ),
     Mutant(
         "read the learning rate when the optimizer was built",
-        "Stepper._groups_of",
+        "RunningStep._groups_of",
         "group = {k: private(v) for k, v in live.items()",
         "group = {k: private(v) for k, v in {**live, **optimizer.defaults}.items()",
         PARITY,
     ),
     Mutant(
         "use another group's hyper-parameters",
-        "Stepper._groups_of",
+        "RunningStep._groups_of",
         "group = {k: private(v) for k, v in live.items()",
         "group = {k: private(v) for k, v in optimizer.param_groups[0].items()",
         PARITY,
     ),
     Mutant(
         "forget what the update wrote into its groups",
-        "Stepper.commit",
+        "SharedWrites.put_into",
         "optimizer.param_groups[index].update(values)",
         "pass",
         PARITY,
     ),
     Mutant(
         "leave the state in the order of the buckets",
-        "Stepper.commit",
-        "self._sort_new_state(optimizer)",
-        "pass",
+        "RunningStep.commit",
+        "            optimizer.state[key] = optimizer.state.pop(key)",
+        "            pass",
         PARITY,
     ),
     Mutant(
@@ -178,8 +178,8 @@ MUTANTS = [
     ),
     Mutant(
         "leave the version counter to the kernel",
-        "Stepper.step",
-        "torch.autograd.graph.increment_version(parameters)",
+        "Update.keep_state",
+        "torch.autograd.graph.increment_version(self.tensors)",
         "pass",
         REFUSALS,
     ),
@@ -485,13 +485,13 @@ MUTANTS = [
     Mutant(
         "step later with the groups of then",
         "HandedOverStep.__init__",
-        "self._frozen = frozen(optimizer)",
+        "self._frozen = snapshot_of(optimizer)",
         "self._frozen = optimizer",
         PROGRAMS,
     ),
     Mutant(
         "put off a fused update without its loss scale",
-        "frozen",
+        "snapshot_of",
         "setattr(copied, name, value.detach().clone())",
         "delattr(copied, name)",
         LOSS_SCALE,
@@ -575,8 +575,8 @@ MUTANTS = [
     ),
     Mutant(
         "do not look at modules that an update can get at",
-        "Stepper.step",
-        "        if any(version_of(tensor) != version for tensor, version in in_modules):\n",
+        "_WatchedUpdate.require_contained",
+        "        if _any_written(self._in_modules):\n",
         "        if False:\n",
         "tests/parity/test_odd_optimizers.py",
     ),
@@ -960,9 +960,9 @@ MUTANTS = [
     ),
     Mutant(
         "keep what a step that was left out counts",
-        "remember_settings.put_back",
-        "                    place[key] = value\n",
-        "                    pass\n",
+        "_restore",
+        "        place[key] = value\n",
+        "        pass\n",
         NONFINITE,
     ),
     Mutant(
@@ -1373,7 +1373,7 @@ MUTANTS = [
     ),
     Mutant(
         "step the parameters of a bucket in another order than the optimizer's",
-        "Stepper._groups_of",
+        "GroupLayout._divide",
         "        order = sorted(range(len(positions)), key=positions.__getitem__)",
         "        order = list(range(len(positions)))",
         "tests/parity/test_odd_optimizers.py",
@@ -1464,9 +1464,9 @@ MUTANTS = [
     ),
     Mutant(
         "do not look who is in which group",
-        "Stepper.require_unchanged",
-        "        self._require_members(optimizer)\n",
-        "",
+        "RunningStep.require_unchanged",
+        "        if self._layout.were_moved(optimizer.param_groups):\n",
+        "        if False:\n",
         CHANGED,
     ),
     Mutant(
@@ -1513,9 +1513,9 @@ MUTANTS = [
     ),
     Mutant(
         "do not compare torch's switches in step()",
-        "Stepper.require_unchanged",
-        "if self._open and (difference := switched(self._switches)) is not None:",
-        "if False:",
+        "RunningStep.require_unchanged",
+        "        self._settings.require_same_switches()\n",
+        "",
         SWITCHES,
     ),
     Mutant(
@@ -1586,13 +1586,13 @@ MUTANTS = [
     Mutant(
         "put off a step with settings that cannot be copied",
         "ForwardSchedule._flush",
-        " and can_be_frozen(stepper.optimizer())",
+        " and is_copied_whole(stepper.optimizer())",
         "",
         CHANGED,
     ),
     Mutant(
         "never read what was compared on the device",
-        "Stepper._require_unflagged",
+        "WrittenOnDevice.require_none",
         "            if written:",
         "            if False:",
         CHANGED,
@@ -1676,15 +1676,15 @@ MUTANTS = [
     ),
     Mutant(
         "do not look whether an update draws",
-        "Stepper.step",
-        'if generators is not None and generators.drawn() == "yes":',
+        "_WatchedUpdate.require_contained",
+        'if self._generators.drawn() == "yes":',
         "if False:",
         IN_TRAINING,
     ),
     Mutant(
         "leave generators as a trial has left them",
-        "Stepper.step",
-        "            generators.restore()\n",
+        "_WatchedUpdate.require_contained",
+        "            self._generators.restore()\n",
         "",
         IN_TRAINING,
     ),
@@ -1704,8 +1704,8 @@ MUTANTS = [
     ),
     Mutant(
         "do not look whether an update writes what it was not given",
-        "Stepper.step",
-        "if any(version_of(p) != version for p, version in others):",
+        "_WatchedUpdate.require_contained",
+        "if _any_written(self._others):",
         "if False:",
         IN_TRAINING,
     ),
@@ -1795,7 +1795,7 @@ MUTANTS = [
     ),
     Mutant(
         "let parameters share the state that they write",
-        "Stepper._require_state_of_one",
+        "WatchedUpdates.require_state_of_one",
         "            if first != id(own) and versions.get(id(tensor)) != version_of(tensor):\n",
         "            if False:\n",
         IN_TRAINING,

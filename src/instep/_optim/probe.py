@@ -12,9 +12,11 @@ import torch
 from torch.optim import Optimizer
 
 from instep._autograd.watch import plain_type
+from instep._optim.calling import undecorated_step
 from instep._optim.generators import Generators
 from instep._optim.made_up import STEPS, WEATHERS, Spec, Weather, is_finite, options_of, specs_for
-from instep._optim.stepper import Stepper, alias_of, undecorated_step
+from instep._optim.shadow import alias_of
+from instep._optim.stepper import Stepper
 from instep._optim.twins import different, parameters_of, shared_state, step_plainly, twin_of
 from instep._optim.undo import Undo
 from instep.errors import UnsupportedOptimizerError

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.calling import undecorated_step, without_autocast
 from instep._optim.parts import memory_of
-from instep._optim.stepper import shadow_of, undecorated_step, without_autocast
+from instep._optim.shadow import shadow_of
 
 _LIVE = ("param_groups", "state", "step")
 

@@ -26,11 +26,14 @@ from instep._life.life import owe, settled
 from instep._life.weak import WeakMethod
 from instep._optim.autocast import require_same_in_autocast
 from instep._optim.generators import Generators
+from instep._optim.initial_state import asks_for_state
+from instep._optim.kinds import is_torchs_own
 from instep._optim.lending import Lent, Outcome
 from instep._optim.parameters import AttachedParameter, calls_of
 from instep._optim.parts import version_of
 from instep._optim.plan import ParameterSpec
-from instep._optim.stepper import Stepper, asks_for_state, is_torchs_own, remember_settings, writes_without_gradient
+from instep._optim.settings import remember_settings
+from instep._optim.stepper import Stepper, writes_without_gradient
 from instep._optim.undo import Undo
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation

@@ -29,20 +29,14 @@ from instep._life.weak import WeakMethod
 from instep._life.worker import Task, Worker, ending
 from instep._optim.autocast import autocast_matters, require_same_in_autocast
 from instep._optim.entries import Entries
+from instep._optim.initial_state import asks_for_state, begin_state, end_state
+from instep._optim.kinds import is_torchs_own
 from instep._optim.parameters import AttachedParameter, OptimizerCall, calls_of, part_of_gradient
 from instep._optim.parts import memory_of, version_of
 from instep._optim.plan import Bucket, fill_buckets
-from instep._optim.stepper import (
-    Stepper,
-    asks_for_state,
-    begin_state,
-    can_be_frozen,
-    end_state,
-    frozen,
-    is_torchs_own,
-    remember_settings,
-    writes_without_gradient,
-)
+from instep._optim.settings import remember_settings
+from instep._optim.shadow import is_copied_whole, snapshot_of
+from instep._optim.stepper import Stepper, writes_without_gradient
 from instep._optim.switches import DEFAULT_DTYPE, MKLDNN, default_dtype, switched, switches
 from instep._optim.waiting import StateWatch
 from instep._ranks.votes import StepVotes, Vote, error_of
@@ -98,7 +92,7 @@ class HandedOverStep:
     ) -> None:
         self.number = number
         self.optimizer = weakref.ref(optimizer)
-        self._frozen = frozen(optimizer)  # held here: the stepper holds it weakly
+        self._frozen = snapshot_of(optimizer)  # held here: the stepper holds it weakly
         self.stepper = Stepper(self._frozen)
         # torch.compiler.is_compiling() is true for all threads while one of them compiles, and a step then computes
         # its bias corrections in another way. Fused kernels do not.
@@ -650,7 +644,7 @@ class ForwardSchedule:
         flying = self._flying(mine)
         if any(a.part is not None and a.part.state_is_sharded for a in with_gradient):
             require_same_in_autocast(stepper.optimizer())  # this rank's parts are updated by instep, put off or not
-        put_off = in_loop and not self.at_once() and not ending() and can_be_frozen(stepper.optimizer())
+        put_off = in_loop and not self.at_once() and not ending() and is_copied_whole(stepper.optimizer())
         put_off = put_off and not autocast_matters(stepper.optimizer()) and self._forward_is_alike()
         waiting = {a: put_off and self._can_be_put_off(a, flying.get(a), traced) for a in with_gradient}
         for attached, flight in list(flying.items()):

@@ -13,7 +13,8 @@ from instep._gradients.finite import Policy, ask_if_finite, nonfinite_error
 from instep._gradients.policies import ClipNorm, ClipValue
 from instep._gradients.scaling import found_inf, take_off_here
 from instep._optim.parameters import AttachedParameter
-from instep._optim.stepper import Stepper, remember_settings
+from instep._optim.settings import remember_settings
+from instep._optim.stepper import Stepper
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
 from instep._step.backward_schedule import Gather, Recorder
