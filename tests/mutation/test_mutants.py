@@ -583,7 +583,7 @@ MUTANTS = [
     Mutant(
         "do not try whether a step that was put back leaves a trace",
         "_Probe.run",
-        "keeps=self._keeps() if any(self._specs) else None,",
+        "keeps=what_is_kept(self._runs) if tried else None,",
         "keeps=None,",
         UNDO,
     ),
@@ -1718,8 +1718,8 @@ MUTANTS = [
     ),
     Mutant(
         "take whatever step() returns",
-        "_Probe._try",
-        "self._returns |= different(together.returned, run.returned)",
+        "DivisionTrial.run",
+        "self.returns |= different(together.returned, run.returned)",
         "pass",
         PROBE,
     ),
@@ -1853,7 +1853,7 @@ MUTANTS = [
     ),
     Mutant(
         "do not watch the generators",
-        "_Probe._try",
+        "DivisionTrial.run",
         'if drawn[-1] == "yes":',
         "if False:",
         PROBE,
