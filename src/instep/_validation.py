@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from instep._gradients.finite import Policy
 from instep._gradients.policies import ClipNorm, ClipValue
+from instep._optim.kinds import is_elementwise
 from instep._optim.parameters import AttachedParameter, Place
-from instep._optim.stepper import is_elementwise
 from instep.errors import AttachError, UnsupportedOptimizerError
 from instep.sources.ddp.reductions import bucket_parameters
 from instep.sources.fsdp.wrappers import fsdp1_in, fsdp2_in, instances_of

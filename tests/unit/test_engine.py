@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instep._autograd import engine
 from instep._autograd.engine import _EndOfBackward, at_end_of_backward, graph_task, runs
-from instep._optim.stepper import undecorated_step
+from instep._optim.calling import undecorated_step
 from tests import net
 
 

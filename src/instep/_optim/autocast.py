@@ -7,10 +7,10 @@ import weakref
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.calling import autocast_of
 from instep._optim.generators import Generators
 from instep._optim.made_up import STEPS, WEATHERS, Spec, specs_for
-from instep._optim.probe import MadeUpRun
-from instep._optim.stepper import autocast_of
+from instep._optim.made_up_run import MadeUpRun
 from instep._optim.twins import parameters_of, step_plainly
 from instep.errors import HyperparameterChangedError
 

@@ -25,7 +25,8 @@ _ABSENT = object()
 _SHORT = reprlib.Repr()  # a setting may hold whole parameters
 _SHORT.maxother = _SHORT.maxstring = 80
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-_PER_PARAMETER = ("params", "param_names")
+PER_PARAMETER = ("params", "param_names")
+"""The keys of a group that hold one item for each parameter: all others are settings."""
 # Not looked into: they are no settings, and hold much.
 _CLOSED = (nn.Module, nn.Parameter, Optimizer, torch.Generator, type, ModuleType, logging.Logger, threading.Thread)
 
@@ -184,7 +185,7 @@ class Snapshot:
     """The values of a group, or other settings by name, at one moment; parameters aside."""
 
     def __init__(self, group: Mapping[str, Any]) -> None:
-        self._values = {key: value for key, value in group.items() if key not in _PER_PARAMETER}
+        self._values = {key: value for key, value in group.items() if key not in PER_PARAMETER}
         self._mutable = {k: fingerprint(v) for k, v in self._values.items() if not is_immutable(v)}
         self._on_device = {k: v.detach().clone() for k, v in self._values.items() if _waits_for_host(v)}
 
@@ -194,7 +195,7 @@ class Snapshot:
 
     def changes(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """What ``group`` has in place of, or on top of, these values."""
-        return {key: value for key, value in group.items() if key not in _PER_PARAMETER and not self._has(key, value)}
+        return {key: value for key, value in group.items() if key not in PER_PARAMETER and not self._has(key, value)}
 
     def difference(self, group: Mapping[str, Any]) -> str | None:
         """The first setting that ``group`` has not, or not any more as it was, and what it is now; ``None``: all are as

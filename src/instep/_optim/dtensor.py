@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.kinds import is_elementwise
 from instep._optim.parts import LocalShard
-from instep._optim.stepper import is_elementwise
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:

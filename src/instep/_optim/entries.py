@@ -1,15 +1,18 @@
 """Entries of an optimizer's state, to find out later whether somebody has written them. They are large: no copies."""
 
 from collections.abc import Mapping, Sequence
-from operator import is_
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
 
 from instep._optim.changes import alike, fingerprint, is_immutable
-from instep._optim.parts import version_of
+from instep._optim.parts import versions_of
 
 State = Mapping[Any, Any]
+
+_VALUES = methodcaller("values")
 
 
 class Entries:
@@ -43,7 +46,7 @@ class _Some:
         self._entries: list[State | None] = list(map(state.get, parameters))
         self._values = self._values_now()
         self._tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
-        self._found = list(map(version_of, self._tensors))
+        self._found = versions_of(self._tensors)
         self._others: list[tuple[Any, Any]] = []
         if len(self._tensors) < len(self._values):
             others = [v for v in self._values if not isinstance(v, torch.Tensor) and not is_immutable(v)]
@@ -65,9 +68,9 @@ class _Some:
         return (
             len(values) != len(self._values)
             or not all(map(is_, values, self._values))
-            or list(map(version_of, self._tensors)) != self._found
+            or versions_of(self._tensors) != self._found
             or not all(alike(fingerprint(value), then) for value, then in self._others)
         )
 
     def _values_now(self) -> list[Any]:
-        return [value for entry in self._entries if entry for value in entry.values()]
+        return list(chain.from_iterable(map(_VALUES, filter(None, self._entries))))

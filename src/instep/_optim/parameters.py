@@ -10,7 +10,8 @@ from torch import nn
 from instep._autograd.placeholders import SpentGradient
 from instep._optim.parts import LocalShard
 from instep._optim.plan import ParameterSpec
-from instep._optim.stepper import Stepper, alias_of
+from instep._optim.shadow import alias_of
+from instep._optim.stepper import Stepper
 from instep.errors import StaleAttachmentError
 
 

@@ -1,11 +1,13 @@
 """Parameters that are spread over ranks: the part of one that this rank updates."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 
-_WITHOUT_LOCAL = (torch.Tensor, torch.nn.Parameter)
+_WITHOUT_LOCAL = frozenset({torch.Tensor, torch.nn.Parameter})
+_VERSION = attrgetter("_version")
 
 
 class LocalShard(Protocol):
@@ -50,3 +52,13 @@ def version_of(tensor: torch.Tensor) -> int:
         return 0  # none is counted
     memory = memory_of(tensor)
     return tensor._version if memory is tensor else tensor._version + memory._version
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The ``version_of`` each. There may be thousands, which are seldom anything but plain."""
+    if _WITHOUT_LOCAL.issuperset(map(type, tensors)):
+        try:
+            return list(map(_VERSION, tensors))
+        except RuntimeError:  # one is an inference tensor
+            pass
+    return list(map(version_of, tensors))

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.attributes import beside_parameters
+from instep._optim.calling import undecorated_step, without_autocast
 from instep._optim.parts import memory_of
-from instep._optim.stepper import shadow_of, undecorated_step, without_autocast
+from instep._optim.shadow import shadow_of
 
 _LIVE = ("param_groups", "state", "step")
 
@@ -58,8 +60,8 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Any]:
 
 
 def shared_state(optimizer: Optimizer) -> dict[Any, Any]:
-    """What its state holds beside the entries of parameters."""
-    return {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    """The items of its state that are not the entries of parameters."""
+    return beside_parameters(optimizer.state)
 
 
 def different(a: Any, b: Any) -> bool:

@@ -14,10 +14,11 @@ import torch
 from torch.optim import Optimizer
 
 from instep._autograd.watch import plain_type
+from instep._optim.calling import autocast_of
 from instep._optim.generators import Generators
 from instep._optim.parameters import AttachedParameter, OptimizerCall, calls_of
 from instep._optim.parts import LocalShard, memory_of
-from instep._optim.stepper import Stepper, autocast_of
+from instep._optim.stepper import Stepper
 from instep._optim.twins import different, parameters_of, shared_state, step_plainly, twin_of
 from instep.errors import UnsupportedOptimizerError
 

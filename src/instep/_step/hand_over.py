@@ -12,9 +12,12 @@ from instep._gradients.clipping import Clip
 from instep._gradients.scaling import found_inf, take_off_here
 from instep._life.worker import ending
 from instep._optim.autocast import autocast_matters, require_same_in_autocast
+from instep._optim.initial_state import asks_for_state, begin_state
+from instep._optim.kinds import is_torchs_own
 from instep._optim.parameters import AttachedParameter, part_of_gradient
 from instep._optim.plan import Bucket
-from instep._optim.stepper import Stepper, asks_for_state, begin_state, can_be_frozen, is_torchs_own
+from instep._optim.shadow import is_copied_whole
+from instep._optim.stepper import Stepper
 from instep._ranks.votes import Vote, error_of
 from instep._step.agreement import Agreement
 from instep._step.pending import HandedOverStep, InFlightBucket, PendingBucket, in_grad, in_grad_if_any
@@ -189,7 +192,7 @@ class HandOver:
             and stepper in self._can_wait
             and not self.at_once()
             and not ending()
-            and can_be_frozen(optimizer)
+            and is_copied_whole(optimizer)
             and not autocast_matters(optimizer)
             and self._reading.is_alike()
         )

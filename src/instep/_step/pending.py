@@ -17,9 +17,11 @@ from instep._autograd.placeholders import HeldGradient
 from instep._gradients.clipping import Clip
 from instep._life.worker import Task
 from instep._optim.entries import Entries
+from instep._optim.kinds import is_torchs_own
 from instep._optim.parameters import AttachedParameter, OptimizerCall, calls_of
 from instep._optim.parts import memory_of
-from instep._optim.stepper import Stepper, frozen, is_torchs_own
+from instep._optim.shadow import snapshot_of
+from instep._optim.stepper import Stepper
 from instep._optim.switches import DEFAULT_DTYPE, MKLDNN, default_dtype, switched, switches
 from instep._ranks.votes import Vote, error_of
 from instep._step.recorder import Recorder
@@ -125,7 +127,7 @@ class HandedOverStep:
     ) -> None:
         self.number = number
         self.optimizer = weakref.ref(optimizer)
-        self._frozen = frozen(optimizer)  # held here: the stepper holds it weakly
+        self._frozen = snapshot_of(optimizer)  # held here: the stepper holds it weakly
         self.stepper = Stepper(self._frozen)
         self.circumstances = _Circumstances(optimizer)
         self.outcome = Outcome(parameters)

@@ -14,8 +14,8 @@ from instep._autograd.watch import Watch
 from instep._life.life import Unsettled, owe, settled
 from instep._life.weak import WeakMethod
 from instep._life.worker import Worker
+from instep._optim.initial_state import end_state
 from instep._optim.parts import version_of
-from instep._optim.stepper import end_state
 from instep._optim.waiting import StateWatch
 from instep._step.pending import HandedOverStep, PendingBucket
 from instep._step.recorder import Recorder

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from instep._optim.parameters import AttachedParameter
-from instep._optim.stepper import Stepper, remember_settings
+from instep._optim.settings import remember_settings
+from instep._optim.stepper import Stepper
 from instep._step.ledger import Ledger
 from instep._step.states import Event, State
 

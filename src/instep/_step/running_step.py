@@ -6,8 +6,9 @@ from typing import Any
 
 from instep._autograd.engine import Backwards
 from instep._gradients.clipping import Clipping
+from instep._optim.initial_state import asks_for_state
 from instep._optim.parameters import AttachedParameter
-from instep._optim.stepper import Stepper, asks_for_state
+from instep._optim.stepper import Stepper
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
 from instep._step.checking import Check

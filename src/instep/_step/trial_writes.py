@@ -12,9 +12,10 @@ from instep._autograd.watch import GET_GRAD, Watch
 from instep._gradients.scaling import LossScale
 from instep._life.life import owe
 from instep._life.weak import WeakMethod
+from instep._optim.kinds import is_torchs_own
 from instep._optim.lending import Lent
 from instep._optim.parameters import AttachedParameter
-from instep._optim.stepper import Stepper, is_torchs_own
+from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
 from instep._step.agreement import Agreement
 from instep._step.judgement import Judgement

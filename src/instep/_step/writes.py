@@ -8,8 +8,9 @@ import torch
 
 from instep._gradients.scaling import kernel_scale
 from instep._optim.autocast import require_same_in_autocast
+from instep._optim.kinds import is_torchs_own
 from instep._optim.parameters import AttachedParameter, calls_of
-from instep._optim.stepper import Stepper, is_torchs_own, writes_without_gradient
+from instep._optim.stepper import Stepper, writes_without_gradient
 from instep._step.checking import Check
 from instep._step.members import first_written, gradient_of, versions_of
 from instep._step.passes import changed_after_measuring

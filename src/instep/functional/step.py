@@ -8,7 +8,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep._autograd.engine import graph_task
-from instep._optim.stepper import without_autocast
+from instep._optim.calling import without_autocast
 from instep.errors import AccumulationError
 
 OPTIMIZERS = "_in_backward_optimizers"

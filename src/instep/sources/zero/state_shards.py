@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from instep._optim.kinds import is_elementwise
 from instep._optim.parameters import AttachedParameter
-from instep._optim.stepper import is_elementwise
 from instep._ranks.messages import broadcast_entries
 
 Finish = Callable[[], None]

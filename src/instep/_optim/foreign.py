@@ -1,0 +1,198 @@
+"""Checks on the updates of optimizers that are not torch's own: whether one wrote, or drew, beside its parameters.
+
+``WatchedUpdates`` checks each update of one step. What torch's own optimizers read and write is known: in their steps
+``TrustedUpdates`` stands in its place, which checks nothing.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from instep._optim.attributes import beside_parameters, read_by_update
+from instep._optim.changes import alike, fingerprint, is_immutable
+from instep._optim.generators import Generators
+from instep._optim.kinds import is_torchs_own
+from instep._optim.layout import GroupLayout
+from instep._optim.parts import memory_of, version_of
+from instep._optim.places import Places
+from instep._optim.reach import reached_from
+from instep._optim.update import Update
+from instep._optim.written import SharedWrites
+from instep.errors import UnsupportedOptimizerError
+
+
+class TrustedUpdate:
+    """One update of an optimizer of torch's own."""
+
+    def wrote_in_place(self) -> bool:
+        """Whether the update, which raised, has changed an object that the optimizer itself holds, too."""
+        return False
+
+    def end(self) -> None:
+        """The update has run, or raised."""
+
+    def require_contained(self) -> None:
+        """Raise ``UnsupportedOptimizerError`` if the update wrote or drew something that depends on the buckets."""
+
+    def require_attributes_kept(self) -> None:
+        """Raise ``UnsupportedOptimizerError`` if the update changed an attribute of the optimizer in place."""
+
+
+class TrustedUpdates:
+    """The updates of one step, of an optimizer of torch's own.
+
+    Attributes:
+        reached: the optimizer's parameters to which its attributes refer too: an update may write them.
+        gave_back: whether an update of this step has given back memory of an accelerator that it has read.
+    """
+
+    reached: Sequence[torch.Tensor] = ()
+    gave_back = False
+
+    def begin(self, update: Update) -> TrustedUpdate:
+        return _TRUSTED
+
+
+class WatchedUpdates(TrustedUpdates):
+    """The updates of one step, of another optimizer.
+
+    Args:
+        name: of the optimizer.
+        read: its attributes that an update may read.
+        shared: what its ``state`` holds beside parameters.
+        writes: of the same step.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        optimizer: Optimizer,
+        layout: GroupLayout,
+        read: Mapping[str, Any],
+        shared: Mapping[Any, Any],
+        writes: SharedWrites,
+    ) -> None:
+        self.name = name
+        self.writes = writes
+        self.containers = [name for name, value in read.items() if name != "defaults" and not is_immutable(value)]
+        found = list(reached_from([read, shared, *({**group, "params": None} for group in optimizer.param_groups)]))
+        self.reached = [value for value in found if layout.holds(value)]
+        held = (tensor for value in found if isinstance(value, torch.nn.Module) for tensor in _tensors_of(value))
+        self.in_modules = [tensor for tensor in held if not layout.holds(tensor)]
+        # The parameter whose state each tensor is in, by the tensor's address. The step holds all of these tensors.
+        self._owners: dict[int, int] = {}
+
+    def begin(self, update: Update) -> TrustedUpdate:
+        return _WatchedUpdate(self, update)
+
+    def require_state_of_one(self, update: Update, versions: Mapping[int, int]) -> None:
+        """Raise ``UnsupportedOptimizerError`` if state that several parameters share was written.
+
+        Args:
+            versions: of the tensors in the parameters' state before the update.
+        """
+        for own, tensor in _state_tensors(update):
+            # One that is empty, or of a wrapper class, has no memory to tell it by.
+            first = self._owners.setdefault(memory_of(tensor).data_ptr() or id(tensor), id(own))
+            if first != id(own) and versions.get(id(tensor)) != version_of(tensor):
+                raise UnsupportedOptimizerError(
+                    f"{self.name} writes a state tensor that several parameters share, in an order that bucket by "
+                    "bucket is not that of the plain loop. Use this optimizer without instep"
+                )
+
+
+class _WatchedUpdate(TrustedUpdate):
+    """One update, with what it may write as that was before."""
+
+    def __init__(self, step: WatchedUpdates, update: Update) -> None:
+        self._step = step
+        self._update = update
+        shadow, device = update.shadow, update.tensors[0].device
+        self._attributes = {name: (vars(shadow)[name], fingerprint(vars(shadow)[name])) for name in step.containers}
+        # Of a CPU nobody reads later what was given back.
+        self._places = None if device.type == "cpu" else Places(update.tensors, self._entries())
+        owners = [read_by_update(shadow), beside_parameters(shadow.state), *shadow.param_groups]
+        self._generators = Generators({device}, owners)
+        self._state = {id(tensor): version_of(tensor) for _, tensor in _state_tensors(update)}
+        others = [p for p in step.reached if not any(p is own for own in update.owned)]
+        self._others = [(p, version_of(p)) for p in others]
+        self._in_modules = [(tensor, version_of(tensor)) for tensor in step.in_modules]
+
+    def wrote_in_place(self) -> bool:
+        return _any_written(self._in_modules) or any(True for _ in self._changed_attributes())
+
+    def end(self) -> None:
+        if self._places is not None:
+            self._step.gave_back |= self._places.were_left(self._entries())
+
+    def require_contained(self) -> None:
+        name = self._step.name
+        if _any_written(self._others):
+            raise UnsupportedOptimizerError(
+                f"{name} writes parameters that it was not given, to which its attributes refer: bucket by bucket "
+                "that would happen once per bucket. Use this optimizer without instep"
+            )
+        if _any_written(self._in_modules):
+            self._step.writes.in_place = True
+            raise UnsupportedOptimizerError(
+                f"{name} writes tensors of a module to which its attributes refer (an average of the weights?): "
+                "bucket by bucket that would happen once per bucket. Update that module in the loop, after "
+                "optimizer.step()"
+            )
+        self._step.require_state_of_one(self._update, self._state)
+        if self._generators.drawn() == "yes":
+            self._generators.restore()
+            raise UnsupportedOptimizerError(
+                f"{name} draws random numbers in step(): bucket by bucket they would go to other parameters than "
+                "in the plain loop. Use this optimizer without instep"
+            )
+
+    def require_attributes_kept(self) -> None:
+        for name in self._changed_attributes():
+            raise self._step.writes.refuse_in_place(f"its attribute {name!r}")
+
+    def _changed_attributes(self) -> Iterator[str]:
+        """Attributes that are the objects they were, and do not hold what they held."""
+        for name, (value, content) in self._attributes.items():
+            if vars(self._update.shadow).get(name) is value and not alike(fingerprint(value), content):
+                yield name
+
+    def _entries(self) -> Iterator[Any]:
+        return map(self._update.optimizer.state.get, self._update.owned)
+
+
+def watched(
+    name: str,
+    optimizer: Optimizer,
+    layout: GroupLayout,
+    read: Mapping[str, Any],
+    shared: Mapping[Any, Any],
+    writes: SharedWrites,
+) -> TrustedUpdates:
+    """Look at the updates of a step that begins, as far as this optimizer needs it."""
+    if is_torchs_own(optimizer):
+        return TrustedUpdates()
+    return WatchedUpdates(name, optimizer, layout, read, shared, writes)
+
+
+_TRUSTED = TrustedUpdate()
+
+
+def _any_written(versions: Sequence[tuple[torch.Tensor, int]]) -> bool:
+    return any(version_of(tensor) != version for tensor, version in versions)
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Those of whose writes torch keeps count."""
+    return (tensor for tensor in chain(module.parameters(), module.buffers()) if not tensor.is_inference())
+
+
+def _state_tensors(update: Update) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The tensors of the parameters' state, each with its parameter."""
+    for own, entry in zip(update.owned, update.entries, strict=True):
+        for value in (entry or {}).values():
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided and memory_of(value).numel():
+                yield own, value

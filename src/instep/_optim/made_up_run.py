@@ -1,0 +1,170 @@
+"""Copies of one optimizer over made-up parameters, stepped together or in parts."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from instep._optim.made_up import Spec, Weather, options_of
+from instep._optim.shadow import alias_of
+from instep._optim.stepper import Stepper
+from instep._optim.twins import different, parameters_of, shared_state, step_plainly, twin_of
+from instep._optim.undo import Undo
+from instep.errors import UnsupportedOptimizerError
+
+Divide = Callable[[Sequence[Any]], Iterable[Sequence[Any]]]
+
+
+def one_by_one(parameters: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """Each parameter in a bucket of its own, the last first."""
+    yield from ([parameter] for parameter in reversed(parameters))
+
+
+def _in_pairs(parameters: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """The last with the first, and so on: of several groups, backwards."""
+    half = len(parameters) // 2
+    yield from zip(reversed(parameters[-half:]), parameters[:half], strict=True)
+    yield parameters[half : len(parameters) - half]
+
+
+def _every_other(parameters: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """Every other parameter; the rest is left to ``step()``."""
+    yield from ([parameter] for parameter in parameters[::2])
+
+
+DIVISIONS: dict[str, Divide] = {
+    "one by one": one_by_one,
+    "in pairs": _in_pairs,
+    "in part": _every_other,
+}
+
+
+class MadeUpRun:
+    """A copy of one optimizer over made-up parameters.
+
+    Attributes:
+        twin: the copy.
+        parameters: in the order of its groups.
+        contained: whether no bucket's update wrote anything but parameters and their own state.
+        replaces_gradients: whether a bucket's update put another tensor into a ``.grad``.
+        returned: by the last plain ``step()``.
+    """
+
+    def __init__(self, optimizer: Optimizer, specs: Sequence[Sequence[Spec]]) -> None:
+        numbers = iter(range(sum(map(len, specs))))
+        groups = [
+            {**options_of(optimizer, group), "params": [spec.make(next(numbers)) for spec in mine]}
+            for group, mine in zip(optimizer.param_groups, specs, strict=True)
+        ]
+        for number, (group, theirs) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+            if "param_names" in theirs:
+                group["param_names"] = [f"made_up.{number}.{at}" for at in range(len(group["params"]))]
+        self.twin = twin_of(optimizer, groups, shared_state(optimizer), {id(p): p for p in parameters_of(optimizer)})
+        self.parameters = list(parameters_of(self.twin))
+        self.contained = True
+        self.replaces_gradients = False
+        self.returned: Any = None
+
+    def give(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Put a copy of each gradient into its parameter's ``.grad``."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+
+    def step(self) -> None:
+        """Call the plain ``step()``."""
+        self.returned = step_plainly(self.twin)
+
+    def step_divided(self, divide: Divide, *, alias: bool = False) -> None:
+        """Step as an attached loop does: buckets first, then the plain ``step()`` for the parameters that are left."""
+        stepper = Stepper(self.twin)
+        with_gradient = [p for p in self.parameters if p.grad is not None]
+        for bucket in filter(len, map(list, divide(with_gradient))):
+            tensors = [alias_of(p, p.grad) for p in bucket] if alias else bucket
+            gradients = [tensor.grad for tensor in tensors]
+            stepper.step(tensors, bucket)
+            self.replaces_gradients |= any(t.grad is not g for t, g in zip(tensors, gradients, strict=True))
+            for parameter in bucket:
+                parameter.grad = None
+        self.contained = self.contained and not stepper.wrote_elsewhere
+        left = any(p.grad is not None for p in self.parameters)
+        try:
+            self.step()
+        except Exception as error:
+            if left:
+                raise
+            raise UnsupportedOptimizerError(raises_without_gradients(self.twin, error)) from error
+        stepper.commit()
+
+    def step_in_vain(self) -> None:
+        """Step and roll back, as an attached loop does with ``undo``."""
+        stepper, undo = Stepper(self.twin), Undo(host=False)
+        parameters = [p for p in self.parameters if p.grad is not None]
+        if not parameters:
+            return
+        before = stepper.look_elsewhere(parameters)
+        undo.save([*parameters, *stepper.reached()], self.twin)
+        stepper.step(parameters)
+        stepper.require_all_in_state(before)
+        for device in undo.devices:
+            undo.restore(device)
+        stepper.abort()
+
+    def differs_from(self, other: "MadeUpRun") -> str | None:
+        """The first difference from ``other``, in words; ``None``: all is equal bit for bit."""
+        for mine, its in zip(self.parameters, other.parameters, strict=True):
+            if different(mine, its):
+                return f"a parameter of shape {tuple(mine.shape)}"
+            if different(self.twin.state.get(mine), other.twin.state.get(its)):
+                return f"the state of a parameter of shape {tuple(mine.shape)}"
+        if different(*map(shared_state, (self.twin, other.twin))):
+            return "what it keeps in its state beside parameters"
+        if different(*map(_options, (self.twin, other.twin))):
+            return "what it keeps in its param_groups"
+        return None
+
+
+class MadeUpRuns:
+    """Makes the runs of one probe, and keeps them until its end: an optimizer may remember parameters by their ids.
+
+    Attributes:
+        name: of the optimizer's class.
+        specs: by group, the parameters to make.
+    """
+
+    def __init__(self, optimizer: Optimizer, specs: list[list[Spec]]) -> None:
+        self._optimizer = optimizer
+        self._made: list[MadeUpRun] = []
+        self.name = type(optimizer).__name__
+        self.specs = specs
+
+    def anew(self, specs: Sequence[Sequence[Spec]] | None = None) -> MadeUpRun:
+        """A run that has not been stepped. ``specs``: for parameters other than ``self.specs``."""
+        run = MadeUpRun(self._optimizer, self.specs if specs is None else specs)
+        self._made.append(run)
+        return run
+
+    def gradients(self, weather: Weather, step: int) -> list[torch.Tensor | None]:
+        return weather.gradients([spec for mine in self.specs for spec in mine], step)
+
+    @property
+    def devices(self) -> set[torch.device]:
+        return {spec.device for mine in self.specs for spec in mine}
+
+
+def raises_without_gradients(optimizer: Optimizer, error: Exception) -> str:
+    """The message for an optimizer whose ``step()`` raised ``error`` where no gradient was left."""
+    return (
+        f"{type(optimizer).__name__}.step() raises when no parameter has a gradient ({in_short(error)}), as it is "
+        "after backward has stepped them all. Use this optimizer without instep"
+    )
+
+
+def in_short(error: BaseException) -> str:
+    """The error's class and the beginning of its message, in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:150]}" if text else type(error).__name__
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

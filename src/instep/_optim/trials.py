@@ -1,0 +1,178 @@
+"""Trials of an optimizer on made-up parameters, each by comparing two runs bit for bit."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+
+from instep._optim.generators import Generators
+from instep._optim.made_up import STEPS, WEATHERS, Weather, is_finite
+from instep._optim.made_up_run import DIVISIONS, MadeUpRun, MadeUpRuns, in_short, one_by_one
+from instep._optim.twins import different, step_plainly
+from instep.errors import UnsupportedOptimizerError
+
+KEPT = 3
+"""Steps that are put back, and taken again."""
+
+_BUSY = "whether step() draws random numbers could not be told from what other threads draw"
+
+
+class _CannotBeTriedError(Exception):
+    """The plain ``step()`` fails on made-up parameters."""
+
+
+class DivisionTrial:
+    """Steps parameters together, and beside that divided into buckets: the results must be the same.
+
+    Args:
+        runs: makes the parameters.
+
+    Attributes:
+        untried: what could not be tried, with the reasons.
+        contained: whether no update wrote anything but parameters and their own state.
+        returns: whether ``step()`` returned other values than when it updated all parameters.
+    """
+
+    def __init__(self, runs: MadeUpRuns) -> None:
+        self._runs = runs
+        self._name = runs.name
+        self.untried: list[str] = []
+        self.contained = True
+        self.returns = False
+
+    def run(self, weather: Weather, divisions: Iterable[str]) -> None:
+        """Take the steps of ``weather`` together, and divided in each of these ways.
+
+        Raises:
+            UnsupportedOptimizerError: a result differs, or the optimizer does what excludes stepping in buckets.
+        """
+        together = self._runs.anew()
+        divided = {how: self._runs.anew() for how in divisions}
+        drawn = []
+        for step in range(len(weather.scales)):
+            gradients = self._runs.gradients(weather, step)
+            generators = Generators(self._runs.devices, [together.twin])
+            try:
+                self._step_together(together, gradients)
+            except _CannotBeTriedError as error:
+                if weather.odd:
+                    return  # so does the loop's
+                self.untried.append(f"step() fails with {weather} ({error})")
+                return
+            drawn.append(generators.drawn())
+            if drawn[-1] == "yes":
+                generators.restore()  # while it is sure that nobody else has drawn
+                raise UnsupportedOptimizerError(
+                    f"{self._name} draws random numbers in step(): bucket by bucket they would go to other parameters "
+                    "than in the plain loop. Use this optimizer without instep"
+                )
+            for how, run in divided.items():
+                run.give(gradients)
+                self._step(run, how)
+                self._require_same(together, run, f"step {step + 1} with {weather}", how)
+                self.returns |= different(together.returned, run.returned)
+        self.contained = self.contained and all(run.contained for run in divided.values())
+        if set(drawn) != {"no"} and _BUSY not in self.untried:
+            self.untried.append(_BUSY)
+        if not weather.odd and not all(map(is_finite, together.parameters)):
+            self.untried.append(f"with {weather} it makes parameters NaN or infinite")
+
+    def _step_together(self, run: MadeUpRun, gradients: Sequence[torch.Tensor | None]) -> None:
+        run.give(gradients)
+        idle = [p for p in run.parameters if p.grad is None]
+        before = [p.detach().clone() for p in idle]
+        try:
+            run.step()
+        except Exception as error:
+            raise _CannotBeTriedError(in_short(error)) from error
+        for entry in map(run.twin.state.get, run.parameters):
+            if entry is not None and not isinstance(entry, dict):
+                raise UnsupportedOptimizerError(
+                    f"{self._name} keeps the state of a parameter as a {type(entry).__name__}. instep takes dicts "
+                    "there, as torch's own optimizers have: state[p] = {...}"
+                )
+        if any(map(different, idle, before)):
+            raise UnsupportedOptimizerError(
+                f"{self._name}.step() changes parameters that have no gradient (weight decay of all parameters?): it "
+                "would change them once with each bucket, and once more in step(). Use this optimizer without instep"
+            )
+
+    def _step(self, run: MadeUpRun, how: str) -> None:
+        try:
+            run.step_divided(DIVISIONS[how])
+        except UnsupportedOptimizerError:
+            raise
+        except Exception as error:
+            raise UnsupportedOptimizerError(
+                f"{self._name} cannot be stepped bucket by bucket: on a few of its parameters ({how}) its step() "
+                f"raises {in_short(error)}. Use this optimizer without instep"
+            ) from error
+
+    def _require_same(self, together: MadeUpRun, run: MadeUpRun, when: str, how: str) -> None:
+        if (what := run.differs_from(together)) is not None:
+            raise UnsupportedOptimizerError(
+                f"{self._name} couples parameters: stepped {how} they get other values than stepped together (in "
+                f"{when}: {what}), so stepping during backward would differ from the plain loop. Use this optimizer "
+                "without instep"
+            )
+
+
+def reads_loss(runs: MadeUpRuns) -> bool:
+    """Whether steps with a closure, whose loss changes from step to step, update otherwise than steps without."""
+    without, given = runs.anew(), runs.anew()
+    for step in range(STEPS):
+        gradients = runs.gradients(WEATHERS[1], step)
+        loss = partial(torch.tensor, 10.0 ** (step % 4))
+        try:
+            without.give(gradients)
+            without.step()
+            given.give(gradients)
+            step_plainly(given.twin, loss)
+        except Exception:
+            return False  # so does the loop's
+    return given.differs_from(without) is not None
+
+
+def takes_aliases(runs: MadeUpRuns) -> bool:
+    """Whether the optimizer steps other tensors of the same memory alike. Some know a parameter by the object."""
+    together, aliased = runs.anew(), runs.anew()
+    for step in range(STEPS):
+        gradients = runs.gradients(WEATHERS[0], step)
+        together.give(gradients)
+        aliased.give(gradients)
+        try:
+            together.step()
+            aliased.step_divided(one_by_one, alias=True)
+        except Exception:
+            return False
+    # The loop would find the old gradients in .grad.
+    return not aliased.replaces_gradients and aliased.differs_from(together) is None
+
+
+def what_is_kept(runs: MadeUpRuns) -> str | None:
+    """What a step that was put back leaves anywhere, in words; ``None``: nothing. Some steps are put back and taken
+    again, beside a run in which each is taken once."""
+    once, again = runs.anew(), runs.anew()
+    for step in range(KEPT):
+        gradients = runs.gradients(WEATHERS[0], step)
+        once.give(gradients)
+        again.give(gradients)
+        try:
+            once.step()
+            again.step_in_vain()
+            again.give(gradients)
+            again.step()
+        except UnsupportedOptimizerError as error:
+            return str(error)
+        except Exception as error:
+            return (
+                f"{runs.name}.step() raises after a step that was put back ({in_short(error)}): it keeps values "
+                "of single parameters outside of its state. Use schedule='forward', or no undo"
+            )
+        if (difference := again.differs_from(once)) is not None:
+            return (
+                f"{runs.name} keeps values of single parameters outside of its state, which undo does not put "
+                f"back: a step that was put back and taken again differs in {difference}. Use schedule='forward', "
+                "or no undo"
+            )
+    return None

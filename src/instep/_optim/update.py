@@ -1,0 +1,90 @@
+"""One call of an optimizer's update over one bucket, by a shadow of the optimizer."""
+
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from instep._optim.calling import undecorated_step, without_autocast
+from instep._optim.parts import LocalShard
+from instep._optim.shadow import shadow_of
+
+
+class Update:
+    """One call of the update.
+
+    Args:
+        optimizer: the user's.
+        groups: copies of its groups, with the tensors to step as members.
+        shared: a copy of what its ``state`` holds beside parameters.
+        tensors: to step: parameters, aliases of them, or aliases of this rank's shards of them.
+        owned: the optimizer's own parameter for each.
+        parts: for each the shard that is stepped in the parameter's place; ``None``: all are stepped whole.
+
+    Attributes:
+        shadow: the optimizer object that steps.
+        entries: the state of each parameter as the shadow finds it, ``None`` where there is none yet.
+    """
+
+    __slots__ = ("_parts", "_values", "entries", "optimizer", "owned", "shadow", "tensors")
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        groups: list[dict[str, Any]],
+        shared: Mapping[Any, Any],
+        tensors: Sequence[torch.Tensor],
+        owned: Sequence[torch.Tensor],
+        parts: Sequence[LocalShard | None] | None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.tensors = tensors
+        self.owned = owned
+        self._parts = parts
+        self.entries: list[Any] = list(map(optimizer.state.get, owned))
+        if parts is not None:
+            self.entries = [_part_of(entry, part) for entry, part in zip(self.entries, parts, strict=True)]
+        state = {p: entry for p, entry in zip(tensors, self.entries, strict=True) if entry is not None}
+        self.shadow = shadow_of(optimizer, groups, {**shared, **state})
+        self._values = list(self.shadow.state.values())
+
+    def run(self) -> None:
+        with torch.no_grad(), without_autocast(self.tensors[0].device.type):
+            undecorated_step(type(self.optimizer))(self.shadow)
+
+    def keep_state(self) -> None:
+        """Put the entries that the update made into the user's optimizer, and count a write of each parameter. Also
+        after an update that raised: what it has written is written."""
+        optimizer, found = self.optimizer, self.shadow.state
+        if self._parts is not None:
+            for p, own, part in zip(self.tensors, self.owned, self._parts, strict=True):
+                if part is not None and p in found:
+                    found[p] = _whole_of(found[p], optimizer.state.get(own), part)
+        made = len(found) != len(self._values) or not all(map(is_, found.values(), self._values))
+        if made:
+            optimizer.state.update(
+                (own, found[p]) for p, own in zip(self.tensors, self.owned, strict=True) if p in found
+            )
+        if made or self._parts is not None:
+            self.entries = list(map(optimizer.state.get, self.owned))
+        # Fused kernels count no write, and autograd must notice that a weight was saved for a node that runs later.
+        torch.autograd.graph.increment_version(self.tensors)
+        if self._parts is not None:
+            torch.autograd.graph.increment_version(self.owned)
+
+
+def _part_of(entry: dict[Any, Any] | None, part: LocalShard | None) -> dict[Any, Any] | None:
+    if entry is None or part is None:
+        return entry
+    return {key: part.of_state(value) for key, value in entry.items()}
+
+
+def _whole_of(stepped: dict[Any, Any], entry: dict[Any, Any] | None, part: LocalShard) -> dict[Any, Any]:
+    """The parameter's own entry, with what the update of its part has added or replaced."""
+    entry = {} if entry is None else entry
+    for key, value in stepped.items():
+        if key not in entry or part.of_state(entry[key]) is not value:
+            entry[key] = part.as_state(value)
+    return entry
