@@ -238,8 +238,8 @@ def mistakes() -> list[str]:
         loop.backward(1)
         found.append(said(SpentGradientError, lambda: model.clip_grad_norm_(1.0)))
     loop.optimizer.zero_grad()
-    found.append(said(AttachError, lambda: instep.attach(last, loop.optimizer)))
-    instep.attach(last, loop.optimizer, schedule="forward").detach()
+    found.append(said(AttachError, lambda: instep.attach(model, loop.optimizer)))
+    instep.attach(model, loop.optimizer, schedule="forward").detach()
     return found
 
 
