@@ -54,8 +54,8 @@ MUTANTS = [
     ),
     _mutant(
         "a forward's stream is not seen",
-        "Attachment._after_forward",
-        "            self._step.streams.see(self._step.parameters[0].spec.device)\n",
+        "BackwardSchedule.after_forward",
+        "            self.streams.see(self.parameters[0].spec.device)\n",
         "            pass\n",
         MAKERS,
         "layers and backward",

@@ -29,7 +29,7 @@ from instep._optim.generators import Generators
 from instep._optim.lending import Lent, Outcome
 from instep._optim.parameters import AttachedParameter, calls_of
 from instep._optim.parts import version_of
-from instep._optim.plan import ParameterSpec
+from instep._optim.plan import Bucket, ParameterSpec
 from instep._optim.stepper import Stepper, asks_for_state, is_torchs_own, remember_settings, writes_without_gradient
 from instep._optim.undo import Undo
 from instep._ranks.votes import StepVotes
@@ -1263,6 +1263,36 @@ class BackwardSchedule:
             self._check.forget()
         for stepper in self._steppers:
             stepper.abort()
+
+    # What the attachment asks.
+
+    def planned(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+        """The buckets of the plan: those of the sources."""
+        return tuple(buckets)
+
+    def read_by(self, streams: object) -> None:
+        """Weights are written before backward returns: no other stream reads them meanwhile."""
+
+    def crosses(self, flights: object, at_once: object) -> None:
+        """``cross_iteration`` is for ``schedule="forward"``."""
+
+    def after_forward(self) -> None:
+        """The model's forward has returned: note the streams of a forward that is trained."""
+        if torch.is_grad_enabled():
+            self.streams.see(self.parameters[0].spec.device)
+
+    def before_gather(self, parameters: Sequence[AttachedParameter]) -> None:
+        """FSDP is about to gather these parameters: raise, or put back, if backward has updated one of them."""
+        if self.state == "open" and any(map(self.is_applied, parameters)):
+            self.before_forward()
+
+    def begin_on_device(self) -> None:
+        """A backward has come to an output of the model: on an accelerator another thread may run it."""
+        self.backwards.begin(self.parameters[0].spec.device)
+
+    def let_go_of_backwards(self) -> None:
+        """Return once a backward that raised has ended on every device."""
+        self.backwards.let_go()
 
 
 def _version(parameter: torch.Tensor) -> int:

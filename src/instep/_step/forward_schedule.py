@@ -1029,6 +1029,44 @@ class ForwardSchedule:
         finally:
             self._worker.stop()
 
+    # What the attachment asks.
+
+    def planned(self, sent: Sequence[Bucket]) -> tuple[Bucket, ...]:
+        """The buckets of the plan: those that cross the iteration (``sent``), then all other trainable parameters in
+        the order in which forwards read them."""
+        inside = {spec.index for bucket in sent for spec in bucket.parameters}
+        others = (
+            a for a in self.parameters if a.spec.index not in inside and (p := a.peek()) is not None and p.requires_grad
+        )
+        return *sent, *self.buckets_of(others)
+
+    def read_by(self, streams: Callable[[], Iterable[torch.Stream]]) -> None:
+        """``streams``: on which parameters are read, beside the one that is current."""
+        self.streams.readers = streams
+
+    def crosses(self, flights: Callable[[], Sequence[InFlightBucket]], at_once: Callable[[], bool]) -> None:
+        """With ``cross_iteration``: the buckets in flight, and whether nothing is to be put off at present."""
+        self.flights, self.at_once = flights, at_once
+
+    def after_forward(self) -> None:
+        """The model's forward has returned: wait for the buckets that this forward did not read. DDP's next backward
+        writes the memory in which their gradients may lie."""
+        self.synchronize()
+        if torch.is_grad_enabled():
+            self.streams.see(self.parameters[0].spec.device)
+
+    def before_gather(self, parameters: Sequence[AttachedParameter]) -> None:
+        """FSDP is about to gather these parameters: wait for their buckets."""
+        self.before_read(parameters)
+
+    def begin_on_device(self) -> None:
+        """A backward has come to an output of the model: on an accelerator another thread may run it."""
+        self.backwards.begin(self.parameters[0].spec.device)
+
+    def let_go_of_backwards(self) -> None:
+        """Return once a backward that raised has ended on every device."""
+        self.backwards.let_go()
+
 
 def _gradient(attached: AttachedParameter, flight: InFlightBucket | None = None) -> torch.Tensor:
     """What is in ``.grad``: the real one, where somebody put back what was held of an earlier step. With ``flight``,
