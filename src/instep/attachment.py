@@ -54,6 +54,7 @@ from instep._step.pending import InFlightBucket
 from instep._step.plain_schedule import PlainSchedule
 from instep._step.reading import ReadHook
 from instep._step.recorder import Recorder
+from instep._step.schedule import Schedule
 from instep._validation import (
     Names,
     compiled_in,
@@ -403,7 +404,8 @@ class Attachment:
             separability_of(optimizer, in_backward=in_backward, on_trial=bool(options.undo)) for optimizer in separable
         ]
         self._check = Check(options.check_steps) if options.check_steps and not options.disabled else None
-        self._step: BackwardSchedule | ForwardSchedule | PlainSchedule
+        self._step: Schedule
+        self._arrival: MeasuringSink | None = None
         sink: Sink | None
         if options.disabled:
             self._step = PlainSchedule(
@@ -458,11 +460,10 @@ class Attachment:
         self._handles: list[RemovableHandle | BeforeFSDP1Gathers | Owners | PlainPickles] = []
         self._sources = [] if options.disabled else self._make_sources(wrapped, fsdp1, sink)
         crossing = [s for s in self._sources if isinstance(s, CrossingSource)]
-        if self._groups and not fsdp1 and isinstance(self._step, ForwardSchedule):
-            self._step.streams.readers = functools.partial(_reading_streams, self._model)
-        if crossing and isinstance(self._step, ForwardSchedule):
-            self._step.flights = functools.partial(_flights, crossing)
-            self._step.at_once = functools.partial(_waited, crossing)
+        if self._groups and not fsdp1:
+            self._step.read_by(functools.partial(_reading_streams, self._model))
+        if crossing:
+            self._step.crosses(functools.partial(_flights, crossing), functools.partial(_waited, crossing))
 
     # What the user sees.
 
@@ -471,16 +472,9 @@ class Attachment:
         """The buckets as they are now. They change after the first steps, when the order of gradients is known."""
         if self._last_plan is not None:
             return self._last_plan
-        if isinstance(self._step, ForwardSchedule):
-            sent = [bucket for source in self._sources for bucket in source.buckets if self._options.cross_iteration]
-            inside = {spec.index for bucket in sent for spec in bucket.parameters}
-            others = (
-                a
-                for a in self._step.parameters
-                if a.spec.index not in inside and (p := a.peek()) is not None and p.requires_grad
-            )
-            return Plan((*sent, *self._step.buckets_of(others)), self._unproven)
-        return Plan(tuple(bucket for source in self._sources for bucket in source.buckets), self._unproven)
+        own = self._options.schedule == "backward" or self._options.cross_iteration
+        buckets = [bucket for source in self._sources for bucket in source.buckets if own]
+        return Plan(self._step.planned(buckets), self._unproven)
 
     @property
     def _unproven(self) -> tuple[str, ...]:
@@ -519,7 +513,7 @@ class Attachment:
         if recorder is not None and not callable(recorder):
             raise InstepError(f"recorder must be a function of (kind, names, start, end) or None, not {recorder!r}")
         self._step.recorder = recorder
-        if isinstance(self._step, ForwardSchedule):
+        if self._arrival is not None:
             self._arrival.recorder = recorder
 
     def record(self, steps: int = 5) -> "Recording":
@@ -708,7 +702,7 @@ class Attachment:
         model = self._model()
         if model is not None and _attachments.get(model) is self:
             del _attachments[model]
-        if isinstance(self._step, ForwardSchedule):
+        if self._arrival is not None:
             self._arrival.close()
         try:
             self._step.close()
@@ -860,8 +854,7 @@ class Attachment:
         """Model and optimizers are gone: whoever keeps this keeps nothing of them."""
         self._last_plan = self.plan
         self._sources.clear()
-        if isinstance(self._step, ForwardSchedule):
-            self._step.flights, self._step.at_once = tuple, bool
+        self._step.crosses(tuple, bool)
 
     def _count(self, parameter: torch.Tensor) -> None:
         self._accumulation.count()
@@ -909,11 +902,7 @@ class Attachment:
         if torch.compiler.is_compiling() or graph_task() is not None:
             return
         self._in_forward = False
-        if isinstance(self._step, ForwardSchedule):
-            # What this forward did not read: DDP's next backward writes the buckets that gradients may lie in.
-            self._step.synchronize()
-        if not isinstance(self._step, PlainSchedule):
-            self._step.streams.see(self._step.parameters[0].spec.device)
+        self._step.after_forward()
         self._see_backward_from(output)
 
     def _see_backward_of(self, part: nn.Module) -> None:
@@ -942,8 +931,7 @@ class Attachment:
 
     def _let_go(self) -> None:
         """Of a backward that raised."""
-        assert not isinstance(self._step, PlainSchedule)
-        self._step.backwards.let_go()
+        self._step.let_go_of_backwards()
 
     def _end_backward(self) -> None:
         self._in_backward = False
@@ -966,8 +954,7 @@ class Attachment:
             if not self._in_backward:
                 self._in_backward = True
                 after_all_of_backward(self._end_backward, self._backward_failed)
-        if not isinstance(self._step, PlainSchedule):
-            self._step.backwards.begin(self._step.parameters[0].spec.device)
+        self._step.begin_on_device()
         if self._step.begin_backward():
             if self._groups:
                 self._accumulation.decide()
@@ -1042,7 +1029,7 @@ class Attachment:
         self._adopt()
         if self._zero is not None:
             self._zero.require_reduced(a for a in self._step.parameters if a.stepper is stepper)
-        if isinstance(self._step, ForwardSchedule):
+        if self._arrival is not None:
             self._arrival.close()
         self._step.begin_flush(stepper)
 
@@ -1070,21 +1057,18 @@ class Attachment:
             return
         if torch.is_grad_enabled():
             self._uses.ran(number)
-        if isinstance(self._step, ForwardSchedule):
-            self._step.before_read(mine)
-        elif self._step.state == "open" and any(map(self._step.is_applied, mine)):
-            self._step.before_forward()
+        self._step.before_gather(mine)
 
     def _watch_readers(self, model: nn.Module, owners: Sequence[tuple[nn.Module, list[AttachedParameter]]]) -> None:
         """Hooks on the modules that hold attached parameters themselves."""
         step = self._step
-        if isinstance(step, PlainSchedule):
-            return
         if isinstance(step, BackwardSchedule):
             for owner, mine in owners:
                 if owner is not model:
                     hook = BoundHook(functools.partial(self._before_read, mine))
                     self._handles.append(owner.register_forward_pre_hook(hook))
+            return
+        if not isinstance(step, ForwardSchedule):
             return
         # torch.compile runs the hooks of what it wraps only once, when it traces. Its own wrapper's run each time.
         compiled = compiled_in(model)
@@ -1115,13 +1099,15 @@ class Attachment:
             if self._zero is not None and mine and not isinstance(ddp, Replicated):
                 reduced = [a for a in mine if a.part is not None]
                 dtype = _reduce_dtype(options)
-                told = self._arrival if sink is None else sink
+                told = sink or self._arrival
+                assert told is not None
                 sources.append(self._zero.source(told, reduced, ddp, self._accumulation, dtype))
             elif mine and options.cross_iteration and isinstance(ddp, DistributedDataParallel):
                 recorder = functools.partial(_recorder_of, weakref.ref(self._step))
                 sources.append(CrossingSource(mine, ddp, _reduce_dtype(options), recorder))
             elif mine and (sink is not None or options.comm_hook is not None or _reduce_dtype(options) is not None):
-                told = self._arrival if sink is None else sink
+                told = sink or self._arrival
+                assert told is not None
                 if isinstance(ddp, Replicated):
                     sources.append(ReplicatedSource(told, mine, ddp, _reduce_dtype(options)))
                 else:
@@ -1241,11 +1227,11 @@ def _ddps_among(wrapped: Sequence[Wrapped]) -> list[DistributedDataParallel]:
     return [one for one in wrapped if isinstance(one, DistributedDataParallel)]
 
 
-def _parameters_of(step: "BackwardSchedule | ForwardSchedule | PlainSchedule") -> Sequence[AttachedParameter]:
+def _parameters_of(step: Schedule) -> Sequence[AttachedParameter]:
     return step.parameters
 
 
-def _recorder_of(step: "weakref.ref[BackwardSchedule | ForwardSchedule | PlainSchedule]") -> Recorder | None:
+def _recorder_of(step: "weakref.ref[Schedule]") -> Recorder | None:
     return None if (found := step()) is None else found.recorder
 
 

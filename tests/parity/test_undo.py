@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -759,7 +759,7 @@ def test_copies_are_freed_by_the_step(way: str) -> None:
     model, optimizer = fresh()
     with instep.attach(model, optimizer, bucket_bytes=SMALL, **WAYS[way]) as overlap:
         train(model, optimizer, range(2))
-        writes: Any = overlap._step._writes  # type: ignore[union-attr]
+        writes: Any = cast(Any, overlap._step)._writes
         assert not writes._rollback.copies._saved
         assert not writes._kept
         assert all(type(p) is nn.Parameter for p in model.parameters())

@@ -16,7 +16,8 @@ from instep._autograd.placeholders import CONVERSION
 from instep._gradients.clipping import Clipping
 from instep._gradients.finite import Policy
 from instep._gradients.scaling import LossScale
-from instep._optim.plan import ParameterSpec
+from instep._optim.parameters import AttachedParameter
+from instep._optim.plan import Bucket, ParameterSpec
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
 from instep._ranks.votes import StepVotes
@@ -255,3 +256,24 @@ class BackwardSchedule(BucketSink):
     @gather.setter
     def gather(self, gather: Gather | None) -> None:
         self._writes.gather = gather
+
+    # What the attachment asks.
+
+    def planned(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+        """The buckets of the plan: those of the sources."""
+        return tuple(buckets)
+
+    def read_by(self, streams: object) -> None:
+        """Weights are written before backward returns: no other stream reads them meanwhile."""
+
+    def crosses(self, in_flight: object, at_once: object) -> None:
+        """``cross_iteration`` is for ``schedule="forward"``."""
+
+    def after_forward(self) -> None:
+        """The model's forward has returned: its streams have read weights."""
+        self.streams.see(self.parameters[0].spec.device)
+
+    def before_gather(self, parameters: Sequence[AttachedParameter]) -> None:
+        """FSDP is about to gather these parameters: raise, or roll back, if backward has updated one of them."""
+        if self.state == "open" and any(map(self.is_applied, parameters)):
+            self.before_forward()

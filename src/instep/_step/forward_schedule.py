@@ -218,10 +218,6 @@ class ForwardSchedule(HoldsStep):
         """``"idle"``, ``"pending"`` or ``"torn"``."""
         return "torn" if self._step.ledger.torn is not None else "pending" if self._pending else "idle"
 
-    def buckets_of(self, parameters: Iterable[AttachedParameter]) -> tuple[Bucket, ...]:
-        """In the order in which forwards read them; those not read yet in the model's order."""
-        return self._hand_over.buckets_of(parameters)
-
     @property
     def readers(self) -> list[ReadHook]:
         """The hooks of the modules that read parameters."""
@@ -244,20 +240,32 @@ class ForwardSchedule(HoldsStep):
     def gather(self, gather: Gather | None) -> None:
         self._hand_over.gather = gather
 
-    @property
-    def flights(self) -> Callable[[], Sequence[InFlightBucket]]:
-        """The buckets that may still be on their way."""
-        return self._hand_over.in_flight
+    # What the attachment asks.
 
-    @flights.setter
-    def flights(self, flights: Callable[[], Sequence[InFlightBucket]]) -> None:
-        self._hand_over.in_flight = flights
+    def planned(self, sent: Sequence[Bucket]) -> tuple[Bucket, ...]:
+        """The buckets of the plan: those that cross the iteration (``sent``), then all other trainable parameters in
+        the order in which forwards read them."""
+        inside = {spec.index for bucket in sent for spec in bucket.parameters}
+        others = (
+            a for a in self.parameters if a.spec.index not in inside and (p := a.peek()) is not None and p.requires_grad
+        )
+        return *sent, *self._hand_over.buckets_of(others)
 
-    @property
-    def at_once(self) -> Callable[[], bool]:
-        """Whether nothing is to be put off at present: it would take more time than it saves."""
-        return self._hand_over.at_once
+    def read_by(self, streams: Callable[[], Iterable[torch.Stream]]) -> None:
+        """``streams``: on which parameters are read, beside the one that is current."""
+        self.streams.readers = streams
 
-    @at_once.setter
-    def at_once(self, at_once: Callable[[], bool]) -> None:
-        self._hand_over.at_once = at_once
+    def crosses(self, in_flight: Callable[[], Sequence[InFlightBucket]], at_once: Callable[[], bool]) -> None:
+        """With ``cross_iteration``: the buckets that may still be on their way, and whether nothing is to be put off at
+        present, since that would take more time than it saves."""
+        self._hand_over.in_flight, self._hand_over.at_once = in_flight, at_once
+
+    def after_forward(self) -> None:
+        """The model's forward has returned: wait for the buckets that this forward did not read. DDP's next backward
+        writes the memory in which their gradients may lie."""
+        self.synchronize()
+        self.streams.see(self.parameters[0].spec.device)
+
+    def before_gather(self, parameters: Sequence[AttachedParameter]) -> None:
+        """FSDP is about to gather these parameters: wait for their buckets."""
+        self.before_read(parameters)

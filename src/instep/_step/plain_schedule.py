@@ -13,6 +13,7 @@ from instep._gradients.finite import Policy
 from instep._gradients.policies import ClipNorm, ClipValue
 from instep._gradients.scaling import found_inf, take_off_here
 from instep._optim.parameters import AttachedParameter
+from instep._optim.plan import Bucket
 from instep._optim.stepper import Stepper
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
@@ -180,3 +181,20 @@ class PlainSchedule(HoldsStep):
 
     def close(self) -> None:
         self.forget(gradients=False)
+
+    # What the attachment asks.
+
+    def planned(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+        return tuple(buckets)
+
+    def read_by(self, streams: object) -> None: ...
+
+    def crosses(self, in_flight: object, at_once: object) -> None: ...
+
+    def after_forward(self) -> None: ...
+
+    def before_gather(self, parameters: Sequence[AttachedParameter]) -> None: ...
+
+    def begin_on_device(self) -> None: ...
+
+    def let_go_of_backwards(self) -> None: ...

@@ -127,3 +127,11 @@ class HoldsStep:
     @property
     def lock(self) -> AbstractContextManager[Any]:
         return self._step.lock
+
+    def begin_on_device(self) -> None:
+        """A backward has come to an output of the model: on an accelerator another thread may run it."""
+        self.backwards.begin(self.parameters[0].spec.device)
+
+    def let_go_of_backwards(self) -> None:
+        """Return once a backward that raised has ended on every device."""
+        self.backwards.let_go()
