@@ -1130,9 +1130,9 @@ MUTANTS = [
     ),
     Mutant(
         "remove the last one first",
-        "save.start",
-        "        _refuse_later(directory, number)\n",
-        "        remove_older(directory, number, 0)\n",
+        "_Saving.start",
+        "        _refuse_later(self._directory, self.number)\n",
+        "        remove_older(self._directory, self.number, 0)\n",
         CHECKPOINT + "test_kills.py",
     ),
     Mutant(

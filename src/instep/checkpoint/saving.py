@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,9 @@ def save(
     require_flag("allow_nonfinite", allow_nonfinite, CheckpointError)
     contents: Contents | None = None
 
-    def gather() -> bytes:
+    def collect() -> bytes:
         nonlocal contents
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise CheckpointError(f"keep must be a number of checkpoints, at least 1, not {keep!r}")
+        _refuse_keep(keep)
         require_directory(directory)
         subject = Subject(model, optimizer)
         for attachment in subject.attachments:
@@ -93,55 +93,81 @@ def save(
         return contents.to_bytes()
 
     with torch.no_grad():
-        parts = [json.loads(part) for part in ranks.attempt("the checkpoint was not saved", gather)]
+        parts = [json.loads(part) for part in ranks.attempt("the checkpoint was not saved", collect)]
     assert contents is not None
-    number = int(contents.common["step"])
-    tensors, mine = _divided(parts, ranks.rank)
-    unfinished: Path | None = None
-    what = f"the checkpoint of step {number} was not saved"
-
-    def start() -> bytes:
-        nonlocal unfinished
-        if ranks.rank > 0:
-            return b""
-        _refuse_later(directory, number)
-        unfinished = begin(directory, number)
-        return unfinished.name.encode()
-
-    def write_mine() -> bytes:
-        named = [(key, held.local) for key in mine if (held := contents.tensors[key]).box.numel]
-        if not allow_nonfinite:
-            _refuse_nonfinite((key, contents.tensors[key].local) for key in mine if contents.tensors[key].finite)
-        if not named:
-            return b""
-        if not (directory / name).is_dir():
-            raise CheckpointError(
-                f"rank 0 has made {str(directory / name)!r}, and this rank does not see it: path must be on a file "
-                "system that all ranks share"
-            )
-        return json.dumps(asdict(write_tensors(directory / name / file_of(ranks.rank), named))).encode()
-
-    def commit() -> bytes:
-        if ranks.rank > 0:
-            return b""
-        assert unfinished is not None
-        files = {file_of(rank): FileRecord(**json.loads(one)) for rank, one in enumerate(written) if one}
-        text = _manifest(parts, tensors, files).to_bytes()
-        write(unfinished / MANIFEST, [text])
-        write(unfinished / DIGEST, [digest_line(manifests.digest_of(text))])
-        return finish(unfinished, number).name.encode()
-
+    saving = _Saving(directory, contents, parts, ranks.rank)
+    what = f"the checkpoint of step {saving.number} was not saved"
     try:
-        name = ranks.attempt(what, start)[0].decode()
-        written = ranks.attempt(what, write_mine)
-        final = directory / ranks.attempt(what, commit)[0].decode()
+        name = ranks.attempt(what, saving.start)[0].decode()
+        written = ranks.attempt(what, partial(saving.write, name, allow_nonfinite))
+        final = directory / ranks.attempt(what, partial(saving.commit, written))[0].decode()
     except BaseException:
-        if unfinished is not None:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        saving.discard()
         raise
     if ranks.rank == 0:
-        remove_older(directory, number, keep)
+        remove_older(directory, saving.number, keep)
     return final
+
+
+class _Saving:
+    """This rank's work on one checkpoint: each method is a round, after which ranks wait for one another.
+
+    Args:
+        parts: by rank, what it has.
+    """
+
+    def __init__(self, directory: Path, contents: Contents, parts: Sequence[Json], rank: int) -> None:
+        self._directory = directory
+        self._contents = contents
+        self._parts = parts
+        self._rank = rank
+        self.number = int(contents.common["step"])
+        self._tensors, self._mine = _divided(parts, rank)
+        self._unfinished: Path | None = None
+
+    def start(self) -> bytes:
+        """Rank 0 makes the directory to write into. Returns its name."""
+        if self._rank > 0:
+            return b""
+        _refuse_later(self._directory, self.number)
+        self._unfinished = begin(self._directory, self.number)
+        return self._unfinished.name.encode()
+
+    def write(self, name: str, allow_nonfinite: bool) -> bytes:
+        """Write the tensors that are this rank's to write. Returns the record of its file; nothing if it has none."""
+        tensors = self._contents.tensors
+        if not allow_nonfinite:
+            _refuse_nonfinite((key, tensors[key].local) for key in self._mine if tensors[key].finite)
+        named = [(key, tensors[key].local) for key in self._mine if tensors[key].box.numel]
+        if not named:
+            return b""
+        if not (self._directory / name).is_dir():
+            raise CheckpointError(
+                f"rank 0 has made {str(self._directory / name)!r}, and this rank does not see it: path must be on a "
+                "file system that all ranks share"
+            )
+        return json.dumps(asdict(write_tensors(self._directory / name / file_of(self._rank), named))).encode()
+
+    def commit(self, written: Sequence[bytes]) -> bytes:
+        """Rank 0 records the files of all ranks, and gives the directory its name. Returns that."""
+        if self._rank > 0:
+            return b""
+        assert self._unfinished is not None
+        files = {file_of(rank): FileRecord(**json.loads(one)) for rank, one in enumerate(written) if one}
+        text = _manifest(self._parts, self._tensors, files).to_bytes()
+        write(self._unfinished / MANIFEST, [text])
+        write(self._unfinished / DIGEST, [digest_line(manifests.digest_of(text))])
+        return finish(self._unfinished, self.number).name.encode()
+
+    def discard(self) -> None:
+        """Remove what this rank has begun."""
+        if self._unfinished is not None:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+
+
+def _refuse_keep(keep: Any) -> None:
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise CheckpointError(f"keep must be a number of checkpoints, at least 1, not {keep!r}")
 
 
 def _step_of(subject: Subject, step: int | None) -> int:

@@ -1,4 +1,4 @@
-"""Nested Python values as JSON, and back. Tensors are put elsewhere; what is not listed here is refused by name."""
+"""Nested Python values as JSON, and back. Tensors are put elsewhere; values of other kinds are refused by name."""
 
 import base64
 import binascii
@@ -74,10 +74,14 @@ def _encoded_key(key: Any, where: str, put: Put, path: str) -> Json:
 
 
 def decode(value: Json, get: Get, depth: int = 0) -> Any:
-    """What ``encode`` was given.
+    """The value that ``encode`` was given.
+
+    Args:
+        value: read back from JSON.
+        get: finds the tensors again.
 
     Raises:
-        DamagedCheckpointError: it has not written this.
+        DamagedCheckpointError: ``encode`` has not written this.
     """
     if depth > DEEPEST:
         raise DamagedCheckpointError(f"a value is nested more than {DEEPEST} deep")
@@ -92,6 +96,11 @@ def decode(value: Json, get: Get, depth: int = 0) -> Any:
     if len(value) != 1:
         raise DamagedCheckpointError(f"a value has the keys {sorted(value)[:8]}")
     ((kind, content),) = value.items()
+    return _of_kind(kind, content, get, depth)
+
+
+def _of_kind(kind: str, content: Json, get: Get, depth: int) -> Any:
+    """A value that JSON has no word for: ``encode`` names its kind beside the content."""
     if kind == "float" and isinstance(content, str) and content in _NOT_FINITE:
         return _NOT_FINITE[content]
     if kind == "bytes" and isinstance(content, str):
