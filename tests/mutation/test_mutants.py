@@ -258,7 +258,9 @@ MUTANTS = [
         "TrialWrites.updated",
         "            owe(owner)  # gradients stay until the step is committed: nobody need hold them\n",
         "            pass\n",
-        "tests/unit/test_life.py",
+        "tests/unit/test_exit.py",
+        "backward-undo-unfused",
+        "nightly or not nightly",
     ),
     Mutant(
         "drop what is due with the model",

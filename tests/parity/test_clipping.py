@@ -1200,3 +1200,27 @@ def test_what_does_not_go_together_is_refused_with_the_choices(case: str) -> Non
 def test_a_policy_that_makes_no_sense_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(AttachError, match=message):
         make()
+
+
+class OwnParameter(nn.Parameter):
+    """Of a class of its own: an update of it is not put off."""
+
+
+def test_forward_clips_what_it_does_not_put_off() -> None:
+    def trained(attached: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[0].weight = OwnParameter(model[0].weight.detach())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        overlap = instep.attach(model, optimizer, schedule="forward", clip=ClipNorm(1e-2)) if attached else None
+        for i in range(3):
+            model(torch.full((2, 4), 1.0 + i)).square().mean().backward()
+            if not attached:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+            optimizer.step()
+            optimizer.zero_grad()
+        if overlap is not None:
+            overlap.detach()
+        return [p.detach() for p in model.parameters()]
+
+    assert all(map(torch.equal, trained(False), trained(True)))
