@@ -1209,8 +1209,9 @@ class OwnParameter(nn.Parameter):
 def test_forward_clips_what_it_does_not_put_off() -> None:
     def trained(attached: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        model[0].weight = OwnParameter(model[0].weight.detach())
+        first = nn.Linear(4, 4)
+        first.weight = OwnParameter(first.weight.detach())
+        model = nn.Sequential(first, nn.Linear(4, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         overlap = instep.attach(model, optimizer, schedule="forward", clip=ClipNorm(1e-2)) if attached else None
         for i in range(3):

@@ -1,6 +1,7 @@
 """The states of a step: what may happen in each, and what may not."""
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +64,8 @@ def test_the_drawing_shows_each_change_once() -> None:
     changes = {(s.name, t.name) for following in TRANSITIONS.values() for s, t in following.items() if s is not t}
     drawn = [line.strip().partition(":")[0] for line in drawing().splitlines()[2:]]
     assert sorted(drawn) == sorted(f"{one} --> {other}" for one, other in changes)
+
+
+def test_the_page_shows_the_drawing() -> None:
+    page = Path(__file__).parents[2] / "docs" / "architecture.md"
+    assert f"```mermaid\n{drawing()}\n```" in page.read_text(encoding="utf-8"), "make the picture anew: drawing()"
