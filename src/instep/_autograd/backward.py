@@ -51,10 +51,10 @@ class Backward:
     It may be kept: the ends are the engine's alone (``_Ends``).
     """
 
-    __slots__ = ("__weakref__", "_ends", "_turn")
+    __slots__ = ("_ends", "_turn")
 
-    def __init__(self) -> None:
-        ends = _Ends(self)
+    def __init__(self, task: int) -> None:
+        ends = _Ends(self, task)
         self._ends = weakref.ref(ends)
         self._turn = _Turn.IDLE
         call_at_end(ends)
@@ -77,7 +77,7 @@ class Backward:
     @untraced
     def _take_turn(self) -> None:
         due, self._turn = self._turn is _Turn.DUE, _Turn.RUNNING
-        if due and self._asked():
+        if due:
             phase = min(self._asked().values())
             while (end := self._next(phase)) is not None:
                 end.run()
@@ -106,17 +106,22 @@ class _Ends:
         asked: in the order of asking, in which a ``dict`` lets go of them, too.
     """
 
-    __slots__ = ("__weakref__", "_backward", "asked")
+    __slots__ = ("__weakref__", "_backward", "_task", "asked")
 
-    def __init__(self, backward: Backward) -> None:
+    def __init__(self, backward: Backward, task: int) -> None:
         self.asked: dict[EndOfBackward, Phase] = {}
         self._backward = backward
+        self._task = task
 
     def __call__(self) -> None:
         self._backward._take_turn()
 
+    def __del__(self) -> None:
+        _running.pop(getattr(self, "_task", -1), None)  # Ctrl-C may have come while this was made
 
-_running: "weakref.WeakValueDictionary[int, Backward]" = weakref.WeakValueDictionary()
+
+_running: dict[int, Backward] = {}
+"""By number, as ``graph_task`` has it: those whose ends the engine keeps."""
 _making = threading.RLock()
 
 
@@ -128,5 +133,5 @@ def current() -> Backward:
         with _making:  # on accelerators the engine runs one thread for each device
             backward = _running.get(task)
             if backward is None:
-                backward = _running[task] = Backward()
+                backward = _running[task] = Backward(task)
     return backward
