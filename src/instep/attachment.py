@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from instep._arguments import optimizers_of, require_flag, require_model
-from instep._autograd.engine import after_all_of_backward, graph_task, runs
+from instep._autograd.backward import Phase, current
+from instep._autograd.engine import graph_task, runs
 from instep._autograd.hooks import BoundHook, UntracedHook, first_of_post_hooks, is_called_by_step, last_of_pre_hooks
 from instep._autograd.outputs import nodes_of
 from instep._autograd.pickles import PlainPickles
@@ -953,7 +954,7 @@ class Attachment:
             self._in_forward = False  # a forward that raised has not said that it is over
             if not self._in_backward:
                 self._in_backward = True
-                after_all_of_backward(self._end_backward, self._backward_failed)
+                current().at(Phase.SETTLED, self._end_backward, self._backward_failed)
         self._step.begin_on_device()
         if self._step.begin_backward():
             if self._groups:
@@ -967,7 +968,7 @@ class Attachment:
     def _ask_for_step(self) -> None:
         if self._options.steps_itself and not self._step_due:
             self._step_due = True
-            after_all_of_backward(self._step_itself, self._never_stepped)
+            current().at(Phase.SETTLED, self._step_itself, self._never_stepped)
 
     def _step_itself(self) -> None:
         self._step_due = False

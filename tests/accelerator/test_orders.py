@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._autograd.engine import _EndOfBackward
+from instep._autograd.engine import EndOfBackward
 from tests import net
 from tests.accelerator.device import emu
 from tests.accelerator.loops import SMALL, WAYS
@@ -263,7 +263,7 @@ def test_a_backward_that_raised_is_waited_for() -> None:
     kept: list[object] = []
 
     def stop(gradient: torch.Tensor) -> None:
-        kept.extend(one for one in gc.get_objects() if type(one) is _EndOfBackward)
+        kept.extend(one for one in gc.get_objects() if type(one) is EndOfBackward)
         threading.Timer(0.2, kept.clear).start()
         raise KeyError
 

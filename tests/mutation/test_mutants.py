@@ -39,6 +39,7 @@ RECORDING = "tests/report/test_recording.py"
 RECORDING_RANKS = "tests/distributed/test_recording.py"
 PAGE = "tests/report/test_page.py"
 SPEAKERS = "tests/parity/test_speakers.py"
+ENGINE = "tests/unit/test_engine.py"
 UNSEEN = "tests/parity/test_unseen_backwards.py"
 UNSEEN_RANKS = "tests/distributed/test_unseen_backwards.py"
 CHANGED = "tests/parity/test_changed_between.py"
@@ -335,7 +336,7 @@ MUTANTS = [
     Mutant(
         "raise before DDP is done",
         "LocalSource._close",
-        "at_end_of_backward(self._sink.raise_failure, self._sink.backward_raised)",
+        "current().at(Phase.AFTER_DDP, self._sink.raise_failure, self._sink.backward_raised)",
         "self._sink.raise_failure()",
         DDP_LIFE,
     ),
@@ -382,9 +383,23 @@ MUTANTS = [
         DDP_LIFE,
     ),
     Mutant(
+        "call an end in a turn that DDP's own end may be behind",
+        "Backward.at",
+        "            self._turn = _Turn.IDLE\n",
+        "            self._turn = _Turn.DUE\n",
+        ENGINE,
+    ),
+    Mutant(
+        "one phase runs into the next",
+        "Backward._next",
+        "            if asked is phase:\n",
+        "            if asked:\n",
+        ENGINE,
+    ),
+    Mutant(
         "spend gradients before DDP is done with them",
         "Reductions._before_ddp_ends",
-        "        at_end_of_backward(self._after_ddp_ended, self._failed)\n",
+        "        current().at(Phase.AFTER_DDP, self._after_ddp_ended, self._failed)\n",
         "        self._after_ddp_ended()\n",
         DDP,
     ),

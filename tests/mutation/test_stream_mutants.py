@@ -509,7 +509,7 @@ MUTANTS = [
     ),
     _mutant(
         "FSDP1's backward ends without a join",
-        "FSDP1Source._spend",
+        "FSDP1Source._retire",
         "        self._sink.streams.join()\n",
         "",
         "tests/accelerator/test_sources.py",

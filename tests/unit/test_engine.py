@@ -4,7 +4,9 @@ import _thread
 import gc
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._autograd import engine
-from instep._autograd.engine import _EndOfBackward, at_end_of_backward, graph_task, runs
+from instep._autograd.backward import Backward, Phase, current
+from instep._autograd.engine import EndOfBackward, call_at_end, graph_task, runs
 from instep._optim.calling import undecorated_step
 from tests import net
 
@@ -34,41 +37,174 @@ def test_callbacks_run_at_the_end_in_the_order_they_were_asked_for() -> None:
     order: list[str] = []
     layer = nn.Linear(2, 2)
 
-    def never() -> None:
-        order.append("failed")
-
     def first() -> None:
         order.append("first")
-        at_end_of_backward(lambda: order.append("third"), never)
+        call_at_end(lambda: order.append("third"))
 
     def hook(_: torch.Tensor) -> None:
         order.append("gradient")
-        at_end_of_backward(first, never)
-        at_end_of_backward(lambda: order.append("second"), never)
+        call_at_end(first)
+        call_at_end(lambda: order.append("second"))
 
     layer.weight.register_post_accumulate_grad_hook(hook)
     layer(torch.ones(1, 2)).sum().backward()
     assert order == ["gradient", "first", "second", "third"]
 
 
-def test_a_failed_backward_drops_its_callbacks_before_the_except_clause() -> None:
-    events: list[str] = []
+def backward_asking(ask: Callable[[], object], *, then: Callable[[], object] = lambda: None) -> None:
+    """A backward in which ``ask`` is called at its first gradient of a parameter, and ``then`` at the next."""
+    calls = iter([ask, then])
     layer = nn.Linear(2, 2)
+    for parameter in layer.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: next(calls)())
+    layer(torch.ones(1, 2)).sum().backward()
 
-    def fail(_: torch.Tensor) -> torch.Tensor:
-        raise ValueError("boom")
 
+def test_ends_are_called_phase_by_phase_whatever_the_order_of_asking() -> None:
+    order: list[str] = []
+
+    def ask() -> None:
+        for phase in reversed(Phase):
+            for number in range(2):
+                current().at(phase, partial(order.append, f"{phase.name} {number}"))
+
+    backward_asking(ask)
+    assert order == [f"{phase.name} {number}" for phase in Phase for number in range(2)]
+
+
+def test_ends_of_torchs_own_run_between_the_first_two_phases() -> None:
+    """DDP asks for its end while gradients arrive, behind what is asked for at its last bucket; or, with
+    ``static_graph``, in a callback, which launches the buckets."""
+    order: list[str] = []
+
+    def launch() -> None:
+        current().at(Phase.AFTER_DDP, partial(order.append, "after"))
+        current().at(Phase.BEFORE_DDP, partial(order.append, "before"))
+        call_at_end(partial(order.append, "DDP"))
+
+    def ask() -> None:
+        current().at(Phase.SETTLED, partial(order.append, "settled"))
+
+    backward_asking(ask, then=launch)
+    assert order == ["before", "DDP", "after", "settled"]
+    for turns in range(6):
+        order.clear()
+
+        def in_a_callback(turns: int) -> None:
+            call_at_end(launch if turns == 0 else partial(in_a_callback, turns - 1))
+
+        backward_asking(ask, then=partial(in_a_callback, turns))
+        assert order[-3:] == ["DDP", "after", "settled"] or order == ["settled", "before", "DDP", "after"]
+        assert order.index("before") < order.index("DDP") < order.index("after")
+    assert order[0] == "settled"  # it is that late
+
+
+def test_an_end_that_is_asked_for_in_a_phase_is_called_in_the_phase_that_it_names() -> None:
+    order: list[str] = []
+
+    def first() -> None:
+        order.append("after")
+        current().at(Phase.LAST, partial(order.append, "last"))
+        current().at(Phase.AFTER_DDP, partial(order.append, "after, too"))
+
+    def ask() -> None:
+        current().at(Phase.SETTLED, partial(order.append, "settled"))
+        current().at(Phase.AFTER_DDP, first)
+
+    backward_asking(ask)
+    assert order == ["after", "after, too", "settled", "last"]
+
+
+def test_a_nested_backward_is_another() -> None:
+    seen: list[Backward] = []
+    order: list[str] = []
+
+    def inner() -> None:
+        seen.append(current())
+        current().at(Phase.LAST, partial(order.append, "inner"))
+
+    def outer() -> None:
+        seen.append(current())
+        current().at(Phase.AFTER_DDP, partial(order.append, "outer"))
+        with torch.enable_grad():
+            backward_asking(inner, then=inner)
+
+    backward_asking(outer, then=lambda: seen.append(current()))
+    assert order == ["inner", "inner", "outer"]
+    assert seen[0] is seen[3] is not seen[1] is seen[2]
+    with pytest.raises(RuntimeError):
+        current()
+
+
+def fail(_: object = None) -> torch.Tensor:
+    raise ValueError("boom")
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_a_failed_backward_drops_its_ends_before_the_except_clause(phase: Phase) -> None:
+    """Also those of a backward that is kept."""
+    events: list[str] = []
+    kept: list[Backward] = []
+    layer = nn.Linear(2, 2)
     x = torch.ones(1, 2, requires_grad=True)
     hidden = x * 1
     hidden.register_hook(fail)
-    layer.weight.register_post_accumulate_grad_hook(
-        lambda _: at_end_of_backward(lambda: events.append("end"), lambda: events.append("failed"))
-    )
+
+    def ask(_: torch.Tensor) -> None:
+        kept.append(current())
+        for number in "12":
+            current().at(phase, partial(events.append, "end"), partial(events.append, "failed " + number))
+
+    layer.weight.register_post_accumulate_grad_hook(ask)
     try:
         layer(hidden).sum().backward()
     except ValueError:
         events.append("except")
-    assert events == ["failed", "except"]
+    assert events == ["failed 1", "failed 2", "except"]
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_an_end_that_raises_has_those_after_it_fail_before_the_except_clause(phase: Phase) -> None:
+    """And not itself, nor those before it."""
+    events: list[str] = []
+
+    def ask() -> None:
+        current().at(phase, partial(events.append, "end 1"), partial(events.append, "failed 1"))
+        current().at(phase, fail, partial(events.append, "failed 2"))
+        for later in range(phase, Phase.LAST + 1):
+            current().at(Phase(later), partial(events.append, "end"), partial(events.append, f"failed {later}"))
+
+    try:
+        backward_asking(ask)
+    except ValueError:
+        events.append("except")
+    assert events[0] == "end 1"
+    assert sorted(events[1:-1]) == [f"failed {later}" for later in range(phase, Phase.LAST + 1)]
+    assert events[-1] == "except"
+
+
+def test_a_failed_backward_keeps_nothing_alive() -> None:
+    class Held:
+        def end(self) -> None:
+            """Nothing."""
+
+    gc.disable()
+    try:
+        refs: list[weakref.ref[Held]] = []
+
+        def ask() -> None:
+            held = Held()
+            refs.append(weakref.ref(held))
+            current().at(Phase.AFTER_DDP, fail)
+            for phase in Phase:
+                current().at(phase, held.end, held.end)
+
+        with pytest.raises(ValueError, match="boom"):
+            backward_asking(ask)
+        (ref,) = refs
+        assert ref() is None
+    finally:
+        gc.enable()
 
 
 def test_torch_wraps_step_once_and_marks_it() -> None:
@@ -109,7 +245,7 @@ def test_runs_tells_which_parameters_backward_comes_to() -> None:
 
 
 def test_what_was_interrupted_while_it_was_made_can_be_dropped() -> None:
-    half = object.__new__(_EndOfBackward)
+    half = object.__new__(EndOfBackward)
     del half  # warnings are errors: one that is ignored in __del__, too
     gc.collect()
 
@@ -143,7 +279,7 @@ def test_an_interrupt_of_what_a_failed_backward_is_owed_is_not_lost(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012  # wherever Python asks next
-        end = _EndOfBackward(lambda: None, failed)
+        end = EndOfBackward(lambda: None, failed)
         del end
         patience = time.monotonic() + net.SECONDS
         # Python 3.13 may raise Ctrl-C at the jump back of an idle loop, where no clause catches it.

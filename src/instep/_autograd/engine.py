@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
@@ -37,7 +36,7 @@ def runs(node: Node) -> bool:
 
 
 _expected: dict[int, int] = {}
-"""By ``id`` of each ``_EndOfBackward`` that is still to be called or dropped: the number of its backward."""
+"""By ``id`` of each ``EndOfBackward`` that is still to be called or dropped: the number of its backward."""
 
 _LET_GO_SECONDS = 10.0
 """How long a backward is waited for that another thread of the loop's may be running: a mistake, told of later."""
@@ -68,11 +67,13 @@ class Backwards:
         self._tasks.clear()
 
 
-class _EndOfBackward:
-    """Called by the engine when the backward ends; dropped without a call when the backward raises.
+class EndOfBackward:
+    """One end of the running backward: called once the backward has ended, dropped without a call when the backward
+    raises.
 
-    On CPU the engine frees a failed backward's callbacks before the exception reaches Python, so ``failed`` has run by
-    the time the user's ``except`` clause does. On an accelerator ``Backwards.let_go`` waits for that.
+    Whatever keeps it must be freed by the engine together with the backward. On CPU the engine frees a failed
+    backward's callbacks before the exception reaches Python, so ``failed`` has run by the time the user's ``except``
+    clause does. On an accelerator ``Backwards.let_go`` waits for that.
     """
 
     __slots__ = ("_end", "_failed")
@@ -82,13 +83,16 @@ class _EndOfBackward:
         _expected[id(self)] = torch._C._current_graph_task_id()
         self._failed: Callable[[], None] | None = failed
 
-    @untraced
-    def __call__(self) -> None:
+    def run(self) -> None:
         self._failed = None
         try:
             self._end()
         finally:
             _expected.pop(id(self), None)
+
+    @untraced
+    def __call__(self) -> None:
+        self.run()
 
     @untraced
     def __del__(self) -> None:
@@ -118,19 +122,12 @@ def _codes(frame: FrameType | None) -> Iterator[CodeType]:
         frame = frame.f_back
 
 
-def after_all_of_backward(end: Callable[[], None], failed: Callable[[], None]) -> None:
-    """Call ``end`` after what was asked for by then for the end of the current backward, and what that asked for,
-    twice over: after DDP, and after what waits for DDP."""
-    again = partial(at_end_of_backward, end, failed)
-    at_end_of_backward(partial(at_end_of_backward, again, failed), failed)
+def call_at_end(callback: Callable[[], None]) -> None:
+    """Have the engine call ``callback`` after the running backward's last node, on the thread that called
+    ``backward()``: behind the callbacks that are in its queue by then.
 
-
-def at_end_of_backward(end: Callable[[], None], failed: Callable[[], None]) -> None:
-    """Call ``end`` after the current backward's last node, or ``failed`` if the backward raises before that.
-
-    Callbacks run in the order they were asked for, on the thread that called ``backward()``. One that is asked for
-    by a callback runs after all that were asked for before: after DDP's own, when those are already there. An
-    exception in ``end`` surfaces from ``backward()`` with its own type.
+    An exception in it surfaces from ``backward()`` with its own type. The engine frees all callbacks with the backward,
+    called or not.
     """
     queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
-    queue_callback(_EndOfBackward(end, failed))
+    queue_callback(callback)

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
-from instep._autograd.engine import after_all_of_backward, graph_task
+from instep._autograd.backward import Phase, current
+from instep._autograd.engine import graph_task
 from instep.errors import AccumulationError
 
 
@@ -87,7 +88,7 @@ class Accumulation:
         """An engine run has begun, of a backward or of ``autograd.grad``, which gives no parameter a gradient."""
         if self.steps > 1:
             self._outermost = graph_task()
-            after_all_of_backward(self._ended, self._ended)
+            current().at(Phase.SETTLED, self._ended, self._ended)
 
     def count(self) -> None:
         """A parameter has got its gradient: its backward counts, once, with those that reentrant checkpointing nests in

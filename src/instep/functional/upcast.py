@@ -7,7 +7,6 @@ the end of backward. DDP reduces through a communication hook that has to put bo
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,8 @@ from torch import nn
 from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from instep._autograd.engine import at_end_of_backward, graph_task
+from instep._autograd.backward import Phase, current
+from instep._autograd.engine import graph_task
 from instep._autograd.precision import LowPrecision
 from instep._step.streams import StepStreams
 from instep.comm_hooks import cast_mean_allreduce, mean_allreduce
@@ -172,7 +172,7 @@ class AllreduceUpcastHookState:
         self._reductions.clear()  # of a backward that raised before it came to an end
         self.wait_for_stream_enqueued = True
         # From here on gradients are taken away: whatever raises must not leave a mixture.
-        at_end_of_backward(_nothing, self._failed)
+        current().at(Phase.BEFORE_DDP, _nothing, self._failed)
 
     def _end(self) -> None:
         reductions = self._reductions
@@ -244,9 +244,7 @@ def reducer_allreduce_and_upcast_hook(
     hook_state._reductions.append(reduction)
     reduction.future = mean_allreduce(reduction.flat, ddp.process_group, divisor)
     if bucket.is_last():
-        # This comes before DDP's own end of backward, and what it asks for in turn comes after.
-        end = partial(at_end_of_backward, hook_state._end, hook_state._failed)
-        at_end_of_backward(end, hook_state._failed)
+        current().at(Phase.AFTER_DDP, hook_state._end, hook_state._failed)
     return reduction.future
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from instep._autograd.engine import after_all_of_backward, at_end_of_backward, graph_task
+from instep._autograd.backward import Backward, Phase, current
 from instep._autograd.outputs import nodes_of
 
 
@@ -40,7 +40,7 @@ class Clock:
         self._forward_begins = forward_begins
         self._depth = 0
         self._began = 0.0
-        self._task: int | None = None
+        self._backward: Backward | None = None  # the last one that was seen
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._before_forward),
             model.register_forward_hook(self._after_forward, always_call=True),
@@ -65,17 +65,12 @@ class Clock:
             node.register_prehook(self._backward_runs)
 
     def _backward_runs(self, gradients: object) -> None:
-        if graph_task() == self._task:
+        if (backward := current()) is self._backward:
             return
-        self._task = graph_task()
-        # DDP, and instep, end their backward in callbacks that ask for others: this comes after them.
+        self._backward = backward
         nodes: list[float] = []
-        at_end_of_backward(lambda: nodes.append(perf_counter()), _ignore)
-        after_all_of_backward(partial(at_end_of_backward, partial(self._backward_ended, nodes), _ignore), _ignore)
+        backward.at(Phase.BEFORE_DDP, lambda: nodes.append(perf_counter()))
+        backward.at(Phase.LAST, partial(self._backward_ended, nodes))
 
     def _backward_ended(self, nodes: list[float]) -> None:
         self.backwards.append(EndOfBackward(nodes[0], perf_counter(), threading.get_native_id()))
-
-
-def _ignore() -> None:
-    """A backward that raised has no end."""

@@ -13,7 +13,8 @@ from functools import partial
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from instep._autograd.engine import at_end_of_backward, graph_task
+from instep._autograd.backward import Phase, current
+from instep._autograd.engine import graph_task
 from instep._autograd.hooks import UntracedHook
 from instep._life.weak import weakly
 from instep._optim.parameters import AttachedParameter
@@ -138,8 +139,7 @@ class LocalSource:
             self._in_order = False  # nested in another, or with gradients from before
         else:
             self._began = graph_task()
-            # After those that are asked for while this backward runs, DDP's among them.
-            at_end_of_backward(partial(at_end_of_backward, self._announce_rest, self._forget), self._forget)
+            current().at(Phase.AFTER_DDP, self._announce_rest, self._forget)
 
     def begin_step(self) -> None:
         if self._observed and self._sink.step_count and not self._follows_observed:
@@ -171,7 +171,7 @@ class LocalSource:
         index, task = attached.spec.index, graph_task()
         if self._uses is not None and (self._uses.several(attached.spec.group) or _is_being_copied(attached.get())):
             if not self._in_parts:
-                at_end_of_backward(self._apply_whole, self._drop_parts)
+                current().at(Phase.BEFORE_DDP, self._apply_whole, self._drop_parts)
             self._in_parts[index] = attached
             return
         if task != self._began:
@@ -245,7 +245,7 @@ class LocalSource:
                 self._late.add(task)
                 return False
             self._running.add(task)
-            at_end_of_backward(partial(self._end, task), partial(self._raised, task))
+            current().at(Phase.BEFORE_DDP, partial(self._end, task), partial(self._raised, task))
         self._open_in = task
         return True
 
@@ -258,9 +258,8 @@ class LocalSource:
     def _close(self) -> None:
         self._ended = True
         self._sink.streams.join()
-        # Asked for here, it runs after a DDP instance in the same backward is done: an error before that would leave
-        # the instance unusable.
-        at_end_of_backward(self._sink.raise_failure, self._sink.backward_raised)
+        # An error before the end of a DDP instance in the same backward would leave the instance unusable.
+        current().at(Phase.AFTER_DDP, self._sink.raise_failure, self._sink.backward_raised)
 
     def _apply_whole(self) -> None:
         """What came in parts, or was on its way to the host, is final now: FSDP2 asked for the end of this backward

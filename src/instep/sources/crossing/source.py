@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from instep._autograd.engine import at_end_of_backward, graph_task
+from instep._autograd.backward import Phase, current
+from instep._autograd.engine import graph_task
 from instep._autograd.hooks import BoundHook
 from instep._autograd.placeholders import BeforeUse, HeldGradient
 from instep._life.weak import WeakMethod, weakly
@@ -269,7 +270,7 @@ class CrossingSource:
         timed = self._recorder() is not None or _planned(self._crossed + 2)
         self._lane = OrderedCollectives(self._order if self._same and self._crosses else [], timed=timed)
         self._drained = False
-        at_end_of_backward(partial(at_end_of_backward, self._after_ddp_ended, self._failed), self._failed)
+        current().at(Phase.AFTER_DDP, self._after_ddp_ended, self._failed)
 
     def _end(self) -> None:
         self._complete = True

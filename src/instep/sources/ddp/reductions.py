@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from instep._autograd.engine import at_end_of_backward, graph_task
+from instep._autograd.backward import Phase, current
+from instep._autograd.engine import graph_task
 from instep._life.weak import weakly
 from instep.errors import AttachError, InstepError
 
@@ -136,14 +137,14 @@ class Reductions:
         reduction = Reduction(bucket, future, gradients or slices_of)
         self._under_way.append(reduction)
         if bucket.is_last():
-            at_end_of_backward(self._before_ddp_ends, self._failed)
+            current().at(Phase.BEFORE_DDP, self._before_ddp_ends, self._failed)
         return reduction
 
     def _before_ddp_ends(self) -> None:
         self._step(self._under_way)
         for reduction in self._under_way:
             reduction.drain()  # of a step that was given up: the next backward writes the same buckets
-        at_end_of_backward(self._after_ddp_ended, self._failed)
+        current().at(Phase.AFTER_DDP, self._after_ddp_ended, self._failed)
 
     def _after_ddp_ended(self) -> None:
         reductions, self._under_way = self._under_way, []

@@ -7,7 +7,7 @@ It never calls hooks on the original parameters. It has one seam: it steps what 
 from collections.abc import Sequence
 from typing import Any
 
-from instep._autograd.engine import at_end_of_backward
+from instep._autograd.backward import Phase, current
 from instep._autograd.hooks import UntracedHook
 from instep._life.weak import weakly
 from instep._optim.parameters import AttachedParameter
@@ -88,7 +88,8 @@ class FSDP1Source:
         self._reduced_now = {a.spec.index for a in members} - {index}
         if self._sink.arrive(members) and self._sink.apply(members):
             if not self._applied:
-                at_end_of_backward(self._end, self._raised)
+                # FSDP1's own end handles the parameters and their gradients once more.
+                current().at(Phase.AFTER_DDP, self._retire, self._raised)
             self._applied.update((a.spec.index, a) for a in members)
         self._sink.raise_failure()
 
@@ -97,11 +98,7 @@ class FSDP1Source:
         if index in self._applied and self._sink.frees_gradients:
             self._applied[index].get().grad = None
 
-    def _end(self) -> None:
-        # Asked for here, it runs after FSDP1's own end, which handles the parameters and their gradients once more.
-        at_end_of_backward(self._spend, self._raised)
-
-    def _spend(self) -> None:
+    def _retire(self) -> None:
         applied = list(self._applied.values())
         self._applied.clear()
         self._sink.retire(applied)

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from instep._autograd.engine import at_end_of_backward, graph_task
+from instep._autograd.backward import Phase, current
+from instep._autograd.engine import graph_task
 from instep._optim.parameters import AttachedParameter
 from instep._optim.plan import Bucket
 from instep._ranks.agreement import broadcast, require_the_same
@@ -197,9 +198,8 @@ class ReplicatedSource:
         # stepped, that raises; the others are left to optimizer.step().
         self._writes = False
         self._sink.streams.join()
-        # Asked for here, it runs after a DDP instance in the same backward is done: an error before that would leave
-        # the instance unusable.
-        at_end_of_backward(self._sink.raise_failure, self._sink.backward_raised)
+        # An error before the end of a DDP instance in the same backward would leave the instance unusable.
+        current().at(Phase.AFTER_DDP, self._sink.raise_failure, self._sink.backward_raised)
 
     def _step_all(self, mine: Sequence[AttachedParameter]) -> None:
         try:

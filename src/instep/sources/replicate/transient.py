@@ -19,7 +19,8 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from instep._autograd.engine import at_end_of_backward, runs
+from instep._autograd.backward import Phase, current
+from instep._autograd.engine import runs
 from instep._autograd.hooks import UntracedHook
 from instep._autograd.outputs import nodes_of
 from instep._autograd.placeholders import Placeholder
@@ -188,7 +189,7 @@ class TransientBuckets:
 
     def _begin(self) -> None:
         backward = self._backward = _Backward(self._layout)
-        at_end_of_backward(partial(self._end, backward), partial(self._raised, backward))
+        current().at(Phase.BEFORE_DDP, partial(self._end, backward), partial(self._raised, backward))
 
     def _accumulated(self, number: int, parameter: torch.Tensor) -> None:
         if not parameter.requires_grad:
