@@ -53,7 +53,7 @@ CHECK_STEPS = "tests/parity/test_check_steps.py"
 MUTANTS = [
     Mutant(
         "what an update that raises has changed in place is not looked at",
-        "RunningStep.step",
+        "OptimizerStep.step",
         "            self.writes.in_place |= watch.wrote_in_place() or self._wrote_shared(update, given)\n",
         "            pass\n",
         "tests/parity/test_undo.py",
@@ -102,14 +102,14 @@ MUTANTS = [
     ),
     Mutant(
         "read the learning rate when the optimizer was built",
-        "RunningStep._groups_of",
+        "OptimizerStep._groups_of",
         "group = {k: private(v) for k, v in live.items()",
         "group = {k: private(v) for k, v in {**live, **optimizer.defaults}.items()",
         PARITY,
     ),
     Mutant(
         "use another group's hyper-parameters",
-        "RunningStep._groups_of",
+        "OptimizerStep._groups_of",
         "group = {k: private(v) for k, v in live.items()",
         "group = {k: private(v) for k, v in optimizer.param_groups[0].items()",
         PARITY,
@@ -123,7 +123,7 @@ MUTANTS = [
     ),
     Mutant(
         "leave the state in the order of the buckets",
-        "RunningStep.commit",
+        "OptimizerStep.commit",
         "            optimizer.state[key] = optimizer.state.pop(key)",
         "            pass",
         PARITY,
@@ -1476,7 +1476,7 @@ MUTANTS = [
     ),
     Mutant(
         "do not look who is in which group",
-        "RunningStep.require_unchanged",
+        "OptimizerStep.require_unchanged",
         "        if self._layout.were_moved(optimizer.param_groups):\n",
         "        if False:\n",
         CHANGED,
@@ -1525,7 +1525,7 @@ MUTANTS = [
     ),
     Mutant(
         "do not compare torch's switches in step()",
-        "RunningStep.require_unchanged",
+        "OptimizerStep.require_unchanged",
         "        self._settings.require_same_switches()\n",
         "",
         SWITCHES,

@@ -19,8 +19,8 @@ from instep._optim.changes import PER_PARAMETER
 from instep._optim.elsewhere import Elsewhere
 from instep._optim.kinds import is_torchs_own
 from instep._optim.layout import GroupLayout
+from instep._optim.optimizer_step import OptimizerStep
 from instep._optim.parts import LocalShard
-from instep._optim.running import RunningStep
 from instep._optim.used import WrittenOnDevice
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
 
@@ -41,7 +41,7 @@ class Stepper:
         self._kept_in: str | None = None  # where the optimizer keeps values of single parameters, its state aside
         self._layout = GroupLayout(self.name, ())
         self._on_device = WrittenOnDevice(self.name)
-        self._running: RunningStep | None = None
+        self._running: OptimizerStep | None = None
 
     def called(self) -> None:
         """``step()`` of the optimizer begins. For its pre-hook."""
@@ -170,12 +170,12 @@ class Stepper:
             )
         return optimizer
 
-    def _begun(self, optimizer: Optimizer) -> RunningStep:
+    def _begun(self, optimizer: Optimizer) -> OptimizerStep:
         """The step that runs; with its first bucket it begins."""
         if self._running is None:
             if not self._layout.is_of(optimizer.param_groups):
                 self._layout = GroupLayout(self.name, optimizer.param_groups)
-            self._running = RunningStep(self.name, optimizer, self._layout)
+            self._running = OptimizerStep(self.name, optimizer, self._layout)
         return self._running
 
 

@@ -212,10 +212,9 @@ class Writes(ABC):
                 "or load weights after optimizer.step() or before the forward"
             )
 
-    def _keep_for_check(self, check: Check | None, stepper: Stepper) -> None:
+    def _keep_for_check(self, check: Check, stepper: Stepper) -> None:
         """The first steps, which are compared: ``step()`` is about to write these."""
-        applied = self._step.members.applied_by(stepper)
-        if check is not None and applied:
+        if applied := self._step.members.applied_by(stepper):
             check.keep_rest(stepper, self._step.members.of(stepper), set(applied), gradient_of)
 
     def _step_rest(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:

@@ -21,7 +21,7 @@ _Given = dict[int, Snapshot]
 """The settings that an update was given, of each group with members."""
 
 
-class RunningStep:
+class OptimizerStep:
     """Steps the buckets of one step, and knows what they were stepped with and what they left.
 
     Args:
