@@ -7,6 +7,8 @@ import copy
 import gc
 import os
 import threading
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +123,10 @@ def assert_nothing_grew(before: dict[str, int], after: dict[str, int], steps: in
 
 @pytest.mark.parametrize("steps", [1_500, pytest.param(20_000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
 def test_on_one_device(steps: int, tmp_path: Path) -> None:
-    difference, before, after = run(steps, str(tmp_path))
+    """In a process of its own: memory of one that has run other tests grows and shrinks with what they have left."""
+    alone = ProcessPoolExecutor(1, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,))
+    with alone:
+        difference, before, after = alone.submit(run, steps, str(tmp_path)).result()
     assert difference is None
     assert_nothing_grew(before, after, steps)
 
