@@ -147,12 +147,21 @@ class Monitored(nn.Module):
         return self.head(trunk)
 
 
-class Evaluated(nn.Sequential):
-    """All of it is evaluated on a stream of its own while backward runs."""
+class Evaluated(nn.Module):
+    """All of it is evaluated on a stream of its own while backward runs. It has its weights itself: no module in it is
+    seen to run."""
 
     def __init__(self) -> None:
-        super().__init__(*layers().children())
+        super().__init__()
+        self.weights = [f"weight{i}" for i in range(4)]
+        for name in self.weights:
+            self.register_parameter(name, nn.Parameter(torch.randn(10, 10) / 3))
         self.stream = torch.Stream("emu")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name in self.weights:
+            x = torch.tanh(x @ getattr(self, name))
+        return x
 
 
 def monitor(model: Any, optimizer: torch.optim.Optimizer, backward: Callable[[Any], None]) -> None:

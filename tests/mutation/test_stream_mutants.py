@@ -58,15 +58,7 @@ MUTANTS = [
         "        self.streams.see(self.parameters[0].spec.device)\n",
         "        pass\n",
         MAKERS,
-        "layers and backward",
-    ),
-    _mutant(
-        "forward: a forward's stream is not seen",
-        "ForwardSchedule.after_forward",
-        "        self.streams.see(self.parameters[0].spec.device)\n",
-        "        pass\n",
-        MAKERS,
-        "forward and (layers or Evaluated)",
+        "joined_after and Evaluated and backward",
     ),
     _mutant(
         "the streams of modules that only read are not seen",
