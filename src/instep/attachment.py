@@ -37,10 +37,11 @@ from instep._gradients.scaling import LossScale
 from instep._life.life import Owners
 from instep._life.weak import weakly
 from instep._optim.dtensor import is_sharded, local_numel, mesh_of, part_of
-from instep._optim.parameters import AttachedParameter, require_unchanged
+from instep._optim.parameters import AttachedParameter
 from instep._optim.plan import MIB, ParameterSpec, Plan
 from instep._optim.probe import separability_of
 from instep._optim.stepper import Stepper
+from instep._optim.unchanged import require_unchanged
 from instep._optim.undo import Undo
 from instep._ranks.group_votes import GroupVotes, groups_of, in_join
 from instep._ranks.messages import broadcast_json

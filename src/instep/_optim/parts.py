@@ -1,6 +1,6 @@
 """Parameters that are spread over ranks: the part of one that this rank updates."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -54,9 +54,14 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version if memory is tensor else tensor._version + memory._version
 
 
+def are_plain(values: Iterable[object]) -> bool:
+    """Whether all are tensors of torch's own two classes."""
+    return _WITHOUT_LOCAL.issuperset(map(type, values))
+
+
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The ``version_of`` each. There may be thousands, which are seldom anything but plain."""
-    if _WITHOUT_LOCAL.issuperset(map(type, tensors)):
+    if are_plain(tensors):
         try:
             return list(map(_VERSION, tensors))
         except RuntimeError:  # one is an inference tensor

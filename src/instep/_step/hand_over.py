@@ -12,9 +12,10 @@ from instep._gradients.clipping import Clip
 from instep._gradients.scaling import found_inf, take_off_here
 from instep._life.worker import ending
 from instep._optim.autocast import autocast_matters, require_same_in_autocast
+from instep._optim.calls import part_of_gradient
 from instep._optim.initial_state import asks_for_state, begin_state
 from instep._optim.kinds import is_torchs_own
-from instep._optim.parameters import AttachedParameter, part_of_gradient
+from instep._optim.parameters import AttachedParameter
 from instep._optim.plan import Bucket
 from instep._optim.shadow import is_copied_whole
 from instep._optim.stepper import Stepper

@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from instep._autograd.placeholders import HeldGradient
 from instep._gradients.clipping import Clip
 from instep._life.worker import Task
+from instep._optim.calls import OptimizerCall, calls_of
 from instep._optim.entries import Entries
 from instep._optim.kinds import is_torchs_own
-from instep._optim.parameters import AttachedParameter, OptimizerCall, calls_of
+from instep._optim.parameters import AttachedParameter
 from instep._optim.parts import memory_of
 from instep._optim.shadow import snapshot_of
 from instep._optim.stepper import Stepper
@@ -244,7 +245,7 @@ class PendingBucket:
         self._clip = clip
         self._keep = keep
         # Aliases: the parameters' own .grad, flags and attributes are the user's, to be read and changed meanwhile.
-        self._calls = calls_of(zip(parameters, self.gradients, strict=True), alias=True)
+        self._calls = calls_of(parameters, self.gradients, alias=True)
         for tensor in self.tensors:
             tensor.grad = None
         # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
