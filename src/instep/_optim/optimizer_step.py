@@ -27,14 +27,16 @@ class OptimizerStep:
     Args:
         name: of the optimizer.
         layout: of its groups as they are now.
+        looks_back: whether anybody asks, after an update, if the state was written since.
 
     Attributes:
         writes: what the updates wrote beside parameters and their own state.
         updates: the updates so far, looked at as far as the optimizer needs it.
     """
 
-    def __init__(self, name: str, optimizer: Optimizer, layout: GroupLayout) -> None:
+    def __init__(self, name: str, optimizer: Optimizer, layout: GroupLayout, *, looks_back: bool) -> None:
         self._name = name
+        self._looks_back = looks_back
         self._layout = layout
         self._state = optimizer.state
         self._state_size = len(optimizer.state)
@@ -65,7 +67,8 @@ class OptimizerStep:
         finally:
             update.keep_state()
             watch.end()
-        self._left.add(owned, optimizer.state)
+        if self._looks_back:
+            self._left.add(owned, optimizer.state)
         watch.require_contained()
         for index, settings in given.items():
             changed = settings.changes(update.shadow.param_groups[index])

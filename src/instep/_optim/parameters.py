@@ -134,8 +134,9 @@ class AttachedParameters(tuple[AttachedParameter, ...]):
         return tuple(attached.spec.index for attached in self)
 
     @cached_property
-    def index_set(self) -> frozenset[int]:
-        return frozenset(self.indices)
+    def names(self) -> list[str]:
+        """Their names in the model."""
+        return [attached.spec.name for attached in self]
 
     @cached_property
     def steppers(self) -> tuple[Stepper, ...]:

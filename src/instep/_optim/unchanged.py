@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from operator import attrgetter
 
+import torch
+
 from instep._optim.parameters import AttachedParameter, AttachedParameters, Place
 from instep.errors import StaleAttachmentError
 
@@ -34,12 +36,13 @@ def require_unchanged(attached_parameters: Iterable[AttachedParameter]) -> None:
     """Raise ``StaleAttachmentError`` for the first parameter that is not the one that was attached."""
     parameters = AttachedParameters.of(attached_parameters)
     tensors = parameters.tensors()
-    if (
-        parameters.homes.hold(tensors)
-        and list(map(_DTYPE, tensors)) == parameters.dtypes
-        and list(map(_DEVICE, tensors)) == parameters.devices
-    ):
-        return
+    with torch._C.DisableTorchFunctionSubclass():  # instep's own question, about parameters that may be watched
+        if (
+            parameters.homes.hold(tensors)
+            and list(map(_DTYPE, tensors)) == parameters.dtypes
+            and list(map(_DEVICE, tensors)) == parameters.devices
+        ):
+            return
     for attached in parameters:
         parameter, spec = attached.get(), attached.spec
         for place in attached.places:

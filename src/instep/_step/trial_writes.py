@@ -214,7 +214,7 @@ class TrialWrites(Writes):
 
     def _used_in_step(self, parameter: torch.Tensor, func: Any) -> None:
         """``step()`` itself, if it still runs."""
-        if (owner := self._owner()) is not None:
+        if self._step.round.was_stopped and (owner := self._owner()) is not None:
             owner.end_stopped()
 
     def _used_gradient(self, operation: str, args: Sequence[Any]) -> None:
