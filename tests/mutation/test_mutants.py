@@ -172,7 +172,7 @@ MUTANTS = [
     ),
     Mutant(
         "swallow an error in the update",
-        "BucketSink.raise_failure",
+        "FirstError.raise_if_any",
         "            if error is not None:\n                raise error\n",
         "            pass\n",
         REFUSALS,
@@ -980,7 +980,7 @@ MUTANTS = [
     Mutant(
         "write the other buckets after one that is not finite",
         "BucketSink.apply",
-        "if step.ledger.torn is not None or self._failure is not None or step.ledger.redoes:",
+        "if step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes:",
         "if step.ledger.torn is not None or step.ledger.redoes:",
         NONFINITE,
     ),

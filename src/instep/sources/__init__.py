@@ -14,7 +14,7 @@ from instep._step.streams import StepStreams
 
 
 class Sink(Protocol):
-    """Whom a source tells: the transaction that steps, or who only measures.
+    """The step, as a source sees it: ``BucketSink`` steps what it is given, ``MeasuringSink`` takes norms alone.
 
     During backward the source announces final gradients with ``arrive``, hands over full buckets with ``apply`` and
     then ``retire``, and calls ``raise_failure`` once nothing it would harm is left to run.

@@ -18,6 +18,7 @@ from instep._optim.plan import Bucket
 from instep.sources import Sink, record_arrival
 from instep.sources.ddp.hook_slot import CommHook, before_backward, release, take
 from instep.sources.ddp.reductions import Reduction, Reductions, SomeBucket, as_they_arrive
+from instep.sources.delivery import deliver, step_all
 
 
 class DDPSource:
@@ -102,30 +103,21 @@ class DDPSource:
     def _step(self, reductions: Sequence[Reduction]) -> None:
         if self._sink.waits_for_all:
             return
-        try:
-            if self._sink.arrive(self._mine(reductions)):
-                together = [[one] for one in reductions] if self._sink.by_bucket else as_they_arrive(reductions)
-                for arrived in together:
-                    mine = self._mine(arrived)
-                    as_left = [attached.get().grad for attached in mine]
-                    done = not mine or self._sink.apply(mine, partial(self._fetch, arrived), final=self._final)
-                    for attached, gradient in zip(mine, as_left, strict=True):
-                        attached.get().grad = gradient
-                    if not done:
-                        break
-        except BaseException as error:
-            self._sink.fail(error)
+        deliver(self._sink, self._mine(reductions), partial(self._step_each, reductions))
         # DDP's own end of backward is next, and may copy from the buckets, in which gradients are clipped.
         self._sink.streams.join()
 
-    def _step_all(self, reductions: Sequence[Reduction]) -> None:
-        mine = self._mine(reductions)
-        try:
-            if self._sink.arrive(mine):
-                self._sink.compute_total_norm()
-                self._sink.apply(mine)
-        except BaseException as error:
-            self._sink.fail(error)
+    def _step_each(self, reductions: Sequence[Reduction]) -> bool:
+        together = [[one] for one in reductions] if self._sink.by_bucket else as_they_arrive(reductions)
+        for arrived in together:
+            mine = self._mine(arrived)
+            as_left = [attached.get().grad for attached in mine]
+            done = not mine or self._sink.apply(mine, partial(self._fetch, arrived), final=self._final)
+            for attached, gradient in zip(mine, as_left, strict=True):
+                attached.get().grad = gradient
+            if not done:
+                return False
+        return True
 
     def _mine(self, reductions: Sequence[Reduction]) -> list[AttachedParameter]:
         return [self._by_id[id(p)] for reduction in reductions for p in reduction.parameters if id(p) in self._by_id]
@@ -140,9 +132,11 @@ class DDPSource:
 
     def _settle(self, reductions: Sequence[Reduction]) -> None:
         """Spend the applied gradients, and raise what went wrong."""
+        mine = self._mine(reductions)
         if self._sink.waits_for_all:
-            self._step_all(reductions)
-        self._sink.retire(a for a in self._mine(reductions) if self._sink.is_applied(a))
+            deliver(self._sink, mine, partial(step_all, self._sink, mine))
+        else:
+            self._sink.retire(mine)
         self._sink.streams.join()
         self._sink.raise_failure()
 

@@ -4,6 +4,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from instep._optim.plan import Bucket
 from instep._ranks.agreement import broadcast, require_the_same
 from instep.errors import AttachError, InstepError
 from instep.sources import Sink, record_arrival
+from instep.sources.delivery import deliver, step_all
 from instep.sources.replicate.layout import BucketSizes
 from instep.sources.replicate.transient import TransientBuckets
 
@@ -177,14 +179,15 @@ class ReplicatedSource:
             _keep_alone([p for p in parameters if id(p) not in self._by_id or not self._is_applied(p)], parameters)
 
     def _step(self, mine: Sequence[AttachedParameter]) -> None:
-        # An error is raised where backward ends: the other ranks still need this one's part of the later buckets.
-        try:
-            if self._sink.arrive(mine) and self._writes:
-                self._writes = self._sink.apply(mine)
-                self._sink.retire(a for a in mine if self._sink.is_applied(a))
-        except BaseException as error:
-            self._writes = False
-            self._sink.fail(error)
+        self._writes = deliver(self._sink, mine, partial(self._step_if_first, mine))
+
+    def _step_if_first(self, mine: Sequence[AttachedParameter]) -> bool:
+        # Asked only once these were offered: ``begin_step`` is called by the first offer of a step.
+        if not self._writes:
+            return False
+        done = self._sink.apply(mine)
+        self._sink.retire(mine)
+        return done
 
     def _is_applied(self, parameter: torch.Tensor) -> bool:
         return self._sink.is_applied(self._by_id[id(parameter)])
@@ -193,22 +196,13 @@ class ReplicatedSource:
         self._delivered = False
         waiting, self._waiting = self._waiting, []
         if waiting:
-            self._step_all(waiting)
+            deliver(self._sink, waiting, partial(step_all, self._sink, waiting))
         # A later backward of this step has been computed with new weights already: if it comes to parameters that were
         # stepped, that raises; the others are left to optimizer.step().
         self._writes = False
         self._sink.streams.join()
         # An error before the end of a DDP instance in the same backward would leave the instance unusable.
         current().at(Phase.AFTER_DDP, self._sink.raise_failure, self._sink.backward_raised)
-
-    def _step_all(self, mine: Sequence[AttachedParameter]) -> None:
-        try:
-            if self._sink.arrive(mine):
-                self._sink.compute_total_norm()
-                self._sink.apply(mine)
-                self._sink.retire(a for a in mine if self._sink.is_applied(a))
-        except BaseException as error:
-            self._sink.fail(error)
 
     def failed(self, error: BaseException) -> None:
         self._delivered = False

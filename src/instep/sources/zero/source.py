@@ -32,6 +32,7 @@ from instep.sources.ddp.reductions import (
     bucket_parameters,
     slices_of,
 )
+from instep.sources.delivery import deliver, errors_kept
 from instep.sources.zero.state_shards import Gathered, RowShard, Scattered, StateShards
 
 
@@ -142,39 +143,36 @@ class ZeroSource:
     def _step(self, reductions: Sequence[Reduction]) -> None:
         if self._late:
             return
-        try:
-            if self._sink.arrive(self._members(reductions)):
-                together = [[one] for one in reductions] if self._sink.by_bucket else as_they_arrive(reductions)
-                for arrived in together:
-                    as_left = [p.grad for one in arrived for p in one.parameters]
-                    self._sink.apply(self._members(arrived), partial(self._fetch, arrived))
-                    for p, gradient in zip((p for one in arrived for p in one.parameters), as_left, strict=True):
-                        p.grad = gradient
-                    self._send(arrived)
-        except BaseException as error:
-            self._sink.fail(error)
+        deliver(self._sink, self._members(reductions), partial(self._step_each, reductions))
         self._receive(wait=True)  # before DDP's own end of backward goes through its buckets
         self._sink.streams.join()
+
+    def _step_each(self, reductions: Sequence[Reduction]) -> bool:
+        done = True
+        together = [[one] for one in reductions] if self._sink.by_bucket else as_they_arrive(reductions)
+        for arrived in together:
+            as_left = [p.grad for one in arrived for p in one.parameters]
+            done = self._sink.apply(self._members(arrived), partial(self._fetch, arrived)) and done
+            for p, gradient in zip((p for one in arrived for p in one.parameters), as_left, strict=True):
+                p.grad = gradient
+            self._send(arrived)
+        return done
 
     def _settle(self, reductions: Sequence[Reduction]) -> None:
         if self._late:
             self._step_late(reductions)
-        self._sink.retire(a for a in self._members(reductions) if self._sink.is_applied(a))
+        self._sink.retire(self._members(reductions))
         self._sink.streams.join()
         self._rooms, self._under_way = {}, []
         self._sink.raise_failure()
 
     def _step_late(self, reductions: Sequence[Reduction]) -> None:
-        try:
-            for reduction in reductions:
-                self._fetch([reduction])
+        with errors_kept(self._sink):
+            self._fetch(reductions)
             members = [a for a in self._members(reductions) if a.get().grad is not None]
-            if self._sink.arrive(members):
-                self._sink.apply(members)
+            deliver(self._sink, members, partial(self._sink.apply, members))
             if self._sink.frees_gradients:
                 self._send(reductions)
-        except BaseException as error:
-            self._sink.fail(error)
         self._receive(wait=True)
 
     def _send(self, reductions: Sequence[Reduction]) -> None:
@@ -190,11 +188,8 @@ class ZeroSource:
         """Write what has arrived into the parameters, in the order of sending."""
         while self._gathers and (wait or self._gathers[0][1].done()):
             device, gathered = self._gathers.pop(0)
-            try:
-                with self._sink.streams.on(device):
-                    gathered()
-            except BaseException as error:
-                self._sink.fail(error)
+            with errors_kept(self._sink), self._sink.streams.on(device):
+                gathered()
 
     def _fetch(self, reductions: Sequence[Reduction]) -> None:
         for reduction in reductions:
