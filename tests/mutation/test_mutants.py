@@ -469,7 +469,7 @@ MUTANTS = [
     Mutant(
         "leave what only other ranks used",
         "StepAfterReduction._settle",
-        "for reduction in reductions if error is None else ():",
+        "for reduction in reductions if self._failure.error is None else ():",
         "for reduction in ():",
         "tests/functional/test_comm_hooks.py",
     ),

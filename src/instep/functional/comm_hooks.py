@@ -9,12 +9,13 @@ import torch
 from torch.distributed import GradBucket
 
 from instep._arguments import require_flag
+from instep._step.first_error import FirstError
 from instep._step.streams import StepStreams
 from instep.comm_hooks import mean_allreduce
 from instep.errors import AttachError
 from instep.functional.step import OPTIMIZERS, step_in_backward, stepping
 from instep.sources.ddp.hook_slot import CommHook
-from instep.sources.ddp.reductions import Divisor, Reduction, Reductions, refuse_manual_finalization
+from instep.sources.ddp.reductions import Divisor, Reduction, Reductions, grad_as_left, refuse_manual_finalization
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -172,12 +173,9 @@ stepping_hooks: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 def step_with(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Run the parameter's own optimizers on ``gradient``, and leave ``.grad`` as it was."""
-    as_left = parameter.grad
-    parameter.grad = gradient
-    try:
+    with grad_as_left([parameter]):
+        parameter.grad = gradient
         step_in_backward(parameter)
-    finally:
-        parameter.grad = as_left
 
 
 class StepAfterReduction:
@@ -194,7 +192,7 @@ class StepAfterReduction:
         self._step_one = step
         self._streams = streams or StepStreams()
         self._settled = settled
-        self._failure: BaseException | None = None
+        self._failure = FirstError()
         self._reductions = Reductions(self._step, self._settle, self._raised)
 
     def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> bool:
@@ -202,7 +200,7 @@ class StepAfterReduction:
         return self._reductions.launched(bucket, future) is not None
 
     def _step(self, reductions: Sequence[Reduction]) -> None:
-        self._failure = None
+        self._failure.forget()
         try:
             for reduction in reductions:
                 if any(map(self._wanted, reduction.parameters)):
@@ -212,24 +210,22 @@ class StepAfterReduction:
                 else:
                     reduction.gradients()  # a failed one must stop those after it too
         except BaseException as error:
-            self._failure = error
+            self._failure.keep(error)
         # DDP's own end of backward is next. It copies from the buckets, which an update may have written, and makes
         # tensors in memory that one has given back.
         self._streams.join()
 
     def _settle(self, reductions: Sequence[Reduction]) -> None:
         """DDP has set the gradients of those that other ranks used: step them, drop all, raise what went wrong."""
-        error, self._failure = self._failure, None
         try:
-            for reduction in reductions if error is None else ():
+            for reduction in reductions if self._failure.error is None else ():
                 late = [(p, p.grad) for p in reduction.unused if p.grad is not None]
                 if late:
                     with self._streams.on(late[0][0].device):
                         self._step_all(late)
         finally:
             self._drop(reductions)
-        if error is not None:
-            raise error
+        self._failure.raise_if_any()
 
     def _drop(self, reductions: Sequence[Reduction]) -> None:
         """Also of a step or a backward that failed: the next one would add to these gradients."""

@@ -1,7 +1,7 @@
 """The buckets that DDP has under way in one backward."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -153,6 +153,18 @@ class Reductions:
     def _failed(self) -> None:
         reductions, self._under_way = self._under_way, []
         self._raised(reductions)
+
+
+@contextmanager
+def grad_as_left(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Around a step that comes before DDP's own end of backward: ``.grad`` of ``parameters`` is put back after it.
+    DDP's end takes what is in ``.grad`` for what its hooks have left there."""
+    as_left = [parameter.grad for parameter in parameters]
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, as_left, strict=True):
+            parameter.grad = gradient
 
 
 def value_of(future: Arriving) -> Any:

@@ -17,8 +17,10 @@ from instep._optim.parameters import AttachedParameter
 from instep._optim.plan import Bucket
 from instep.sources import Sink, record_arrival
 from instep.sources.ddp.hook_slot import CommHook, before_backward, release, take
-from instep.sources.ddp.reductions import Reduction, Reductions, SomeBucket, as_they_arrive
+from instep.sources.ddp.reductions import Reduction, Reductions, SomeBucket, as_they_arrive, grad_as_left
+from instep.sources.ddp.shown_buckets import ShownBuckets
 from instep.sources.delivery import deliver, step_all
+from instep.sources.wrapped import WrappedParameters
 
 
 class DDPSource:
@@ -44,14 +46,13 @@ class DDPSource:
         self._sent = False
         # What is in a bucket's slices has the layout of .grad itself there.
         self._final = ddp.gradient_as_bucket_view or ddp.device_type == "cpu"
-        self._by_id = {id(attached.get()): attached for attached in parameters}
+        self._parameters = WrappedParameters(parameters)
+        self._buckets = ShownBuckets(self._parameters)
         self._reductions = Reductions(self._step, self._settle, self._raised)
-        # Until DDP has shown its buckets: the one that holds everything, as in its first backward.
-        self._buckets = {0: Bucket("ddp", tuple(attached.spec for attached in parameters))}
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        return tuple(bucket for _, bucket in sorted(self._buckets.items()))
+        return self._buckets.in_order
 
     def connect(self) -> None:
         ddp = self._ddp()
@@ -63,9 +64,7 @@ class DDPSource:
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
         ddp = self._ddp()
-        reduced = set() if ddp is None else managed_by(ddp)
-        self._by_id.update((id(a.get()), a) for a in parameters if id(a.get()) in reduced)
-        return [a for a in parameters if id(a.get()) not in reduced]
+        return self._parameters.adopt(parameters, set() if ddp is None else managed_by(ddp))
 
     def refresh(self) -> None:
         """DDP fixes its parameters when it is constructed."""
@@ -91,11 +90,8 @@ class DDPSource:
         if reduction is None:
             return
         self._sent = True
-        if reduction.index == 0:
-            self._buckets = {}
-        known = [self._by_id[id(parameter)] for parameter in bucket.parameters() if id(parameter) in self._by_id]
-        self._buckets[reduction.index] = Bucket("ddp", tuple(attached.spec for attached in known))
-        record_arrival(self._sink, known, future)
+        self._buckets.show(reduction.index, reduction.members)
+        record_arrival(self._sink, self._parameters.among(reduction.members), future)
 
     def _raised(self, reductions: Sequence[Reduction]) -> None:
         self._sink.backward_raised()
@@ -111,23 +107,22 @@ class DDPSource:
         together = [[one] for one in reductions] if self._sink.by_bucket else as_they_arrive(reductions)
         for arrived in together:
             mine = self._mine(arrived)
-            as_left = [attached.get().grad for attached in mine]
-            done = not mine or self._sink.apply(mine, partial(self._fetch, arrived), final=self._final)
-            for attached, gradient in zip(mine, as_left, strict=True):
-                attached.get().grad = gradient
-            if not done:
-                return False
+            if mine:
+                with grad_as_left([attached.get() for attached in mine]):
+                    done = self._sink.apply(mine, partial(self._fetch, arrived), final=self._final)
+                if not done:
+                    return False
         return True
 
     def _mine(self, reductions: Sequence[Reduction]) -> list[AttachedParameter]:
-        return [self._by_id[id(p)] for reduction in reductions for p in reduction.parameters if id(p) in self._by_id]
+        return self._parameters.among(p for reduction in reductions for p in reduction.parameters)
 
     def _fetch(self, reductions: Sequence[Reduction]) -> None:
         # All of them before any is used: a communication that failed must not leave some of these stepped.
         gradients = [reduction.gradients() for reduction in reductions]
         for reduction, reduced in zip(reductions, gradients, strict=True):
             for parameter, gradient in zip(reduction.parameters, reduced, strict=True):
-                if id(parameter) in self._by_id:
+                if parameter in self._parameters:
                     parameter.grad = gradient
 
     def _settle(self, reductions: Sequence[Reduction]) -> None:

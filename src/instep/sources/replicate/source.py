@@ -23,6 +23,7 @@ from instep.sources import Sink, record_arrival
 from instep.sources.delivery import deliver, step_all
 from instep.sources.replicate.layout import BucketSizes
 from instep.sources.replicate.transient import TransientBuckets
+from instep.sources.wrapped import WrappedParameters
 
 _living: "weakref.WeakSet[Replicated]" = weakref.WeakSet()
 
@@ -122,7 +123,7 @@ class ReplicatedSource:
         self.reduce_dtype = reduce_dtype
         self._sink = sink
         self._replicated = weakref.ref(replicated)
-        self._by_id = {id(attached.get()): attached for attached in parameters}
+        self._parameters = WrappedParameters(parameters)
         self._waiting: list[AttachedParameter] = []
         self._delivered = False  # whether anything was, in the running backward
         self._writes = True  # whether buckets may be stepped: not after an error, nor in a second backward of a step
@@ -131,8 +132,8 @@ class ReplicatedSource:
     def buckets(self) -> tuple[Bucket, ...]:
         replicated = self._replicated()
         found = () if replicated is None else replicated._buckets.buckets
-        mine = ([self._by_id[id(p)].spec for p in members if id(p) in self._by_id] for members in found)
-        return tuple(Bucket("replicated", tuple(specs)) for specs in mine if specs)
+        mine = (self._parameters.bucket("replicated", members) for members in found)
+        return tuple(bucket for bucket in mine if bucket.parameters)
 
     def connect(self) -> None:
         replicated = self._replicated()
@@ -151,9 +152,8 @@ class ReplicatedSource:
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
         replicated = self._replicated()
-        mine = set() if replicated is None else {id(p) for p in replicated.parameters()}
-        self._by_id.update((id(a.get()), a) for a in parameters if id(a.get()) in mine)
-        return [a for a in parameters if id(a.get()) not in mine]
+        reduced = set() if replicated is None else {id(p) for p in replicated.parameters()}
+        return self._parameters.adopt(parameters, reduced)
 
     def refresh(self) -> None:
         """The replicated model does so itself, in every forward."""
@@ -167,16 +167,16 @@ class ReplicatedSource:
     # What the buckets call, in backward.
 
     def launched(self, parameters: Sequence[torch.Tensor], future: torch.futures.Future[Any]) -> None:
-        record_arrival(self._sink, [self._by_id[id(p)] for p in parameters if id(p) in self._by_id], future)
+        record_arrival(self._sink, self._parameters.among(parameters), future)
 
     def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
         self._delivered = True
-        mine = [self._by_id[id(p)] for p in parameters if id(p) in self._by_id]
+        mine = self._parameters.among(parameters)
         if self._sink.waits_for_all:
             self._waiting += mine
         elif mine:
             self._step(mine)
-            _keep_alone([p for p in parameters if id(p) not in self._by_id or not self._is_applied(p)], parameters)
+            _keep_alone([p for p in parameters if not self._is_applied(p)], parameters)
 
     def _step(self, mine: Sequence[AttachedParameter]) -> None:
         self._writes = deliver(self._sink, mine, partial(self._step_if_first, mine))
@@ -190,7 +190,7 @@ class ReplicatedSource:
         return done
 
     def _is_applied(self, parameter: torch.Tensor) -> bool:
-        return self._sink.is_applied(self._by_id[id(parameter)])
+        return parameter in self._parameters and self._sink.is_applied(self._parameters[parameter])
 
     def ended(self) -> None:
         self._delivered = False

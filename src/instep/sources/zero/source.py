@@ -30,9 +30,12 @@ from instep.sources.ddp.reductions import (
     SomeBucket,
     as_they_arrive,
     bucket_parameters,
+    grad_as_left,
     slices_of,
 )
+from instep.sources.ddp.shown_buckets import ShownBuckets
 from instep.sources.delivery import deliver, errors_kept
+from instep.sources.wrapped import WrappedParameters
 from instep.sources.zero.state_shards import Gathered, RowShard, Scattered, StateShards
 
 
@@ -57,7 +60,8 @@ class ZeroSource:
         self._shards = shards
         self._accumulation = accumulation
         self._reduce_dtype = reduce_dtype
-        self._by_id = {id(attached.get()): attached for attached in parameters}
+        self._parameters = WrappedParameters(parameters)
+        self._buckets = ShownBuckets(self._parameters)
         # Which parameters other ranks have used is known only where DDP's own end of backward has been.
         self._late = not sink.frees_gradients or ddp.find_unused_parameters or ddp.static_graph
         self._reductions = Reductions(self._step, self._settle, self._raised)
@@ -66,11 +70,10 @@ class ZeroSource:
         self._rooms: dict[int, torch.Tensor] = {}
         self._under_way: list[Scattered] = []
         self._gathers: list[tuple[torch.device, Gathered]] = []
-        self._buckets = {0: Bucket("ddp", tuple(attached.spec for attached in parameters))}
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        return tuple(bucket for _, bucket in sorted(self._buckets.items()))
+        return self._buckets.in_order
 
     def connect(self) -> None:
         ddp = self._ddp()
@@ -81,9 +84,7 @@ class ZeroSource:
         release(self._ddp(), self)
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
-        ours = [a for a in parameters if isinstance(a.part, RowShard)]
-        self._by_id.update((id(a.get()), a) for a in ours)
-        return [a for a in parameters if a not in ours]
+        return self._parameters.adopt(parameters, {id(a.get()) for a in parameters if isinstance(a.part, RowShard)})
 
     def refresh(self) -> None:
         """DDP fixes its parameters when it is constructed."""
@@ -93,7 +94,7 @@ class ZeroSource:
 
     def before_backward(self) -> None:
         """A backward begins: no gradient has changed yet."""
-        for attached in self._by_id.values():
+        for attached in self._parameters:
             if isinstance(attached.get().grad, DTensor):
                 raise AccumulationError(
                     f"the gradient of {attached.spec.name!r} has been reduced and scattered already "
@@ -119,8 +120,8 @@ class ZeroSource:
         if reduction is None:
             raise InstepError("shard_state=True does not go with join(): ranks that have joined own rows, too")
         if reduction.index == 0:
-            self._buckets, self._rooms, self._under_way = {}, {}, []
-        self._buckets[reduction.index] = Bucket("ddp", tuple(self._by_id[id(p)].spec for p in members))
+            self._rooms, self._under_way = {}, []
+        self._buckets.show(reduction.index, members)
         if room is not None:
             self._rooms[reduction.index] = room
         self._under_way = [one for one in [*self._under_way, scattered] if not one.let_go()]
@@ -133,7 +134,7 @@ class ZeroSource:
         """``communicate`` has seen to it."""
 
     def _part(self, parameter: torch.Tensor) -> RowShard:
-        part = self._by_id[id(parameter)].part
+        part = self._parameters[parameter].part
         assert isinstance(part, RowShard)
         return part
 
@@ -151,10 +152,8 @@ class ZeroSource:
         done = True
         together = [[one] for one in reductions] if self._sink.by_bucket else as_they_arrive(reductions)
         for arrived in together:
-            as_left = [p.grad for one in arrived for p in one.parameters]
-            done = self._sink.apply(self._members(arrived), partial(self._fetch, arrived)) and done
-            for p, gradient in zip((p for one in arrived for p in one.parameters), as_left, strict=True):
-                p.grad = gradient
+            with grad_as_left([parameter for one in arrived for parameter in one.parameters]):
+                done = self._sink.apply(self._members(arrived), partial(self._fetch, arrived)) and done
             self._send(arrived)
         return done
 
@@ -178,7 +177,7 @@ class ZeroSource:
     def _send(self, reductions: Sequence[Reduction]) -> None:
         """Also parts that this rank could not step: the others wait for them."""
         for reduction in reductions:
-            members = [self._by_id[id(p)] for p in reduction.members]
+            members = [self._parameters[parameter] for parameter in reduction.members]
             with self._sink.streams.on(members[0].spec.device):
                 gathered = self._shards.gather(members, self._rooms.get(reduction.index))
             self._gathers.append((members[0].spec.device, gathered))
@@ -198,7 +197,7 @@ class ZeroSource:
                     parameter.grad = gradient
 
     def _members(self, reductions: Sequence[Reduction]) -> list[AttachedParameter]:
-        return [self._by_id[id(p)] for reduction in reductions for p in reduction.members]
+        return [self._parameters[parameter] for reduction in reductions for parameter in reduction.members]
 
 
 class Zero:
