@@ -350,15 +350,15 @@ MUTANTS = [
     Mutant(
         "ignore the future's error",
         "Reduction.gradients",
-        "        result = value_of(self._future)\n",
-        "        result = torch.ones(sum(p.numel() for p in self._members))\n",
+        "        result = value_of(self.communication)\n",
+        "        result = torch.ones(sum(p.numel() for p in self.members))\n",
         DDP_LIFE,
     ),
     Mutant(
         "decay unused parameters",
         "Reduction.__init__",
-        "for i, parameter in enumerate(self._members) if parameter.grad is not None]",
-        "for i, parameter in enumerate(self._members)]",
+        "for i, parameter in enumerate(self.members) if parameter.grad is not None]",
+        "for i, parameter in enumerate(self.members)]",
         DDP,
     ),
     Mutant(
@@ -378,8 +378,8 @@ MUTANTS = [
     Mutant(
         "step a rank that has joined",
         "Reductions.launched",
-        "        if graph_task() is None:\n            return None\n",
-        "        if False:\n            return None\n",
+        "        if graph_task() is None:\n            return False\n",
+        "        if False:\n            return False\n",
         DDP_LIFE,
     ),
     Mutant(
@@ -413,8 +413,8 @@ MUTANTS = [
     Mutant(
         "leave buckets in flight when the step was given up",
         "Reductions._before_ddp_ends",
-        "            reduction.drain()",
-        "            reduction.arrived",
+        "            in_flight.drain()",
+        "            in_flight.arrived",
         "tests/functional/test_comm_hooks.py",
     ),
     Mutant(
@@ -742,15 +742,15 @@ MUTANTS = [
     Mutant(
         "hold on to a bucket that was handed over",
         "TransientBuckets._hand_over",
-        "        flight.future = torch.futures.Future()\n",
-        "        self.last = [*getattr(self, 'last', []), flight]\n",
+        "        bucket.release()\n",
+        "        self.last = [*getattr(self, 'last', []), bucket]\n",
         REPLICATED_LIFE,
     ),
     Mutant(
         "take what was not used here for used by nobody",
         "TransientBuckets._hand_over_held",
         "if somewhere[number]]",
-        "if number not in flight.unused]",
+        "if number not in bucket.unused]",
         REPLICATED,
     ),
     Mutant(
@@ -798,8 +798,8 @@ MUTANTS = [
     Mutant(
         "leave what else is on its way after a failure",
         "TransientBuckets._fail",
-        "                    if future is not None:\n",
-        "                    if False:\n",
+        "                drain(communication)\n",
+        "                pass\n",
         REPLICATED_LIFE,
     ),
     Mutant(
@@ -881,7 +881,7 @@ MUTANTS = [
     ),
     Mutant(
         "keep what was sent",
-        "Scattered.wait",
+        "ScatteredGradients.wait",
         "            self._works, self._sent = [], []\n",
         "            pass\n",
         ZERO,

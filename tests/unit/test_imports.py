@@ -66,6 +66,7 @@ ALLOWED = {
         "_autograd",
         "_optim",
         "_step",
+        "sources",
         "sources.ddp",
         "sources.fsdp",
         "attachment",

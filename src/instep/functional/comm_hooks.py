@@ -197,7 +197,7 @@ class StepAfterReduction:
 
     def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> bool:
         """``False`` on a rank that has joined: it steps nothing."""
-        return self._reductions.launched(bucket, future) is not None
+        return self._reductions.launched(bucket, Reduction(bucket, future))
 
     def _step(self, reductions: Sequence[Reduction]) -> None:
         self._failure.forget()

@@ -1,8 +1,8 @@
 """The buckets that DDP has under way in one backward."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from instep._autograd.backward import Phase, current
 from instep._autograd.engine import graph_task
 from instep._life.weak import weakly
 from instep.errors import AttachError, InstepError
+from instep.sources.in_flight import Communication, InFlightBucket
 
 
 class SomeBucket(Protocol):
@@ -24,11 +25,10 @@ class SomeBucket(Protocol):
     def is_last(self) -> bool: ...
 
 
-class Arriving(Protocol):
-    """A bucket under way: the future of a communication hook or of a backend, or something like it."""
+class Arriving(Communication, Protocol):
+    """A communication that says whether it is done, and has the result then."""
 
     def done(self) -> bool: ...
-    def wait(self) -> Any: ...
     def value(self) -> Any: ...
 
 
@@ -49,8 +49,8 @@ class BucketListener(Protocol):
         """A bucket's communication is under way."""
 
 
-class Reduction:
-    """One bucket whose communication was started.
+class Reduction(InFlightBucket[Arriving]):
+    """One bucket of DDP's whose gradients are reduced.
 
     Attributes:
         index: DDP's number of the bucket.
@@ -59,50 +59,41 @@ class Reduction:
             if so.
     """
 
-    __slots__ = ("_future", "_gradients", "_members", "_positions", "_sparse", "index", "parameters", "unused")
+    __slots__ = ("_positions", "_slices", "_sparse", "index", "parameters", "unused")
 
-    def __init__(self, bucket: SomeBucket, future: "Arriving", gradients: Slices) -> None:
-        self._future = future
-        self._gradients = gradients
-        self._members = bucket.parameters()
+    def __init__(self, bucket: SomeBucket, communication: Arriving, slices: "Slices | None" = None) -> None:
+        super().__init__(bucket.parameters(), communication)
+        self._slices = slices or slices_of
         self._sparse = bucket.buffer().is_sparse
-        self._positions = [i for i, parameter in enumerate(self._members) if parameter.grad is not None]
+        self._positions = [i for i, parameter in enumerate(self.members) if parameter.grad is not None]
         self.index = bucket.index()
-        self.parameters: list[torch.Tensor] = [self._members[i] for i in self._positions]
-        self.unused: list[torch.Tensor] = [p for p in self._members if p.grad is None]
+        self.parameters: list[torch.Tensor] = [self.members[i] for i in self._positions]
+        self.unused: list[torch.Tensor] = [p for p in self.members if p.grad is None]
 
     @property
     def arrived(self) -> bool:
         """Whether waiting would cost nothing. On accelerators always false: there a future is done once queued."""
-        return self._members[0].device.type == "cpu" and self._future.done()
+        return self.members[0].device.type == "cpu" and self.communication.done()
 
     def gradients(self) -> list[torch.Tensor]:
         """Wait, and return the reduced gradients of ``parameters``. Raises what the communication raised."""
-        self._future.wait()
-        result = value_of(self._future)
-        slices = [result] if self._sparse else self._gradients(result, self._members)
+        self.wait()
+        result = value_of(self.communication)
+        slices = [result] if self._sparse else self._slices(result, self.members)
         # A compressing hook may answer in another dtype: DDP too casts what it copies into .grad.
-        return [slices[i].to(self._members[i].dtype) for i in self._positions]
-
-    @property
-    def members(self) -> list[torch.Tensor]:
-        """All of the bucket's parameters."""
-        return self._members
+        return [slices[i].to(self.members[i].dtype) for i in self._positions]
 
     def all_gradients(self) -> list[torch.Tensor]:
         """As ``gradients``, of all ``members``."""
-        self._future.wait()
-        found = self._gradients(value_of(self._future), self._members)
-        return [gradient.to(member.dtype) for gradient, member in zip(found, self._members, strict=True)]
-
-    def drain(self) -> None:
-        """Wait until nothing writes the bucket any more, whether it failed or not. On an accelerator the current stream
-        does."""
-        with suppress(Exception):
-            self._future.wait()
+        self.wait()
+        found = self._slices(value_of(self.communication), self.members)
+        return [gradient.to(member.dtype) for gradient, member in zip(found, self.members, strict=True)]
 
 
-class Reductions:
+B = TypeVar("B", bound=InFlightBucket[Any])
+
+
+class Reductions(Generic[B]):
     """Gathers the buckets of one backward, and hands them on where backward ends.
 
     DDP's own end of backward needs ``.grad`` as its hooks left it, and an error raised before it leaves the instance
@@ -112,20 +103,26 @@ class Reductions:
 
     def __init__(
         self,
-        step: Callable[[Sequence[Reduction]], None],
-        settle: Callable[[Sequence[Reduction]], None],
-        raised: Callable[[Sequence[Reduction]], None],
+        step: Callable[[Sequence[B]], None],
+        settle: Callable[[Sequence[B]], None],
+        raised: Callable[[Sequence[B]], None],
     ) -> None:
         # Weakly: their owner has this.
         self._step, self._settle, self._raised = weakly(step), weakly(settle), weakly(raised)
-        self._under_way: list[Reduction] = []
+        self._under_way: list[B] = []
         self._task: int | None = None
 
-    def launched(self, bucket: SomeBucket, future: "Arriving", gradients: "Slices | None" = None) -> Reduction | None:
-        """The communication of ``bucket`` is under way. ``None`` on a rank that has joined and only helps the others:
-        ``join()`` copies their weights to it at the end."""
+    def begin(self) -> None:
+        """A backward is about to hand over its first bucket: ``raised`` is called wherever it raises from here on, not
+        only once its last bucket is under way. For an owner that takes gradients off as buckets come."""
+        self._under_way.clear()  # of a backward that raised before it came to an end
+        current().at(Phase.BEFORE_DDP, lambda: None, self._failed)
+
+    def launched(self, bucket: SomeBucket, in_flight: B) -> bool:
+        """The communication of ``bucket`` is under way, as ``in_flight``. ``False`` on a rank that has joined and only
+        helps the others: ``join()`` copies their weights to it at the end."""
         if graph_task() is None:
-            return None
+            return False
         if bucket.index() == 0:
             if self._under_way and self._task == graph_task():
                 raise InstepError(
@@ -134,25 +131,24 @@ class Reductions:
                 )
             self._under_way.clear()  # of a backward that raised before it came to an end
             self._task = graph_task()
-        reduction = Reduction(bucket, future, gradients or slices_of)
-        self._under_way.append(reduction)
+        self._under_way.append(in_flight)
         if bucket.is_last():
             current().at(Phase.BEFORE_DDP, self._before_ddp_ends, self._failed)
-        return reduction
+        return True
 
     def _before_ddp_ends(self) -> None:
         self._step(self._under_way)
-        for reduction in self._under_way:
-            reduction.drain()  # of a step that was given up: the next backward writes the same buckets
+        for in_flight in self._under_way:
+            in_flight.drain()  # of a step that was given up
         current().at(Phase.AFTER_DDP, self._after_ddp_ended, self._failed)
 
     def _after_ddp_ended(self) -> None:
-        reductions, self._under_way = self._under_way, []
-        self._settle(reductions)
+        buckets, self._under_way = self._under_way, []
+        self._settle(buckets)
 
     def _failed(self) -> None:
-        reductions, self._under_way = self._under_way, []
-        self._raised(reductions)
+        buckets, self._under_way = self._under_way, []
+        self._raised(buckets)
 
 
 @contextmanager

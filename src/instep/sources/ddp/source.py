@@ -86,8 +86,8 @@ class DDPSource:
 
     def launched(self, bucket: SomeBucket, future: torch.futures.Future[Any]) -> None:
         """A bucket's communication is under way."""
-        reduction = self._reductions.launched(bucket, future)
-        if reduction is None:
+        reduction = Reduction(bucket, future)
+        if not self._reductions.launched(bucket, reduction):
             return
         self._sent = True
         self._buckets.show(reduction.index, reduction.members)

@@ -7,9 +7,7 @@ whatever the order in which their own gradients arrive.
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence, Set
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,9 +28,11 @@ from instep._step.streams import Makers
 from instep.comm_hooks import mean_allreduce
 from instep.errors import AccumulationError, InstepError
 from instep.sources.ddp.reductions import slices_of
+from instep.sources.in_flight import Communication, InFlightBucket, drain
 from instep.sources.replicate.layout import BucketSizes, Layout, as_they_arrived, before_any_backward
 
 IN_FLIGHT = 2
+"""How many buckets are under way at once: so many are there, beside the one that is being filled."""
 
 
 class Receiver(Protocol):
@@ -60,24 +60,61 @@ class Receiver(Protocol):
         """No more is delivered: backward raises, for whatever reason."""
 
 
-@dataclass(slots=True, eq=False)
-class _InFlightBucket:
-    """A bucket on its way.
+class _TransientBucket(InFlightBucket[torch.futures.Future[Any]]):
+    """A bucket whose memory is freed with the last of its gradients.
+
+    Args:
+        work: of which ``communication`` is the future; ``None``: of a sparse gradient.
 
     Attributes:
-        members: the numbers of its parameters.
-        unused: of those, the ones that this rank has no new gradient for.
+        numbers: of its parameters.
+        unused: the numbers of those that this rank has no new gradient for.
     """
 
-    members: tuple[int, ...]
-    unused: frozenset[int]
-    future: torch.futures.Future[Any]
-    sparse: bool
-    work: dist.Work | None = None  # NCCL's keeps the bucket until it has been waited for itself, not its future alone
+    __slots__ = ("_sparse", "_work", "numbers", "unused")
+
+    def __init__(
+        self,
+        members: Sequence[torch.Tensor],
+        communication: torch.futures.Future[Any],
+        work: dist.Work | None,
+        numbers: tuple[int, ...],
+        unused: frozenset[int],
+    ) -> None:
+        super().__init__(members, communication)
+        self._work = work
+        self.numbers = numbers
+        self.unused = unused
+        self._sparse = work is None
+
+    def wait(self) -> None:
+        super().wait()
+        # NCCL's work keeps the bucket's memory until the work itself was waited for, not its future alone.
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+    def means(self) -> list[torch.Tensor]:
+        """The gradient of each member, for a bucket that has arrived: views of the bucket, if it is dense."""
+        result, dtype = self.communication.value(), self.members[0].dtype
+        if self._sparse:
+            return [result.to(dtype)]
+        return slices_of(result[0].to(dtype.to_real()), self.members)
+
+    def release(self) -> None:
+        """Let go of the bucket's memory: from now on ``.grad`` of the members alone keeps it."""
+        self.communication = torch.futures.Future()
 
 
 class _Backward:
-    """What has arrived, was sent and waits to be handed over, in one backward."""
+    """One backward that reduces: which gradients have arrived, and which buckets were sent.
+
+    Attributes:
+        sent: how many buckets were.
+        in_flight: those of them that nobody has waited for, in the order of sending.
+        held: those that have arrived, and have parameters that this rank has not used: whether another rank has is
+            known at the end of backward.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -85,11 +122,10 @@ class _Backward:
         self.arrived: dict[int, None] = {}
         self.missing = [len(members) for members in layout.buckets]
         self.sent = 0
-        self.flying: deque[_InFlightBucket] = deque()
-        # Buckets with parameters that this rank has not used: whether another one has is only known at the end.
-        self.held: list[_InFlightBucket] = []
+        self.in_flight: deque[_TransientBucket] = deque()
+        self.held: list[_TransientBucket] = []
         self.unused: set[int] = set()
-        self.who_used_what: torch.futures.Future[Any] | None = None
+        self.use_counts: torch.futures.Future[Any] | None = None
 
     def count(self, number: int) -> None:
         self.arrived[number] = None
@@ -229,10 +265,10 @@ class TransientBuckets:
         try:
             while backward.sent < len(backward.layout.buckets):
                 self._send(backward)
-            backward.who_used_what = self._ask_who_used_what(backward)
-            while backward.flying:
-                self._deliver(backward, backward.flying.popleft())
-            self._hand_over_held(backward, backward.who_used_what)
+            backward.use_counts = self._count_uses(backward)
+            while backward.in_flight:
+                self._deliver(backward, backward.in_flight.popleft())
+            self._hand_over_held(backward, backward.use_counts)
             if not backward.layout.agreed:
                 self._agree_on_order(backward)
         except BaseException as error:
@@ -252,10 +288,11 @@ class TransientBuckets:
     def _fail(self, backward: _Backward, error: BaseException) -> None:
         self._backward = None
         if isinstance(error, Exception):  # not Ctrl-C: what is on its way may be what hangs
-            for future in (*(flight.future for flight in backward.flying), backward.who_used_what):
-                with suppress(Exception):
-                    if future is not None:
-                        future.wait()
+            under_way: list[Communication] = [*backward.in_flight]
+            if backward.use_counts is not None:
+                under_way.append(backward.use_counts)
+            for communication in under_way:
+                drain(communication)
         if self.receiver is not None:
             self.receiver.failed(error)
 
@@ -263,19 +300,19 @@ class TransientBuckets:
 
     def _send(self, backward: _Backward) -> None:
         """The next bucket; zeros for what this rank has not used."""
-        while len(backward.flying) >= IN_FLIGHT:
-            self._deliver(backward, backward.flying.popleft())
-        members = backward.layout.buckets[backward.sent]
-        unused = frozenset(i for i in members if i not in self._fresh or _gradient(self._parameters[i]) is None)
-        sparse = members[0] in self._sparse
-        self._makers.gather(self._parameters[members[0]].device)
+        while len(backward.in_flight) >= IN_FLIGHT:
+            self._deliver(backward, backward.in_flight.popleft())
+        numbers = backward.layout.buckets[backward.sent]
+        members = [self._parameters[number] for number in numbers]
+        unused = frozenset(i for i in numbers if i not in self._fresh or _gradient(self._parameters[i]) is None)
+        self._makers.gather(members[0].device)
         with torch.no_grad():
-            work = None if sparse else self._reduce(members, unused)
-            future = self._reduce_sparse(members[0], unused) if work is None else _future_of(work)
-        backward.flying.append(_InFlightBucket(members, unused, future, sparse, work))
+            work = None if numbers[0] in self._sparse else self._reduce(numbers, unused)
+            future = self._reduce_sparse(numbers[0], unused) if work is None else _future_of(work)
+        backward.in_flight.append(_TransientBucket(members, future, work, numbers, unused))
         backward.unused |= unused
         if self.receiver is not None:
-            self.receiver.launched([self._parameters[number] for number in members], future)
+            self.receiver.launched(members, future)
         backward.sent += 1
 
     def _reduce(self, members: Sequence[int], unused: frozenset[int]) -> dist.Work | None:
@@ -329,46 +366,30 @@ class TransientBuckets:
     def _reduce_dtype(self) -> torch.dtype | None:
         return None if self.receiver is None else self.receiver.reduce_dtype
 
-    def _deliver(self, backward: _Backward, flight: _InFlightBucket) -> None:
-        flight.future.wait()
-        if flight.work is not None:
-            flight.work.wait()
-            flight.work = None
-        if flight.unused:
-            backward.held.append(flight)
+    def _deliver(self, backward: _Backward, bucket: _TransientBucket) -> None:
+        bucket.wait()
+        if bucket.unused:
+            backward.held.append(bucket)
         else:
-            self._hand_over(flight, flight.members)
+            self._hand_over(bucket, bucket.numbers)
 
-    def _hand_over_held(self, backward: _Backward, used: torch.futures.Future[Any]) -> None:
-        used.wait()
+    def _hand_over_held(self, backward: _Backward, use_counts: torch.futures.Future[Any]) -> None:
+        use_counts.wait()
         if backward.held:
-            somewhere = used.value()[0].tolist()
-            for flight in backward.held:
-                self._hand_over(flight, [number for number in flight.members if somewhere[number]])
+            somewhere = use_counts.value()[0].tolist()
+            for bucket in backward.held:
+                self._hand_over(bucket, [number for number in bucket.numbers if somewhere[number]])
 
-    def _hand_over(self, flight: _InFlightBucket, used: Sequence[int]) -> None:
+    def _hand_over(self, bucket: _TransientBucket, used: Sequence[int]) -> None:
         """The mean is put into ``.grad`` of the parameters that any rank has used; of the others it stays as it was."""
-        self._put(flight, used)
-        # Nobody but .grad holds the bucket from now on, so that it is freed with the last of its gradients.
-        flight.future = torch.futures.Future()
+        _put_means(bucket, set(used))
+        bucket.release()
         self._fresh.difference_update(used)
         if self.receiver is not None and used:
             self.receiver.delivered([self._parameters[number] for number in used])
 
-    def _put(self, flight: _InFlightBucket, used: Sequence[int]) -> None:
-        parameters = [self._parameters[number] for number in flight.members]
-        result = flight.future.value()
-        if flight.sparse:
-            means = [result.to(parameters[0].dtype)]
-        else:
-            means = slices_of(result[0].to(parameters[0].dtype.to_real()), parameters)
-        these = set(used)
-        for number, parameter, mean in zip(flight.members, parameters, means, strict=True):
-            if number in these:
-                parameter.grad = mean
-
-    def _ask_who_used_what(self, backward: _Backward) -> torch.futures.Future[Any]:
-        """By number, how many ranks have a new gradient. Read only by those that lack one themselves."""
+    def _count_uses(self, backward: _Backward) -> torch.futures.Future[Any]:
+        """Ask how many ranks have a new gradient of each parameter, by number. Read only by ranks that lack one."""
         count = len(self._parameters)
         device = self._parameters[0].device
         used = torch.ones(count, dtype=torch.int32, device=device)
@@ -385,6 +406,13 @@ class TransientBuckets:
         broadcast([order], self.group)
         layout = as_they_arrived(self._parameters, order.tolist(), self._sparse, self._sizes)
         self._layouts[tuple(members)] = layout
+
+
+def _put_means(bucket: _TransientBucket, used: Set[int]) -> None:
+    # A function of its own: the views it has made of the bucket end with it, and with them what keeps the bucket.
+    for number, parameter, mean in zip(bucket.numbers, bucket.members, bucket.means(), strict=True):
+        if number in used:
+            parameter.grad = mean
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -36,7 +36,7 @@ from instep.sources.ddp.reductions import (
 from instep.sources.ddp.shown_buckets import ShownBuckets
 from instep.sources.delivery import deliver, errors_kept
 from instep.sources.wrapped import WrappedParameters
-from instep.sources.zero.state_shards import Gathered, RowShard, Scattered, StateShards
+from instep.sources.zero.state_shards import GatheredShards, RowShard, ScatteredGradients, StateShards
 
 
 class ZeroSource:
@@ -68,8 +68,8 @@ class ZeroSource:
         # DDP's own buckets are needed no more once they are sent, unless .grad is handed out and is no view of them.
         self._in_place = ddp.gradient_as_bucket_view or not self._late
         self._rooms: dict[int, torch.Tensor] = {}
-        self._under_way: list[Scattered] = []
-        self._gathers: list[tuple[torch.device, Gathered]] = []
+        self._under_way: list[ScatteredGradients] = []
+        self._gathers: list[tuple[torch.device, GatheredShards]] = []
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -116,8 +116,8 @@ class ZeroSource:
         room = buffer if self._in_place else None
         dtype = self._reduce_dtype or buffer.dtype
         scattered = self._shards.scatter(slices_of(buffer, members), parts, divisor, dtype, room)
-        reduction = self._reductions.launched(bucket, scattered, Scattered.gradients)
-        if reduction is None:
+        reduction = Reduction(bucket, scattered, ScatteredGradients.gradients)
+        if not self._reductions.launched(bucket, reduction):
             raise InstepError("shard_state=True does not go with join(): ranks that have joined own rows, too")
         if reduction.index == 0:
             self._rooms, self._under_way = {}, []

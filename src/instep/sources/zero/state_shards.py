@@ -176,14 +176,14 @@ class StateShards:
         divisor: int,
         dtype: torch.dtype,
         room: torch.Tensor | None = None,
-    ) -> "Scattered":
+    ) -> "ScatteredGradients":
         """Send each rank its part of the mean of ``gradients`` over all ranks, computed and sent in ``dtype``.
 
         Args:
             room: where rows may be received: the memory of ``gradients``, if nobody needs it afterwards.
         """
         device = gradients[0].device
-        scattered = Scattered(parts, self._rank)
+        scattered = ScatteredGradients(parts, self._rank)
         for owner, owned in _by_owner(gradients, parts):
             sent = torch.empty(sum(g.numel() for g in owned), dtype=dtype, device=device)
             _copy(_in_line(sent, owned))
@@ -204,7 +204,7 @@ class StateShards:
             scattered.expect_rows(work, sent, received)
         return scattered
 
-    def gather(self, parameters: Sequence[AttachedParameter], room: torch.Tensor | None = None) -> "Gathered":
+    def gather(self, parameters: Sequence[AttachedParameter], room: torch.Tensor | None = None) -> "GatheredShards":
         """Send this rank's parts of ``parameters``, which were stepped, to all others. All ranks must call this with
         the same parameters, in the same order of calls.
 
@@ -218,7 +218,7 @@ class StateShards:
         for attached in parameters:
             parameter = attached.get()
             kinds.setdefault((parameter.device, parameter.dtype), []).append((parameter.detach(), attached.part))
-        gathered = Gathered()
+        gathered = GatheredShards()
         with torch.no_grad():
             for members in kinds.values():
                 rows = [(tensor, part) for tensor, part in members if isinstance(part, Rows)]
@@ -275,8 +275,9 @@ class StateShards:
         return dist.get_global_rank(self.group, rank)
 
 
-class Scattered:
-    """A bucket under way to those who update its parameters, in the terms of a communication hook's future."""
+class ScatteredGradients:
+    """The communication of a bucket whose parts go to the ranks that update them: several works, in the terms of a
+    communication hook's future."""
 
     def __init__(self, parts: Sequence[RowShard], rank: int) -> None:
         self._parts = parts
@@ -316,7 +317,7 @@ class Scattered:
                 self.wait()
         return done
 
-    def value(self) -> "Scattered":
+    def value(self) -> "ScatteredGradients":
         """For ``gradients``."""
         return self
 
@@ -344,8 +345,8 @@ class Scattered:
         return found
 
 
-class Gathered:
-    """Parts of parameters under way to all ranks."""
+class GatheredShards:
+    """The communication of updated parts of parameters, from the ranks that have stepped them to all others."""
 
     def __init__(self) -> None:
         self._expected: list[tuple[Any, Finish]] = []
