@@ -1225,8 +1225,8 @@ MUTANTS = [
     Mutant(
         "say that a bucket is reduced where DDP needs the mean",
         "CrossingSource.communicate",
-        "if not (self._same and self._crosses) or buffer.is_sparse or any(p.grad is None for p in members):",
-        "if not (self._same and self._crosses) or buffer.is_sparse:",
+        "if not crosses or buffer.is_sparse or any(p.grad is None for p in members):",
+        "if not crosses or buffer.is_sparse:",
         CROSSING,
     ),
     Mutant(
@@ -1239,14 +1239,14 @@ MUTANTS = [
     Mutant(
         "go on after buckets were not all reduced",
         "CrossingSource._begin",
-        "if self._lane is not None and self._lane.failure is not None:",
-        "if self._lane is None and False:",
+        "if last is not None and last.failure is not None:",
+        "if False:",
         CROSSING,
     ),
     Mutant(
         "leave the half of a gradient",
-        "InFlightBucket.land",
-        "                parameter.grad = None  # nobody must find half of it",
+        "HeldBucket.land",
+        "                parameter.grad = None  # the loop must not find half of a sum",
         "                pass",
         CROSSING,
     ),
@@ -1260,8 +1260,8 @@ MUTANTS = [
     Mutant(
         "send as they come",
         "OrderedCollectives._send",
-        "sent := self._ready.pop(self._order[self._next], None)",
-        "sent := self._ready.pop(min(self._ready, default=-1), None)",
+        "due := self._ready.pop(self._order[self._next], None)",
+        "due := self._ready.pop(min(self._ready, default=-1), None)",
         ORDER,
     ),
     Mutant(

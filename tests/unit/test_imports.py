@@ -23,7 +23,17 @@ ALLOWED = {
     "_step": {"errors", "_life", "_autograd", "_optim", "_ranks", "_gradients"},
     "sources": {"errors", "_life", "_autograd", "_optim", "_step"},
     "sources.ddp": {"errors", "comm_hooks", "_life", "_autograd", "_optim", "sources"},
-    "sources.crossing": {"errors", "comm_hooks", "_life", "_autograd", "_optim", "_ranks", "_step", "sources.ddp"},
+    "sources.crossing": {
+        "errors",
+        "comm_hooks",
+        "_life",
+        "_autograd",
+        "_optim",
+        "_ranks",
+        "_step",
+        "sources",
+        "sources.ddp",
+    },
     "sources.zero": {"errors", "_autograd", "_optim", "_ranks", "_step", "sources", "sources.ddp"},
     "sources.replicate": {
         "errors",

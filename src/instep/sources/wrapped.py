@@ -21,11 +21,11 @@ class WrappedParameters:
 
     def among(self, tensors: Iterable[torch.Tensor]) -> list[AttachedParameter]:
         """Those of ``tensors`` that are attached, in the same order."""
-        return [self._by_id[id(tensor)] for tensor in tensors if id(tensor) in self._by_id]
+        return self.with_ids(map(id, tensors))
 
-    def bucket(self, source: str, tensors: Iterable[torch.Tensor]) -> Bucket:
-        """A bucket of the wrapper as a plan shows it."""
-        return Bucket(source, tuple(attached.spec for attached in self.among(tensors)))
+    def with_ids(self, ids: Iterable[int]) -> list[AttachedParameter]:
+        """As ``among``, for the ``id`` of each tensor."""
+        return [self._by_id[key] for key in ids if key in self._by_id]
 
     def __getitem__(self, tensor: torch.Tensor) -> AttachedParameter:
         return self._by_id[id(tensor)]
@@ -35,3 +35,8 @@ class WrappedParameters:
 
     def __iter__(self) -> Iterator[AttachedParameter]:
         return iter(self._by_id.values())
+
+
+def as_bucket(source: str, parameters: Iterable[AttachedParameter]) -> Bucket:
+    """A bucket of the wrapper as a plan shows it."""
+    return Bucket(source, tuple(attached.spec for attached in parameters))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from instep._optim.plan import Bucket
-from instep.sources.wrapped import WrappedParameters
+from instep.sources.wrapped import WrappedParameters, as_bucket
 
 
 class ShownBuckets:
@@ -14,7 +14,7 @@ class ShownBuckets:
 
     def __init__(self, parameters: WrappedParameters) -> None:
         self._parameters = parameters
-        self._by_index = {0: Bucket("ddp", tuple(attached.spec for attached in parameters))}
+        self._by_index = {0: as_bucket("ddp", parameters)}
 
     @property
     def in_order(self) -> tuple[Bucket, ...]:
@@ -24,4 +24,4 @@ class ShownBuckets:
         """DDP hands over the bucket numbered ``index``. The first one begins a backward."""
         if index == 0:
             self._by_index = {}
-        self._by_index[index] = self._parameters.bucket("ddp", members)
+        self._by_index[index] = as_bucket("ddp", self._parameters.among(members))

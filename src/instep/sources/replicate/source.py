@@ -23,7 +23,7 @@ from instep.sources import Sink, record_arrival
 from instep.sources.delivery import deliver, step_all
 from instep.sources.replicate.layout import BucketSizes
 from instep.sources.replicate.transient import TransientBuckets
-from instep.sources.wrapped import WrappedParameters
+from instep.sources.wrapped import WrappedParameters, as_bucket
 
 _living: "weakref.WeakSet[Replicated]" = weakref.WeakSet()
 
@@ -132,7 +132,7 @@ class ReplicatedSource:
     def buckets(self) -> tuple[Bucket, ...]:
         replicated = self._replicated()
         found = () if replicated is None else replicated._buckets.buckets
-        mine = (self._parameters.bucket("replicated", members) for members in found)
+        mine = (as_bucket("replicated", self._parameters.among(members)) for members in found)
         return tuple(bucket for bucket in mine if bucket.parameters)
 
     def connect(self) -> None:
