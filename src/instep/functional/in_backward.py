@@ -18,7 +18,7 @@ from instep.errors import AttachError, UnsupportedOptimizerError
 from instep.functional import stand_in
 from instep.functional.comm_hooks import DDPReference, apply_optim_in_backward_hook, stepping_hooks
 from instep.functional.step import OPTIMIZERS, step_in_backward
-from instep.sources.ddp.reductions import bucket_parameters
+from instep.sources.ddp.reductions import bucket_parameters, refuse_delayed_all_reduce
 from instep.sources.fsdp.wrappers import fsdp1_of
 
 _RECORDS = (OPTIMIZERS, "_optimizer_classes", "_optimizer_kwargs")
@@ -121,15 +121,26 @@ def _checked(params: Iterable[torch.Tensor], optimizer_class: type[Optimizer]) -
         raise AttachError("params must be an iterable of parameters, not one tensor: give [param]")
     if not isinstance(params, Iterable):
         raise AttachError(f"params must be an iterable of parameters, not {params!r}: give model.parameters()")
+    _refuse_class(optimizer_class)
+    parameters = list(params)
+    if not parameters:
+        raise AttachError("params is empty: there is nothing to step")
+    _refuse_parameters(parameters)
+    return parameters
+
+
+def _refuse_class(optimizer_class: Any) -> None:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise AttachError(f"optimizer_class must be a class of torch.optim.Optimizer, not {optimizer_class!r}")
     if issubclass(optimizer_class, torch.optim.LBFGS):
         raise UnsupportedOptimizerError(
             "LBFGS evaluates the loss again within a step, which backward cannot do. Call it after backward"
         )
-    parameters = list(params)
-    if not parameters:
-        raise AttachError("params is empty: there is nothing to step")
+
+
+def _refuse_parameters(parameters: Sequence[Any]) -> None:
+    """What ``attach`` refuses of an optimizer's parameters, too, as far as it can be known without a model: here a
+    parameter is known by its position alone."""
     taken = attached_parameters()
     seen: dict[int, int] = {}
     for position, parameter in enumerate(parameters):
@@ -146,7 +157,6 @@ def _checked(params: Iterable[torch.Tensor], optimizer_class: type[Optimizer]) -
         if id(parameter) in taken:
             raise AttachError(f"{where} is already attached ({taken[id(parameter)]!r}): detach() first")
         seen[id(parameter)] = position
-    return parameters
 
 
 def _running_ddps(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParallel]:
@@ -214,11 +224,7 @@ def _set_up_ddp(ddp: DistributedDataParallel) -> bool:
 
 
 def _refuse_hook(ddp: DistributedDataParallel) -> None:
-    if ddp._delay_all_reduce_params:
-        raise AttachError(
-            "DistributedDataParallel(delay_all_reduce_named_params=…) reduces those parameters after their gradient "
-            "hooks have run. Build it without"
-        )
+    refuse_delayed_all_reduce(ddp)
     for hook, _ in ddp._comm_hooks:
         if hook not in stepping_hooks:
             raise AttachError(

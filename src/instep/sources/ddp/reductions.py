@@ -235,6 +235,18 @@ def refuse_manual_finalization(ddp: DistributedDataParallel) -> None:
         )
 
 
+def refuse_delayed_all_reduce(ddp: DistributedDataParallel) -> None:
+    """
+    Raises:
+        AttachError: ``ddp`` reduces some gradients where a hook on their parameters cannot wait for it.
+    """
+    if ddp._delay_all_reduce_params:
+        raise AttachError(
+            "DistributedDataParallel(delay_all_reduce_named_params=…) reduces those parameters after their gradient "
+            "hooks have run. Build it without"
+        )
+
+
 class _AsTheyAre(TorchDispatchMode):
     """Answers ``zeros_like(tensor)`` with ``tensor``."""
 

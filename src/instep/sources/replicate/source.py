@@ -245,11 +245,17 @@ def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _refuse(module: nn.Module, bucket_cap_mb: Any) -> None:
+    """What ``replicate`` does not take, before anything is sent."""
     if not isinstance(module, nn.Module):
         raise AttachError(f"replicate takes a torch.nn.Module, not {type(module).__name__}")
     is_number = isinstance(bucket_cap_mb, (int, float)) and not isinstance(bucket_cap_mb, bool)
     if bucket_cap_mb is not None and not (is_number and bucket_cap_mb > 0):
         raise AttachError(f"replicate: bucket_cap_mb must be a positive number of MiB or None, not {bucket_cap_mb!r}")
+    _refuse_wrappers(module)
+    _refuse_parameters(module)
+
+
+def _refuse_wrappers(module: nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not used
     wrappers = (DistributedDataParallel, Replicated, *(() if fsdp is None else (fsdp.FullyShardedDataParallel,)))
     for name, inside in module.named_modules():
@@ -258,6 +264,9 @@ def _refuse(module: nn.Module, bucket_cap_mb: Any) -> None:
                 f"replicate: {name or 'the model'!r} is a {type(inside).__name__}, which reduces gradients itself. "
                 "Give replicate the plain module"
             )
+
+
+def _refuse_parameters(module: nn.Module) -> None:
     parameters = dict(module.named_parameters())
     if not any(p.requires_grad for p in parameters.values()):
         raise AttachError(
