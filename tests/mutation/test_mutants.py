@@ -742,8 +742,8 @@ MUTANTS = [
     Mutant(
         "hold on to a bucket that was handed over",
         "TransientBuckets._hand_over",
-        "        bucket.release()\n",
-        "        self.last = [*getattr(self, 'last', []), bucket]\n",
+        "        bucket.put_means(set(used))\n",
+        "        self.last = [*getattr(self, 'last', []), bucket.communication]\n        bucket.put_means(set(used))\n",
         REPLICATED_LIFE,
     ),
     Mutant(
@@ -896,7 +896,7 @@ MUTANTS = [
     Mutant(
         "receive into buckets where .grad is no view of them",
         "ZeroSource.__init__",
-        "self._in_place = ddp.gradient_as_bucket_view or not self._late",
+        "self._in_place = ddp.gradient_as_bucket_view or not self._steps_after_ddp",
         "self._in_place = True",
         ZERO,
     ),

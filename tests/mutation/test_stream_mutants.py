@@ -510,17 +510,16 @@ MUTANTS = [
     _mutant(
         "DDP copies from a bucket that is being clipped",
         "DDPSource._step",
-        "        # DDP's own end of backward is next, and may copy from the buckets, in which gradients are clipped.\n"
-        "        self._sink.streams.join()\n",
-        "",
+        "        # clipped gradients there.\n        self._sink.streams.join()\n",
+        "        # clipped gradients there.\n",
         "tests/accelerator/test_sources.py",
         "test_clipped_by_value and copies-backward and not shard_state",
     ),
     _mutant(
         "DDP copies from a bucket in which parts are received",
         "ZeroSource._step",
-        "goes through its buckets\n        self._sink.streams.join()\n",
-        "goes through its buckets\n",
+        "        self._receive(wait=True)\n        self._sink.streams.join()\n",
+        "        self._receive(wait=True)\n",
         "tests/accelerator/test_sources.py",
         "test_sources and copies-backward-AdamW and shard_state",
     ),

@@ -1,4 +1,4 @@
-"""The buckets that DDP has under way in one backward."""
+"""The buckets that DDP has in flight in one backward, and what is asked of a DDP instance beside them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,20 +33,20 @@ class Arriving(Communication, Protocol):
 
 
 Slices = Callable[[Any, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-"""Finds the gradients of a bucket's parameters in what has arrived of it."""
+"""Finds the gradients of a bucket's parameters in the result of its communication."""
 
 
 class BucketListener(Protocol):
-    """The source that an attachment has for a DDP instance."""
+    """A source, as a DDP instance sees it: told of each bucket in backward, when DDP has filled it."""
 
     def communicate(
         self, bucket: SomeBucket, group: dist.ProcessGroup, divisor: int
     ) -> torch.futures.Future[torch.Tensor] | None:
-        """Reduce ``bucket``, which is to be divided by ``divisor`` yet, in place of the plain mean; ``None`` leaves it
-        to that."""
+        """Reduce ``bucket``, which is still to be divided by ``divisor``, in place of the plain mean. ``None``: take
+        the plain mean."""
 
     def launched(self, bucket: SomeBucket, future: torch.futures.Future[Any]) -> None:
-        """A bucket's communication is under way."""
+        """The communication of ``bucket`` was started, and ``future`` is its result."""
 
 
 class Reduction(InFlightBucket[Arriving]):
@@ -55,8 +55,7 @@ class Reduction(InFlightBucket[Arriving]):
     Attributes:
         index: DDP's number of the bucket.
         parameters: the bucket's parameters that got a gradient on this rank.
-        unused: the others. Only DDP's own end of backward knows whether another rank used them, and sets ``.grad``
-            if so.
+        unused: the others. Another rank may have used them: DDP's own end of backward knows, and sets ``.grad`` then.
     """
 
     __slots__ = ("_positions", "_slices", "_sparse", "index", "parameters", "unused")
@@ -72,7 +71,8 @@ class Reduction(InFlightBucket[Arriving]):
 
     @property
     def arrived(self) -> bool:
-        """Whether waiting would cost nothing. On accelerators always false: there a future is done once queued."""
+        """Whether waiting would cost nothing. Always false on accelerators: there a future is done as soon as its work
+        is queued."""
         return self.members[0].device.type == "cpu" and self.communication.done()
 
     def gradients(self) -> list[torch.Tensor]:
@@ -94,11 +94,15 @@ B = TypeVar("B", bound=InFlightBucket[Any])
 
 
 class Reductions(Generic[B]):
-    """Gathers the buckets of one backward, and hands them on where backward ends.
+    """Collects the buckets of one backward, and hands them to their owner where backward ends.
 
-    DDP's own end of backward needs ``.grad`` as its hooks left it, and an error raised before it leaves the instance
-    unusable. So ``step`` is called before it, must not raise, and leaves ``.grad`` as it was; ``settle`` is called
-    after it, may replace gradients and raise. ``raised`` is called in the place of either when the backward fails.
+    DDP's own end of backward takes ``.grad`` for what its hooks have left there, and an error before it leaves the
+    instance unusable. So there are two calls:
+
+    Args:
+        step: is called before DDP's own end. It must not raise, and leaves ``.grad`` as it was.
+        settle: is called after DDP's own end. It may replace gradients, and raise.
+        raised: is called in the place of either where the backward raises.
     """
 
     def __init__(
@@ -107,7 +111,7 @@ class Reductions(Generic[B]):
         settle: Callable[[Sequence[B]], None],
         raised: Callable[[Sequence[B]], None],
     ) -> None:
-        # Weakly: their owner has this.
+        # Weakly: they are methods of the owner, which has this object.
         self._step, self._settle, self._raised = weakly(step), weakly(settle), weakly(raised)
         self._under_way: list[B] = []
         self._task: int | None = None
@@ -119,7 +123,7 @@ class Reductions(Generic[B]):
         current().at(Phase.BEFORE_DDP, lambda: None, self._failed)
 
     def launched(self, bucket: SomeBucket, in_flight: B) -> bool:
-        """The communication of ``bucket`` is under way, as ``in_flight``. ``False`` on a rank that has joined and only
+        """The communication of ``bucket`` was started, as ``in_flight``. ``False`` on a rank that has joined and only
         helps the others: ``join()`` copies their weights to it at the end."""
         if graph_task() is None:
             return False
@@ -133,13 +137,15 @@ class Reductions(Generic[B]):
             self._task = graph_task()
         self._under_way.append(in_flight)
         if bucket.is_last():
+            # In the hook of the last bucket: DDP asks for its own end right after it, so that ours comes first.
             current().at(Phase.BEFORE_DDP, self._before_ddp_ends, self._failed)
         return True
 
     def _before_ddp_ends(self) -> None:
         self._step(self._under_way)
         for in_flight in self._under_way:
-            in_flight.drain()  # of a step that was given up
+            # Nobody waits for these where a step was given up, and the next backward writes the same memory.
+            in_flight.drain()
         current().at(Phase.AFTER_DDP, self._after_ddp_ended, self._failed)
 
     def _after_ddp_ended(self) -> None:
@@ -164,20 +170,22 @@ def grad_as_left(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def value_of(future: Arriving) -> Any:
-    """What is in ``future``: a backend's own has a list of all tensors that were reduced."""
+    """The reduced tensor in ``future``. A future of a backend holds it in a list."""
     value = future.value()
     return value[0] if isinstance(value, list) else value
 
 
-def as_they_arrive(reductions: Sequence[Reduction]) -> Iterator[list[Reduction]]:
-    """In the order of sending: the next one, with those behind it that have arrived already.
+def as_they_arrive(reductions: Sequence[Reduction], *, one_by_one: bool) -> Iterator[list[Reduction]]:
+    """Which buckets to step next, in the order of sending: the first one that is left, with those right behind it that
+    have arrived already. One call of the optimizer for all of these costs less than one each.
 
-    One call of the optimizer for all of these costs less than one each.
+    Args:
+        one_by_one: leave those behind it for later calls.
     """
     start = 0
     while start < len(reductions):
         end = start + 1
-        while end < len(reductions) and reductions[end].arrived:
+        while not one_by_one and end < len(reductions) and reductions[end].arrived:
             end += 1
         yield list(reductions[start:end])
         start = end
@@ -203,8 +211,8 @@ def slices_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[to
 
 
 class Divisor:
-    """By how much a sum of gradients is divided for DDP's mean: the world size, or in
-    ``join(divide_by_initial_world_size=False)`` the number of ranks still active."""
+    """The number that DDP's mean divides a sum of gradients by: the world size, or the number of ranks that have not
+    joined, in ``join(divide_by_initial_world_size=False)``."""
 
     def __init__(self) -> None:
         self._active = 0
@@ -221,11 +229,10 @@ class Divisor:
 
 
 def refuse_manual_finalization(ddp: DistributedDataParallel) -> None:
-    """DDP (since torch 2.15) then writes gradients when the loop asks for it, over those that were applied where
-    backward ends.
-
+    """
     Raises:
-        AttachError: ``ddp`` is set so.
+        AttachError: ``ddp`` (of torch 2.15 or later) writes gradients when the loop asks for it, and would write them
+            over those that were applied where backward ended.
     """
     if getattr(ddp, "require_manual_backward_finalization", False):
         raise AttachError(

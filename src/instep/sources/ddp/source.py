@@ -1,7 +1,7 @@
 """Gradients that are final once DistributedDataParallel has reduced them.
 
-Buckets are DDP's own. They are stepped where backward ends, in the order in which they were sent, as soon as they have
-arrived: while some are stepped the later ones are still on their way. No weight changes while backward still runs.
+Buckets are DDP's own. They are stepped where backward ends, in the order in which they were sent, each as soon as it
+has arrived: while one is stepped the later ones are still in flight. No weight changes while backward still runs.
 """
 
 import weakref
@@ -44,7 +44,8 @@ class DDPSource:
         self._comm_hook = comm_hook
         self._reduce_dtype = reduce_dtype
         self._sent = False
-        # What is in a bucket's slices has the layout of .grad itself there.
+        # Whether the norm of a bucket's slice is that of .grad in every bit. An accelerator may compute another one of
+        # the same values in a copy with other strides.
         self._final = ddp.gradient_as_bucket_view or ddp.device_type == "cpu"
         self._parameters = WrappedParameters(parameters)
         self._buckets = ShownBuckets(self._parameters)
@@ -77,15 +78,14 @@ class DDPSource:
         before_backward(self._ddp())
 
     def reduced(self) -> bool:
-        """Whether buckets were sent since this was last asked."""
+        """Whether DDP has reduced buckets since this was last asked."""
         sent, self._sent = self._sent, False
         return sent
 
     def communicate(self, bucket: SomeBucket, group: dist.ProcessGroup, divisor: int) -> None:
-        """The plain mean will do."""
+        """DDP's own mean is the one that is wanted."""
 
     def launched(self, bucket: SomeBucket, future: torch.futures.Future[Any]) -> None:
-        """A bucket's communication is under way."""
         reduction = Reduction(bucket, future)
         if not self._reductions.launched(bucket, reduction):
             return
@@ -100,12 +100,12 @@ class DDPSource:
         if self._sink.waits_for_all:
             return
         deliver(self._sink, self._mine(reductions), partial(self._step_each, reductions))
-        # DDP's own end of backward is next, and may copy from the buckets, in which gradients are clipped.
+        # DDP's own end of backward is next. It may copy from the buckets on the loop's stream, and the side stream has
+        # clipped gradients there.
         self._sink.streams.join()
 
     def _step_each(self, reductions: Sequence[Reduction]) -> bool:
-        together = [[one] for one in reductions] if self._sink.by_bucket else as_they_arrive(reductions)
-        for arrived in together:
+        for arrived in as_they_arrive(reductions, one_by_one=self._sink.by_bucket):
             mine = self._mine(arrived)
             if mine:
                 with grad_as_left([attached.get() for attached in mine]):
@@ -118,7 +118,7 @@ class DDPSource:
         return self._parameters.among(p for reduction in reductions for p in reduction.parameters)
 
     def _fetch(self, reductions: Sequence[Reduction]) -> None:
-        # All of them before any is used: a communication that failed must not leave some of these stepped.
+        # All are waited for before any is used: a communication that failed must not leave some of these stepped.
         gradients = [reduction.gradients() for reduction in reductions]
         for reduction, reduced in zip(reductions, gradients, strict=True):
             for parameter, gradient in zip(reduction.parameters, reduced, strict=True):
@@ -126,7 +126,7 @@ class DDPSource:
                     parameter.grad = gradient
 
     def _settle(self, reductions: Sequence[Reduction]) -> None:
-        """Spend the applied gradients, and raise what went wrong."""
+        """DDP's own end has been: free the gradients that were applied, and raise what went wrong."""
         mine = self._mine(reductions)
         if self._sink.waits_for_all:
             deliver(self._sink, mine, partial(step_all, self._sink, mine))
@@ -137,6 +137,6 @@ class DDPSource:
 
 
 def managed_by(ddp: DistributedDataParallel) -> set[int]:
-    """The parameters that ``ddp`` may reduce. Those that were frozen when it was built never come in a bucket, and are
-    left to ``optimizer.step()``."""
+    """By ``id``: the parameters that ``ddp`` may reduce. Those that were frozen when it was built are in no bucket:
+    ``optimizer.step()`` steps them."""
     return {id(p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}

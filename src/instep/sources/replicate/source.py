@@ -1,4 +1,4 @@
-"""Data parallelism without permanent buckets, and its gradients that are final once they are averaged."""
+"""Data parallelism without permanent buckets, and the source of its gradients, which are final once averaged."""
 
 import sys
 import weakref
@@ -29,7 +29,8 @@ _living: "weakref.WeakSet[Replicated]" = weakref.WeakSet()
 
 
 class Replicated(nn.Module):
-    """What ``instep.replicate`` returns: ``module``, whose gradients are the mean over all ranks after backward.
+    """The module that ``instep.replicate`` returns: ``module``, whose gradients are the mean over all ranks after
+    backward.
 
     Attributes:
         module: the model that was given.
@@ -68,7 +69,7 @@ class Replicated(nn.Module):
         _living.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """``module(*args, **kwargs)``; buffers are those of the first rank before, where they may have parted since."""
+        """``module(*args, **kwargs)``. Before it buffers are made those of the first rank, where they may differ."""
         # A forward that backward runs again (checkpointing) finds the buffers as they are.
         if self._sync_buffers_next and self.broadcast_buffers and graph_task() is None:
             with torch.no_grad():
@@ -124,8 +125,8 @@ class ReplicatedSource:
         self._sink = sink
         self._replicated = weakref.ref(replicated)
         self._parameters = WrappedParameters(parameters)
-        self._waiting: list[AttachedParameter] = []
-        self._delivered = False  # whether anything was, in the running backward
+        self._waiting: list[AttachedParameter] = []  # of a sink that waits for all: delivered, and not offered yet
+        self._delivered = False  # whether the running backward has delivered any gradient
         self._writes = True  # whether buckets may be stepped: not after an error, nor in a second backward of a step
 
     @property
@@ -156,15 +157,16 @@ class ReplicatedSource:
         return self._parameters.adopt(parameters, reduced)
 
     def refresh(self) -> None:
-        """The replicated model does so itself, in every forward."""
+        """``Replicated`` takes in what was frozen or unfrozen itself, after every forward."""
 
     def before_backward(self) -> None:
-        """What was reduced before is reduced again with what is added to it, as by DDP without bucket views."""
+        """Gradients that are there already are reduced once more, with the new ones that are added to them, as DDP
+        without bucket views does."""
 
     def begin_step(self) -> None:
         self._writes = True
 
-    # What the buckets call, in backward.
+    # What ``TransientBuckets`` calls, in backward.
 
     def launched(self, parameters: Sequence[torch.Tensor], future: torch.futures.Future[Any]) -> None:
         record_arrival(self._sink, self._parameters.among(parameters), future)
@@ -197,33 +199,34 @@ class ReplicatedSource:
         waiting, self._waiting = self._waiting, []
         if waiting:
             deliver(self._sink, waiting, partial(step_all, self._sink, waiting))
-        # A later backward of this step has been computed with new weights already: if it comes to parameters that were
-        # stepped, that raises; the others are left to optimizer.step().
+        # A later backward of this step has been computed with new weights. If it comes to parameters that were stepped,
+        # the offer of their gradients raises; the other parameters are left to optimizer.step().
         self._writes = False
         self._sink.streams.join()
-        # An error before the end of a DDP instance in the same backward would leave the instance unusable.
+        # Not at once: an error before the end of a DDP instance in the same backward would leave the instance unusable.
         current().at(Phase.AFTER_DDP, self._sink.raise_failure, self._sink.backward_raised)
 
     def failed(self, error: BaseException) -> None:
         self._delivered = False
         self._waiting.clear()
         self._sink.fail(error)
-        self._sink.backward_raised()  # which raises it
+        self._sink.backward_raised()  # ``TransientBuckets`` raises the error, out of ``backward()``
 
     def raised(self) -> None:
         self._waiting.clear()
-        if self._delivered:  # else it was refused before it began, and what an earlier one has stepped is whole
+        if self._delivered:  # else the backward was refused before it began, and the step of an earlier one is whole
             self._delivered = False
             self._sink.backward_raised()
 
 
 def living() -> list[Replicated]:
-    """All there are. A module that is inside of one has no sign of it."""
+    """All ``Replicated`` there are. A module that is inside of one has no sign of it."""
     return list(_living)
 
 
 def _keep_alone(left: Sequence[torch.Tensor], delivered: Sequence[torch.Tensor]) -> None:
-    """Gradients that stay, of a bucket most of which may have been freed, must not keep all of it."""
+    """Copy the gradients ``left`` out of their bucket: the others of the bucket were freed, and a view of the bucket
+    would keep the memory of them all."""
     if left and len(left) < len(delivered):
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in left:

@@ -1,13 +1,13 @@
-"""Gradients averaged over ranks in buckets that exist only while they are on their way.
+"""Gradients averaged over ranks in buckets that exist only while they are in flight.
 
-A bucket is made when its last gradient has arrived and the one before it was sent, and at most two are on their way:
-before a third is sent, the oldest is waited for and handed over. All ranks send the same buckets in the same order,
-whatever the order in which their own gradients arrive.
+A bucket is made when autograd has accumulated its last gradient and the bucket before it was sent. At most two are in
+flight: before a third is sent, the oldest one is waited for and handed over. All ranks send the same buckets in the
+same order, whatever the order in which their own gradients are accumulated.
 """
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,15 +28,17 @@ from instep._step.streams import Makers
 from instep.comm_hooks import mean_allreduce
 from instep.errors import AccumulationError, InstepError
 from instep.sources.ddp.reductions import slices_of
-from instep.sources.in_flight import Communication, InFlightBucket, drain
+from instep.sources.in_flight import Communication, drain
+from instep.sources.replicate.bucket import TransientBucket
 from instep.sources.replicate.layout import BucketSizes, Layout, as_they_arrived, before_any_backward
 
 IN_FLIGHT = 2
-"""How many buckets are under way at once: so many are there, beside the one that is being filled."""
+"""How many buckets are in flight at once. So many have memory of their own."""
 
 
 class Receiver(Protocol):
-    """Whom averaged gradients are handed to. None of these may raise but ``ended``.
+    """A source, as ``TransientBuckets`` sees it: told of averaged gradients during backward. No method may raise, but
+    for ``ended``.
 
     Attributes:
         reduce_dtype: what the mean is computed and sent in; ``None``: as the gradients are.
@@ -45,75 +47,34 @@ class Receiver(Protocol):
     reduce_dtype: torch.dtype | None
 
     def launched(self, parameters: Sequence[torch.Tensor], future: torch.futures.Future[Any]) -> None:
-        """The gradients of ``parameters``, which share a bucket, are on their way."""
+        """The bucket with the gradients of ``parameters`` was sent."""
 
     def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
-        """``.grad`` of ``parameters``, which share a bucket, is the mean of all ranks, and final."""
+        """A bucket has arrived: ``.grad`` of ``parameters`` is the mean of all ranks, and final."""
 
     def ended(self) -> None:
-        """All that was delivered in this backward was all there is."""
+        """Backward ends: all gradients of it were delivered."""
 
     def failed(self, error: BaseException) -> None:
-        """No more is delivered: a communication failed. ``backward()`` raises ``error``."""
+        """A communication failed: nothing more is delivered, and ``backward()`` raises ``error``."""
 
     def raised(self) -> None:
-        """No more is delivered: backward raises, for whatever reason."""
-
-
-class _TransientBucket(InFlightBucket[torch.futures.Future[Any]]):
-    """A bucket whose memory is freed with the last of its gradients.
-
-    Args:
-        work: of which ``communication`` is the future; ``None``: of a sparse gradient.
-
-    Attributes:
-        numbers: of its parameters.
-        unused: the numbers of those that this rank has no new gradient for.
-    """
-
-    __slots__ = ("_sparse", "_work", "numbers", "unused")
-
-    def __init__(
-        self,
-        members: Sequence[torch.Tensor],
-        communication: torch.futures.Future[Any],
-        work: dist.Work | None,
-        numbers: tuple[int, ...],
-        unused: frozenset[int],
-    ) -> None:
-        super().__init__(members, communication)
-        self._work = work
-        self.numbers = numbers
-        self.unused = unused
-        self._sparse = work is None
-
-    def wait(self) -> None:
-        super().wait()
-        # NCCL's work keeps the bucket's memory until the work itself was waited for, not its future alone.
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
-
-    def means(self) -> list[torch.Tensor]:
-        """The gradient of each member, for a bucket that has arrived: views of the bucket, if it is dense."""
-        result, dtype = self.communication.value(), self.members[0].dtype
-        if self._sparse:
-            return [result.to(dtype)]
-        return slices_of(result[0].to(dtype.to_real()), self.members)
-
-    def release(self) -> None:
-        """Let go of the bucket's memory: from now on ``.grad`` of the members alone keeps it."""
-        self.communication = torch.futures.Future()
+        """Backward raises, for whatever reason: nothing more is delivered."""
 
 
 class _Backward:
-    """One backward that reduces: which gradients have arrived, and which buckets were sent.
+    """One backward that reduces: how far each bucket has come.
 
     Attributes:
-        sent: how many buckets were.
-        in_flight: those of them that nobody has waited for, in the order of sending.
-        held: those that have arrived, and have parameters that this rank has not used: whether another rank has is
-            known at the end of backward.
+        bucket_of: the number of the bucket of each parameter, by the parameter's number.
+        arrived: the numbers of the parameters whose gradients were accumulated, in that order.
+        missing: how many gradients each bucket still waits for.
+        sent: how many buckets were sent.
+        in_flight: the buckets that were sent and not waited for, in the order of sending.
+        held: the buckets that have arrived, and have parameters that this rank has not used: whether another rank has
+            used them is known at the end of backward.
+        unused: the numbers of all such parameters.
+        use_counts: asks the other ranks at the end of backward.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -122,8 +83,8 @@ class _Backward:
         self.arrived: dict[int, None] = {}
         self.missing = [len(members) for members in layout.buckets]
         self.sent = 0
-        self.in_flight: deque[_TransientBucket] = deque()
-        self.held: list[_TransientBucket] = []
+        self.in_flight: deque[TransientBucket] = deque()
+        self.held: list[TransientBucket] = []
         self.unused: set[int] = set()
         self.use_counts: torch.futures.Future[Any] | None = None
 
@@ -144,7 +105,7 @@ class TransientBuckets:
         sparse: the numbers of those whose gradients are sparse.
 
     Attributes:
-        receiver: told of what arrives; ``None``: it stays in ``.grad``.
+        receiver: is told of each bucket; ``None``: gradients stay in ``.grad``.
     """
 
     def __init__(
@@ -166,10 +127,11 @@ class TransientBuckets:
         self._reduces = False
         self._backward: _Backward | None = None
         self._makers = Makers()
-        # With a gradient of this rank's own in .grad, from a backward in no_sync too.
+        # The parameters whose .grad holds a gradient of this rank that was not averaged yet: also one that was
+        # accumulated in no_sync.
         self._fresh: set[int] = set()
         self.refresh()
-        # The buckets own no parameter's life: without a replicated model around it, the model is a plain one.
+        # Hooks are on the parameters, which may outlive this: without a ``Replicated`` around it the model is plain.
         weakref.finalize(self, _remove, self._handles).atexit = False
 
     @property
@@ -178,7 +140,7 @@ class TransientBuckets:
         return ([self._parameters[number] for number in members] for members in self._layout.buckets)
 
     def refresh(self) -> None:
-        """Take in parameters that were frozen or thawed: on all ranks alike."""
+        """Take in parameters that were frozen or unfrozen: on all ranks alike."""
         trainable = tuple(number for number, p in enumerate(self._parameters) if p.requires_grad)
         if trainable == self._trainable:
             return
@@ -198,29 +160,32 @@ class TransientBuckets:
     def _layout(self, layout: Layout) -> None:
         self._layouts[self._trainable] = layout
 
-    # What is called after a forward that will have a backward.
-
     def after_forward(self, output: object, *, reduces: bool) -> None:
-        """``reduces``: whether the backward from ``output`` does. In ``no_sync`` gradients only add up."""
+        """A forward with gradients has returned ``output``.
+
+        Args:
+            reduces: whether the backward from ``output`` averages. In ``no_sync`` gradients only add up.
+        """
         self._reduces = reduces
         self.refresh()
         if reduces:
             for node in nodes_of(output):
-                # Not with the node itself, which would refer to itself for good.
+                # Without the node itself: a hook that refers to its own node keeps the node for good.
                 node.register_prehook(UntracedHook(partial(self._reached, _before(node))))
 
     # What autograd calls.
 
     def _reached(self, inputs: Sequence[Node], gradients: object) -> None:
-        """Backward comes to an output. Without this, a rank whose backward uses none of the parameters would leave the
-        others waiting."""
+        """Backward comes to an output of the model. Without this hook a rank whose backward uses none of the parameters
+        would send nothing, and leave the other ranks waiting."""
         if self._backward is None and self._reduces and self._gives_gradients(inputs):
             self._begin()
 
     def _gives_gradients(self, inputs: Sequence[Node]) -> bool:
-        """Not in ``autograd.grad``, nor in ``backward(inputs=…)`` of other tensors. Some ranks may run these alone."""
+        """Whether the running backward, at an output with these ``inputs``, is for ``.grad`` of the parameters.
+        ``autograd.grad`` and ``backward(inputs=…)`` of other tensors are not, and some ranks may run these alone."""
         mine = [self._parameters[number] for number in self._trainable]
-        with torch._C.DisableTorchFunctionSubclass():  # no value is used, and nobody who watches need be told
+        with torch._C.DisableTorchFunctionSubclass():  # no value is used: a watched parameter need not notice
             return any(runs(get_gradient_edge(p).node) for p in mine) or not _lead_to(inputs, mine)
 
     def _begin(self) -> None:
@@ -229,7 +194,7 @@ class TransientBuckets:
 
     def _accumulated(self, number: int, parameter: torch.Tensor) -> None:
         if not parameter.requires_grad:
-            return  # frozen since the forward: it got nothing
+            return  # frozen since the forward: its gradient was not accumulated
         self._makers.saw(parameter.device)
         self._fresh.add(number)
         if not self._reduces:
@@ -279,7 +244,7 @@ class TransientBuckets:
             self.receiver.ended()
 
     def _raised(self, backward: _Backward) -> None:
-        # What is on its way is not waited for: another rank that raised too may never send its part.
+        # Buckets in flight are not waited for: another rank that raised too may never send its part.
         if self._backward is backward:
             self._backward = None
         if self.receiver is not None:
@@ -287,7 +252,7 @@ class TransientBuckets:
 
     def _fail(self, backward: _Backward, error: BaseException) -> None:
         self._backward = None
-        if isinstance(error, Exception):  # not Ctrl-C: what is on its way may be what hangs
+        if isinstance(error, Exception):  # not Ctrl-C: a communication may be what hangs
             under_way: list[Communication] = [*backward.in_flight]
             if backward.use_counts is not None:
                 under_way.append(backward.use_counts)
@@ -299,7 +264,7 @@ class TransientBuckets:
     # Buckets.
 
     def _send(self, backward: _Backward) -> None:
-        """The next bucket; zeros for what this rank has not used."""
+        """Send the next bucket, with zeros in the place of gradients that this rank does not have."""
         while len(backward.in_flight) >= IN_FLIGHT:
             self._deliver(backward, backward.in_flight.popleft())
         numbers = backward.layout.buckets[backward.sent]
@@ -309,14 +274,15 @@ class TransientBuckets:
         with torch.no_grad():
             work = None if numbers[0] in self._sparse else self._reduce(numbers, unused)
             future = self._reduce_sparse(numbers[0], unused) if work is None else _future_of(work)
-        backward.in_flight.append(_TransientBucket(members, future, work, numbers, unused))
+        backward.in_flight.append(TransientBucket(members, future, work, numbers, unused))
         backward.unused |= unused
         if self.receiver is not None:
             self.receiver.launched(members, future)
         backward.sent += 1
 
     def _reduce(self, members: Sequence[int], unused: frozenset[int]) -> dist.Work | None:
-        """Multiplied by 1/W before the sum, as DDP's reducer does (``mark_variable_ready_dense``)."""
+        """Fill a bucket, and start its all-reduce. Gradients are multiplied by 1/W before the sum, as DDP's reducer
+        does (``mark_variable_ready_dense``)."""
         parameters = [self._parameters[number] for number in members]
         factor = 1.0 / dist.get_world_size(self.group)
         own = parameters[0].dtype.to_real()
@@ -366,7 +332,7 @@ class TransientBuckets:
     def _reduce_dtype(self) -> torch.dtype | None:
         return None if self.receiver is None else self.receiver.reduce_dtype
 
-    def _deliver(self, backward: _Backward, bucket: _TransientBucket) -> None:
+    def _deliver(self, backward: _Backward, bucket: TransientBucket) -> None:
         bucket.wait()
         if bucket.unused:
             backward.held.append(bucket)
@@ -380,10 +346,9 @@ class TransientBuckets:
             for bucket in backward.held:
                 self._hand_over(bucket, [number for number in bucket.numbers if somewhere[number]])
 
-    def _hand_over(self, bucket: _TransientBucket, used: Sequence[int]) -> None:
+    def _hand_over(self, bucket: TransientBucket, used: Sequence[int]) -> None:
         """The mean is put into ``.grad`` of the parameters that any rank has used; of the others it stays as it was."""
-        _put_means(bucket, set(used))
-        bucket.release()
+        bucket.put_means(set(used))
         self._fresh.difference_update(used)
         if self.receiver is not None and used:
             self.receiver.delivered([self._parameters[number] for number in used])
@@ -398,21 +363,15 @@ class TransientBuckets:
         return _future_of(dist.all_reduce(used, group=self.group, async_op=True))
 
     def _agree_on_order(self, backward: _Backward) -> None:
-        """After the first backward: the first rank's order is that of all. What it did not use comes last, so that no
-        other bucket has to wait for it."""
+        """The first backward with these parameters ends: from now on all ranks fill buckets in the order in which
+        gradients arrived on the first rank. Parameters that it did not use come last, so that no other bucket has to
+        wait for them."""
         members = sorted(backward.bucket_of)
         rest = (number for number in reversed(members) if number not in backward.arrived)
         order = torch.tensor([*backward.arrived, *rest], device=self._parameters[0].device)
         broadcast([order], self.group)
         layout = as_they_arrived(self._parameters, order.tolist(), self._sparse, self._sizes)
         self._layouts[tuple(members)] = layout
-
-
-def _put_means(bucket: _TransientBucket, used: Set[int]) -> None:
-    # A function of its own: the views it has made of the bucket end with it, and with them what keeps the bucket.
-    for number, parameter, mean in zip(bucket.numbers, bucket.members, bucket.means(), strict=True):
-        if number in used:
-            parameter.grad = mean
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -1,8 +1,9 @@
 """ZeRO-1 under DistributedDataParallel: each rank keeps the optimizer's state of its own part of the parameters.
 
-A bucket's gradients are reduced and scattered (each rank gets the mean of its part), the parts are stepped, and what
-is new is gathered from all ranks: the bytes of DDP's all-reduce, and 1/N of the step and of the state on each of N
-ranks (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, stage 1).
+A bucket's gradients are reduced and scattered: each rank gets the mean of its own part. The parts are stepped, and the
+new values are gathered from all ranks. That sends as many bytes as DDP's all-reduce, with 1/N of the step and of the
+state on each of N ranks (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+2020, stage 1).
 """
 
 import weakref
@@ -42,8 +43,8 @@ from instep.sources.zero.state_shards import GatheredShards, RowShard, Scattered
 class ZeroSource:
     """One DDP instance whose buckets are scattered in place of being reduced on all ranks.
 
-    With a sink that steps (``schedule="backward"``) parts are stepped where backward ends, in order of sending, and
-    sent back while others are stepped. With one that does not, ``.grad`` is left with their gradients, as ``DTensor``.
+    With ``schedule="backward"`` parts are stepped where backward ends, in the order of sending, and sent back while
+    others are stepped. With ``schedule="forward"`` their gradients are left in ``.grad``, as ``DTensor``.
     """
 
     def __init__(
@@ -62,14 +63,16 @@ class ZeroSource:
         self._reduce_dtype = reduce_dtype
         self._parameters = WrappedParameters(parameters)
         self._buckets = ShownBuckets(self._parameters)
-        # Which parameters other ranks have used is known only where DDP's own end of backward has been.
-        self._late = not sink.frees_gradients or ddp.find_unused_parameters or ddp.static_graph
+        # Whether to step after DDP's own end of backward: .grad is handed out, or other ranks may have used parameters
+        # that this one has not, which DDP's own end finds out.
+        self._steps_after_ddp = not sink.frees_gradients or ddp.find_unused_parameters or ddp.static_graph
         self._reductions = Reductions(self._step, self._settle, self._raised)
-        # DDP's own buckets are needed no more once they are sent, unless .grad is handed out and is no view of them.
-        self._in_place = ddp.gradient_as_bucket_view or not self._late
-        self._rooms: dict[int, torch.Tensor] = {}
-        self._under_way: list[ScatteredGradients] = []
-        self._gathers: list[tuple[torch.device, GatheredShards]] = []
+        # DDP's own buckets are not needed once they are sent, unless DDP's end still copies from them into .grad: then
+        # parts are received there, to save memory.
+        self._in_place = ddp.gradient_as_bucket_view or not self._steps_after_ddp
+        self._rooms: dict[int, torch.Tensor] = {}  # where parts are received, by the number of their bucket
+        self._scattered: list[ScatteredGradients] = []  # whose memory is not freed yet
+        self._gathers: list[tuple[torch.device, GatheredShards]] = []  # in the order of sending
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -107,7 +110,7 @@ class ZeroSource:
         self, bucket: SomeBucket, group: dist.ProcessGroup, divisor: int
     ) -> torch.futures.Future[torch.Tensor] | None:
         if self._accumulation.is_held:
-            return None  # the forward was outside of accumulate(), so DDP takes its mean, and more is added to that
+            return None  # gradients add up, and the forward was outside of accumulate(): DDP takes its own mean
         buffer = bucket.buffer()
         if buffer.is_sparse:
             raise InstepError("shard_state=True does not take sparse gradients: use sparse=False, or no shard_state")
@@ -120,18 +123,18 @@ class ZeroSource:
         if not self._reductions.launched(bucket, reduction):
             raise InstepError("shard_state=True does not go with join(): ranks that have joined own rows, too")
         if reduction.index == 0:
-            self._rooms, self._under_way = {}, []
+            self._rooms, self._scattered = {}, []
         self._buckets.show(reduction.index, members)
         if room is not None:
             self._rooms[reduction.index] = room
-        self._under_way = [one for one in [*self._under_way, scattered] if not one.let_go()]
-        # What DDP copies into .grad is replaced where it has.
+        self._scattered = [one for one in [*self._scattered, scattered] if not one.free_if_done()]
+        # The bucket still holds this rank's own gradients. DDP copies them into .grad, and there they are replaced.
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(buffer)
         return future
 
     def launched(self, bucket: SomeBucket, future: torch.futures.Future[torch.Tensor]) -> None:
-        """``communicate`` has seen to it."""
+        """``communicate`` has noted a bucket that is scattered. After a plain mean gradients add up."""
 
     def _part(self, parameter: torch.Tensor) -> RowShard:
         part = self._parameters[parameter].part
@@ -142,30 +145,30 @@ class ZeroSource:
         self._sink.backward_raised()
 
     def _step(self, reductions: Sequence[Reduction]) -> None:
-        if self._late:
+        if self._steps_after_ddp:
             return
         deliver(self._sink, self._members(reductions), partial(self._step_each, reductions))
-        self._receive(wait=True)  # before DDP's own end of backward goes through its buckets
+        # DDP's own end is next, and goes through its buckets, in which parts are received: on the side stream.
+        self._receive(wait=True)
         self._sink.streams.join()
 
     def _step_each(self, reductions: Sequence[Reduction]) -> bool:
         done = True
-        together = [[one] for one in reductions] if self._sink.by_bucket else as_they_arrive(reductions)
-        for arrived in together:
+        for arrived in as_they_arrive(reductions, one_by_one=self._sink.by_bucket):
             with grad_as_left([parameter for one in arrived for parameter in one.parameters]):
                 done = self._sink.apply(self._members(arrived), partial(self._fetch, arrived)) and done
             self._send(arrived)
         return done
 
     def _settle(self, reductions: Sequence[Reduction]) -> None:
-        if self._late:
-            self._step_late(reductions)
+        if self._steps_after_ddp:
+            self._step_together(reductions)
         self._sink.retire(self._members(reductions))
         self._sink.streams.join()
-        self._rooms, self._under_way = {}, []
+        self._rooms, self._scattered = {}, []
         self._sink.raise_failure()
 
-    def _step_late(self, reductions: Sequence[Reduction]) -> None:
+    def _step_together(self, reductions: Sequence[Reduction]) -> None:
         with errors_kept(self._sink):
             self._fetch(reductions)
             members = [a for a in self._members(reductions) if a.get().grad is not None]
@@ -175,7 +178,7 @@ class ZeroSource:
         self._receive(wait=True)
 
     def _send(self, reductions: Sequence[Reduction]) -> None:
-        """Also parts that this rank could not step: the others wait for them."""
+        """Send this rank's parts to the other ranks, also those that it could not step: the others wait for them."""
         for reduction in reductions:
             members = [self._parameters[parameter] for parameter in reduction.members]
             with self._sink.streams.on(members[0].spec.device):
@@ -184,7 +187,11 @@ class ZeroSource:
             self._receive(wait=False)
 
     def _receive(self, *, wait: bool) -> None:
-        """Write what has arrived into the parameters, in the order of sending."""
+        """Write the parts that have arrived into the parameters, in the order of sending.
+
+        Args:
+            wait: for those that have not.
+        """
         while self._gathers and (wait or self._gathers[0][1].done()):
             device, gathered = self._gathers.pop(0)
             with errors_kept(self._sink), self._sink.streams.on(device):
@@ -201,10 +208,10 @@ class ZeroSource:
 
 
 class Zero:
-    """One attachment's share in this.
+    """``shard_state=True`` for one attachment: the source of its gradients, and its optimizers, whose state is divided.
 
     Attributes:
-        reduced: by ``id``: the parameters that are in DDP's buckets. Others are stepped whole, as ever.
+        reduced: by ``id``: the parameters that are in DDP's buckets. Others are stepped whole on each rank.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -221,13 +228,14 @@ class Zero:
         accumulation: Accumulation,
         reduce_dtype: torch.dtype | None,
     ) -> ZeroSource:
-        """What sends the gradients of ``ddp``, and has the parts stepped."""
+        """The source of the gradients of ``ddp``."""
         return ZeroSource(sink, parameters, ddp, self.shards, accumulation, reduce_dtype)
 
     def connect(
         self, optimizer: Optimizer, parameters: Callable[[], Iterable[AttachedParameter]]
     ) -> list[RemovableHandle]:
-        """Keep the state of this rank's parts alone; what is saved and loaded is all of it."""
+        """Keep the optimizer's state of this rank's parts alone. ``state_dict()`` has all of it, and
+        ``load_state_dict()`` takes all of it."""
         _shard(optimizer, parameters())
         self._connected.append((weakref.ref(optimizer), parameters))
         saved = BoundHook(lambda optimizer, state_dict: _whole_state_dict(optimizer, state_dict, parameters()))
@@ -238,16 +246,16 @@ class Zero:
         ]
 
     def require_reduced(self, parameters: Iterable[AttachedParameter]) -> None:
-        """Before ``optimizer.step()``: raise ``AccumulationError`` if these gradients are this rank's own. Each rank
-        would step its rows with gradients that the plain loop applies on that rank alone."""
+        """Before ``optimizer.step()``: raise ``AccumulationError`` if these gradients were not reduced. The plain loop
+        applies them on this rank alone; here this rank would step its rows with them for all ranks."""
         ddp = self._ddp()
         if ddp is None or ddp.require_forward_param_sync:
-            return  # the last forward prepared DDP to reduce
+            return  # after the last forward DDP reduces
         for attached in parameters:
             gradient = attached.get().grad
             if id(attached.peek()) in self.reduced and gradient is not None and not isinstance(gradient, DTensor):
                 with torch._C.DisableTorchFunctionSubclass():
-                    written = bool(gradient.any())  # DCP makes zeros, for the state that a step makes
+                    written = bool(gradient.any())  # DCP steps with zeros, for the state that a step makes
                 if written:
                     raise AccumulationError(
                         f"optimizer.step() came after backwards in no_sync() or accumulate() only: the gradient of "
