@@ -494,8 +494,8 @@ MUTANTS = [
     _mutant(
         "a hook's step is not waited for where DDP ends",
         "StepAfterReduction._step",
-        "        # tensors in memory that one has given back.\n        self._streams.join()\n",
-        "",
+        "in memory that an update has given back.\n        self._streams.join()\n",
+        "in memory that an update has given back.\n",
         GIVEN_BACK,
         "hook and written",
     ),

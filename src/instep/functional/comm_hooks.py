@@ -21,7 +21,7 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 class OptimizerHookState:
-    """What ``hook_then_optimizer`` runs after a communication hook.
+    """The optimizer that ``hook_then_optimizer`` runs after a communication hook.
 
     Args:
         functional_optim: has a method ``step_param(param, grad)``, as the classes of
@@ -47,11 +47,11 @@ class OptimizerHookState:
 
 @dataclass
 class OptimInBackwardHookState:
-    """Of one hook made by ``apply_optim_in_backward_hook``.
+    """The state of one hook that ``apply_optim_in_backward_hook`` has made.
 
     Attributes:
-        optim_stream: where optimizers run on an accelerator of its device. ``None`` where there is no accelerator.
-        wait_for_optim_stream_enqueued: whether the running backward will wait for it at its end.
+        optim_stream: the stream on which optimizers run on its device. ``None`` where there is no accelerator.
+        wait_for_optim_stream_enqueued: whether the running backward will wait for that stream at its end.
     """
 
     optim_stream: torch.Stream | None
@@ -59,7 +59,7 @@ class OptimInBackwardHookState:
 
 
 def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook:
-    """A communication hook that runs ``hook``, then ``step_param(param, grad)`` with what the future of ``hook`` holds.
+    """A communication hook that runs ``hook``, then ``step_param(param, grad)`` with the gradients in its future.
 
     Parameters are stepped where backward ends, bucket by bucket in the order of sending: while some are stepped the
     later ones are still on their way. A stepped parameter's ``.grad`` is ``None`` afterwards, so no ``zero_grad()`` is
@@ -161,14 +161,14 @@ class _Hook:
 
 
 class DDPReference(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference that can be pickled with the instance's hooks, and is nothing then."""
+    """A weak reference that can be pickled with the hooks of a DDP instance: as ``None``."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
 
 stepping_hooks: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Those that step in-backward optimizers themselves."""
+"""The communication hooks that step in-backward optimizers themselves."""
 
 
 def step_with(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -179,7 +179,17 @@ def step_with(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 class StepAfterReduction:
-    """Steps the ``wanted`` parameters of each bucket with ``step(parameter, gradient)`` once it has arrived."""
+    """Steps parameters one by one in each bucket of DDP's that has arrived, where backward ends.
+
+    Unlike ``DDPSource`` this has no ``Sink``: every backward is a step, of parameters that need not be attached, and is
+    not taken back. Gradients are dropped after it, since no loop calls ``zero_grad()``.
+
+    Args:
+        wanted: whether to step a parameter. The gradients of others are left alone.
+        step: steps one parameter: ``step(parameter, gradient)``.
+        streams: has the stream that parameters are stepped on.
+        settled: is called once nothing of a backward is left to do, also where the backward has raised.
+    """
 
     def __init__(
         self,
@@ -196,7 +206,7 @@ class StepAfterReduction:
         self._reductions = Reductions(self._step, self._settle, self._raised)
 
     def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> bool:
-        """``False`` on a rank that has joined: it steps nothing."""
+        """The communication of ``bucket`` was started. ``False`` on a rank that has joined: it steps nothing."""
         return self._reductions.launched(bucket, Reduction(bucket, future))
 
     def _step(self, reductions: Sequence[Reduction]) -> None:
@@ -208,15 +218,16 @@ class StepAfterReduction:
                         gradients = reduction.gradients()
                         self._step_all(zip(reduction.parameters, gradients, strict=True))
                 else:
-                    reduction.gradients()  # a failed one must stop those after it too
+                    reduction.gradients()  # waited for: if it has failed, no bucket after it may be stepped
         except BaseException as error:
             self._failure.keep(error)
-        # DDP's own end of backward is next. It copies from the buckets, which an update may have written, and makes
-        # tensors in memory that one has given back.
+        # DDP's own end of backward is next, on the loop's stream. It copies from the buckets, which an update on the
+        # side stream may have written, and makes tensors in memory that an update has given back.
         self._streams.join()
 
     def _settle(self, reductions: Sequence[Reduction]) -> None:
-        """DDP has set the gradients of those that other ranks used: step them, drop all, raise what went wrong."""
+        """DDP's own end has set the gradients of parameters that only other ranks used: step these, drop all gradients,
+        and raise what went wrong."""
         try:
             for reduction in reductions if self._failure.error is None else ():
                 late = [(p, p.grad) for p in reduction.unused if p.grad is not None]
@@ -228,7 +239,7 @@ class StepAfterReduction:
         self._failure.raise_if_any()
 
     def _drop(self, reductions: Sequence[Reduction]) -> None:
-        """Also of a step or a backward that failed: the next one would add to these gradients."""
+        """Drop the gradients, also after a step or a backward that failed: the next backward would add to them."""
         for reduction in reductions:
             for parameter in filter(self._wanted, (*reduction.parameters, *reduction.unused)):
                 parameter.grad = None

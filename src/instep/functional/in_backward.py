@@ -27,7 +27,9 @@ param_to_optim_hook_handle_map: Any = WeakTensorKeyDictionary()
 """By parameter: one handle for each registration. Once ``remove()`` was called on all of them, the parameter's hook
 does nothing; its optimizers stay on it, for DDP, FSDP or the caller to run, until the next registration."""
 _hooks: Any = WeakTensorKeyDictionary()
+"""By parameter: the handle of its one hook; ``None``: it was registered with ``register_hook=False``."""
 _reduced_by: Any = WeakTensorKeyDictionary()
+"""By parameter: a weak reference to the DDP instance that reduces it, and steps it where backward ends."""
 
 
 def apply_optimizer_in_backward(
@@ -90,7 +92,7 @@ def get_in_backward_optimizers(module: nn.Module) -> list[Optimizer]:
 
 
 class _Handle:
-    """Takes one registration back."""
+    """Takes one registration of one parameter back."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
@@ -106,7 +108,7 @@ def _registered(parameter: torch.Tensor) -> bool:
 
 
 def _forget_removed(parameter: torch.Tensor) -> None:
-    """A registration that follows a removal starts anew."""
+    """Drop the optimizers whose registration was removed: a registration after a removal starts anew."""
     handles = param_to_optim_hook_handle_map.get(parameter, [])
     removed = [handle.optimizer() for handle in handles if handle.removed]
     kept = [i for i, o in enumerate(getattr(parameter, OPTIMIZERS, ())) if not any(o is r for r in removed)]
@@ -171,7 +173,7 @@ def _running_ddps(parameters: Sequence[torch.Tensor]) -> list[DistributedDataPar
 
 
 def _record(parameter: torch.Tensor, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
-    # The lists are on the parameter, so they are freed with it: by gc, since optimizers refer to their parameters.
+    # The lists are on the parameter, and are freed with it: by the collector, since optimizers refer to parameters.
     if not hasattr(parameter, OPTIMIZERS):
         for name in _RECORDS:
             setattr(parameter, name, [])
@@ -185,7 +187,7 @@ def _hook(parameter: torch.Tensor) -> None:
         return
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)  # torch takes no hook on a frozen tensor, but keeps one that is there
-    # It finds all it needs on the parameter, so nothing of it keeps anything alive.
+    # The hook finds all it needs on the parameter, and keeps nothing alive.
     _hooks[parameter] = parameter.register_post_accumulate_grad_hook(UntracedHook(_accumulated))
     if frozen:
         parameter.requires_grad_(False)
@@ -198,12 +200,13 @@ def _accumulated(parameter: torch.Tensor) -> None:
     try:
         step_in_backward(parameter)
     finally:
-        # Also when the step raised: the next backward would add to it.
+        # Also when the step raised: the next backward would add to this gradient.
         parameter.grad = None
 
 
 def _set_up_ddp(ddp: DistributedDataParallel) -> bool:
-    """What DDP does about in-backward optimizers before its first forward. ``False``: none of them is ours."""
+    """Does what DDP does about in-backward optimizers before its first forward. ``False``: none of them is instep's,
+    and nothing was done."""
     recorded = [p for p in ddp._module_parameters if hasattr(p, OPTIMIZERS)]
     mine = [p for p in recorded if p in _hooks]
     if not mine:
@@ -216,7 +219,7 @@ def _set_up_ddp(ddp: DistributedDataParallel) -> bool:
     _refuse_hook(ddp)
     if not ddp._comm_hooks:
         ddp.register_comm_hook(DDPReference(ddp), apply_optim_in_backward_hook(ddp.gradient_as_bucket_view))
-    in_buckets = bucket_parameters(ddp)  # DDP leaves the gradients of the others as they are on this rank
+    in_buckets = bucket_parameters(ddp)  # DDP does not reduce the others: they are stepped in their own hooks
     for parameter in mine:
         if id(parameter) in in_buckets:
             _reduced_by[parameter] = weakref.ref(ddp)
@@ -237,7 +240,7 @@ def _refuse_hook(ddp: DistributedDataParallel) -> None:
 
 
 def _moved_by_fully_shard(parameter: torch.Tensor, sharded: torch.Tensor) -> None:
-    """``fully_shard`` has put ``sharded`` in the place of ``parameter``: so do the optimizers."""
+    """``fully_shard`` has put ``sharded`` in the place of ``parameter``: make its optimizers anew, for ``sharded``."""
     if not hasattr(parameter, OPTIMIZERS) or parameter not in _hooks:
         return
     for optimizer, kwargs in zip(getattr(parameter, OPTIMIZERS), parameter._optimizer_kwargs, strict=True):  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
 """The step in full precision under DistributedDataParallel's own mixed precision.
 
 With ``DistributedDataParallel(mixed_precision=...)`` a parameter is a low-precision copy of itself from the forward to
-the end of backward. DDP reduces through a communication hook that has to put both back to full precision.
+the end of backward. DDP reduces through a communication hook, which has to put parameters and gradients back to full
+precision.
 """
 
 import weakref
@@ -85,6 +86,7 @@ class _UpcastBucket(InFlightBucket[torch.futures.Future[torch.Tensor]]):
 
 
 def _put(gradient: torch.Tensor | None, part: torch.Tensor) -> None:
+    """Write ``gradient`` into its ``part`` of a bucket, which may be the same memory."""
     if gradient is None:
         part.zero_()
         return
@@ -97,11 +99,11 @@ def _put(gradient: torch.Tensor | None, part: torch.Tensor) -> None:
 
 @dataclass
 class AllreduceUpcastHookState:
-    """What ``reducer_allreduce_and_upcast_hook`` is registered with.
+    """The state that ``reducer_allreduce_and_upcast_hook`` is registered with.
 
     It is for either of two kinds of DDP instance. A plain one, with ``mixed_precision`` given here: instep then casts
-    its parameters in each forward. This is the one to choose: it runs on CPU too, and takes tied, unused and
-    checkpointed parameters. Or one that was built with DDP's own ``mixed_precision``, whose constructor registers the
+    its parameters in each forward. This kind is the one to choose: it runs on CPU too, and takes tied, unused and
+    checkpointed parameters. The other kind was built with DDP's own ``mixed_precision``: its constructor registers the
     hook of this name in ``torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks``. Making a state adds
     forward hooks to the DDP instance.
 
@@ -201,9 +203,12 @@ class AllreduceUpcastHookState:
     def _after_ddp_ended(self, buckets: Sequence[_UpcastBucket]) -> None:
         self.wait_for_stream_enqueued = False
         try:
+            # On the loop's stream, as DDP's own end has. All are waited for before any parameter is stepped: after a
+            # communication that failed nothing may be.
             for bucket in buckets:
                 bucket.wait()
             _to_full_precision(self._ddp())
+            # The side stream begins after all that the loop's stream holds now: the sums are there.
             with self._streams.on(buckets[0].members[0].device):
                 for bucket in buckets:
                     bucket.upcast()
@@ -215,6 +220,7 @@ class AllreduceUpcastHookState:
             self._streams.join()
 
     def _raised(self, buckets: Sequence[_UpcastBucket]) -> None:
+        """Backward has raised, and has taken off some gradients: leave none, and full precision everywhere."""
         for bucket in buckets:
             bucket.drain()
         self.wait_for_stream_enqueued = False
@@ -274,7 +280,7 @@ def _to_full_precision(ddp: DistributedDataParallel) -> None:
 
 
 def _drop_gradients(ddp: DistributedDataParallel) -> None:
-    """Some are reduced, some are local, some are DDP's own memory, and none of it shows."""
+    """Drop all gradients: some are reduced, some are this rank's own, some are DDP's memory, and none shows which."""
     for parameter in filter(_has_low_precision, ddp.module.parameters()):
         parameter.grad = None
 
