@@ -158,7 +158,7 @@ class CrossingSource:
         collective = OrderedCollective(launch, nbytes)
         device = members[0].device
         if bucket.is_last():
-            # Before the last bucket is added: whether the layout has repeated decides what becomes of it.
+            # Before it is decided whether this bucket crosses: with too few buckets the layout has not repeated.
             self._layout.end()
             self._plan.end(self._layout)
         self._collectives.add(index, collective)
@@ -166,11 +166,13 @@ class CrossingSource:
             exchange = self._plan.exchange_times(self._layout.repetitions, self._group, device)
             if exchange is not None:
                 self._collectives.add(index + 1, exchange)
-        # DDP ends its backward with the parameters that only other ranks have used: it needs the mean then.
+        # A parameter without a gradient here may have been used on another rank: DDP's own end needs the mean then.
         crosses = self._layout.repeats and self._plan.crosses
         if not crosses or buffer.is_sparse or any(p.grad is None for p in members):
             return collective.future(device)
         self._made[index] = HeldBucket(self._parameters.among(members), members, collective)
+        # A future that is done: DDP's own end does not wait for the sum, and leaves views of a bucket that is still
+        # written in .grad. ``take_off`` comes right after that end, before the loop can read them.
         done = future_on(device)
         done.set_result(buffer)
         return done

@@ -270,6 +270,7 @@ class TransientBuckets:
         numbers = backward.layout.buckets[backward.sent]
         members = [self._parameters[number] for number in numbers]
         unused = frozenset(i for i in numbers if i not in self._fresh or _gradient(self._parameters[i]) is None)
+        # On the stream of the gradient that came last: the others may have been made on other streams.
         self._makers.gather(members[0].device)
         with torch.no_grad():
             work = None if numbers[0] in self._sparse else self._reduce(numbers, unused)

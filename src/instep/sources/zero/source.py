@@ -181,6 +181,7 @@ class ZeroSource:
         """Send this rank's parts to the other ranks, also those that it could not step: the others wait for them."""
         for reduction in reductions:
             members = [self._parameters[parameter] for parameter in reduction.members]
+            # On the side stream, which has stepped the parts that are sent.
             with self._sink.streams.on(members[0].spec.device):
                 gathered = self._shards.gather(members, self._rooms.get(reduction.index))
             self._gathers.append((members[0].spec.device, gathered))
