@@ -29,10 +29,15 @@ def deliver(sink: Sink, gradients: Sequence[AttachedParameter], step: Callable[[
     return False
 
 
+def step_bucket(sink: Sink, gradients: Sequence[AttachedParameter]) -> bool:
+    """The ``step`` of gradients that nothing but instep needs any more: step them in one call, and free them."""
+    done = sink.apply(gradients)
+    sink.retire(gradients)
+    return done
+
+
 def step_all(sink: Sink, gradients: Sequence[AttachedParameter]) -> bool:
     """The ``step`` of a sink that ``waits_for_all``: all gradients of the model are in ``.grad``, and clipped by the
     norm that they have together."""
     sink.compute_total_norm()
-    done = sink.apply(gradients)
-    sink.retire(gradients)
-    return done
+    return step_bucket(sink, gradients)

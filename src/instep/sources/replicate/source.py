@@ -20,7 +20,7 @@ from instep._optim.plan import Bucket
 from instep._ranks.agreement import broadcast, require_the_same
 from instep.errors import AttachError, InstepError
 from instep.sources import Sink, record_arrival
-from instep.sources.delivery import deliver, step_all
+from instep.sources.delivery import deliver, step_all, step_bucket
 from instep.sources.replicate.layout import BucketSizes
 from instep.sources.replicate.transient import TransientBuckets
 from instep.sources.wrapped import WrappedParameters, as_bucket
@@ -185,11 +185,7 @@ class ReplicatedSource:
 
     def _step_if_first(self, mine: Sequence[AttachedParameter]) -> bool:
         # Asked only once these were offered: ``begin_step`` is called by the first offer of a step.
-        if not self._writes:
-            return False
-        done = self._sink.apply(mine)
-        self._sink.retire(mine)
-        return done
+        return self._writes and step_bucket(self._sink, mine)
 
     def _is_applied(self, parameter: torch.Tensor) -> bool:
         return parameter in self._parameters and self._sink.is_applied(self._parameters[parameter])
