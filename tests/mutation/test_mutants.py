@@ -1232,7 +1232,7 @@ MUTANTS = [
     Mutant(
         "read a gradient that has not arrived",
         "CrossingSource",
-        "        self.land()\n\n    def _drain",
+        "        self.wait_into_grad()\n\n    def _drain",
         "        pass\n\n    def _drain",
         CROSSING,
     ),
@@ -1245,7 +1245,7 @@ MUTANTS = [
     ),
     Mutant(
         "leave the half of a gradient",
-        "HeldBucket.land",
+        "HeldBucket.wait_into_grad",
         "                parameter.grad = None  # the loop must not find half of a sum",
         "                pass",
         CROSSING,

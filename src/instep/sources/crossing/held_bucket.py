@@ -38,7 +38,7 @@ class HeldBucket(InFlightBucket[OrderedCollective]):
         found = attached.get().grad
         return found.held if isinstance(found, HeldGradient) and any(found is p for p in self._placeholders) else None
 
-    def land(self) -> None:
+    def wait_into_grad(self) -> None:
         """Wait, and have ``.grad`` be what it is in the plain loop, where the loop has put nothing else there."""
         waiting = [
             (parameter, placeholder.held)

@@ -91,7 +91,7 @@ class CrossingSource:
         self._drain()
         for bucket in self.flights:
             with suppress(Exception):
-                bucket.land()
+                bucket.wait_into_grad()
         self._in_flight.clear()
         release(self._ddp(), self)
 
@@ -101,7 +101,7 @@ class CrossingSource:
 
     def refresh(self) -> None:
         """A forward begins: gradients that no step has taken are the plain loop's."""
-        self.land()
+        self.wait_into_grad()
         self._plan.times.forward_begins()
 
     def begin_step(self) -> None:
@@ -111,12 +111,12 @@ class CrossingSource:
         """DDP's next backward writes its buckets, and may begin unseen. In most loops nothing is left to wait for: the
         optimizer's step was given what was sent, and this forward has read its weights."""
         if torch.is_grad_enabled() and graph_task() is None and not torch.compiler.is_compiling():
-            self.land()
+            self.wait_into_grad()
             self._drain()
 
     def before_backward(self) -> None:
         """DDP is about to write its buckets again."""
-        self.land()
+        self.wait_into_grad()
         self._drain()
         self._in_flight = {}
         before_backward(self._ddp())
@@ -132,10 +132,10 @@ class CrossingSource:
         """The buckets of the last backward, in the order in which they are sent."""
         return list(self._in_flight.values())
 
-    def land(self) -> None:
+    def wait_into_grad(self) -> None:
         """Wait for the buckets that no step was given, and put their gradients where the plain loop has them."""
         for bucket in self.flights:
-            bucket.land()
+            bucket.wait_into_grad()
 
     # What DDP calls.
 
@@ -212,7 +212,7 @@ class CrossingSource:
             self._collectives.abandon(InstepError("backward raised before all of its buckets were made"))
 
     def _used(self, operation: str, args: object) -> None:
-        self.land()
+        self.wait_into_grad()
 
     def _drain(self) -> None:
         """Return when nothing writes DDP's buffers any more."""
