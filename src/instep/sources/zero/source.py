@@ -67,8 +67,8 @@ class ZeroSource:
         # that this one has not, which DDP's own end finds out.
         self._steps_after_ddp = not sink.frees_gradients or ddp.find_unused_parameters or ddp.static_graph
         self._reductions = Reductions(self._step, self._settle, self._raised)
-        # DDP's own buckets are not needed once they are sent, unless DDP's end still copies from them into .grad: then
-        # parts are received there, to save memory.
+        # Whether parts are received in DDP's own buckets, to save memory: these are not needed once they are sent,
+        # unless DDP's own end still copies from them into .grad.
         self._in_place = ddp.gradient_as_bucket_view or not self._steps_after_ddp
         self._rooms: dict[int, torch.Tensor] = {}  # where parts are received, by the number of their bucket
         self._scattered: list[ScatteredGradients] = []  # whose memory is not freed yet
@@ -191,7 +191,7 @@ class ZeroSource:
         """Write the parts that have arrived into the parameters, in the order of sending.
 
         Args:
-            wait: for those that have not.
+            wait: also for those that have not arrived yet.
         """
         while self._gathers and (wait or self._gathers[0][1].done()):
             device, gathered = self._gathers.pop(0)
