@@ -100,7 +100,8 @@ from instep.sources.fsdp.wrappers import (
     put_shards_in_place,
     sharded_groups,
 )
-from instep.sources.local import ForwardCounts, LocalSource
+from instep.sources.local.parts import ForwardCounts
+from instep.sources.local.source import LocalSource
 from instep.sources.replicate.source import Replicated, ReplicatedSource
 
 if TYPE_CHECKING:

@@ -89,8 +89,8 @@ MUTANTS = [
     Mutant(
         "skip the last bucket",
         "LocalSource._count",
-        "if self._sink.apply(members):",
-        "if number == len(self._members) - 1 or self._sink.apply(members):",
+        "step_bucket(self._sink, self._layout.members[number])",
+        "number == len(self._layout.members) - 1 or step_bucket(self._sink, self._layout.members[number])",
         PARITY,
     ),
     Mutant(
@@ -222,8 +222,8 @@ MUTANTS = [
     Mutant(
         "let a parameter's hook own its source",
         "LocalSource._listen_to_all",
-        "self._listen(attached, weakly(self._accumulated, attached.spec.index))",
-        "self._listen(attached, partial(self._accumulated, attached.spec.index))",
+        "self._hooks.add(attached, weakly(self._accumulated, attached.spec.index))",
+        "self._hooks.add(attached, lambda p, i=attached.spec.index: self._accumulated(i, p))",
         "tests/unit/test_life.py",
     ),
     Mutant(
@@ -518,8 +518,8 @@ MUTANTS = [
     Mutant(
         "write over a write through an alias",
         "_AsLeft.require",
-        "            if found != version:",
-        "            if False:",
+        "if found != self._versions:",
+        "if False:",
         READERS,
     ),
     Mutant(
@@ -1211,8 +1211,8 @@ MUTANTS = [
     Mutant(
         "forget gradients that were noted and not announced",
         "LocalSource._end",
-        "        self._open_in = None\n        self._announce()\n        self._close()",
-        "        self._open_in = None\n        self._close()",
+        "        self._offer()\n",
+        "",
         REFUSALS,
     ),
     Mutant(
@@ -1351,7 +1351,7 @@ MUTANTS = [
     Mutant(
         "let one parameter speak for a bucket that has gradients from before",
         "LocalSource.before_backward",
-        "elif self._began is not None or not none_there(map(GRADIENT, self._trainable.tensors())):",
+        "elif self._began is not None or not none_there(map(GRADIENT, self._layout.trainable.tensors())):",
         "elif self._began is not None:",
         SPEAKERS,
     ),
@@ -1371,7 +1371,7 @@ MUTANTS = [
     ),
     Mutant(
         "do not count what nobody spoke for",
-        "LocalSource._announce_rest",
+        "LocalSource._offer_rest",
         "        if rest:",
         "        if False:",
         SPEAKERS,
@@ -1673,7 +1673,7 @@ MUTANTS = [
     Mutant(
         "do not look for state written through an older reference",
         "_AsLeft.require",
-        "if self._entries.written or not self._entries.are_in(",
+        "if not self._entries.are_as_left(",
         "if not self._entries.are_in(",
         STATE,
     ),

@@ -1,0 +1,1 @@
+"""Gradients that are final where autograd has accumulated them."""

@@ -1,0 +1,205 @@
+"""Gradients that are final once their post-accumulate-grad hooks are called.
+
+Autograd calls them, on one device. Of parameters that ``fully_shard`` was applied to FSDP2 calls them itself, group by
+group, once it has reduced and sharded the gradients (``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``,
+``foreach_reduce``).
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from instep._autograd.backward import Phase, current
+from instep._autograd.engine import graph_task
+from instep._life.weak import weakly
+from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there, none_there
+from instep._optim.plan import Bucket
+from instep.errors import InstepError
+from instep.sources import Sink
+from instep.sources.delivery import step_bucket
+from instep.sources.local.backwards import WritingBackwards
+from instep.sources.local.hooks import GradientHooks
+from instep.sources.local.layout import LocalLayout
+from instep.sources.local.parts import ForwardCounts, LatePart
+
+
+class LocalSource:
+    """Post-accumulate-grad hooks, gathered into the buckets of a ``LocalLayout``. A bucket with a parameter that gets
+    no gradient is never full: ``optimizer.step()`` steps the rest of it.
+
+    A hook on every parameter costs some microseconds for each. Once a step has gone in order, there is one hook for
+    each bucket: on the parameter whose gradient arrives last. In a backward that began without any gradient, the
+    gradients of the bucket that are there when that hook is called are final, since a backward gives each parameter its
+    gradient once. Anything else (accumulation, another order, a gradient too few, nested backwards) is left to
+    ``optimizer.step()`` once, and from then on every parameter has its hook again.
+
+    Args:
+        uses: of FSDP2's groups; ``None``: there are none.
+    """
+
+    def __init__(
+        self, sink: Sink, parameters: Sequence[AttachedParameter], bucket_bytes: int, uses: ForwardCounts | None = None
+    ) -> None:
+        self._sink = sink
+        self._layout = LocalLayout(parameters, bucket_bytes)
+        self._hooks = GradientHooks()
+        self._late_part = None if uses is None else LatePart(sink, uses, weakly(self._close))
+        self._backwards = WritingBackwards(weakly(self._end), weakly(self._raised))
+        self._in_order = all(attached.spec.group is None for attached in parameters)
+        self._one_per_bucket = False  # whether only the last parameter of each bucket has a hook
+        # Of this step, with a hook on every parameter: gradients that have arrived, and those of them that are still to
+        # be offered to the sink. A backward that may write offers them bucket by bucket.
+        self._arrived: set[int] = set()
+        self._to_offer: list[AttachedParameter] = []
+        self._missing: list[int] = []  # of each bucket, how many have not arrived
+        # The last backward that was seen to begin. With one hook for each bucket: while that backward runs, if it began
+        # without gradients; and the gradients that it has offered.
+        self._began: int | None = None
+        self._offered: set[int] = set()
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return self._layout.buckets
+
+    def connect(self) -> None:
+        self.refresh()
+
+    def disconnect(self) -> None:
+        self._hooks.remove()
+
+    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
+        self._layout.adopt(parameters)
+        return ()
+
+    def refresh(self) -> None:
+        if self._layout.refresh():
+            self._missing = list(map(len, self._layout.members))
+            self._listen_to_all()
+        elif self._one_per_bucket and not self._in_order:
+            self._listen_to_all()
+        elif self._in_order and not self._one_per_bucket and self._layout.all_observed:
+            self._listen_to_last()
+
+    def _listen_to_all(self) -> None:
+        if self._one_per_bucket:
+            self._hooks.remove()
+            self._one_per_bucket = False
+        for attached in self._layout.trainable:
+            if attached.spec.index not in self._hooks.parameters:
+                self._hooks.add(attached, weakly(self._accumulated, attached.spec.index))
+
+    def _listen_to_last(self) -> None:
+        last = self._layout.last_of_each()
+        self._hooks.remove()
+        for number, attached in last.items():
+            self._hooks.add(attached, weakly(self._bucket_accumulated, number, attached.spec.index))
+        self._one_per_bucket = True
+        self._layout.observed = []
+        self._began = None
+
+    def before_backward(self) -> None:
+        if not self._one_per_bucket:
+            self._began = graph_task()
+        elif self._began is not None or not none_there(map(GRADIENT, self._layout.trainable.tensors())):
+            self._in_order = False  # nested in another, or with gradients from before
+        else:
+            self._began = graph_task()
+            current().at(Phase.AFTER_DDP, self._offer_rest, self._forget)
+
+    def begin_step(self) -> None:
+        layout = self._layout
+        if layout.observed and self._sink.step_count and not layout.follows_observed:
+            layout.follow_observed()
+        layout.observed = []
+        self._missing = list(map(len, layout.members))
+        self._backwards.begin_step()
+        self._arrived.clear()
+        self._to_offer = []
+
+    # A hook on every parameter.
+
+    def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
+        with self._sink.lock:  # the gradients of another device arrive on a thread of their own
+            self._sink.streams.makers.saw(parameter.device)
+            self._count(self._hooks.parameters[index])
+
+    def _count(self, attached: AttachedParameter) -> None:
+        if self._late_part is not None and self._late_part.takes(attached):
+            return
+        index, task = attached.spec.index, graph_task()
+        if task != self._began:
+            self._in_order = False  # in a backward nested in another, or one that the model's outputs are no part of
+        # Within a backward that writes, gradients are offered together, where their bucket is full.
+        open_in = self._backwards.open_in
+        can_wait = open_in is not None and open_in == task and index not in self._arrived
+        if can_wait:
+            self._to_offer.append(attached)
+        elif not (self._offer() and self._sink.arrive((attached,))):
+            self._in_order = False
+            return
+        self._arrived.add(index)
+        number = self._layout.bucket_of.get(index)
+        if number is None:
+            return  # unfrozen since the buckets were made, within this very forward: left to optimizer.step()
+        self._layout.observed.append(attached)
+        self._missing[number] -= 1
+        if (can_wait or self._backwards.may_write()) and self._missing[number] == 0 and self._offer():
+            step_bucket(self._sink, self._layout.members[number])
+
+    def _offer(self) -> bool:
+        """Offer the gradients that have waited for it. ``False``: nothing of this step must be written now."""
+        gradients, self._to_offer = self._to_offer, []
+        return not gradients or self._sink.arrive(gradients)
+
+    # One hook for each bucket.
+
+    def _bucket_accumulated(self, number: int, last: int, parameter: torch.Tensor) -> None:
+        with self._sink.lock:
+            self._sink.streams.makers.saw(parameter.device)
+            self._count_bucket(number, last)
+
+    def _count_bucket(self, number: int, last: int) -> None:
+        members = self._layout.members[number]
+        if self._began != graph_task() or not all_there(map(GRADIENT, members.tensors())):
+            self._in_order = False
+        if not self._in_order:
+            members = AttachedParameters((self._hooks.parameters[last],))
+        self._offered.update(members.indices)
+        if not self._sink.arrive(members):
+            self._in_order = False
+        elif self._backwards.may_write() and self._in_order:
+            step_bucket(self._sink, members)
+
+    def _offer_rest(self) -> None:
+        """This backward is over: gradients whose bucket no hook has offered are left to ``optimizer.step()``, which
+        counts them."""
+        offered, trainable = self._offered, self._layout.trainable
+        rest: list[AttachedParameter] = []
+        if not offered.issuperset(trainable.indices):
+            rest = [a for a in trainable if a.spec.index not in offered and a.get().grad is not None]
+        self._forget()
+        if rest:
+            self._in_order = False
+            self._sink.arrive(rest)
+
+    def _forget(self) -> None:
+        self._began = None
+        self._offered.clear()
+
+    # Where a backward that may write ends.
+
+    def _end(self) -> None:
+        self._offer()
+        self._close()
+
+    def _close(self) -> None:
+        self._backwards.no_more()
+        self._sink.streams.join()
+        # An error before the end of a DDP instance in the same backward would leave the instance unusable.
+        current().at(Phase.AFTER_DDP, self._sink.raise_failure, self._sink.backward_raised)
+
+    def _raised(self) -> None:
+        with suppress(InstepError):
+            self._offer()
+        self._sink.backward_raised()
