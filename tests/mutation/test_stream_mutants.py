@@ -527,7 +527,7 @@ MUTANTS = [
         "an upcast ends without a join",
         "AllreduceUpcastHookState._after_ddp_ended",
         "            self._streams.join()\n",
-        "",
+        "            pass\n",
         "tests/functional/test_upcast.py",
         "test_two_ranks",
     ),
