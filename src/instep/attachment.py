@@ -3,11 +3,11 @@
 import functools
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
 from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from instep._arguments import optimizers_of, require_flag, require_model
+from instep._arguments import optimizers_of, require_model
 from instep._autograd.backward import Phase, current
 from instep._autograd.engine import graph_task, runs
 from instep._autograd.hooks import BoundHook, UntracedHook, first_of_post_hooks, is_called_by_step, last_of_pre_hooks
@@ -46,6 +46,7 @@ from instep._ranks.group_votes import GroupVotes, groups_of, in_join
 from instep._ranks.messages import broadcast_json
 from instep._ranks.resync import resync
 from instep._ranks.votes import StepVotes
+from instep._refusals.rules import DISABLED, MODEL, OPTIONS, PARAMETERS, refuse
 from instep._step.accumulation import Accumulation, Syncing
 from instep._step.backward_schedule import BackwardSchedule
 from instep._step.checking import Check
@@ -56,25 +57,6 @@ from instep._step.plain_schedule import PlainSchedule
 from instep._step.reading import ReadHook
 from instep._step.recorder import Recorder
 from instep._step.schedule import Schedule
-from instep._validation import (
-    Names,
-    compiled_in,
-    name_parameters,
-    refuse_check,
-    refuse_communication,
-    refuse_cross_iteration,
-    refuse_disabled,
-    refuse_optimizers,
-    refuse_options,
-    refuse_parameters,
-    refuse_policies,
-    refuse_scripts,
-    refuse_shard_state,
-    refuse_sharded,
-    refuse_shared_memory,
-    refuse_unlike_parameters,
-    refuse_wrappers,
-)
 from instep.errors import (
     AttachError,
     ConcurrentBackwardError,
@@ -84,10 +66,11 @@ from instep.errors import (
     UncommittedStepError,
     UnsupportedOptimizerError,
 )
+from instep.options import Communication, Options
 from instep.sources import Sink, Source
 from instep.sources.crossing.source import CrossingSource
 from instep.sources.ddp.hook_slot import CommHook
-from instep.sources.ddp.source import DDPSource, managed_by
+from instep.sources.ddp.source import DDPSource
 from instep.sources.fsdp.after_errors import AfterErrors
 from instep.sources.fsdp.source import FSDP1Source
 from instep.sources.fsdp.wrappers import (
@@ -97,10 +80,10 @@ from instep.sources.fsdp.wrappers import (
     fsdp1_in,
     fsdp2_reading_streams,
     put_shards_in_place,
-    sharded_groups,
 )
 from instep.sources.local import ForwardCounts, LocalSource
 from instep.sources.replicate.source import Replicated, ReplicatedSource
+from instep.target import Names, Target, Wrapped, name_parameters, reduced_by
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -108,10 +91,7 @@ if TYPE_CHECKING:
     from instep.recording import Recording
     from instep.sources.zero.source import Zero
 
-DEFAULT_BUCKET_BYTES = 16 * MIB
-
 _logger = logging.getLogger("instep")
-Wrapped = DistributedDataParallel | Replicated
 _Described = tuple[str, dict[str, str], list[list[str]], dict[str, int] | None]
 _attachments: "weakref.WeakKeyDictionary[nn.Module, Attachment]" = weakref.WeakKeyDictionary()
 
@@ -212,13 +192,8 @@ def attach(
     """
     require_model(model, AttachError)
     optimizers = optimizers_of(optimizer, AttachError)
-    refuse_options(optimizers, schedule, bucket_bytes)
-    require_flag("cross_iteration", cross_iteration, AttachError)
-    require_flag("shard_state", shard_state, AttachError)
-    if scaler is not None and isinstance(scaler, GradScaler) and not scaler.is_enabled():
+    if isinstance(scaler, GradScaler) and not scaler.is_enabled():
         scaler = None
-    refuse_policies(schedule, clip, accumulation_steps, scaler, undo, nonfinite)
-    refuse_check(check_steps, optimizers, shard_state)
     options = Options(
         schedule,
         bucket_bytes,
@@ -227,15 +202,11 @@ def attach(
         scaler,
         undo,
         nonfinite,
-        comm_hook,
-        mixed_precision,
-        cross_iteration,
-        shard_state,
+        Communication(comm_hook, mixed_precision, cross_iteration, shard_state),
         check_steps,
+        disabled=os.environ.get("INSTEP_DISABLE", "") not in ("", "0"),
     )
-    if os.environ.get("INSTEP_DISABLE", "") not in ("", "0"):
-        return _attach_plainly(model, optimizers, options)
-    return _attach(model, optimizers, options)
+    return _attach(Target(model, optimizers, attached_parameters()), options)
 
 
 def attach_stepping_itself(model: nn.Module, optimizer: Optimizer) -> "Attachment":
@@ -246,65 +217,21 @@ def attach_stepping_itself(model: nn.Module, optimizer: Optimizer) -> "Attachmen
 
     Raises as ``attach`` does.
     """
-    return _attach(model, [optimizer], Options(steps_itself=True))
+    return _attach(Target(model, [optimizer], attached_parameters()), Options(steps_itself=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How a model is attached: what ``attach`` was given."""
-
-    schedule: str = "backward"
-    bucket_bytes: int | None = None
-    clip: ClipNorm | ClipValue | None = None
-    accumulation_steps: int = 1
-    scaler: GradScaler | None = None
-    undo: bool | Literal["host"] = False
-    nonfinite: Policy = "allow"
-    comm_hook: CommHook | None = None
-    mixed_precision: "MixedPrecisionPolicy | None" = None
-    cross_iteration: bool = False
-    shard_state: bool = False
-    check_steps: int = 0
-    steps_itself: bool = False
-    disabled: bool = False
-
-
-def _attach_plainly(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> "Attachment":
-    refuse_optimizers(optimizers)
-    refuse_disabled(options)
-    names = name_parameters(model)
-    refuse_parameters(names, optimizers, attached_parameters())
-    _logger.warning("INSTEP_DISABLE is set: %s trains without overlap", type(model).__name__)
-    return _connected(model, optimizers, names, _wrapped_in(model), replace(options, disabled=True))
-
-
-def _attach(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> "Attachment":
-    refuse_optimizers(optimizers)
-    wrapped = _wrapped_in(model)
-    refuse_sharded(model, options.bucket_bytes, options.clip, options.mixed_precision)
-    refuse_communication(model, wrapped, options.bucket_bytes, options.comm_hook, options.mixed_precision)
-    refuse_scripts(model)
-    if options.cross_iteration:
-        refuse_cross_iteration(_ddps_among(wrapped), options)
-    if options.shard_state:
-        refuse_shard_state(
-            _ddps_among(wrapped), optimizers, options.schedule, options.clip, options.undo, options.comm_hook
-        )
-    put_shards_in_place(model)
-    names = name_parameters(model)
-    refuse_parameters(names, optimizers, attached_parameters())
-    refuse_wrappers(model, names)
-    if not options.steps_itself:
-        refuse_shared_memory(names, optimizers)
-    return _connected(model, optimizers, names, wrapped, options)
-
-
-def _connected(
-    model: nn.Module, optimizers: Sequence[Optimizer], names: Names, wrapped: Sequence[Wrapped], options: Options
-) -> "Attachment":
-    attachment = Attachment(model, optimizers, names, wrapped, options)
-    attachment._connect()
-    _attachments[model] = attachment
+def _attach(target: Target, options: Options) -> "Attachment":
+    refuse(OPTIONS, target, options)
+    if options.disabled:
+        refuse(DISABLED, target, options)
+        _logger.warning("INSTEP_DISABLE is set: %s trains without overlap", type(target.model).__name__)
+    else:
+        refuse(MODEL, target, options)
+        put_shards_in_place(target.model)
+        refuse(PARAMETERS, target, options)
+    attachment = Attachment(target, options)
+    attachment._connect(target.model)
+    _attachments[target.model] = attachment
     return attachment
 
 
@@ -376,22 +303,15 @@ def attached_parameters() -> "dict[int, Attachment]":
 class Attachment:
     """What ``attach`` returns. As a context manager it detaches on leaving."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        names: Names,
-        wrapped: Sequence[Wrapped],
-        options: Options,
-    ) -> None:
+    def __init__(self, target: Target, options: Options) -> None:
+        model, optimizers, wrapped, fsdp1 = target.model, target.optimizers, target.wrapped, target.fsdp1
         self._model = weakref.ref(model)
         self._model_name = type(model).__name__
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._ddps = [weakref.ref(ddp) for ddp in wrapped]
         self._steppers = [Stepper(optimizer) for optimizer in optimizers]
         self._options = options
-        self._groups = sharded_groups(model)
-        fsdp1 = fsdp1_in(model)
+        self._groups = target.groups
         self._in_fsdp1 = bool(fsdp1)
         self._uses = ForwardCounts()
         self._after_errors = AfterErrors(model)
@@ -415,14 +335,13 @@ class Attachment:
             sink = None
         elif options.schedule == "forward":
             contained = [s for s, found in zip(self._steppers, self._separability, strict=True) if found.contained]
-            bucket_bytes = options.bucket_bytes or DEFAULT_BUCKET_BYTES
             self._step = ForwardSchedule(
                 self._steppers,
                 contained,
                 self._ranks,
                 self._accumulation,
                 self._clipping,
-                bucket_bytes,
+                options.bytes_of_a_bucket,
                 options.nonfinite,
                 self._check,
             )
@@ -451,12 +370,10 @@ class Attachment:
         # Nobody else need hold an optimizer whose step() nobody calls.
         self._kept = list(optimizers) if options.steps_itself else []
         self._grouped = _parameters_in(optimizers)
-        self._zero = _zero(_ddps_among(wrapped)[0]) if options.shard_state and not options.disabled else None
+        self._zero = _zero(target.ddps[0]) if options.communication.shard_state and not options.disabled else None
         if self._zero is not None:
             self._step.gather = self._zero.shards.gather
-        self._step.parameters = tuple(self._gather(optimizers, names))
-        if self._check is not None:
-            refuse_unlike_parameters(self._step.parameters)
+        self._step.parameters = tuple(self._gather(optimizers, target.names))
         self._precision: LowPrecision | None = None
         self._handles: list[RemovableHandle | BeforeFSDP1Gathers | Owners | PlainPickles] = []
         self._sources = [] if options.disabled else self._make_sources(wrapped, fsdp1, sink)
@@ -473,7 +390,7 @@ class Attachment:
         """The buckets as they are now. They change after the first steps, when the order of gradients is known."""
         if self._last_plan is not None:
             return self._last_plan
-        own = self._options.schedule == "backward" or self._options.cross_iteration
+        own = self._options.schedule == "backward" or self._options.communication.cross_iteration
         buckets = [bucket for source in self._sources for bucket in source.buckets if own]
         return Plan(self._step.planned(buckets), self._unproven)
 
@@ -529,13 +446,7 @@ class Attachment:
         return _recording(model, optimizers, steps, self._described, functools.partial(setattr, self, "recorder"))
 
     def _described(self) -> _Described:
-        default = Options()
-        options = {
-            option.name: repr(value)
-            for option in fields(Options)
-            if (value := getattr(self._options, option.name)) != getattr(default, option.name)
-        }
-        said = {"schedule": repr(self._options.schedule), **options}
+        said = self._options.said()
         label = ", ".join(f"{name}={value}" for name, value in said.items())
         buckets = [[spec.name for spec in bucket.parameters] for bucket in self.plan.buckets]
         gradients = {spec.name: spec.nbytes for bucket in self.plan.buckets for spec in bucket.parameters}
@@ -740,9 +651,7 @@ class Attachment:
 
     # What torch calls.
 
-    def _connect(self) -> None:
-        model = self._model()
-        assert model is not None
+    def _connect(self, model: nn.Module) -> None:
         if self._options.disabled:
             self._connect_plainly(model)
             return
@@ -772,8 +681,8 @@ class Attachment:
                 before_state = BoundHook(self._before_model_state)
                 self._handles.append(saved.register_state_dict_pre_hook(before_state))
             self._count_in_no_sync()
-            if self._options.mixed_precision is not None:
-                self._precision = LowPrecision(model, self._options.mixed_precision)
+            if (policy := self._options.communication.mixed_precision) is not None:
+                self._precision = LowPrecision(model, policy)
             optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
             self._handles.append(Owners(optimizers, weakly(self._step.abandon)))
             self._handles.append(Owners([model, *optimizers], weakly(self._abandoned)))
@@ -839,7 +748,7 @@ class Attachment:
             return None
         options, ddps = self._options, [weakref.ref(one) for one in wrapped if isinstance(one, DistributedDataParallel)]
         settings = [options.schedule, options.clip, options.accumulation_steps, options.undo, options.nonfinite]
-        settings += [options.cross_iteration, options.check_steps]
+        settings += [options.communication.cross_iteration, options.check_steps]
         # FSDP1's parameters are what a rank has of them.
         shapes = [() if self._in_fsdp1 else tuple(a.spec.shape) for a in self._step.parameters]
         specs = [(a.spec.name, shape, a.spec.dtype) for a, shape in zip(self._step.parameters, shapes, strict=True)]
@@ -1072,7 +981,7 @@ class Attachment:
         if not isinstance(step, ForwardSchedule):
             return
         # torch.compile runs the hooks of what it wraps only once, when it traces. Its own wrapper's run each time.
-        compiled = compiled_in(model)
+        compiled = _compiled_in(model)
         inside = {module for wrapper in compiled for module in wrapper.modules()}
         for wrapper in compiled:
             below = {id(p) for p in wrapper.parameters()}
@@ -1084,47 +993,34 @@ class Attachment:
                 self._handles.append(owner.register_forward_pre_hook(BoundHook(step.readers[-1])))
 
     def _make_sources(self, wrapped: Sequence[Wrapped], fsdp1: Sequence[Any], sink: Sink | None) -> list[Source]:
-        options = self._options
+        options, communication = self._options, self._options.communication
+        dtype = communication.reduce_dtype
         sources: list[Source] = []
         local = {a.spec.index: a for a in self._step.parameters}
         for ddp in wrapped:
-            managed = {id(p) for p in ddp.parameters()} if isinstance(ddp, Replicated) else managed_by(ddp)
-            mine = [a for a in local.values() if id(a.get()) in managed]
+            reduced = reduced_by(ddp)
+            mine = [a for a in local.values() if id(a.get()) in reduced]
             local = {index: a for index, a in local.items() if a not in mine}
-            if self._clipping.clips_buckets and getattr(ddp, "find_unused_parameters", False):
-                raise AttachError(
-                    "clip=ClipNorm(mode='per_bucket') does not go with find_unused_parameters=True: ranks that use "
-                    "other parameters would clip by other norms, and part. Use mode='previous_norm', "
-                    "mode='two_pass', undo=True or schedule='forward'"
-                )
             if self._zero is not None and mine and not isinstance(ddp, Replicated):
-                reduced = [a for a in mine if a.part is not None]
-                dtype = _reduce_dtype(options)
+                in_rows = [a for a in mine if a.part is not None]
                 told = sink or self._arrival
                 assert told is not None
-                sources.append(self._zero.source(told, reduced, ddp, self._accumulation, dtype))
-            elif mine and options.cross_iteration and isinstance(ddp, DistributedDataParallel):
+                sources.append(self._zero.source(told, in_rows, ddp, self._accumulation, dtype))
+            elif mine and communication.cross_iteration and isinstance(ddp, DistributedDataParallel):
                 recorder = functools.partial(_recorder_of, weakref.ref(self._step))
-                sources.append(CrossingSource(mine, ddp, _reduce_dtype(options), recorder))
-            elif mine and (sink is not None or options.comm_hook is not None or _reduce_dtype(options) is not None):
+                sources.append(CrossingSource(mine, ddp, dtype, recorder))
+            elif mine and (sink is not None or communication.comm_hook is not None or dtype is not None):
                 told = sink or self._arrival
                 assert told is not None
                 if isinstance(ddp, Replicated):
-                    sources.append(ReplicatedSource(told, mine, ddp, _reduce_dtype(options)))
+                    sources.append(ReplicatedSource(told, mine, ddp, dtype))
                 else:
-                    sources.append(DDPSource(told, mine, ddp, options.comm_hook, _reduce_dtype(options)))
+                    sources.append(DDPSource(told, mine, ddp, communication.comm_hook, dtype))
         if sink is not None and local:
-            if sources and self._clipping.mode == "two_pass":
-                raise AttachError(
-                    f"clip=ClipNorm(mode='two_pass') is for a model all of whose parameters are in one "
-                    f"DistributedDataParallel, or none; {next(iter(local.values())).spec.name!r} is outside of it. Use "
-                    "schedule='forward'"
-                )
             if fsdp1:
                 sources.append(FSDP1Source(sink, list(local.values()), fsdp1))
             else:
-                bucket_bytes = options.bucket_bytes or DEFAULT_BUCKET_BYTES
-                sources.append(LocalSource(sink, list(local.values()), bucket_bytes, self._uses))
+                sources.append(LocalSource(sink, list(local.values()), options.bytes_of_a_bucket, self._uses))
         return sources
 
     def _adopt(self) -> None:
@@ -1224,10 +1120,6 @@ def _parameters_in(optimizers: Sequence[Optimizer]) -> list[list[int]]:
     ]
 
 
-def _ddps_among(wrapped: Sequence[Wrapped]) -> list[DistributedDataParallel]:
-    return [one for one in wrapped if isinstance(one, DistributedDataParallel)]
-
-
 def _parameters_of(step: Schedule) -> Sequence[AttachedParameter]:
     return step.parameters
 
@@ -1250,17 +1142,16 @@ def _zero(ddp: DistributedDataParallel) -> "Zero":
     return Zero(ddp)
 
 
-def _reduce_dtype(options: Options) -> torch.dtype | None:
-    policy = options.mixed_precision
-    return None if policy is None else policy.reduce_dtype or policy.param_dtype
+def _compiled_in(model: nn.Module) -> list[nn.Module]:
+    """The modules in ``model`` that ``torch.compile`` has wrapped."""
+    dynamo = sys.modules.get("torch._dynamo")  # not imported: not used
+    if dynamo is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, dynamo.OptimizedModule)]
 
 
 def _living(wrapped: "Sequence[weakref.ref[Wrapped]]", others: Sequence[Syncing]) -> Callable[[], list[Syncing]]:
     return lambda: [*(one for ref in wrapped if (one := ref()) is not None), *others]
-
-
-def _wrapped_in(model: nn.Module) -> list[Wrapped]:
-    return [module for module in model.modules() if isinstance(module, (DistributedDataParallel, Replicated))]
 
 
 def _rank() -> int:
