@@ -1826,7 +1826,7 @@ MUTANTS = [
     ),
     Mutant(
         "disabled, let each rank's backward communicate",
-        "PlainHooks._before_forward",
+        "PlainHooks.before_forward",
         "        if not torch.compiler.is_compiling() and graph_task() is None and torch.is_grad_enabled():\n"
         "            self._accumulation.decide()\n",
         "        pass\n",

@@ -21,6 +21,7 @@ from instep._wiring.gathering import Gathering
 from instep._wiring.held import Handles, Held
 from instep._wiring.hooks import BackwardHooks, ForwardHooks, StepHooks
 from instep._wiring.late import LateParameters
+from instep._wiring.plain import PlainHooks
 from instep._wiring.planned import Planned
 from instep._wiring.ranks import rank
 from instep._wiring.schedules import choose
@@ -58,7 +59,7 @@ class Parts:
     sharding: Sharding | None
     late: LateParameters
     threads: Threads
-    forwards: ForwardHooks
+    forwards: ForwardHooks | PlainHooks
     steps: StepHooks
     handles: Handles
 
@@ -105,6 +106,12 @@ def build(target: Target, options: Options) -> Parts:
     if chosen.sink is not None:
         chosen.sink.on_open = weakly(backwards.begin_step)
     late = LateParameters(held, schedule, sources, gathering, chosen.readers(backwards), handles)
+    forwards: ForwardHooks | PlainHooks
+    if options.disabled:
+        forwards = PlainHooks(schedule, accumulation, handles, is_sharded=sharding is not None)
+    else:
+        is_sharded = sharding is not None
+        forwards = ForwardHooks(held, schedule, sources, accumulation, threads, late, backwards, is_sharded=is_sharded)
     return Parts(
         held,
         schedule,
@@ -117,8 +124,8 @@ def build(target: Target, options: Options) -> Parts:
         sharding,
         late,
         threads,
-        ForwardHooks(held, schedule, sources, accumulation, threads, late, backwards, is_sharded=sharding is not None),
-        StepHooks(schedule, late, zero, backwards, handles),
+        forwards,
+        StepHooks(schedule, late, zero, forwards, handles),
         handles,
     )
 

@@ -17,7 +17,6 @@ from instep._step.accumulation import Accumulation
 from instep._step.schedule import Schedule
 from instep._wiring.build import Parts
 from instep._wiring.held import living_parameters
-from instep._wiring.plain import PlainHooks
 from instep._wiring.ranks import communicates, voting_of
 from instep.options import Options
 from instep.target import Target
@@ -31,10 +30,9 @@ def connect(parts: Parts, target: Target, options: Options) -> None:
     model, handles = target.model, parts.handles
     for source in parts.sources:
         source.connect()
+    sharding = parts.sharding
     # Before FSDP2's, which gathers the weights.
-    before, sharding = BoundHook(parts.forwards.before_forward), parts.sharding
-    handles.append(model.register_forward_pre_hook(before, prepend=sharding is not None))
-    handles.append(model.register_forward_hook(BoundHook(parts.forwards.after_forward)))
+    _watch_forwards(parts, model, prepend=sharding is not None)
     parts.late.watch(model, parts.schedule.parameters)
     if sharding is not None:
         sharding.connect(parts.late.readers, handles)
@@ -55,13 +53,18 @@ def connect(parts: Parts, target: Target, options: Options) -> None:
 
 
 def _connect_plainly(parts: Parts, target: Target, options: Options) -> None:
-    hooks = PlainHooks(parts.schedule, parts.accumulation, parts.handles, is_sharded=parts.sharding is not None)
-    hooks.connect(target.model)
+    _watch_forwards(parts, target.model, prepend=False)
     _watch_steps(parts, target)
     parts.handles.append(PlainPickles(target.model.modules()))
     _count_in_no_sync(parts, target, options)
     if options.nonfinite != "allow":
         parts.votes.voting = voting_of(target, options, parts.schedule)
+
+
+def _watch_forwards(parts: Parts, model: nn.Module, *, prepend: bool) -> None:
+    before, after = BoundHook(parts.forwards.before_forward), BoundHook(parts.forwards.after_forward)
+    parts.handles.append(model.register_forward_pre_hook(before, prepend=prepend))
+    parts.handles.append(model.register_forward_hook(after))
 
 
 def _watch_steps(parts: Parts, target: Target) -> None:

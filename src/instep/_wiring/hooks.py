@@ -21,6 +21,7 @@ from instep._step.accumulation import Accumulation
 from instep._step.schedule import Schedule
 from instep._wiring.held import Handles, Held, living_parameters
 from instep._wiring.late import LateParameters
+from instep._wiring.plain import PlainHooks
 from instep._wiring.sharding import Sharding
 from instep._wiring.stepping_itself import SteppingItself
 from instep._wiring.threads import Threads
@@ -69,8 +70,8 @@ class BackwardHooks:
         """An output of the model is about to get its gradient. Its forward was on ``thread``."""
         if not self._handles:
             return  # detached since this graph was made
-        self.in_forward = False  # a forward that raised has not said that it is over
         self._threads.begin_backward(thread, self._end, self._failed)
+        self.in_forward = False  # a forward that raised has not said that it is over
         self._schedule.begin_on_device()
         if self._schedule.begin_backward():
             if self._sharding is not None:
@@ -90,7 +91,7 @@ class BackwardHooks:
             source.begin_step()
 
     def _end(self) -> None:
-        self._threads.in_backward = False
+        self._threads.end_backward()
         self._schedule.end_backward()
         self._uses.clear()
 
@@ -173,13 +174,13 @@ class StepHooks:
         schedule: Schedule,
         late: LateParameters,
         zero: "Zero | None",
-        backwards: BackwardHooks,
+        forwards: ForwardHooks | PlainHooks,
         handles: Handles,
     ) -> None:
         self._schedule = schedule
         self._late = late
         self._zero = zero
-        self._backwards = backwards  # kept: a graph may go backward when the model is gone, and its optimizer is not
+        self._forwards = forwards  # kept: a graph may go backward when the model is gone, and its optimizer is not
         self._handles = handles
 
     def before_step(

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from instep._autograd.engine import graph_task
-from instep._autograd.hooks import BoundHook, UntracedHook
+from instep._autograd.hooks import UntracedHook
 from instep._autograd.outputs import nodes_of
 from instep._life.weak import weakly
 from instep._step.accumulation import Accumulation
@@ -21,15 +21,11 @@ class PlainHooks:
         self._handles = handles
         self._is_sharded = is_sharded
 
-    def connect(self, model: nn.Module) -> None:
-        self._handles.append(model.register_forward_pre_hook(BoundHook(self._before_forward)))
-        self._handles.append(model.register_forward_hook(BoundHook(self._after_forward)))
-
-    def _before_forward(self, module: nn.Module, args: object) -> None:
+    def before_forward(self, module: nn.Module, args: object) -> None:
         if not torch.compiler.is_compiling() and graph_task() is None and torch.is_grad_enabled():
             self._accumulation.decide()
 
-    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+    def after_forward(self, module: nn.Module, args: object, output: object) -> None:
         if not torch.compiler.is_compiling() and graph_task() is None:
             before_backward = UntracedHook(weakly(self._before_backward))
             for node in nodes_of(output):

@@ -40,3 +40,7 @@ class Threads:
             if not self.in_backward:
                 self.in_backward = True
                 current().at(Phase.SETTLED, end, failed)
+
+    def end_backward(self) -> None:
+        """The backward has ended, or raised."""
+        self.in_backward = False
