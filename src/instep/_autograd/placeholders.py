@@ -113,6 +113,7 @@ class HeldGradient(Placeholder):
 
     _real: torch.Tensor
     _before_use: Callable[[], BeforeUse | None]
+    _form: tuple[Any, ...]
 
     @staticmethod
     def __new__(cls, real: torch.Tensor, before_use: Callable[[], BeforeUse | None]) -> "HeldGradient":
@@ -121,12 +122,25 @@ class HeldGradient(Placeholder):
         )
         held._real = real
         held._before_use = before_use
+        held._form = _form_of(real)
         return held
 
     @property
     def held(self) -> torch.Tensor:
         """The gradient itself; nobody is told."""
         return self._real
+
+    def stand_for(self, real: torch.Tensor) -> bool:
+        """Stand for ``real`` from now on. ``False``: a tensor of another shape, layout or dtype is needed. Only while
+        nobody else has this one."""
+        if self._form != _form_of(real):
+            return False
+        self._real = real
+        return True
+
+    def let_go(self) -> None:
+        """Stand for no gradient: ``real``, which is freed by this, is not needed any more, and nobody has this one."""
+        self._real = _NOTHING
 
     def use(self) -> torch.Tensor:
         """The gradient itself, to be used now."""
@@ -146,6 +160,13 @@ class HeldGradient(Placeholder):
         if before_use is not None:
             before_use(operation, args)
         return self._real
+
+
+_NOTHING = torch.empty(0)
+
+
+def _form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -48,3 +48,8 @@ def held_by_classes(optimizer: Optimizer) -> dict[str, Any]:
 def beside_parameters(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """The items of an optimizer's ``state`` whose key is no parameter."""
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+
+
+def shared_by_updates(optimizer: Optimizer) -> dict[Any, Any]:
+    """The items of its ``state`` that an update may use beside those of its parameters: torch's own use none."""
+    return {} if is_torchs_own(optimizer) else beside_parameters(optimizer.state)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from instep._optim.changes import alike, fingerprint, is_immutable
-from instep._optim.parts import versions_of
+from instep._optim.parts import are_plain, versions_of
 
 State = Mapping[Any, Any]
 
@@ -23,6 +23,10 @@ class Entries:
 
     def add(self, parameters: Sequence[torch.Tensor], state: State) -> None:
         self._all.append(_Some(parameters, state))  # all of them at once: Ctrl-C may come anywhere
+
+    def are_as_left(self, state: State) -> bool:
+        """Whether ``state`` has the same entries, an empty one being none, and nothing in them was written."""
+        return all(some.are_in(state) and not some.written for some in self._all)
 
     def are_in(self, state: State) -> bool:
         """Whether ``state`` has the same entries, whatever they hold. An empty one is none."""
@@ -44,13 +48,13 @@ class _Some:
     def __init__(self, parameters: Sequence[torch.Tensor], state: State) -> None:
         self._parameters = list(parameters)
         self._entries: list[State | None] = list(map(state.get, parameters))
-        self._values = self._values_now()
-        self._tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
-        self._found = versions_of(self._tensors)
+        self._values = self._tensors = self._values_now()
         self._others: list[tuple[Any, Any]] = []
-        if len(self._tensors) < len(self._values):
+        if not are_plain(self._values):
+            self._tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
             others = [v for v in self._values if not isinstance(v, torch.Tensor) and not is_immutable(v)]
             self._others = [(value, fingerprint(value)) for value in others]
+        self._found = versions_of(self._tensors)
 
     def are_in(self, state: State) -> bool:
         now = list(map(state.get, self._parameters))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.attributes import attributes_of, beside_parameters, read_by_update
+from instep._optim.attributes import attributes_of, read_by_update, shared_by_updates
 from instep._optim.changes import PER_PARAMETER, Snapshot, changes, private
 from instep._optim.entries import Entries
 from instep._optim.foreign import watched
@@ -27,18 +27,20 @@ class OptimizerStep:
     Args:
         name: of the optimizer.
         layout: of its groups as they are now.
+        looks_back: whether anybody asks, after an update, if the state was written since.
 
     Attributes:
         writes: what the updates wrote beside parameters and their own state.
         updates: the updates so far, looked at as far as the optimizer needs it.
     """
 
-    def __init__(self, name: str, optimizer: Optimizer, layout: GroupLayout) -> None:
+    def __init__(self, name: str, optimizer: Optimizer, layout: GroupLayout, *, looks_back: bool) -> None:
         self._name = name
+        self._looks_back = looks_back
         self._layout = layout
         self._state = optimizer.state
         self._state_size = len(optimizer.state)
-        self._shared_state = beside_parameters(optimizer.state)
+        self._shared_state = shared_by_updates(optimizer)
         read = read_by_update(optimizer)
         self._settings = UsedSettings(name, read, self._shared_state)
         self._left = Entries()  # the state of the parameters, as the updates have left it
@@ -65,7 +67,8 @@ class OptimizerStep:
         finally:
             update.keep_state()
             watch.end()
-        self._left.add(owned, optimizer.state)
+        if self._looks_back:
+            self._left.add(owned, optimizer.state)
         watch.require_contained()
         for index, settings in given.items():
             changed = settings.changes(update.shadow.param_groups[index])
@@ -85,7 +88,7 @@ class OptimizerStep:
         looks = self._settings.looks_at(optimizer)
         self._settings.require_same(looks)
         on_device.require_none(looks)
-        if self.state_was_written(optimizer) or not self._left.are_in(optimizer.state):
+        if not self._left.are_as_left(optimizer.state):
             raise HyperparameterChangedError(
                 f"the state of {self._name} was written between backward() and optimizer.step(), but backward had "
                 "already updated it: the plain loop would have written the old one. Write it after optimizer.step() "
@@ -129,7 +132,7 @@ class OptimizerStep:
         return groups, given
 
     def _changed_state(self, update: Update) -> dict[Any, Any]:
-        return self._settings.shared.changes(beside_parameters(update.shadow.state))
+        return self._settings.shared.changes(shared_by_updates(update.shadow))
 
     def _wrote_shared(self, update: Update, given: _Given) -> bool:
         """Whether an update that raised has changed an object that groups or state of the optimizer hold, too."""

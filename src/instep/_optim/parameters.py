@@ -1,8 +1,10 @@
-"""The attached parameters: found again by weak reference, and checked for being still the same."""
+"""The attached parameters, held weakly."""
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import cached_property, partial
+from itertools import repeat
+from operator import attrgetter, is_, is_not
 
 import torch
 from torch import nn
@@ -10,7 +12,6 @@ from torch import nn
 from instep._autograd.placeholders import SpentGradient
 from instep._optim.parts import LocalShard
 from instep._optim.plan import ParameterSpec
-from instep._optim.shadow import alias_of
 from instep._optim.stepper import Stepper
 from instep.errors import StaleAttachmentError
 
@@ -33,6 +34,32 @@ class Place:
         return held is parameter or (held is not None and not isinstance(held, nn.Parameter))
 
 
+class Homes:
+    """The modules that hold parameters, to be asked all at once. Held weakly, and so are the parameters: a model is
+    freed when the loop drops it."""
+
+    def __init__(self, places: Iterable[Sequence[Place]]) -> None:
+        # By the id of the reference, of which Python makes one for each module: a module need not have a hash.
+        found: dict[int, tuple[weakref.ref[nn.Module], list[str], list[int]]] = {}
+        for index, of_parameter in enumerate(places):
+            for place in of_parameter:
+                _, attributes, indices = found.setdefault(id(place.module), (place.module, [], []))
+                attributes.append(place.attribute)
+                indices.append(index)
+        self._modules = list(found.values())
+
+    def hold(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether every module has these parameters in its attributes, in the order in which places were given."""
+        for ref, attributes, indices in self._modules:
+            module = ref()
+            if module is None:
+                return False
+            held = map(module._parameters.get, attributes)
+            if not all(map(is_, held, map(parameters.__getitem__, indices))):
+                return False
+        return True
+
+
 class AttachedParameter:
     """One parameter, held weakly, with the stepper of the optimizer it belongs to.
 
@@ -42,7 +69,7 @@ class AttachedParameter:
             of several meshes, or plain ones beside them.
     """
 
-    __slots__ = ("_ref", "mesh", "part", "places", "spec", "spent", "stepper", "version")
+    __slots__ = ("_ref", "mesh", "part", "places", "spec", "spent", "stepper")
 
     def __init__(
         self,
@@ -63,7 +90,6 @@ class AttachedParameter:
         self.spent = spent  # what is left in .grad after its update; None: nothing
         self.part = part
         self.mesh = mesh
-        self.version = -1  # of the tensor, after this step's update
 
     def peek(self) -> torch.Tensor | None:
         """The parameter, ``None`` if it is gone."""
@@ -85,119 +111,83 @@ class AttachedParameter:
         return parameter
 
 
+class AttachedParameters(tuple[AttachedParameter, ...]):
+    """A choice of attached parameters that stays, such as a bucket, with that which is asked of all of them.
+
+    A model may have thousands of small parameters: a question to all of them is one pass, in C where that is possible.
+    """
+
+    @classmethod
+    def of(cls, parameters: Iterable[AttachedParameter]) -> "AttachedParameters":
+        return parameters if isinstance(parameters, cls) else cls(parameters)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The parameters; ``StaleAttachmentError`` if one is gone."""
+        found = [attached._ref() for attached in self]
+        if all_there(found):
+            return found  # type: ignore[return-value]  # none of them is None
+        return [attached.get() for attached in self]
+
+    @cached_property
+    def indices(self) -> tuple[int, ...]:
+        """The place of each in the plan."""
+        return tuple(attached.spec.index for attached in self)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Their names in the model."""
+        return [attached.spec.name for attached in self]
+
+    @cached_property
+    def steppers(self) -> tuple[Stepper, ...]:
+        """One for each optimizer that one of them belongs to."""
+        return tuple(dict.fromkeys(attached.stepper for attached in self))
+
+    @cached_property
+    def are_plain(self) -> bool:
+        """Whether all are plain tensors, that this rank steps whole."""
+        return all(attached.part is None and attached.mesh is None for attached in self)
+
+    @cached_property
+    def homes(self) -> Homes:
+        return Homes([attached.places for attached in self])
+
+    @cached_property
+    def dtypes(self) -> list[torch.dtype]:
+        """That of each when it was attached."""
+        return [attached.spec.dtype for attached in self]
+
+    @cached_property
+    def devices(self) -> list[torch.device]:
+        return [attached.spec.device for attached in self]
+
+    @cached_property
+    def leave_spent(self) -> tuple[bool, ...]:
+        """For each whether a spent gradient is left."""
+        return tuple(attached.spent is not None for attached in self)
+
+    @cached_property
+    def spent(self) -> tuple[SpentGradient | None, ...]:
+        """For each that which is left in ``.grad`` after its update."""
+        return tuple(attached.spent for attached in self)
+
+
+GRADIENT: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
+
+
+def all_there(values: Iterable[object]) -> bool:
+    """Whether none of ``values`` is ``None``. A tensor must not be asked whether it equals another."""
+    return all(map(is_not, values, repeat(None)))
+
+
+def none_there(values: Iterable[object]) -> bool:
+    """Whether all of ``values`` are ``None``."""
+    return all(map(is_, values, repeat(None)))
+
+
 def _nothing() -> None:
     return None
 
 
 def _itself(parameter: torch.Tensor) -> torch.Tensor:
     return parameter
-
-
-class OptimizerCall:
-    """Parameters that one call of their optimizer can step, in the form in which it is given them.
-
-    Attributes:
-        tensors: to be stepped, with their gradients: the parameters, or aliases of this rank's parts of them.
-        parameters: the optimizer's own.
-        parts: of those that are stepped by their part.
-        elsewhere: the optimizer's parameters that another rank steps.
-    """
-
-    __slots__ = ("elsewhere", "parameters", "parts", "tensors")
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.parameters: list[torch.Tensor] = []
-        self.parts: list[LocalShard | None] = []
-        self.elsewhere: list[torch.Tensor] = []
-
-    def step(self, stepper: Stepper) -> None:
-        """Update them."""
-        for parameter in self.elsewhere:
-            stepper.optimizer().state.setdefault(parameter, {})  # all ranks have the same keys
-            torch.autograd.graph.increment_version(parameter)
-        if self.tensors:
-            stepper.step(self.tensors, self.parameters, self.parts if any(self.parts) else None)
-
-
-def part_of_gradient(attached: AttachedParameter, gradient: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of ``gradient``; ``None`` where the whole is stepped, for which ranks may have to communicate:
-    the gradient or the state is spread in another way than the parameter."""
-    part = attached.part
-    if part is None or not part.fits(attached.stepper.optimizer().state.get(attached.get(), {})):
-        return None
-    return part.of(gradient)
-
-
-def calls_of(bucket: Iterable[tuple[AttachedParameter, torch.Tensor]], *, alias: bool) -> list[OptimizerCall]:
-    """Divide a bucket, of one optimizer, into what can be stepped in one call: all of it, where every parameter is a
-    plain tensor or can be stepped by its part.
-
-    Args:
-        bucket: parameters, each with the gradient to apply: the one in its ``.grad``.
-        alias: step aliases even of parameters that are stepped as they are, so that their ``.grad`` is left alone.
-    """
-    found: dict[Hashable, OptimizerCall] = {}
-    bucket = list(bucket)
-    if not alias and all(a.part is None and a.mesh is None for a, _ in bucket):
-        call = OptimizerCall()
-        call.tensors = call.parameters = [attached.get() for attached, _ in bucket]
-        return [call] if bucket else []
-    for attached, gradient in bucket:
-        parameter, part = attached.get(), attached.part
-        if part is None and attached.mesh is None:
-            call = found.get(None) or found.setdefault(None, OptimizerCall())
-            call.tensors.append(alias_of(parameter, gradient) if alias else parameter)
-            call.parameters.append(parameter)
-            call.parts.append(None)
-            continue
-        local = part_of_gradient(attached, gradient)
-        if part is not None and not part.is_owner:
-            found.setdefault(None, OptimizerCall()).elsewhere.append(parameter)
-            continue
-        if part is not None and local is not None:
-            whole = part.of(parameter)
-            assert whole is not None, "a part is made for its parameter's own layout"
-            tensor, mesh = alias_of(whole, local), None
-        else:
-            tensor, mesh, part = alias_of(parameter, gradient) if alias else parameter, attached.mesh, None
-        call = found.setdefault(mesh, OptimizerCall())
-        call.tensors.append(tensor)
-        call.parameters.append(parameter)
-        call.parts.append(part)
-    return list(found.values())
-
-
-def _what_became_of(attached: AttachedParameter, place: Place) -> str:
-    parameter, module = attached.get(), place.module()
-    new = None if module is None else module._parameters.get(place.attribute)
-    if module is not None and any(p is parameter for p in module.parameters()):
-        return (
-            f"parameter {place.name!r} has another name since attach (pruned, or parametrized). detach(), and attach "
-            "again, with the same optimizer: it holds the parameter, and keeps its state"
-        )
-    if new is not None and any(p is new for g in attached.stepper.optimizer().param_groups for p in g["params"]):
-        return (
-            f"parameter {place.name!r} was replaced after attach, and the optimizer holds the new one. detach(), and "
-            "attach again, with the same optimizer"
-        )
-    return (
-        f"parameter {place.name!r} was replaced after attach: the optimizer still holds the old one, so the new one "
-        "would silently not train. detach(), rebuild the optimizer, and attach again; with fully_shard: shard first, "
-        "then build the optimizer, then attach"
-    )
-
-
-def require_unchanged(parameters: Iterable[AttachedParameter]) -> None:
-    """Raise ``StaleAttachmentError`` for the first parameter that is not the one that was attached."""
-    for attached in parameters:
-        parameter, spec = attached.get(), attached.spec
-        for place in attached.places:
-            if not place.holds(parameter):
-                raise StaleAttachmentError(_what_became_of(attached, place))
-        if parameter.dtype != spec.dtype or parameter.device != spec.device:
-            raise StaleAttachmentError(
-                f"parameter {spec.name!r} was {spec.dtype} on {spec.device} when it was attached and is "
-                f"{parameter.dtype} on {parameter.device} now. Move and convert the model first, then build the "
-                "optimizer, then attach"
-            )

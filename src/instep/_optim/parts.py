@@ -1,13 +1,14 @@
 """Parameters that are spread over ranks: the part of one that this rank updates."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 
 _WITHOUT_LOCAL = frozenset({torch.Tensor, torch.nn.Parameter})
-_VERSION = attrgetter("_version")
+VERSION: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""How many writes of a plain tensor autograd has counted."""
 
 
 class LocalShard(Protocol):
@@ -54,11 +55,21 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version if memory is tensor else tensor._version + memory._version
 
 
+def are_plain(values: Iterable[object]) -> bool:
+    """Whether all are tensors of torch's own two classes."""
+    return _WITHOUT_LOCAL.issuperset(map(type, values))
+
+
+def are_counted(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all are plain tensors of whose writes torch keeps count."""
+    return are_plain(tensors) and not any(map(torch.Tensor.is_inference, tensors))
+
+
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The ``version_of`` each. There may be thousands, which are seldom anything but plain."""
-    if _WITHOUT_LOCAL.issuperset(map(type, tensors)):
+    if are_plain(tensors):
         try:
-            return list(map(_VERSION, tensors))
+            return list(map(VERSION, tensors))
         except RuntimeError:  # one is an inference tensor
             pass
     return list(map(version_of, tensors))

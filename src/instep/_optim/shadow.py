@@ -1,6 +1,6 @@
 """Other optimizer objects over the same parameters: a shadow for one update, a snapshot for a step that is put off."""
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -10,14 +10,14 @@ from instep._optim.attributes import STEP_HOOKS, read_by_update
 from instep._optim.changes import PER_PARAMETER, is_immutable, is_plain, private
 
 
-def shadow_of(optimizer: Optimizer, groups: list[dict[str, Any]], state: dict[Any, Any]) -> Optimizer:
+def shadow_of(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) -> Optimizer:
     """An optimizer of the same class with the same attributes over other groups and state, without step hooks."""
     # object.__new__: no constructor runs, so nothing is validated, registered or patched a second time.
     shadow: Optimizer = object.__new__(type(optimizer))
     vars(shadow).update(vars(optimizer))
     vars(shadow).pop("step", None)  # an LR scheduler's patch of the instance
     shadow.param_groups = groups
-    shadow.state = defaultdict(dict, state)
+    shadow.state = state
     for name in STEP_HOOKS:
         setattr(shadow, name, OrderedDict())
     return shadow
@@ -28,8 +28,11 @@ def alias_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
     The alias can be stepped on another thread while the parameter's own ``.grad`` is read and cleared.
     """
-    alias = parameter.detach().requires_grad_(parameter.requires_grad)
-    vars(alias).update(vars(parameter))
+    alias = parameter.detach()
+    if parameter.requires_grad:
+        alias.requires_grad = True
+    if attributes := vars(parameter):
+        vars(alias).update(attributes)
     alias.grad = gradient
     return alias
 
@@ -43,8 +46,7 @@ def snapshot_of(optimizer: Optimizer) -> Optimizer:
         {key: list(value) if key in PER_PARAMETER else private(value) for key, value in group.items()}
         for group in optimizer.param_groups
     ]
-    copied = shadow_of(optimizer, groups, {})
-    copied.state = optimizer.state
+    copied = shadow_of(optimizer, groups, optimizer.state)
     copied.defaults = private(optimizer.defaults)
     for name in ("grad_scale", "found_inf"):
         if isinstance(value := vars(copied).get(name), torch.Tensor):

@@ -28,13 +28,17 @@ from instep.errors import HyperparameterChangedError, StaleAttachmentError, Unsu
 class Stepper:
     """Steps the parameters of one optimizer, which it holds weakly.
 
+    Args:
+        looks_back: whether anybody asks, after an update, if the state was written since.
+
     Attributes:
         wrote_in_place: whether an update has changed an object beside parameters and their state: nobody can put that
             back.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, *, looks_back: bool = True) -> None:
         self._optimizer = weakref.ref(optimizer)
+        self._looks_back = looks_back
         self.name = type(optimizer).__name__
         self.wrote_in_place = False
         self._call_is_seen = False
@@ -175,7 +179,7 @@ class Stepper:
         if self._running is None:
             if not self._layout.is_of(optimizer.param_groups):
                 self._layout = GroupLayout(self.name, optimizer.param_groups)
-            self._running = OptimizerStep(self.name, optimizer, self._layout)
+            self._running = OptimizerStep(self.name, optimizer, self._layout, looks_back=self._looks_back)
         return self._running
 
 

@@ -1,6 +1,7 @@
 """A copy of an optimizer over other tensors, to be stepped beside it."""
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ def twin_of(
         groups: with the parameters to step.
         stand_ins: by ``id`` of a tensor, what stands in its place in the copies.
     """
-    twin = shadow_of(optimizer, [], {})
+    twin = shadow_of(optimizer, [], defaultdict(dict))
     memo: dict[int, Any] = {**stand_ins, id(optimizer): twin}
     attributes = {
         name: value for name, value in vars(twin).items() if name not in _LIVE and not name.startswith("_optimizer_")

@@ -1,5 +1,6 @@
 """One call of an optimizer's update over one bucket, by a shadow of the optimizer."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.calling import undecorated_step, without_autocast
+from instep._optim.kinds import is_torchs_own
 from instep._optim.parts import LocalShard
 from instep._optim.shadow import shadow_of
 
@@ -25,10 +27,11 @@ class Update:
 
     Attributes:
         shadow: the optimizer object that steps.
-        entries: the state of each parameter as the shadow finds it, ``None`` where there is none yet.
+        entries: the state of each parameter as the shadow finds it, ``None`` where there is none yet; of an optimizer
+            that is not torch's own.
     """
 
-    __slots__ = ("_parts", "_values", "entries", "optimizer", "owned", "shadow", "tensors")
+    __slots__ = ("_in_place", "_parts", "_values", "entries", "optimizer", "owned", "shadow", "tensors")
 
     def __init__(
         self,
@@ -43,11 +46,18 @@ class Update:
         self.tensors = tensors
         self.owned = owned
         self._parts = parts
-        self.entries: list[Any] = list(map(optimizer.state.get, owned))
+        # torch's own read and write the entries of the parameters that they are given, and no others.
+        self._in_place = tensors is owned and is_torchs_own(optimizer)
+        self._values: list[Any] = []
+        self.entries: list[Any] = []
+        if self._in_place:
+            self.shadow = shadow_of(optimizer, groups, optimizer.state)
+            return
+        self.entries = list(map(optimizer.state.get, owned))
         if parts is not None:
             self.entries = [_part_of(entry, part) for entry, part in zip(self.entries, parts, strict=True)]
         state = {p: entry for p, entry in zip(tensors, self.entries, strict=True) if entry is not None}
-        self.shadow = shadow_of(optimizer, groups, {**shared, **state})
+        self.shadow = shadow_of(optimizer, groups, defaultdict(dict, {**shared, **state}))
         self._values = list(self.shadow.state.values())
 
     def run(self) -> None:
@@ -58,6 +68,10 @@ class Update:
         """Put the entries that the update made into the user's optimizer, and count a write of each parameter. Also
         after an update that raised: what it has written is written."""
         optimizer, found = self.optimizer, self.shadow.state
+        # Fused kernels count no write, and autograd must notice that a weight was saved for a node that runs later.
+        torch.autograd.graph.increment_version(self.tensors)
+        if self._in_place:
+            return
         if self._parts is not None:
             for p, own, part in zip(self.tensors, self.owned, self._parts, strict=True):
                 if part is not None and p in found:
@@ -69,8 +83,6 @@ class Update:
             )
         if made or self._parts is not None:
             self.entries = list(map(optimizer.state.get, self.owned))
-        # Fused kernels count no write, and autograd must notice that a weight was saved for a node that runs later.
-        torch.autograd.graph.increment_version(self.tensors)
         if self._parts is not None:
             torch.autograd.graph.increment_version(self.owned)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.attributes import beside_parameters, read_by_update
+from instep._optim.attributes import read_by_update, shared_by_updates
 from instep._optim.changes import Snapshot
 from instep._optim.switches import switched, switches
 from instep.errors import HyperparameterChangedError
@@ -51,7 +51,7 @@ class UsedSettings:
         return [
             *((f"param_groups[{index}]", used, optimizer.param_groups[index]) for index, used in self._groups.items()),
             ("attribute ", self._attributes, read_by_update(optimizer)),
-            ("state", self.shared, beside_parameters(optimizer.state)),
+            ("state", self.shared, shared_by_updates(optimizer)),
         ]
 
     def require_same(self, looks: list[Look]) -> None:

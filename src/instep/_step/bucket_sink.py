@@ -1,13 +1,15 @@
 """``schedule="backward"``, as sources of gradients see it: they offer final gradients, and hand over full buckets."""
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from time import perf_counter
+from typing import cast
 
 import torch
 
 from instep._autograd.engine import graph_task
-from instep._optim.parameters import AttachedParameter
-from instep._step.members import gradient_of, versions_of
+from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there
+from instep._step.members import gradient_of
 from instep._step.recorder import Recorder
 from instep._step.running_step import HoldsStep, RunningStep
 from instep._step.states import Event
@@ -80,7 +82,7 @@ class BucketSink(HoldsStep):
                 self._open()
             self._seen.gives_gradients(graph_task())
             step.backwards.begin(parameters[0].spec.device)
-            self._offer(parameters)
+            self._offer(AttachedParameters.of(parameters))
             return self._writes.may_write(seen=self._seen.running is not None)
 
     def _open(self) -> None:
@@ -90,16 +92,16 @@ class BucketSink(HoldsStep):
         self.on_open()
         self._step.ledger.happened(Event.OFFERED)
 
-    def _offer(self, parameters: Sequence[AttachedParameter]) -> None:
+    def _offer(self, parameters: AttachedParameters) -> None:
         offered, round_ = self._step.members.offered, self._step.round
-        for attached in parameters if not offered.isdisjoint([a.spec.index for a in parameters]) else ():
+        for attached in parameters if not offered.isdisjoint(parameters.indices) else ():
             if attached.spec.index in offered and (error := self._writes.second_gradient(attached)) is not None:
                 self._stop(error, wrote=False)
                 raise error
             offered.add(attached.spec.index)
             round_.owing.add(attached.stepper)
-        offered.update([attached.spec.index for attached in parameters])
-        round_.owing.update([attached.stepper for attached in parameters])
+        offered.update(parameters.indices)
+        round_.owing.update(parameters.steppers)
 
     def apply(
         self, bucket: Sequence[AttachedParameter], fetch: Callable[[], None] | None = None, *, final: bool = True
@@ -124,27 +126,25 @@ class BucketSink(HoldsStep):
                 with step.streams.on(bucket[0].spec.device):
                     if fetch is not None:
                         fetch()
-                    bucket, parameters, gradients = _with_gradient(bucket)
-                    if not bucket:
+                    members, parameters, gradients = _with_gradient(AttachedParameters.of(bucket))
+                    if not members:
                         return True
                     started = perf_counter()
-                    if not writes.update(bucket, parameters, gradients, final=final):
+                    if not writes.update(members, parameters, gradients, final=final):
                         return False
             except BaseException as error:
                 if not (isinstance(error, Exception) and writes.takes_back(error)):
                     self.fail(error, writing=writes.has_begun)
                 return False
-            step.members.applied.update([attached.spec.index for attached in bucket])
-            for attached, version in zip(bucket, versions_of(parameters), strict=True):
-                attached.version = version
-            writes.updated(bucket, gradients)
+            step.members.apply(members, parameters)
+            writes.updated(members, gradients)
             if self.recorder is not None:
-                self.recorder("step", [attached.spec.name for attached in bucket], started, perf_counter())
+                self.recorder("step", [attached.spec.name for attached in members], started, perf_counter())
             return True
 
     def retire(self, bucket: Iterable[AttachedParameter]) -> None:
         """Nobody but instep needs ``.grad`` of these any more, as far as they were applied."""
-        self._writes.retire(bucket)
+        self._writes.retire(AttachedParameters.of(bucket))
 
     def is_applied(self, attached: AttachedParameter) -> bool:
         return self._step.members.is_applied(attached)
@@ -200,13 +200,14 @@ class BucketSink(HoldsStep):
 
 
 def _with_gradient(
-    bucket: Sequence[AttachedParameter],
-) -> tuple[Sequence[AttachedParameter], list[torch.Tensor], list[torch.Tensor]]:
+    bucket: AttachedParameters,
+) -> tuple[AttachedParameters, list[torch.Tensor], list[torch.Tensor]]:
     """Those of ``bucket`` that have a gradient, with parameters and gradients: a parameter that was frozen after the
     forward is offered, and has none."""
-    parameters = [attached.get() for attached in bucket]
-    gradients = [gradient for p in parameters if (gradient := p.grad) is not None]
-    if len(gradients) < len(parameters):
-        bucket = [a for a, p in zip(bucket, parameters, strict=True) if p.grad is not None]
-        parameters = [attached.get() for attached in bucket]
-    return bucket, parameters, gradients
+    parameters = bucket.tensors()
+    gradients = list(map(GRADIENT, parameters))
+    if not all_there(gradients):
+        there = [gradient is not None for gradient in gradients]
+        bucket = AttachedParameters(compress(bucket, there))
+        parameters, gradients = bucket.tensors(), list(compress(gradients, there))
+    return bucket, parameters, cast(list[torch.Tensor], gradients)

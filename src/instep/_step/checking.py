@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from instep._autograd.watch import plain_type
 from instep._optim.calling import autocast_of
+from instep._optim.calls import OptimizerCall, calls_of
 from instep._optim.generators import Generators
-from instep._optim.parameters import AttachedParameter, OptimizerCall, calls_of
+from instep._optim.parameters import AttachedParameter
 from instep._optim.parts import LocalShard, memory_of
 from instep._optim.stepper import Stepper
 from instep._optim.twins import different, parameters_of, shared_state, step_plainly, twin_of
@@ -146,7 +147,8 @@ class Check:
         optimizer, step = stepper.optimizer(), self._step_of(stepper)
         step.autocast = autocast_of(mine[0].get().device.type)
         given = {a: gradient(a) for a in mine if a not in bucketed}
-        for call in calls_of([(a, g) for a, g in given.items() if g is not None], alias=False):
+        rest = [(a, g) for a, g in given.items() if g is not None]
+        for call in calls_of([a for a, _ in rest], [g for _, g in rest], alias=False):
             step.keep(call, optimizer.state)
         for attached in given:
             parameter, part = attached.get(), attached.part

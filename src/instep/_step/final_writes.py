@@ -1,13 +1,15 @@
 """``schedule="backward"`` without ``undo``: an update in backward stays, and its gradients are freed."""
 
 from collections.abc import Iterable, Sequence
+from itertools import compress
+from operator import is_
 
 import torch
 
 from instep._autograd.engine import graph_task
 from instep._autograd.watch import Watch
 from instep._gradients.finite import Policy, all_finite, nonfinite_error
-from instep._optim.parameters import AttachedParameter
+from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters
 from instep._optim.stepper import Stepper
 from instep._step.members import gradient_of
 from instep._step.running_step import RunningStep
@@ -62,7 +64,7 @@ class FinalWrites(Writes):
 
     def update(
         self,
-        bucket: Sequence[AttachedParameter],
+        bucket: AttachedParameters,
         parameters: Sequence[torch.Tensor],
         gradients: list[torch.Tensor],
         *,
@@ -75,9 +77,8 @@ class FinalWrites(Writes):
             passes.clipping.measure(bucket, gradients)
         passes.clipping.clip(parameters)
         try:
-            for stepper in self._step.members.steppers:
-                mine = [(a, g) for a, g in zip(bucket, gradients, strict=True) if a.stepper is stepper]
-                self._call(stepper, mine)
+            for stepper in bucket.steppers:
+                self._call(stepper, bucket, gradients)
         finally:
             self._let_go_of_memory(parameters[0].device)
         return True
@@ -85,22 +86,19 @@ class FinalWrites(Writes):
     def takes_back(self, error: Exception) -> bool:
         return False
 
-    def updated(self, bucket: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor]) -> None:
+    def updated(self, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
         # As they were: some optimizers replace .grad. Their memory goes back to the stream that made them, once that
         # waits for the side stream.
         self._step.streams.hold(gradients)
 
-    def retire(self, bucket: Iterable[AttachedParameter]) -> None:
-        watched = []
-        applied = self._step.members.applied
-        for attached in bucket:
-            if attached.spec.index in applied:
-                parameter, spent = attached.get(), attached.spent
-                parameter.grad = spent
-                if spent is not None:
-                    watched.append(parameter)
+    def retire(self, bucket: AttachedParameters) -> None:
+        if not self._step.members.applied.issuperset(bucket.indices):
+            bucket = AttachedParameters(filter(self._step.members.is_applied, bucket))
+        parameters = bucket.tensors()
+        for parameter, spent in zip(parameters, bucket.spent, strict=True):
+            parameter.grad = spent
         if self._step.ledger.torn is None:  # else weights are there to be read, and loaded anew
-            self._watch.start(watched)
+            self._watch.start(compress(parameters, bucket.leave_spent))
 
     def stopped(self, cause: BaseException | None, *, wrote: bool) -> None:
         others_may_have = self._step.ledger.votes.voting is not None and isinstance(cause, NonFiniteGradientError)
@@ -174,9 +172,9 @@ class FinalWrites(Writes):
         self.tear(error)
         raise error
 
-    def before_step(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
+    def before_step(self, stepper: Stepper, left: AttachedParameters) -> None:
         applied = self._step.members.applied_by(stepper)
-        parameters = [attached.get() for attached in applied]
+        parameters = applied.tensors()
         self._watch.stop(parameters)
         try:
             self._require_as_left(stepper, applied)
@@ -197,10 +195,13 @@ class FinalWrites(Writes):
         self._leave_alone(stepper, applied)
         self._step.round.begins(stepper, self._step.ledger)
 
-    def _require_unwritten(self, applied: Sequence[AttachedParameter]) -> None:
+    def _require_unwritten(self, applied: AttachedParameters) -> None:
         # Without a spent gradient nobody has come between: backward has not returned.
-        applied = [attached for attached in applied if attached.spent is not None]
+        if not all(applied.leave_spent):
+            applied = AttachedParameters(compress(applied, applied.leave_spent))
         super()._require_unwritten(applied)
+        if all(map(is_, map(GRADIENT, applied.tensors()), applied.spent)):
+            return
         for attached in applied:
             if attached.get().grad is not attached.spent:
                 raise SpentGradientError(
@@ -212,8 +213,8 @@ class FinalWrites(Writes):
     def step_stopped(self, stepper: Stepper) -> None:
         self.tear(InstepError(f"{stepper.name}.step() raised"))
 
-    def committed(self, stepper: Stepper, applied: Sequence[AttachedParameter]) -> None:
-        for attached in applied:
-            attached.get().grad = attached.spent
+    def committed(self, stepper: Stepper, applied: AttachedParameters) -> None:
+        for parameter, spent in zip(applied.tensors(), applied.spent, strict=True):
+            parameter.grad = spent
         if applied:
             self._left_spent[stepper] = applied[0]

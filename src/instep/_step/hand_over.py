@@ -3,6 +3,7 @@ done at once."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch.optim import Optimizer
@@ -12,21 +13,24 @@ from instep._gradients.clipping import Clip
 from instep._gradients.scaling import found_inf, take_off_here
 from instep._life.worker import ending
 from instep._optim.autocast import autocast_matters, require_same_in_autocast
+from instep._optim.calls import part_of_gradient
 from instep._optim.initial_state import asks_for_state, begin_state
 from instep._optim.kinds import is_torchs_own
-from instep._optim.parameters import AttachedParameter, part_of_gradient
+from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there, none_there
+from instep._optim.parts import are_plain
 from instep._optim.plan import Bucket
 from instep._optim.shadow import is_copied_whole
 from instep._optim.stepper import Stepper
 from instep._ranks.votes import Vote, error_of
 from instep._step.agreement import Agreement
-from instep._step.pending import HandedOverStep, InFlightBucket, PendingBucket, in_grad, in_grad_if_any
+from instep._step.pending import HandedOverStep, InFlightBucket, PendingBucket, gradients_in, in_grad, in_grad_if_any
 from instep._step.pending_buckets import PendingBuckets
 from instep._step.reading import Reading
 from instep._step.running_step import RunningStep
 from instep._step.writes import Gather
 from instep.errors import StepMismatchError
 
+_LAYOUT = attrgetter("layout")
 InFlight = Mapping[AttachedParameter, InFlightBucket]
 
 
@@ -91,9 +95,12 @@ class HandOver:
         step, pending = self._step, self._pending
         step.accumulation.require_reduced()
         mine = step.members.of(stepper)
-        pending.finish([pending.of(a.peek()) for a in mine])
+        if pending:
+            pending.finish([pending.of(a.peek()) for a in mine])
         step.ledger.require_whole()
-        with_gradient = [a for a in mine if a.get().grad is not None]
+        with_gradient = mine
+        if not all_there(map(GRADIENT, mine.tensors())):
+            with_gradient = AttachedParameters(a for a in mine if a.get().grad is not None)
         in_loop = self._in_loop(stepper.optimizer(), with_gradient)
         if in_loop and not step.round.owing:
             self._begin_round(stepper)
@@ -105,10 +112,13 @@ class HandOver:
             require_same_in_autocast(stepper.optimizer())  # this rank's shards are updated by instep, put off or not
         in_flight = self._in_flight_of(mine)
         may_wait = in_loop and self._can_be_put_off(stepper)
-        unseen = self._reading.unseen()
-        waiting = {a: may_wait and self._can_wait_alone(a, in_flight.get(a), unseen) for a in with_gradient}
+        waiting = self._waiting_of(with_gradient, in_flight) if may_wait else dict.fromkeys(with_gradient, False)
         in_flight = _without_landed(in_flight, waiting)
-        later = [a for a, wait in waiting.items() if wait or (a.part is not None and a.part.state_is_sharded)]
+        later = with_gradient
+        if not all(waiting.values()):
+            later = AttachedParameters(
+                a for a, wait in waiting.items() if wait or (a.part is not None and a.part.state_is_sharded)
+            )
         if len(later) < len(with_gradient):
             self._require_agreement()
             if clip is not None:
@@ -119,8 +129,8 @@ class HandOver:
         if not later:
             step.round.begins(stepper, step.ledger)
             return
-        self.rest = [attached.spec.name for attached in with_gradient if attached not in later]
-        at_once = [a for a, wait in waiting.items() if not wait]
+        self.rest = [] if later is with_gradient else [a.spec.name for a in with_gradient if a not in later]
+        at_once = [] if later is with_gradient else [a for a, wait in waiting.items() if not wait]
         if not stepper.optimizer().state and not is_torchs_own(stepper.optimizer()):
             at_once.insert(0, later[0])  # one bucket makes state, see begin_state
         self._put_off(stepper, later, in_flight, clip)
@@ -132,7 +142,8 @@ class HandOver:
         if not step.has_gradients:  # these gradients are of a backward that nobody has seen to begin
             self.hear()
             self.begin_norms()
-        step.round.owing = {a.stepper for a in step.members.all if a.get().grad is not None}
+        mine = {stepper: step.members.of(stepper).tensors() for stepper in step.members.steppers}
+        step.round.owing = {one for one, tensors in mine.items() if not none_there(map(GRADIENT, tensors))}
         is_left_to_kernel = not step.round.owing or found_inf(stepper.optimizer())
         step.round.takes_step = is_left_to_kernel or self._takes_step()
 
@@ -197,6 +208,17 @@ class HandOver:
             and self._reading.is_alike()
         )
 
+    def _waiting_of(self, with_gradient: AttachedParameters, in_flight: InFlight) -> dict[AttachedParameter, bool]:
+        """Of each parameter whether its update can wait."""
+        unseen = self._reading.unseen()
+        if not in_flight and not unseen:
+            tensors = with_gradient.tensors()
+            gradients = gradients_in(with_gradient, tensors)
+            layouts = set(map(_LAYOUT, gradients))
+            if are_plain(tensors) and are_plain(gradients) and layouts == {torch.strided}:
+                return dict.fromkeys(with_gradient, True)
+        return {a: self._can_wait_alone(a, in_flight.get(a), unseen) for a in with_gradient}
+
     def _can_wait_alone(
         self, attached: AttachedParameter, flight: InFlightBucket | None, unseen: Container[int]
     ) -> bool:
@@ -232,9 +254,10 @@ class HandOver:
     # Handing over.
 
     def _put_off(
-        self, stepper: Stepper, parameters: Sequence[AttachedParameter], in_flight: InFlight, clip: Clip | None
+        self, stepper: Stepper, parameters: AttachedParameters, in_flight: InFlight, clip: Clip | None
     ) -> None:
-        gradients = [(attached.get(), attached.get().grad) for attached in parameters]
+        tensors = parameters.tensors()
+        gradients = list(map(GRADIENT, tensors))
         step, pending = self._step, self._pending
         try:
             pending.begin()
@@ -242,9 +265,9 @@ class HandOver:
         except BaseException:  # such as Ctrl-C: nothing has been handed over
             if step.round.stepper is not None:
                 step.round.is_refused(step.ledger)
-            pending.watch_in_step.stop(tensor for tensor, _ in gradients)
-            pending.take_back(tensor for tensor, _ in gradients)
-            for tensor, gradient in gradients:
+            pending.watch_in_step.stop(tensors)
+            pending.take_back(tensors)
+            for tensor, gradient in zip(tensors, gradients, strict=True):
                 tensor.grad = gradient
             step.round.hidden = []
             raise
@@ -258,12 +281,12 @@ class HandOver:
             pending.is_beginning = False
 
     def _take_over(
-        self, stepper: Stepper, parameters: Sequence[AttachedParameter], in_flight: InFlight, clip: Clip | None
+        self, stepper: Stepper, parameters: AttachedParameters, in_flight: InFlight, clip: Clip | None
     ) -> list[PendingBucket]:
         """Take the gradients off."""
         step, optimizer = self._step, stepper.optimizer()
         handed_over = HandedOverStep(optimizer, parameters, step.number, self.vote, self._pending.recorder)
-        begin_state(optimizer, [attached.get() for attached in parameters])
+        begin_state(optimizer, parameters.tensors())
         keep = partial(step.check.keep, stepper) if step.check is not None and step.checks else None
         buckets = []
         for members, flight in self._buckets_of(parameters, in_flight):
@@ -276,15 +299,14 @@ class HandOver:
         return buckets
 
     def _buckets_of(
-        self, parameters: Sequence[AttachedParameter], in_flight: InFlight
-    ) -> Iterator[tuple[list[AttachedParameter], InFlightBucket | None]]:
+        self, parameters: AttachedParameters, in_flight: InFlight
+    ) -> Iterator[tuple[AttachedParameters, InFlightBucket | None]]:
         """As the next forward reads them; those that are in flight in the order in which they arrive."""
-        by_index = {attached.spec.index: attached for attached in parameters}
-        there = (a for a in parameters if a not in in_flight)
-        for bucket in self.buckets_of(there):
-            yield [by_index[spec.index] for spec in bucket.parameters], None
+        there = AttachedParameters(a for a in parameters if a not in in_flight) if in_flight else parameters
+        for members in self._reading.members_of_buckets(there, as_read=self.gather is None):
+            yield members, None
         for flight in dict.fromkeys(in_flight.values()):
-            yield [attached for attached in flight.parameters if in_flight.get(attached) is flight], flight
+            yield AttachedParameters(a for a in flight.parameters if in_flight.get(a) is flight), flight
 
     def buckets_of(self, parameters: Iterable[AttachedParameter]) -> tuple[Bucket, ...]:
         # Shards are sent in the same order on all ranks.
@@ -293,11 +315,11 @@ class HandOver:
     def _begin(self, buckets: Sequence[PendingBucket], parameters: Sequence[AttachedParameter]) -> None:
         """Start all that need not be asked for."""
         pending = self._pending
-        by_id = {id(attached.get()): attached for attached in parameters}
         for bucket in buckets:
             if bucket.sent:
                 continue
             if self.gather is not None:
+                by_id = {id(attached.get()): attached for attached in parameters}
                 with pending.on_side(bucket):
                     bucket.send([by_id[id(tensor)] for tensor in bucket.tensors], self.gather)
             if bucket.device.type == "cpu":

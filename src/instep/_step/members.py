@@ -5,39 +5,66 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from instep._autograd.placeholders import HeldGradient, Placeholder
-from instep._optim.parameters import AttachedParameter
-from instep._optim.parts import version_of
+from instep._optim import parts
+from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.stepper import Stepper
 
 
 class StepMembers:
     """
     Attributes:
-        all: the attached parameters, in the model's order.
         steppers: one of each optimizer.
         offered: the indices of those whose final gradient a source has offered in this step.
         applied: the indices of those that backward has updated in this step.
     """
 
     def __init__(self, steppers: Sequence[Stepper]) -> None:
-        self.all: tuple[AttachedParameter, ...] = ()
         self.steppers = tuple(steppers)
         self.offered: set[int] = set()
         self.applied: set[int] = set()
+        self._versions: dict[int, int] = {}  # by index, of parameters that were applied: as their update left them
+        self.all = ()
 
-    def of(self, stepper: Stepper) -> list[AttachedParameter]:
+    @property
+    def all(self) -> AttachedParameters:
+        """The attached parameters, in the model's order."""
+        return self._all
+
+    @all.setter
+    def all(self, parameters: Iterable[AttachedParameter]) -> None:
+        self._all = AttachedParameters(parameters)
+        self._of = {
+            stepper: AttachedParameters(a for a in self._all if a.stepper is stepper) for stepper in self.steppers
+        }
+
+    def of(self, stepper: Stepper) -> AttachedParameters:
         """Those of one optimizer."""
-        return [a for a in self.all if a.stepper is stepper]
+        return self._of[stepper]
 
-    def applied_by(self, stepper: Stepper) -> list[AttachedParameter]:
+    def apply(self, bucket: AttachedParameters, parameters: Sequence[torch.Tensor]) -> None:
+        """Backward has just updated ``bucket``, which are these ``parameters``."""
+        self.applied.update(bucket.indices)
+        self._versions.update(zip(bucket.indices, versions_of(parameters), strict=True))
+
+    def versions_as_applied(self, applied: AttachedParameters) -> list[int]:
+        """The versions of parameters, as their update in backward left them."""
+        return list(map(self._versions.__getitem__, applied.indices))
+
+    def applied_by(self, stepper: Stepper) -> AttachedParameters:
         """Those of one optimizer that backward has updated."""
-        applied = self.applied
-        return [a for a in self.all if a.stepper is stepper and a.spec.index in applied] if applied else []
+        applied, mine = self.applied, self._of[stepper]
+        if not applied:
+            return _NONE
+        return mine if applied.issuperset(mine.indices) else AttachedParameters(filter(self.is_applied, mine))
 
-    def left_by(self, stepper: Stepper) -> list[AttachedParameter]:
+    def left_by(self, stepper: Stepper) -> AttachedParameters:
         """Those of one optimizer that backward has not updated."""
-        applied = self.applied
-        return [a for a in self.all if a.stepper is stepper and a.spec.index not in applied]
+        applied, mine = self.applied, self._of[stepper]
+        if not applied:
+            return mine
+        if applied.issuperset(mine.indices):
+            return _NONE
+        return AttachedParameters(a for a in mine if a.spec.index not in applied)
 
     def is_applied(self, attached: AttachedParameter) -> bool:
         return attached.spec.index in self.applied
@@ -61,8 +88,10 @@ class StepMembers:
         """The step is over."""
         self.offered.clear()
         self.applied.clear()
+        self._versions.clear()
 
 
+_NONE = AttachedParameters()
 GradientOf = Callable[[AttachedParameter], torch.Tensor | None]
 
 
@@ -76,15 +105,15 @@ def gradient_of(attached: AttachedParameter) -> torch.Tensor | None:
     return None if isinstance(gradient, Placeholder) else gradient
 
 
-def versions_of(parameters: Iterable[torch.Tensor]) -> list[int]:
+def versions_of(parameters: Sequence[torch.Tensor]) -> list[int]:
     """Of parameters that may be watched: nobody is told."""
     with torch._C.DisableTorchFunctionSubclass():
-        return [version_of(parameter) for parameter in parameters]
+        return parts.versions_of(parameters)
 
 
-def first_written(members: Sequence[AttachedParameter], versions: Sequence[int]) -> AttachedParameter | None:
+def first_written(members: AttachedParameters, versions: Sequence[int]) -> AttachedParameter | None:
     """The first of ``members`` with another version than it had then."""
-    found = versions_of([attached.get() for attached in members])
-    if found == list(versions):
+    found = versions_of(members.tensors())
+    if found == versions:
         return None
     return next(a for a, now, then in zip(members, found, versions, strict=True) if now != then)

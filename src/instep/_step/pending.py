@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import is_
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch.optim import Optimizer
@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from instep._autograd.placeholders import HeldGradient
 from instep._gradients.clipping import Clip
 from instep._life.worker import Task
+from instep._optim.calls import OptimizerCall, calls_of
 from instep._optim.entries import Entries
 from instep._optim.kinds import is_torchs_own
-from instep._optim.parameters import AttachedParameter, OptimizerCall, calls_of
-from instep._optim.parts import memory_of
+from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters
+from instep._optim.parts import VERSION, are_counted, memory_of
 from instep._optim.shadow import snapshot_of
 from instep._optim.stepper import Stepper
 from instep._optim.switches import DEFAULT_DTYPE, MKLDNN, default_dtype, switched, switches
@@ -88,8 +89,8 @@ class Outcome:
         told: whether the loop has heard of it.
     """
 
-    def __init__(self, parameters: Sequence[AttachedParameter]) -> None:
-        self.pending = [attached.spec.name for attached in parameters]
+    def __init__(self, parameters: AttachedParameters) -> None:
+        self.pending = parameters.names
         self.applied: list[str] = []
         self.written = False
         self.failure: BaseException | None = None
@@ -120,7 +121,7 @@ class HandedOverStep:
     def __init__(
         self,
         optimizer: Optimizer,
-        parameters: Sequence[AttachedParameter],
+        parameters: AttachedParameters,
         number: int,
         vote: Vote | None,
         recorder: Recorder | None,
@@ -128,7 +129,7 @@ class HandedOverStep:
         self.number = number
         self.optimizer = weakref.ref(optimizer)
         self._frozen = snapshot_of(optimizer)  # held here: the stepper holds it weakly
-        self.stepper = Stepper(self._frozen)
+        self.stepper = Stepper(self._frozen, looks_back=False)
         self.circumstances = _Circumstances(optimizer)
         self.outcome = Outcome(parameters)
         self.unapplied: list[PendingBucket] = []
@@ -170,9 +171,11 @@ class _AsLeft:
         self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], state: Mapping[Any, Any]
     ) -> None:
         self._tensors = tensors
-        # Kept, not looked up again: whoever reads the local tensor of a watched DTensor waits for this very update.
-        all_of_it = (*tensors, *gradients)
-        self._memory = [None if tensor.is_inference() else (tensor, memory_of(tensor)) for tensor in all_of_it]
+        self._all = [*tensors, *gradients]
+        self._memory: list[tuple[torch.Tensor, torch.Tensor] | None] | None = None
+        if not are_counted(self._all):
+            # Kept, not looked up again: whoever reads the local tensor of a watched DTensor waits for this very update.
+            self._memory = [None if tensor.is_inference() else (tensor, memory_of(tensor)) for tensor in self._all]
         self.look(state)
 
     def look(self, state: Mapping[Any, Any]) -> None:
@@ -191,15 +194,16 @@ class _AsLeft:
 
     def require(self, names: Sequence[str], state: Mapping[Any, Any]) -> None:
         """Raise ``UncommittedStepError`` if somebody has written one of them."""
-        of_all = (*names, *(f"{name}.grad" for name in names))
-        for name, found, version in zip(of_all, self._found(), self._versions, strict=True):
-            if found != version:
-                raise UncommittedStepError(
-                    f"{name!r} was written after optimizer.step(), through another tensor of the same memory, while "
-                    "the update was due: in the plain loop it had been applied by then. Call overlap.synchronize() "
-                    "before such a write"
-                )
-        if self._entries.written or not self._entries.are_in(state):
+        found = self._found()
+        if found != self._versions:
+            of_all = (*names, *(f"{name}.grad" for name in names))
+            written = next(n for n, now, then in zip(of_all, found, self._versions, strict=True) if now != then)
+            raise UncommittedStepError(
+                f"{written!r} was written after optimizer.step(), through another tensor of the same memory, while "
+                "the update was due: in the plain loop it had been applied by then. Call overlap.synchronize() "
+                "before such a write"
+            )
+        if not self._entries.are_as_left(state):
             raise UncommittedStepError(
                 f"the state of {names[0]!r}, or of another parameter of its bucket, was written after "
                 "optimizer.step(), through a reference that was taken before, while the update was due: in the plain "
@@ -207,6 +211,8 @@ class _AsLeft:
             )
 
     def _found(self) -> list[int]:
+        if self._memory is None:
+            return list(map(VERSION, self._all))
         return [-1 if both is None else both[0]._version + both[1]._version for both in self._memory]
 
 
@@ -225,15 +231,15 @@ class PendingBucket:
 
     def __init__(
         self,
-        parameters: Sequence[AttachedParameter],
+        parameters: AttachedParameters,
         step: HandedOverStep,
         clip: Clip | None,
         flight: InFlightBucket | None,
         keep: Callable[[OptimizerCall, Mapping[Any, Any]], None] | None,
     ) -> None:
-        self.names = [attached.spec.name for attached in parameters]
-        self.tensors = [attached.get() for attached in parameters]
-        self.gradients = [in_grad(attached, flight) for attached in parameters]
+        self.names = parameters.names
+        self.tensors = parameters.tensors()
+        self.gradients = gradients_in(parameters, self.tensors, flight)
         self.device = self.tensors[0].device
         self.step = step
         self.done: Task | None = None
@@ -244,9 +250,7 @@ class PendingBucket:
         self._clip = clip
         self._keep = keep
         # Aliases: the parameters' own .grad, flags and attributes are the user's, to be read and changed meanwhile.
-        self._calls = calls_of(zip(parameters, self.gradients, strict=True), alias=True)
-        for tensor in self.tensors:
-            tensor.grad = None
+        self._calls = calls_of(parameters, self.gradients, alias=True)
         # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
         torch.autograd.graph.increment_version(self.tensors)
         self._as_left: _AsLeft | None = _AsLeft(self.tensors, self.gradients, step.state)
@@ -371,6 +375,19 @@ class PendingBucket:
         yield
         for as_left in right:
             as_left.look_at_versions()
+
+
+def gradients_in(
+    parameters: AttachedParameters, tensors: Sequence[torch.Tensor], flight: InFlightBucket | None = None
+) -> list[torch.Tensor]:
+    """``in_grad`` of all of ``parameters``, which are these ``tensors``."""
+    gradients = list(map(GRADIENT, tensors))
+    if flight is None and _PLAIN.issuperset(map(type, gradients)):
+        return cast(list[torch.Tensor], gradients)
+    return [in_grad(attached, flight) for attached in parameters]
+
+
+_PLAIN = frozenset({torch.Tensor})
 
 
 def in_grad(attached: AttachedParameter, flight: InFlightBucket | None = None) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import repeat
 from time import perf_counter
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from instep._optim.waiting import StateWatch
 from instep._step.pending import HandedOverStep, PendingBucket
 from instep._step.recorder import Recorder
 from instep._step.running_step import RunningStep
+from instep._step.stand_ins import StandIns
 from instep._step.streams import Mark
 from instep.errors import StepMismatchError, UncommittedStepError
 
@@ -57,7 +59,7 @@ class PendingBuckets:
         self.watch_in_step = Watch(values=self._used, gradient=self._used_in_step)
         self._gradient_watch = Watch(values=self._used_spread_gradient)
         self._state_watch = StateWatch(self._used_state)
-        self._when_used = WeakMethod(self._used_gradient)
+        self._stand_ins = StandIns(WeakMethod(self._used_gradient))
 
     def __bool__(self) -> bool:
         return bool(self._due)
@@ -77,7 +79,7 @@ class PendingBuckets:
         self.worker.start()
 
     def add(self, bucket: PendingBucket) -> None:
-        self._due.update((id(tensor), bucket) for tensor in bucket.tensors)
+        self._due.update(zip(map(id, bucket.tensors), repeat(bucket), strict=False))
 
     def take_back(self, parameters: Iterable[torch.Tensor]) -> None:
         """Ctrl-C, say, has come in the middle: nothing was handed over."""
@@ -100,7 +102,7 @@ class PendingBuckets:
         if id(parameter) not in self._due:
             return gradient
         if type(gradient) is torch.Tensor:
-            return HeldGradient(gradient, self._when_used)
+            return self._stand_ins.lend(parameter, gradient)
         self._gradient_watch.start([gradient])  # a DTensor: its users ask for its class, and its own attributes
         return gradient
 
@@ -155,10 +157,13 @@ class PendingBuckets:
         self._watch.stop(bucket.tensors)
         for tensor in bucket.tensors:
             self._due.pop(id(tensor), None)
-            if isinstance(tensor.grad, HeldGradient):
-                tensor.grad = tensor.grad.held  # nobody has cleared it: the plain loop's is still there
-            elif tensor.grad is not None:
-                self._gradient_watch.stop([tensor.grad])
+            gradient = tensor.grad
+            if isinstance(gradient, HeldGradient):
+                tensor.grad = gradient.held  # nobody has cleared it: the plain loop's is still there
+            elif gradient is not None:
+                self._gradient_watch.stop([gradient])
+            gradient = None  # or it would seem to be in use
+        self._stand_ins.take_back(bucket.tensors)
         step = bucket.step
         step.outstanding = [one for one in step.outstanding if one is not bucket]
         if not any(one.step is step for one in self.all()):
@@ -219,7 +224,8 @@ class PendingBuckets:
 
     def _used_in_step(self, parameter: torch.Tensor, func: object) -> None:
         """A ``.grad`` that was taken off is about to be read or replaced: by ``step()``, if it still runs."""
-        self._end_stopped()
+        if self._step.round.was_stopped:
+            self._end_stopped()
 
     def _end_stopped(self) -> None:
         if (owner := self._owner()) is not None:

@@ -7,7 +7,7 @@ import torch
 
 from instep._autograd.engine import graph_task
 from instep._life.weak import WeakMethod
-from instep._optim.parameters import AttachedParameter
+from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.plan import Bucket, fill_buckets
 from instep._optim.switches import DEFAULT_DTYPE, switched, switches
 
@@ -43,6 +43,10 @@ class Reading:
         self._bucket_bytes = bucket_bytes
         self._order: dict[int, None] = {}  # indices of parameters, as forwards have come to them
         self._switches: dict[str, Any] | None = None
+        # The last answer of ``members_of_buckets``. The order only grows: its length tells whether it has changed.
+        self._asked_of = AttachedParameters()
+        self._asked = (0, False)
+        self._members: list[AttachedParameters] = []
 
     def forward_begins(self) -> None:
         self._switches = switches()
@@ -58,6 +62,18 @@ class Reading:
     def unseen(self) -> set[int]:
         """The indices of parameters whose modules were compiled with their hooks: nothing waits before they run."""
         return {a.spec.index for hook in self.hooks if hook.traced for a in hook.parameters}
+
+    def members_of_buckets(self, parameters: AttachedParameters, *, as_read: bool) -> list[AttachedParameters]:
+        """The members of ``buckets_of``. Kept for the last ``parameters``, which are the same in most steps."""
+        asked = (len(self._order), as_read)
+        if parameters is not self._asked_of or asked != self._asked:
+            by_index = {attached.spec.index: attached for attached in parameters}
+            self._members = [
+                AttachedParameters(by_index[spec.index] for spec in bucket.parameters)
+                for bucket in self.buckets_of(parameters, as_read=as_read)
+            ]
+            self._asked_of, self._asked = parameters, asked
+        return self._members
 
     def buckets_of(self, parameters: Iterable[AttachedParameter], *, as_read: bool) -> tuple[Bucket, ...]:
         """In the order in which forwards read them; those not read yet in the model's order.

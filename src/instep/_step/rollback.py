@@ -8,6 +8,7 @@ import torch
 
 from instep._autograd.watch import Watch
 from instep._life.life import Unsettled, settled
+from instep._optim.parameters import AttachedParameters
 from instep._optim.undo import Undo
 from instep._step.kept import KeptGradients
 from instep._step.members import StepMembers, versions_of
@@ -126,9 +127,11 @@ class Rollback:
 
 
 def _written_since(members: StepMembers) -> tuple[str | None, list[str]]:
+    applied = AttachedParameters(filter(members.is_applied, members.all))
+    now, then = versions_of(applied.tensors()), members.versions_as_applied(applied)
     return (
         next((stepper.name for stepper in members.steppers if stepper.state_was_written), None),
-        [a.spec.name for a in members.all if members.is_applied(a) and versions_of([a.get()]) != [a.version]],
+        [a.spec.name for a, found, left in zip(applied, now, then, strict=True) if found != left],
     )
 
 

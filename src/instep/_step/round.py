@@ -1,6 +1,6 @@
 """One round of ``optimizer.step()``: the calls, of all optimizers that have gradients, that make up one step."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -60,11 +60,11 @@ class Round:
 
     # Gradients.
 
-    def hide(self, gradients: Iterable[tuple[AttachedParameter, torch.Tensor]]) -> None:
+    def hide(self, gradients: Sequence[tuple[AttachedParameter, torch.Tensor]]) -> None:
         """The running ``step()`` finds no gradient of these parameters."""
+        self.hidden.extend(gradients)
         with torch._C.DisableTorchFunctionSubclass():
-            for attached, gradient in gradients:
-                self.hidden.append((attached, gradient))
+            for attached, _ in gradients:
                 attached.get().grad = None
 
     def show(self, *, where_none: bool = False) -> None:

@@ -2,7 +2,7 @@
 loop turns out to do otherwise; ``optimizer.step()`` then does the step as the plain loop does."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from instep._life.life import owe
 from instep._life.weak import WeakMethod
 from instep._optim.kinds import is_torchs_own
 from instep._optim.lending import Lent
-from instep._optim.parameters import AttachedParameter
+from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
 from instep._step.agreement import Agreement
@@ -80,7 +80,7 @@ class TrialWrites(Writes):
 
     def update(
         self,
-        bucket: Sequence[AttachedParameter],
+        bucket: AttachedParameters,
         parameters: Sequence[torch.Tensor],
         gradients: list[torch.Tensor],
         *,
@@ -102,8 +102,8 @@ class TrialWrites(Writes):
         lent = self._lend(bucket, parameters, made)
         try:
             given = [lent[a].given if a in lent else gradient for a, gradient in zip(bucket, made, strict=True)]
-            for stepper in self._step.members.steppers:
-                self._try(stepper, [(a, g) for a, g in zip(bucket, given, strict=True) if a.stepper is stepper])
+            for stepper in bucket.steppers:
+                self._try(stepper, bucket, given)
         finally:
             self._let_go_of_memory(parameters[0].device)
             for attached, one in lent.items():
@@ -133,14 +133,12 @@ class TrialWrites(Writes):
             if not is_torchs_own(attached.stepper.optimizer())
         }
 
-    def _try(self, stepper: Stepper, bucket: Sequence[tuple[AttachedParameter, torch.Tensor]]) -> None:
+    def _try(self, stepper: Stepper, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
         """Step those of one optimizer, after copies were taken."""
-        if not bucket:
-            return
-        own = [a.get() for a, _ in bucket]
+        own = [a.get() for a in bucket if a.stepper is stepper]
         elsewhere = stepper.look_elsewhere(own)
         self._rollback.copies.save([*own, *stepper.reached()], stepper.optimizer())
-        self._call(stepper, bucket)
+        self._call(stepper, bucket, gradients)
         stepper.require_all_in_state(elsewhere)
 
     def takes_back(self, error: Exception) -> bool:
@@ -152,11 +150,11 @@ class TrialWrites(Writes):
         self._raises = not isinstance(error, UnsupportedOptimizerError)  # which is not step()'s own
         return True
 
-    def updated(self, bucket: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor]) -> None:
+    def updated(self, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
         if (owner := self._owner()) is not None:
             owe(owner)  # gradients stay until the step is committed: nobody need hold them
 
-    def retire(self, bucket: Iterable[AttachedParameter]) -> None:
+    def retire(self, bucket: AttachedParameters) -> None:
         for attached in filter(self._step.members.is_applied, bucket):
             parameter = attached.get()
             gradient = parameter.grad
@@ -216,7 +214,7 @@ class TrialWrites(Writes):
 
     def _used_in_step(self, parameter: torch.Tensor, func: Any) -> None:
         """``step()`` itself, if it still runs."""
-        if (owner := self._owner()) is not None:
+        if self._step.round.was_stopped and (owner := self._owner()) is not None:
             owner.end_stopped()
 
     def _used_gradient(self, operation: str, args: Sequence[Any]) -> None:
@@ -231,7 +229,7 @@ class TrialWrites(Writes):
     def leave_to_optimizer(self, error: InstepError) -> None:
         self._rollback()
 
-    def before_step(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
+    def before_step(self, stepper: Stepper, left: AttachedParameters) -> None:
         step = self._step
         step.round.begins(stepper, step.ledger)
         try:
@@ -296,7 +294,7 @@ class TrialWrites(Writes):
         finally:
             step.round.is_ending = False
 
-    def committed(self, stepper: Stepper, applied: Sequence[AttachedParameter]) -> None:
+    def committed(self, stepper: Stepper, applied: AttachedParameters) -> None:
         members = self._step.members
         self._rollback.copies.forget(attached.get() for attached in members.of(stepper))
         for attached in applied:

@@ -2,14 +2,15 @@
 (``trial_writes``). Here: that which both do alike."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from instep._gradients.scaling import kernel_scale
 from instep._optim.autocast import require_same_in_autocast
+from instep._optim.calls import calls_of
 from instep._optim.kinds import is_torchs_own
-from instep._optim.parameters import AttachedParameter, calls_of
+from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.stepper import Stepper, writes_without_gradient
 from instep._step.checking import Check
 from instep._step.members import first_written, gradient_of, versions_of
@@ -40,7 +41,7 @@ class Writes(ABC):
         self.has_begun = False
         self._step = step
         # Parameters that step() is not to write, since backward has, with their version then.
-        self._at_rest: tuple[Sequence[AttachedParameter], Sequence[int]] = [], []
+        self._at_rest: tuple[AttachedParameters, list[int]] = AttachedParameters(), []
 
     # In backward.
 
@@ -67,7 +68,7 @@ class Writes(ABC):
     @abstractmethod
     def update(
         self,
-        bucket: Sequence[AttachedParameter],
+        bucket: AttachedParameters,
         parameters: Sequence[torch.Tensor],
         gradients: list[torch.Tensor],
         *,
@@ -84,11 +85,11 @@ class Writes(ABC):
         """``update`` has raised: whether nothing is left of it."""
 
     @abstractmethod
-    def updated(self, bucket: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor]) -> None:
+    def updated(self, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
         """``update`` has stepped ``bucket``; the side stream is not current any more."""
 
     @abstractmethod
-    def retire(self, bucket: Iterable[AttachedParameter]) -> None:
+    def retire(self, bucket: AttachedParameters) -> None:
         """Nobody but instep needs ``.grad`` of applied parameters any more. Until ``optimizer.step()`` the plain loop
         would find the old weights: whoever uses one is noticed."""
 
@@ -133,7 +134,7 @@ class Writes(ABC):
         """``step()`` is about to do otherwise than backward has done: ``error`` says how."""
 
     @abstractmethod
-    def before_step(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
+    def before_step(self, stepper: Stepper, left: AttachedParameters) -> None:
         """``step()`` is about to update ``left``, which backward has not, as far as these have gradients."""
 
     @abstractmethod
@@ -141,7 +142,7 @@ class Writes(ABC):
         """``step()`` has raised, or was interrupted."""
 
     @abstractmethod
-    def committed(self, stepper: Stepper, applied: Sequence[AttachedParameter]) -> None:
+    def committed(self, stepper: Stepper, applied: AttachedParameters) -> None:
         """``step()`` has returned: what backward has applied stands, and ``.grad`` is as in the plain loop."""
 
     def forget(self) -> None:
@@ -191,21 +192,21 @@ class Writes(ABC):
     def require_at_rest(self, stepper: Stepper) -> None:
         """``step()`` returns: it has found no gradient of the parameters that backward had applied, and must have left
         them alone."""
-        (at_rest, versions), self._at_rest = self._at_rest, ([], [])
+        (at_rest, versions), self._at_rest = self._at_rest, (AttachedParameters(), [])
         if (written := first_written(at_rest, versions)) is not None:
             error = writes_without_gradient(stepper.name, written.spec.name)
             self._step.round.stepper = None
             self.tear(error)
             raise error
 
-    def _require_as_left(self, stepper: Stepper, applied: Sequence[AttachedParameter]) -> None:
+    def _require_as_left(self, stepper: Stepper, applied: AttachedParameters) -> None:
         """Raise if groups, state or parameters are not as backward has left them."""
         if applied:
             require_settings_as_left(stepper)
         self._require_unwritten(applied)
 
-    def _require_unwritten(self, applied: Sequence[AttachedParameter]) -> None:
-        if (written := first_written(applied, [attached.version for attached in applied])) is not None:
+    def _require_unwritten(self, applied: AttachedParameters) -> None:
+        if (written := first_written(applied, self._step.members.versions_as_applied(applied))) is not None:
             raise UncommittedStepError(
                 f"parameter {written.spec.name!r} was written between backward() and optimizer.step(), but "
                 "backward had already updated it: the plain loop would have updated what was written. Change "
@@ -225,7 +226,8 @@ class Writes(ABC):
         if not sharded and not self._is_mixed(stepper, rest):
             return
         require_same_in_autocast(stepper.optimizer())
-        for call in calls_of([(a, g) for a in rest if (g := gradient_of(a)) is not None], alias=False):
+        gradients = [g for a in rest if (g := gradient_of(a)) is not None]
+        for call in calls_of(rest, gradients, alias=False):
             call.step(stepper)
         if self.gather is not None:
             self.gather(sharded)()
@@ -237,15 +239,20 @@ class Writes(ABC):
     def _hide(self, gradients: Sequence[tuple[AttachedParameter, torch.Tensor]]) -> None:
         self._step.round.hide(gradients)
 
-    def _leave_alone(self, stepper: Stepper, applied: Sequence[AttachedParameter]) -> None:
+    def _leave_alone(self, stepper: Stepper, applied: AttachedParameters) -> None:
         """``step()`` must not write parameters that backward has applied. torch's own do not."""
-        known = is_torchs_own(stepper.optimizer())
-        self._at_rest = ([], []) if known else (applied, versions_of([a.get() for a in applied]))
+        if is_torchs_own(stepper.optimizer()):
+            applied = AttachedParameters()
+        self._at_rest = applied, versions_of(applied.tensors())
 
-    def _call(self, stepper: Stepper, bucket: Sequence[tuple[AttachedParameter, torch.Tensor]]) -> None:
-        """Step those of one optimizer."""
+    def _call(self, stepper: Stepper, bucket: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor]) -> None:
+        """Step those of ``bucket`` that belong to this optimizer."""
         check = self._step.check
-        for call in calls_of(bucket, alias=False):
+        bucket = AttachedParameters.of(bucket)
+        if bucket.steppers != (stepper,):
+            mine = [(a, g) for a, g in zip(bucket, gradients, strict=True) if a.stepper is stepper]
+            bucket, gradients = AttachedParameters(a for a, _ in mine), [g for _, g in mine]
+        for call in calls_of(bucket, gradients, alias=False):
             if check is not None:
                 check.keep(stepper, call, stepper.optimizer().state)
             self.has_begun = True

@@ -15,8 +15,8 @@ from instep._autograd.hooks import UntracedHook, is_called_by_step
 from instep._autograd.outputs import nodes_of
 from instep._autograd.tracing import Traced
 from instep._life.weak import weakly
-from instep._optim.parameters import require_unchanged
 from instep._optim.stepper import Stepper
+from instep._optim.unchanged import require_unchanged
 from instep._step.accumulation import Accumulation
 from instep._step.schedule import Schedule
 from instep._wiring.held import Handles, Held, living_parameters

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import compress
+from operator import attrgetter
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -17,11 +19,13 @@ from instep._autograd.backward import Phase, current
 from instep._autograd.engine import graph_task
 from instep._autograd.hooks import UntracedHook
 from instep._life.weak import weakly
-from instep._optim.parameters import AttachedParameter
+from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there, none_there
 from instep._optim.parts import memory_of
 from instep._optim.plan import Bucket, fill_buckets
 from instep.errors import InstepError
 from instep.sources import Sink
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class ForwardCounts:
@@ -60,11 +64,12 @@ class LocalSource:
         self._sink = sink
         self._uses = uses
         self._in_parts: dict[int, AttachedParameter] = {}
-        self._parameters = tuple(parameters)
+        self._parameters = AttachedParameters(parameters)
         self._bucket_bytes = bucket_bytes
         self._handles: dict[int, RemovableHandle] = {}
         self._listened: dict[int, AttachedParameter] = {}  # with a hook; by index, since a hook must not hold one
-        self._trainable: list[AttachedParameter] = []
+        self._trainable = AttachedParameters()
+        self._requires_grad: list[bool] = []  # as it was found for each parameter
         self._observed: list[AttachedParameter] = []
         self._follows_observed = False
         self._running: set[int] = set()
@@ -95,19 +100,20 @@ class LocalSource:
         self._listened.clear()
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
-        self._parameters += tuple(parameters)
+        self._parameters = AttachedParameters((*self._parameters, *parameters))
         return ()
 
     def refresh(self) -> None:
-        trainable = [attached for attached in self._parameters if attached.get().requires_grad]
-        if trainable != self._trainable:
-            self._trainable = trainable
+        requires_grad = list(map(_REQUIRES_GRAD, self._parameters.tensors()))
+        if requires_grad != self._requires_grad:
+            self._requires_grad = requires_grad
+            self._trainable = AttachedParameters(compress(self._parameters, requires_grad))
             self._follows_observed = False
-            self._fill(reversed(trainable))
+            self._fill(reversed(self._trainable))
             self._listen_to_all()
         elif self._speakers_only and not self._in_order:
             self._listen_to_all()
-        elif self._in_order and self._follows_observed and len(self._observed) == len(trainable):
+        elif self._in_order and self._follows_observed and len(self._observed) == len(self._trainable):
             self._listen_to_speakers()
 
     def _listen_to_all(self) -> None:
@@ -135,7 +141,7 @@ class LocalSource:
     def before_backward(self) -> None:
         if not self._speakers_only:
             self._began = graph_task()
-        elif self._began is not None or any(attached.get().grad is not None for attached in self._trainable):
+        elif self._began is not None or not none_there(map(GRADIENT, self._trainable.tensors())):
             self._in_order = False  # nested in another, or with gradients from before
         else:
             self._began = graph_task()
@@ -158,7 +164,9 @@ class LocalSource:
     def _fill(self, order: Iterable[AttachedParameter]) -> None:
         attached = {a.spec.index: a for a in order}
         self._buckets = fill_buckets("local", (a.spec for a in attached.values()), self._bucket_bytes)
-        self._members = [tuple(attached[spec.index] for spec in bucket.parameters) for bucket in self._buckets]
+        self._members = [
+            AttachedParameters(attached[spec.index] for spec in bucket.parameters) for bucket in self._buckets
+        ]
         self._bucket_of = {a.spec.index: number for number, members in enumerate(self._members) for a in members}
         self._missing = [len(members) for members in self._members]
 
@@ -200,11 +208,11 @@ class LocalSource:
 
     def _count_bucket(self, number: int, speaker: int) -> None:
         members = self._members[number]
-        if self._began != graph_task() or any(attached.get().grad is None for attached in members):
+        if self._began != graph_task() or not all_there(map(GRADIENT, members.tensors())):
             self._in_order = False
         if not self._in_order:
-            members = (self._listened[speaker],)
-        self._announced.update([attached.spec.index for attached in members])
+            members = AttachedParameters((self._listened[speaker],))
+        self._announced.update(members.indices)
         if not self._sink.arrive(members):
             self._in_order = False
         elif self._may_write() and self._in_order and self._sink.apply(members):
@@ -212,11 +220,12 @@ class LocalSource:
 
     def _announce_rest(self) -> None:
         """This backward is over: what nobody spoke for is left to ``optimizer.step()``, which counts it."""
-        rest = [
-            attached
-            for attached in self._trainable
-            if attached.spec.index not in self._announced and attached.get().grad is not None
-        ]
+        announced = self._announced
+        rest = (
+            []
+            if announced.issuperset(self._trainable.indices)
+            else [a for a in self._trainable if a.spec.index not in announced and a.get().grad is not None]
+        )
         self._forget()
         if rest:
             self._in_order = False

@@ -1,0 +1,56 @@
+"""Whether the attached parameters are still the model's, and as they were."""
+
+from collections.abc import Iterable
+from operator import attrgetter
+
+import torch
+
+from instep._optim.parameters import AttachedParameter, AttachedParameters, Place
+from instep.errors import StaleAttachmentError
+
+_DTYPE = attrgetter("dtype")
+_DEVICE = attrgetter("device")
+
+
+def _what_became_of(attached: AttachedParameter, place: Place) -> str:
+    parameter, module = attached.get(), place.module()
+    new = None if module is None else module._parameters.get(place.attribute)
+    if module is not None and any(p is parameter for p in module.parameters()):
+        return (
+            f"parameter {place.name!r} has another name since attach (pruned, or parametrized). detach(), and attach "
+            "again, with the same optimizer: it holds the parameter, and keeps its state"
+        )
+    if new is not None and any(p is new for g in attached.stepper.optimizer().param_groups for p in g["params"]):
+        return (
+            f"parameter {place.name!r} was replaced after attach, and the optimizer holds the new one. detach(), and "
+            "attach again, with the same optimizer"
+        )
+    return (
+        f"parameter {place.name!r} was replaced after attach: the optimizer still holds the old one, so the new one "
+        "would silently not train. detach(), rebuild the optimizer, and attach again; with fully_shard: shard first, "
+        "then build the optimizer, then attach"
+    )
+
+
+def require_unchanged(attached_parameters: Iterable[AttachedParameter]) -> None:
+    """Raise ``StaleAttachmentError`` for the first parameter that is not the one that was attached."""
+    parameters = AttachedParameters.of(attached_parameters)
+    tensors = parameters.tensors()
+    with torch._C.DisableTorchFunctionSubclass():  # instep's own question, about parameters that may be watched
+        if (
+            parameters.homes.hold(tensors)
+            and list(map(_DTYPE, tensors)) == parameters.dtypes
+            and list(map(_DEVICE, tensors)) == parameters.devices
+        ):
+            return
+    for attached in parameters:
+        parameter, spec = attached.get(), attached.spec
+        for place in attached.places:
+            if not place.holds(parameter):
+                raise StaleAttachmentError(_what_became_of(attached, place))
+        if parameter.dtype != spec.dtype or parameter.device != spec.device:
+            raise StaleAttachmentError(
+                f"parameter {spec.name!r} was {spec.dtype} on {spec.device} when it was attached and is "
+                f"{parameter.dtype} on {parameter.device} now. Move and convert the model first, then build the "
+                "optimizer, then attach"
+            )
