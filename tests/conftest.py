@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
-from instep import attachment
 from instep._life.worker import NAME
+from instep.attachment import attachments
 from tests import missing, net
 from tests.accelerator import sessions
 from tests.distributed.pool import RankPool
@@ -93,9 +93,9 @@ def _nothing_leaks() -> Iterator[None]:
     """No attachment, thread or process group outlives the test that made it."""
     threads = set(threading.enumerate())
     yield
-    if attachment._attachments:
+    if attachments():
         gc.collect()  # slow with torch loaded, so only where something is left
-    assert not list(attachment._attachments), "a model is still attached: detach it, or drop it"
+    assert not attachments(), "a model is still attached: detach it, or drop it"
     left = {thread for thread in set(threading.enumerate()) - threads if not _is_of_torch(thread)}
     for thread in left:
         if thread.name == NAME:

@@ -228,7 +228,7 @@ def test_the_optimizer_is_gone_before_weights_are_read() -> None:
         program.optimizer = None
         gc.collect()
         last = time.monotonic() + net.SECONDS
-        while program.overlap is not None and program.overlap._step.state == "pending" and time.monotonic() < last:
+        while program.overlap is not None and program.overlap.state == "pending" and time.monotonic() < last:
             time.sleep(0.001)
         program.read()
 

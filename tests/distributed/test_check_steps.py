@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-import instep.attachment
+import instep.options
 from instep.errors import AttachError, TornStepError, UnsupportedOptimizerError
 from tests.cases import Blocks, batch, two_groups
 from tests.distributed.pool import RankPool
@@ -67,7 +67,7 @@ def late_on_ranks(way: str, what: str, wrap: str) -> str:
     torch.manual_seed(0)
     model = WRAPPERS[wrap][0](Odd())
     optimizer = MetTheOdd(model.parameters(), late)
-    with patch.object(instep.attachment, "DEFAULT_BUCKET_BYTES", 2_000):
+    with patch.object(instep.options, "DEFAULT_BUCKET_BYTES", 2_000):
         overlap = instep.attach(model, optimizer, check_steps=5, **WAYS[way])
 
     def iteration(i: int) -> None:

@@ -105,7 +105,7 @@ def body_refused(how: str) -> str:
     assert loop.overlap is not None
     with pytest.raises(UnsupportedOptimizerError, match=r"AdamW\.step\(\) was compiled"):
         loop.step(0)
-    state = loop.overlap._step.state
+    state = loop.overlap.state
     loop.overlap.detach()
     return state
 

@@ -29,6 +29,7 @@ from tests.cases import Blocks, Sometimes, Tied, batch, grad_of, optimizer_cases
 from tests.devices import on_cpu_only
 from tests.distributed.pool import RankPool
 from tests.distributed.test_mixed_precision import CastByHand, send_as
+from tests.inside import source_of
 from tests.pace import Pace
 
 OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
@@ -116,7 +117,7 @@ def compare(step: Step = Loop.step, **how: Any) -> str | None:
     with attached.overlap:
         for i in range(STEPS):
             said = first_difference(iter([("said", step(plain, i))]), iter([("said", step(attached, i))]))
-            crossed += len(attached.overlap._sources[0].flights)
+            crossed += len(source_of(attached.overlap).flights)
             found.append(said)
             if i % 4 == 3 or i == STEPS - 1:
                 found.append(first_difference(plain.state(), attached.state()))
@@ -415,7 +416,7 @@ def on_their_way() -> None:
     assert all(isinstance(g, HeldGradient) for g in gradients)
     loop.finish()
     assert overlap.step_count == 5
-    assert overlap._step.state == "pending"
+    assert overlap.state == "pending"
     assert not any(future.done() for future, _ in held)
     for future, args in held:
         real(*args).wait()
@@ -440,10 +441,10 @@ def chosen(crosses: float, waits: float) -> str | None:
         for i in range(44):
             plain.step(i)
             attached.backward(i)
-            crossed.append(bool(overlap._sources[0].flights))
+            crossed.append(bool(source_of(overlap).flights))
             attached.finish()
             # What was waited for is stepped by optimizer.step() itself.
-            assert (overlap._step.state == "pending") == (crossed[-1] or i < 2)
+            assert (overlap.state == "pending") == (crossed[-1] or i < 2)
             if i % 10 == 9:
                 found = first_difference(plain.state(), attached.state())
                 if found is not None:
@@ -473,7 +474,7 @@ def planned() -> list[Any]:
         orders = []
         for i in range(20):
             loop.step(i)
-            orders.append(list(loop.overlap._sources[0]._plan.order))
+            orders.append(list(source_of(loop.overlap)._plan.order))
         names = [[spec.name for spec in bucket.parameters] for bucket in loop.overlap.plan.buckets]
     return [orders, names, asked]
 

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import instep
+from instep.attachment import attachments
 from instep.errors import AccumulationError, AttachError, SpentGradientError, UncommittedStepError
-from tests.cases import Blocks, Tied, attachment_of, batch, grad_of, optimizer_cases, two_groups
+from tests.cases import Blocks, Tied, batch, grad_of, optimizer_cases, two_groups
 from tests.devices import here
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import WAYS, Loop, both, in_every_way, local_of, loss_of, nested, sampled, whole
@@ -545,8 +546,8 @@ def mistakes_in_the_loop() -> list[str]:
     loop.backward(1)
     loop.optimizer.step()
     found.append(said(SpentGradientError, lambda: loop.backward(2)))
-    for model in list(instep.attachment._attachments):
-        attachment_of(model).detach()
+    for overlap in attachments():
+        overlap.detach()
     return found
 
 

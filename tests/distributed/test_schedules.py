@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 import instep
-import instep.attachment
+import instep.options
 from instep import ClipNorm, ClipValue
 from instep.errors import AccumulationError, AttachError, SpentGradientError
 from instep.sources.ddp.reductions import Reduction
@@ -207,12 +207,8 @@ def test_one_bucket(three_ranks: RankPool, way: str) -> None:
 
 def in_small_buckets(case: Case) -> tuple[str | None, int, int]:
     """Of instep's own, across DDP's: a large model's, behind the next forward."""
-    real = instep.attachment.DEFAULT_BUCKET_BYTES
-    instep.attachment.DEFAULT_BUCKET_BYTES = 3_000
-    try:
+    with patch.object(instep.options, "DEFAULT_BUCKET_BYTES", 3_000):
         return compare(case)
-    finally:
-        instep.attachment.DEFAULT_BUCKET_BYTES = real
 
 
 # Clipping.

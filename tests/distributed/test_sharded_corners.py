@@ -24,8 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import instep
+from instep.attachment import attachments
 from instep.errors import AccumulationError, HyperparameterChangedError, UncommittedStepError
-from tests.cases import Blocks, attachment_of, batch, two_groups
+from tests.cases import Blocks, batch, two_groups
 from tests.devices import here, on_cpu_only
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import WAYS, Loop, both, in_every_way, loss_of, mesh, nested
@@ -238,8 +239,8 @@ def with_input_gradients(loop: Loop, i: int) -> torch.Tensor:
 def input_gradients(way: str) -> None:
     with pytest.raises((AccumulationError, UncommittedStepError)):
         both(way, nested, adamw, with_input_gradients, accumulation_steps=2)
-    for model in list(instep.attachment._attachments):
-        attachment_of(model).detach()
+    for overlap in attachments():
+        overlap.detach()
 
 
 @pytest.mark.parametrize("way", ["backward"])

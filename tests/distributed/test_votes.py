@@ -288,7 +288,7 @@ def resynced(way: str, wrap: str) -> str | None:
         except Exception as error:
             if isinstance(error, TornStepError):
                 break
-    assert overlap._step.state == "torn"
+    assert overlap.state == "torn"
     refused = raised_by(lambda: overlap.resync_from(1))
     assert refused is not None
     assert "only in part" in str(refused)

@@ -25,6 +25,7 @@ from tests.devices import let_go
 from tests.faults import program
 from tests.faults.cases import STEPS, TIMEOUT, Case
 from tests.faults.inject import SEAMS, Trigger
+from tests.inside import before_forward
 from tests.pace import Pace
 
 QUIET = 1.0
@@ -179,7 +180,7 @@ class Run:
         if self.case.source == "fsdp2":
             # Only what instep says before FSDP2 gathers weights, which would wait for ranks that are gone.
             assert self.overlap is not None
-            self.overlap._before_forward(self.model, ())
+            before_forward(self.overlap)
         else:
             with torch.no_grad():
                 program.loss_of(self.model, self.case, self.rank, 0)
@@ -207,7 +208,7 @@ class Run:
             self.note("save", error=None, hash=(weights, state))
 
     def _state(self) -> str:
-        return "plain" if self.overlap is None else self.overlap._step.state
+        return "plain" if self.overlap is None else self.overlap.state
 
     def _left(self) -> int:
         """How many parameters have a gradient that the next one would be added to."""

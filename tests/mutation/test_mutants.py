@@ -193,8 +193,8 @@ MUTANTS = [
     ),
     Mutant(
         "do not look at the parameters before a forward",
-        "Attachment._before_forward",
-        "require_unchanged(self._step.parameters)",
+        "ForwardHooks.before_forward",
+        "require_unchanged(self._schedule.parameters)",
         "pass",
         REFUSALS,
     ),
@@ -228,16 +228,16 @@ MUTANTS = [
     ),
     Mutant(
         "let a spent gradient own its step",
-        "Attachment._gather",
-        "weakly(self._step.error_for_use, spec)",
-        "functools.partial(self._step.error_for_use, spec)",
+        "Gathering._attached",
+        "weakly(self._error_for_use, spec)",
+        "__import__('functools').partial(self._error_for_use, spec)",
         "tests/unit/test_life.py",
     ),
     Mutant(
         "let a graph own the attachment",
-        "Attachment._see_backward_from",
-        "weakly(self._before_backward, threading.get_ident())",
-        "functools.partial(self._before_backward, threading.get_ident())",
+        "BackwardHooks.see_backward_from",
+        "weakly(self.before_backward, threading.get_ident())",
+        "functools.partial(self.before_backward, threading.get_ident())",
         "tests/unit/test_life.py",
     ),
     Mutant(
@@ -308,8 +308,8 @@ MUTANTS = [
     Mutant(
         "leave a hook behind",
         "Attachment.detach",
-        "for handle in self._handles:",
-        "for handle in self._handles[:-1]:",
+        "for handle in parts.handles:",
+        "for handle in parts.handles[:-1]:",
         "tests/unit/test_attach.py",
     ),
     Mutant(
@@ -475,8 +475,8 @@ MUTANTS = [
     ),
     Mutant(
         "step by oneself inside no_sync",
-        "Attachment._step_itself",
-        'if self._step.state == "open" or any(reduced):',
+        "SteppingItself._step",
+        'if self._schedule.state == "open" or any(reduced):',
         "if True:",
         "tests/functional/test_overlapped.py",
     ),
@@ -706,9 +706,9 @@ MUTANTS = [
     ),
     Mutant(
         "let nobody keep the optimizer that steps by itself",
-        "Attachment.__init__",
-        "self._kept = list(optimizers) if options.steps_itself else []",
-        "self._kept = [weakref.proxy(o) for o in optimizers]",
+        "SteppingItself.__init__",
+        "self._optimizers = list(optimizers)",
+        "self._optimizers = [__import__('weakref').proxy(o) for o in optimizers]",
         "tests/functional/test_overlapped.py",
     ),
     Mutant(
@@ -986,8 +986,8 @@ MUTANTS = [
     ),
     Mutant(
         "let a second thread in",
-        "Attachment._before_backward",
-        '            self._require_one_thread(thread, "backward")\n',
+        "Threads.begin_backward",
+        '            self.require_one(thread, "backward")\n',
         "",
         "tests/unit/test_threads.py",
     ),
@@ -1007,15 +1007,15 @@ MUTANTS = [
     ),
     Mutant(
         "leave FSDP's state as a failed backward left it",
-        "Attachment._backward_failed",
-        "        self._after_errors.backward_failed()\n",
+        "BackwardHooks._failed",
+        "            self._sharding.backward_failed()\n",
         "",
         FSDP_ERRORS,
     ),
     Mutant(
         "go on counting micro-batches that are gone",
-        "Attachment._backward_failed",
-        "        self._accumulation.stepped()  # what the micro-batches before had added up is gone, too\n",
+        "BackwardHooks._failed",
+        "            self._accumulation.stepped()  # what the micro-batches before had added up is gone, too\n",
         "",
         FSDP_ERRORS,
     ),
@@ -1071,22 +1071,22 @@ MUTANTS = [
     Mutant(
         "save while a step is open",
         "Attachment.require_committed",
-        'if self._step.state == "open" or (self._accumulation.holding and gradients):',
-        "if self._accumulation.holding and gradients:",
+        'if schedule.state == "open" or (self._parts.accumulation.holding and gradients):',
+        "if self._parts.accumulation.holding and gradients:",
         CHECKPOINT + "test_refusals.py",
     ),
     Mutant(
         "save a torn step",
         "Attachment.require_committed",
-        "        self._step.synchronize()\n        self._step.require_whole()\n        gradients =",
-        "        self._step.synchronize()\n        gradients =",
+        "        schedule.synchronize()\n        schedule.require_whole()\n        gradients =",
+        "        schedule.synchronize()\n        gradients =",
         CHECKPOINT + "test_refusals.py",
     ),
     Mutant(
         "save between micro-batches",
         "Attachment.require_committed",
-        'if self._step.state == "open" or (self._accumulation.holding and gradients):',
-        'if self._step.state == "open":',
+        'if schedule.state == "open" or (self._parts.accumulation.holding and gradients):',
+        'if schedule.state == "open":',
         CHECKPOINT + "test_refusals.py",
     ),
     Mutant(
@@ -1183,8 +1183,8 @@ MUTANTS = [
     Mutant(
         "leave the step torn",
         "Attachment.restore",
-        "        self._step.forget(gradients=True)\n        self._step.step_count = step_count\n",
-        "        self._step.step_count = step_count\n",
+        "        schedule.forget(gradients=True)\n        schedule.step_count = step_count\n",
+        "        schedule.step_count = step_count\n",
         CHECKPOINT + "test_round_trips.py",
     ),
     Mutant(
@@ -1399,7 +1399,7 @@ MUTANTS = [
     ),
     Mutant(
         "do not hear of backwards of parts that run by themselves",
-        "Attachment._see_backward_of",
+        "CheckedReaders._see_backward_of",
         "        once = part.register_forward_hook(BoundHook(see))",
         "        once = part.register_forward_hook(BoundHook(None))",
         UNSEEN,
@@ -1462,7 +1462,7 @@ MUTANTS = [
     ),
     Mutant(
         "a compiled step is not noticed",
-        "Attachment._before_step",
+        "StepHooks.before_step",
         "        elif compiled.yes:\n",
         "        elif False:\n",
         "tests/parity/test_compiled_steps.py",
@@ -1742,9 +1742,9 @@ MUTANTS = [
     ),
     Mutant(
         "take the step() of a parent class for that of the loop",
-        "Attachment._after_step",
-        "        if not is_called_by_step(optimizer):\n            self._step.commit(stepper)",
-        "        self._step.commit(stepper)",
+        "StepHooks.after_step",
+        "        if not is_called_by_step(optimizer):\n            self._schedule.commit(stepper)",
+        "        self._schedule.commit(stepper)",
         "tests/parity/test_odd_optimizers.py",
     ),
     Mutant(
@@ -1770,7 +1770,7 @@ MUTANTS = [
     ),
     Mutant(
         "hear of a backward after detach",
-        "Attachment._before_backward",
+        "BackwardHooks.before_backward",
         "        if not self._handles:\n            return  # detached",
         "        if False:\n            return  # detached",
         "tests/unit/test_attach.py",
@@ -1826,7 +1826,7 @@ MUTANTS = [
     ),
     Mutant(
         "disabled, let each rank's backward communicate",
-        "Attachment._before_plain_forward",
+        "PlainHooks.before_forward",
         "        if not torch.compiler.is_compiling() and graph_task() is None and torch.is_grad_enabled():\n"
         "            self._accumulation.decide()\n",
         "        pass\n",

@@ -62,8 +62,8 @@ MUTANTS = [
     ),
     _mutant(
         "the streams of modules that only read are not seen",
-        "Attachment._before_read",
-        "        step.streams.makers.saw(mine[0].spec.device)\n",
+        "CheckedReaders._before_read",
+        "        schedule.streams.makers.saw(mine[0].spec.device)\n",
         "        pass\n",
         MAKERS,
         "joined_after and Monitored",

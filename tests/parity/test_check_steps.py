@@ -13,6 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import instep
 from instep.errors import AttachError, TornStepError, UnsupportedOptimizerError
 from tests.cases import Blocks, Rotations, batch, grad_of, optimizer_cases, two_groups
+from tests.inside import schedule_of
 from tests.parity.lockstep import CLIP, WAYS, Contender, in_every_way, in_exact_ways, learn, lockstep, loss_of, ways
 
 # Not by a thread: while one that has just been started runs, it may be that one that draws.
@@ -356,8 +357,7 @@ def test_nothing_is_kept_after_the_last(way: str) -> None:
     _, _, overlap, iteration = odd_loop(way, lambda optimizer, mine: None, check_steps=2)
     for i in range(3):
         iteration(i)
-    assert overlap._check is not None
-    assert not overlap._check._running
+    assert not schedule_of(overlap)._step.check._running
 
 
 @pytest.mark.parametrize("number", [-1, True, 1.0, "3", None])

@@ -36,6 +36,7 @@ from instep.verification import first_difference, training_state
 from tests import net
 from tests.cases import Blocks, Tied, assign, batch, grad_of, two_groups
 from tests.devices import in_dlpack, on_cpu_only
+from tests.inside import schedule_of
 from tests.late import PATIENCE, late_updates
 
 SMALL = 2_000  # bytes: several buckets even in these models
@@ -974,7 +975,7 @@ def test_an_update_that_raised_half_way_left_no_whole_step(tmp_path: Path) -> No
             optimizer.zero_grad()
         with pytest.raises(RuntimeError, match="half way"):
             overlap.synchronize()
-        assert overlap._step.last_complete_step() is None
+        assert schedule_of(overlap).last_complete_step() is None
         overlap.accept_torn()
         assert overlap.step_count == 2
 
@@ -1233,7 +1234,7 @@ def test_a_model_dropped_while_an_update_is_due_is_freed_by_reference_count(
     for i in range(2):
         model(batch(i)[0]).sum().backward()
         optimizer.step()
-    assert overlap._step.state == "pending"
+    assert overlap.state == "pending"
     gone = weakref.ref(model), weakref.ref(model.inner.weight), weakref.ref(optimizer)
     gc.collect()
     gc.disable()

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from instep import ClipNorm
 from instep.errors import HyperparameterChangedError, InstepError, UnsupportedOptimizerError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
+from tests.inside import schedule_of
 from tests.parity.lockstep import SMALL, Contender, Step, learn, lockstep, loss_of
 
 WAYS: dict[str, dict[str, Any]] = {"undo": {"undo": True}, "undo on the host": {"undo": "host"}}
@@ -759,7 +760,7 @@ def test_copies_are_freed_by_the_step(way: str) -> None:
     model, optimizer = fresh()
     with instep.attach(model, optimizer, bucket_bytes=SMALL, **WAYS[way]) as overlap:
         train(model, optimizer, range(2))
-        writes: Any = cast(Any, overlap._step)._writes
+        writes = schedule_of(overlap)._writes
         assert not writes._rollback.copies._saved
         assert not writes._kept
         assert all(type(p) is nn.Parameter for p in model.parameters())

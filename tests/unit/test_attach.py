@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import instep
-from instep.errors import AttachError, UnsupportedOptimizerError
+from instep.errors import AttachError, HyperparameterChangedError, UnsupportedOptimizerError
 from tests.cases import Blocks, batch
 
 # Not by a thread: while one that has just been started runs, it may be that one that draws.
@@ -268,6 +268,25 @@ def test_parts_of_one_model_are_attached_separately() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         assert overlap.step_count == 2
+
+
+def test_the_state_of_a_step() -> None:
+    model = Blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    states = []
+    with instep.attach(model, optimizer) as overlap:
+        states.append(overlap.state)
+        model(batch(0)[0]).sum().backward()
+        states.append(overlap.state)
+        optimizer.step()
+        states.append(overlap.state)
+        optimizer.zero_grad()
+        model(batch(1)[0]).sum().backward()
+        optimizer.param_groups[0]["lr"] = 1.0
+        with pytest.raises(HyperparameterChangedError):
+            optimizer.step()
+        states.append(overlap.state)
+    assert [*states, overlap.state] == ["idle", "open", "idle", "torn", "detached"]
 
 
 def test_what_the_attachment_says_of_itself() -> None:

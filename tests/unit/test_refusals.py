@@ -378,9 +378,11 @@ def parametrize(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [replace, untie, convert, assign, parametrize])
-def test_a_parameter_that_is_no_longer_the_attached_one(model: nn.Module, overlap: Any, change: Any) -> None:
+def test_a_parameter_that_is_no_longer_the_attached_one(
+    model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any, change: Any
+) -> None:
     loss_of(model).backward()
-    overlap._optimizers[0]().step()
+    optimizer.step()
     change(model)
     with pytest.raises(StaleAttachmentError, match=r"inner.weight|inner.bias"):
         model(batch(0)[0])

@@ -13,6 +13,7 @@ import instep
 from instep.errors import ConcurrentBackwardError
 from tests import net
 from tests.cases import Blocks, batch, weights
+from tests.inside import source_of
 from tests.parity.lockstep import SMALL, WAYS
 
 
@@ -133,9 +134,7 @@ def test_gradients_are_counted_under_the_lock_that_applies_them(options: Any) ->
     hooks count must not change between two lines of theirs. Here there is one thread, and the lock tells."""
     model, optimizer = make()
     overlap = instep.attach(model, optimizer, bucket_bytes=SMALL, **options)
-    source: Any
-    (source,) = overlap._sources
-    sink = source._sink
+    sink = source_of(overlap)._sink
     held = Held()
     getattr(sink, "_step", sink).lock = held
     seen: list[int] = []

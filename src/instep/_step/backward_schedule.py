@@ -6,8 +6,7 @@ final, and an error tears the step, after which nothing more is written, and eve
 so; or it is a trial (``undo``), which an error rolls back.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -91,13 +90,23 @@ class BackwardSchedule(BucketSink):
 
     # Two passes.
 
-    def measuring(self) -> AbstractContextManager[list[torch.Tensor]]:
-        """Around a backward that only measures. See ``Passes``."""
-        return self._step.passes.measuring()
-
-    def measured(self, *, waits_for_all: bool = False) -> AbstractContextManager[None]:
-        """Around the backward that steps with the norm that is known; or will be known when all gradients are."""
-        return self._step.passes.measured(waits_for_all=waits_for_all)
+    def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:
+        """With ``ClipNorm(mode="two_pass")``: a backward that measures, and one that steps. See ``Passes``."""
+        passes, accumulation = self._step.passes, self._step.accumulation
+        if passes.clipping.mode != "two_pass" or accumulation.holds_next:
+            loss.backward(gradient)
+            return
+        if self.state != "open":
+            adopt()
+        if accumulation.distributed:
+            with passes.measured(waits_for_all=True):
+                loss.backward(gradient)
+            return
+        with passes.measuring() as parameters:
+            if parameters:  # all that are attached may be frozen
+                torch.autograd.backward(loss, gradient, retain_graph=True, inputs=parameters)
+        with passes.measured():
+            loss.backward(gradient)
 
     # What the user does.
 

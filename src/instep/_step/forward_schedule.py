@@ -24,6 +24,7 @@ from instep._step.agreement import Agreement
 from instep._step.checking import Check
 from instep._step.hand_over import HandOver
 from instep._step.hand_over_calls import HandOverCalls
+from instep._step.measuring import MeasuringSink
 from instep._step.members import StepMembers
 from instep._step.pending import InFlightBucket
 from instep._step.pending_buckets import PendingBuckets
@@ -39,6 +40,9 @@ class ForwardSchedule(HoldsStep):
     Args:
         can_wait: the optimizers whose update can be put off. The others are stepped at once, by torch.
         bucket_bytes: bytes of gradient at which a bucket is full.
+
+    Attributes:
+        measuring: what sources tell in backward, where nothing is written yet.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class ForwardSchedule(HoldsStep):
         check: Check | None = None,
     ) -> None:
         self._step = RunningStep(StepMembers(steppers), votes, accumulation, clipping, check)
+        self.measuring = MeasuringSink(accumulation, clipping)
         self._pending = PendingBuckets(self._step, self)
         self._reading = Reading(bucket_bytes)
         self._hand_over = HandOver(self._step, self._pending, self._reading, can_wait, Agreement(nonfinite, votes))
@@ -133,6 +138,7 @@ class ForwardSchedule(HoldsStep):
 
     def begin_flush(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to update."""
+        self.measuring.close()
         self._calls.before_update(stepper)
 
     def commit(self, stepper: Stepper) -> None:
@@ -206,6 +212,7 @@ class ForwardSchedule(HoldsStep):
     def close(self) -> None:
         """Finish what is due, and end the thread."""
         try:
+            self.measuring.close()
             self.end_stopped()
             self._pending.close()
         finally:
@@ -230,7 +237,7 @@ class ForwardSchedule(HoldsStep):
 
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
-        self._pending.recorder = recorder
+        self._pending.recorder = self.measuring.recorder = recorder
 
     @property
     def gather(self) -> Gather | None:

@@ -7,7 +7,6 @@ import torch
 
 from instep._autograd.watch import Watch
 from instep._gradients.clipping import Clipping
-from instep._life.weak import WeakMethod
 from instep._optim.parameters import AttachedParameter
 from instep._optim.parts import version_of
 from instep._step.accumulation import Accumulation
@@ -20,18 +19,22 @@ class MeasuringSink:
     """What sources announce to when nothing is to be written during backward.
 
     A gradient that is used after it was measured is measured again by ``optimizer.step()``.
+
+    Attributes:
+        recorder: told of each bucket's communication; ``None`` when nobody listens.
+        on_open: called when the first gradient of a step arrives.
     """
 
     waits_for_all = by_bucket = frees_gradients = False
 
-    def __init__(self, accumulation: Accumulation, clipping: Clipping, on_open: Callable[[], None]) -> None:
+    def __init__(self, accumulation: Accumulation, clipping: Clipping) -> None:
         self.streams = StepStreams()
         self.lock = threading.RLock()
         self.step_count = 0
         self.recorder: Recorder | None = None
+        self.on_open: Callable[[], None] = lambda: None
         self._accumulation = accumulation
         self._clipping = clipping
-        self._on_open = WeakMethod(on_open)
         self._watch = Watch(gradient=self._used)
         self._measured: dict[int, tuple[AttachedParameter, torch.Tensor, int]] = {}
         self._failure = FirstError()
@@ -43,9 +46,7 @@ class MeasuringSink:
             return False
         if not self._open:
             self._open = True
-            on_open = self._on_open()
-            if on_open is not None:
-                on_open()
+            self.on_open()
         return True
 
     def apply(

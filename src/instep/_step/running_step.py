@@ -1,8 +1,11 @@
 """The step that runs in one attachment, and those who take part in it."""
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
+
+import torch
 
 from instep._autograd.engine import Backwards
 from instep._gradients.clipping import Clipping
@@ -127,6 +130,10 @@ class HoldsStep:
     @property
     def lock(self) -> AbstractContextManager[Any]:
         return self._step.lock
+
+    def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:
+        """One backward does, where nothing is measured before it steps."""
+        loss.backward(gradient)
 
     def begin_on_device(self) -> None:
         """A backward has come to an output of the model: on an accelerator another thread may run it."""

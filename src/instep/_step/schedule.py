@@ -84,6 +84,10 @@ class Schedule(Protocol):
 
     # What the user's verbs, checkpoints and recordings call.
 
+    def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:
+        """``loss.backward(gradient)``; twice, if the norm is measured in a backward of its own. ``adopt`` takes in the
+        parameters that were added to an optimizer since the forward: these are measured too."""
+
     def planned(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
         """The buckets of the plan, given those of the sources."""
 

@@ -137,7 +137,7 @@ class InstepCallback(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # Not require_committed(), which waits for ranks that may be waiting for this one.
-        state = "idle" if self._attachment is None else self._attachment._step.state
+        state = "idle" if self._attachment is None else self._attachment.state
         if state == "torn" or (state == "open" and self._in_backward):
             self._torn_by = exception
         self._detach()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from instep._optim.plan import ParameterSpec, fill_buckets
-from instep.attachment import DEFAULT_BUCKET_BYTES
+from instep.options import DEFAULT_BUCKET_BYTES
 from instep.planning.errors import PlanError
 from instep.planning.job import Job
 from instep.planning.refusals import try_options

@@ -1,0 +1,30 @@
+"""``nonfinite``."""
+
+from typing import get_args
+
+from instep._gradients.finite import Policy
+from instep._gradients.policies import ClipNorm
+from instep.errors import AttachError
+from instep.options import Options
+from instep.target import Target
+
+
+def unknown(target: Target, options: Options) -> None:
+    if options.nonfinite not in get_args(Policy):
+        raise AttachError(f"nonfinite must be one of {', '.join(get_args(Policy))}, not {options.nonfinite!r}")
+
+
+def skip_while_writing(target: Target, options: Options) -> None:
+    if options.nonfinite == "skip" and options.schedule == "backward" and not options.undo:
+        raise AttachError(
+            "nonfinite='skip' needs every gradient before the first update, and schedule='backward' updates during "
+            "backward. Use schedule='forward', or undo=True, with which such a step is put back; or nonfinite='raise'"
+        )
+
+
+def skip_what_raises(target: Target, options: Options) -> None:
+    clip = options.clip
+    if options.nonfinite == "skip" and isinstance(clip, ClipNorm) and clip.error_if_nonfinite:
+        raise AttachError(
+            "nonfinite='skip' leaves out the steps for which ClipNorm(error_if_nonfinite=True) raises. Leave one out"
+        )

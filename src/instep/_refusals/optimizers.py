@@ -1,0 +1,79 @@
+"""Optimizers whose ``step()`` is more than an update of each parameter by itself."""
+
+from collections.abc import Iterator
+
+import torch
+from torch.optim import Optimizer
+
+from instep.errors import AttachError, UnsupportedOptimizerError
+from instep.options import Options
+from instep.target import Target
+
+
+def given_twice(target: Target, options: Options) -> None:
+    optimizers = target.optimizers
+    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
+        raise AttachError(f"the same {type(optimizers[0]).__name__} is given twice in optimizer")
+
+
+def unsupported(target: Target, options: Options) -> None:
+    for optimizer in target.optimizers:
+        for refuse in (_evaluates_again, _holds_another, _has_overrides, _is_patched, _is_differentiable):
+            refuse(optimizer, type(optimizer).__name__)
+
+
+def _evaluates_again(optimizer: Optimizer, kind: str) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedOptimizerError(
+            f"{kind} cannot step during backward: it evaluates the loss again within a step, and every update "
+            "depends on all parameters. Use it without instep"
+        )
+
+
+def _holds_another(optimizer: Optimizer, kind: str) -> None:
+    inner = next(_inner_optimizers(optimizer), None)
+    if inner is not None:
+        attribute, wrapped = inner
+        raise UnsupportedOptimizerError(
+            f"{kind} holds another optimizer ({attribute}: {type(wrapped).__name__}), so its step is more than an "
+            "update per parameter. Attach the inner optimizer if the wrapper adds nothing to step(), else use "
+            f"{kind} without instep"
+        )
+
+
+def _inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+    for attribute, value in vars(optimizer).items():
+        if attribute in ("param_groups", "state"):
+            continue
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        for candidate in values:
+            if isinstance(candidate, Optimizer):
+                yield attribute, candidate
+
+
+def _has_overrides(optimizer: Optimizer, kind: str) -> None:
+    overrides = getattr(optimizer, "mng", None)  # bitsandbytes' GlobalOptimManager
+    if any(getattr(overrides, name, None) for name in ("index2config", "pid2config", "module_weight_config_triple")):
+        raise UnsupportedOptimizerError(
+            f"bitsandbytes' GlobalOptimManager has overrides for single parameters, which {kind} finds by their "
+            "position in param_groups: in a bucket that would be another parameter's. Give these parameters a "
+            "group of their own instead"
+        )
+
+
+def _is_patched(optimizer: Optimizer, kind: str) -> None:
+    patch = vars(optimizer).get("step")
+    own = getattr(patch, "__func__", None) is type(optimizer).step  # put back by who had replaced it: accelerate
+    if patch is not None and not own and not getattr(patch, "_wrapped_by_lr_sched", False):
+        raise UnsupportedOptimizerError(
+            f"the step method of this {kind} object was replaced (by {getattr(patch, '__qualname__', patch)!r}), "
+            "and instep cannot tell what it does. Attach before it is replaced, or use the optimizer without instep"
+        )
+
+
+def _is_differentiable(optimizer: Optimizer, kind: str) -> None:
+    if any(group.get("differentiable", False) for group in optimizer.param_groups):
+        raise UnsupportedOptimizerError(
+            f"{kind}(differentiable=True) keeps the step in the autograd graph, which backward is just leaving. "
+            "Use differentiable=False, or no instep"
+        )

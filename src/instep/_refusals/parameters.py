@@ -1,0 +1,131 @@
+"""Parameters that cannot be stepped, or not by these optimizers, or not here."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from instep.errors import AttachError
+from instep.options import Options
+from instep.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """One parameter of an optimizer.
+
+    Attributes:
+        where: its place in the optimizer.
+        name: of the model's; ``None``: the model has no such parameter.
+    """
+
+    parameter: torch.Tensor
+    where: str
+    name: str | None
+
+    @property
+    def known(self) -> str:
+        return f"of shape {tuple(self.parameter.shape)}" if self.name is None else self.name
+
+
+def unsteppable(target: Target, options: Options) -> None:
+    seen: dict[int, str] = {}
+    for given in _given(target):
+        _refuse_strange(given)
+        _refuse_seen(given, seen)
+        _refuse_taken(given, target)
+        seen[id(given.parameter)] = given.where
+    if not seen:
+        raise AttachError("the optimizer has no parameters")
+
+
+def all_frozen(target: Target, options: Options) -> None:
+    given = list(_given(target))
+    if not any(one.parameter.requires_grad for one in given):
+        raise AttachError(
+            f"all {len(given)} parameters of the optimizer are frozen ({given[0].name!r} and so on): none will get a "
+            "gradient. Set requires_grad before attach"
+        )
+
+
+def _given(target: Target) -> Iterator[_Given]:
+    for optimizer in target.optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                where = f"{type(optimizer).__name__}.param_groups[{number}]['params'][{position}]"
+                found = target.names.get(id(parameter))
+                yield _Given(parameter, where, None if found is None else found[1][0].name)
+
+
+def _refuse_strange(given: _Given) -> None:
+    if not given.parameter.is_leaf:
+        raise AttachError(
+            f"{given.where}, parameter {given.known!r}, is not a leaf: autograd gives it no final gradient. Optimize "
+            "the parameter it was computed from"
+        )
+    if given.name is None:
+        raise AttachError(
+            f"{given.where}, {given.known}, is not a parameter of the model. Attach the model that owns it, or the "
+            "module that holds both models; if the parameter was replaced (fully_shard replaces all of "
+            "them), shard first, then build the optimizer, then attach"
+        )
+
+
+def _refuse_seen(given: _Given, seen: dict[int, str]) -> None:
+    if id(given.parameter) in seen:
+        raise AttachError(
+            f"parameter {given.name!r} is at {seen[id(given.parameter)]} and again at {given.where}: it would be "
+            "stepped twice. Give it to one optimizer, once"
+        )
+    if is_lazy(given.parameter):
+        raise AttachError(
+            f"parameter {given.name!r} has no shape yet (lazy module). Run one forward before the optimizer is "
+            "built, then attach"
+        )
+
+
+def _refuse_taken(given: _Given, target: Target) -> None:
+    taken = target.taken
+    if id(given.parameter) in taken:
+        raise AttachError(
+            f"parameter {given.name!r} is already attached ({taken[id(given.parameter)]!r}). Call "
+            "instep.attached(model).detach() first; several optimizers go into one call: "
+            "attach(model, [first, second])"
+        )
+    if getattr(given.parameter, "_in_backward_optimizers", None):
+        raise AttachError(
+            f"parameter {given.name!r} has optimizers of its own (apply_optimizer_in_backward): it would be "
+            "stepped twice. Attach a model without them"
+        )
+
+
+def shared_memory(target: Target, options: Options) -> None:
+    """Two parameters of one memory are updated one after the other; which first decides what the second reads."""
+    if options.steps_itself:
+        return
+    spans: dict[tuple[torch.device, int], list[tuple[int, int, str]]] = {}
+    for parameter, name in _in_memory(target):
+        size = parameter.element_size()
+        first = int(parameter.storage_offset()) * size
+        reach = sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True))
+        last = first + size * (1 + int(reach))
+        storage = parameter.device, parameter.untyped_storage().data_ptr()
+        spans.setdefault(storage, []).append((first, last, name))
+    for found in spans.values():
+        for (_, end, one), (start, _, other) in pairwise(sorted(found)):
+            if start < end:
+                raise AttachError(
+                    f"parameters {one!r} and {other!r} share memory (weight.data = …): their updates would depend on "
+                    "which comes first. Make them one parameter: b.weight = a.weight"
+                )
+
+
+def _in_memory(target: Target) -> Iterator[tuple[torch.Tensor, str]]:
+    """The optimizers' parameters that have elements in memory of this process."""
+    mine = {id(p) for p in target.optimized()}
+    for key, (parameter, places) in target.names.items():
+        plain = parameter.layout is torch.strided and not parameter.is_meta and type(parameter.data) is torch.Tensor
+        if key in mine and parameter.numel() > 0 and plain:
+            yield parameter, places[0].name

@@ -1,0 +1,1 @@
+"""How an attachment is put together: its parts, and what torch calls."""

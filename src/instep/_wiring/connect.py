@@ -1,0 +1,110 @@
+"""Everything that an attachment puts on the model and the optimizers. All of it is in ``Parts.handles``."""
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+
+from torch import nn
+
+from instep._autograd.hooks import BoundHook, UntracedHook, first_of_post_hooks, last_of_pre_hooks
+from instep._autograd.pickles import PlainPickles
+from instep._autograd.precision import LowPrecision
+from instep._autograd.tracing import Traced
+from instep._life.life import Owners
+from instep._life.weak import weakly
+from instep._optim.parameters import AttachedParameter
+from instep._step.accumulation import Accumulation
+from instep._step.schedule import Schedule
+from instep._wiring.build import Parts
+from instep._wiring.held import living_parameters
+from instep._wiring.ranks import communicates, voting_of
+from instep.options import Options
+from instep.target import Target
+
+
+def connect(parts: Parts, target: Target, options: Options) -> None:
+    """Whoever is stopped in the middle takes off what is in ``parts.handles``."""
+    if options.disabled:
+        _connect_plainly(parts, target, options)
+        return
+    model, handles = target.model, parts.handles
+    for source in parts.sources:
+        source.connect()
+    sharding = parts.sharding
+    # Before FSDP2's, which gathers the weights.
+    _watch_forwards(parts, model, prepend=sharding is not None)
+    parts.late.watch(model, parts.schedule.parameters)
+    if sharding is not None:
+        sharding.connect(parts.late.readers, handles)
+    _watch_steps(parts, target)
+    if parts.zero is not None:
+        for optimizer in target.optimizers:
+            handles.extend(parts.zero.connect(optimizer, partial(_parameters_of, parts.schedule)))
+    _watch_saving(parts, target, options)
+    _count_in_no_sync(parts, target, options)
+    if options.communication.mixed_precision is not None:
+        handles.append(LowPrecision(model, options.communication.mixed_precision))
+    handles.append(Owners(target.optimizers, weakly(parts.schedule.abandon)))
+    handles.append(Owners([model, *target.optimizers], weakly(parts.abandon)))
+    handles.append(PlainPickles(model.modules()))
+    parts.votes.voting = voting_of(target, options, parts.schedule)
+    if sharding is None:  # FSDP gathers the weights for autograd.grad, too
+        parts.votes.communicates = partial(communicates, weakref.ref(parts.schedule))
+
+
+def _connect_plainly(parts: Parts, target: Target, options: Options) -> None:
+    _watch_forwards(parts, target.model, prepend=False)
+    _watch_steps(parts, target)
+    parts.handles.append(PlainPickles(target.model.modules()))
+    _count_in_no_sync(parts, target, options)
+    if options.nonfinite != "allow":
+        parts.votes.voting = voting_of(target, options, parts.schedule)
+
+
+def _watch_forwards(parts: Parts, model: nn.Module, *, prepend: bool) -> None:
+    before, after = BoundHook(parts.forwards.before_forward), BoundHook(parts.forwards.after_forward)
+    parts.handles.append(model.register_forward_pre_hook(before, prepend=prepend))
+    parts.handles.append(model.register_forward_hook(after))
+
+
+def _watch_steps(parts: Parts, target: Target) -> None:
+    for optimizer, stepper in zip(target.optimizers, parts.held.steppers, strict=True):
+        handle = optimizer.register_step_post_hook(UntracedHook(partial(parts.steps.after_step, stepper)))
+        first_of_post_hooks(optimizer, handle)
+        parts.handles.append(handle)
+        compiled = Traced()
+        parts.handles.append(optimizer.register_step_pre_hook(compiled))
+        before_step = UntracedHook(partial(parts.steps.before_step, stepper, compiled))
+        handle = optimizer.register_step_pre_hook(before_step)
+        last_of_pre_hooks(optimizer, handle)
+        parts.handles.append(handle)
+
+
+def _watch_saving(parts: Parts, target: Target, options: Options) -> None:
+    for optimizer, stepper in zip(target.optimizers, parts.held.steppers, strict=True):
+        if not options.steps_itself:
+            saving = UntracedHook(partial(parts.steps.before_state, stepper, True))
+            loading = UntracedHook(partial(parts.steps.before_state, stepper, False))
+            parts.handles.append(optimizer.register_state_dict_pre_hook(saving))
+            parts.handles.append(optimizer.register_load_state_dict_pre_hook(loading))
+    wrapped: set[nn.Module] = {one.module for one in target.wrapped}
+    for saved in {target.model, *wrapped}:
+        parts.handles.append(saved.register_state_dict_pre_hook(BoundHook(parts.steps.before_model_state)))
+
+
+def _parameters_of(schedule: Schedule) -> Sequence[AttachedParameter]:
+    return schedule.parameters
+
+
+def _count_in_no_sync(parts: Parts, target: Target, options: Options) -> None:
+    if options.accumulation_steps > 1 and target.wrapped:
+        # DDP's own hook is not called in no_sync.
+        for parameter in living_parameters(parts.schedule):
+            if parameter.requires_grad:
+                count = UntracedHook(partial(_count, weakref.ref(parts.accumulation)))
+                parts.handles.append(parameter.register_post_accumulate_grad_hook(count))
+
+
+def _count(accumulation: "weakref.ref[Accumulation]", parameter: object) -> None:
+    if (found := accumulation()) is not None:
+        found.count()

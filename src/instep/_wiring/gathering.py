@@ -1,0 +1,74 @@
+"""An ``AttachedParameter`` is made of each parameter that the model and an optimizer have."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim import Optimizer
+
+from instep._autograd.placeholders import SpentGradient
+from instep._life.weak import weakly
+from instep._optim.dtensor import is_sharded, local_numel, mesh_of, part_of
+from instep._optim.parameters import AttachedParameter, Place
+from instep._optim.parts import LocalShard
+from instep._optim.plan import ParameterSpec
+from instep._optim.stepper import Stepper
+from instep._wiring.held import Held
+from instep.errors import InstepError
+from instep.target import Names, Target
+
+if TYPE_CHECKING:
+    from instep.sources.zero.source import Zero
+
+ErrorForUse = Callable[[ParameterSpec, str], InstepError | None]
+
+
+class Gathering:
+    """
+    Args:
+        zero: with ``shard_state``: knows the rows of this rank.
+        error_for_use: what the use of a gradient that was applied raises; ``None``: nothing is put in its place.
+    """
+
+    def __init__(self, target: Target, held: Held, zero: "Zero | None", error_for_use: ErrorForUse | None) -> None:
+        self._held = held
+        self._groups = target.groups
+        self._in_fsdp1 = bool(target.fsdp1)
+        self._zero = zero
+        self._error_for_use = error_for_use
+
+    def gather(
+        self, optimizers: Sequence[Optimizer], names: Names, first_index: int = 0
+    ) -> tuple[AttachedParameter, ...]:
+        """Those of ``names`` that one of the attached ``optimizers`` has, numbered from ``first_index``."""
+        owner = {
+            id(p): stepper
+            for optimizer, stepper in zip(optimizers, self._held.steppers, strict=True)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        mine = ((parameter, places) for parameter, places in names.values() if id(parameter) in owner)
+        return tuple(
+            self._attached(parameter, places, index, owner[id(parameter)])
+            for index, (parameter, places) in enumerate(mine, first_index)
+        )
+
+    def _attached(
+        self, parameter: torch.Tensor, places: tuple[Place, ...], index: int, stepper: Stepper
+    ) -> AttachedParameter:
+        name = places[0].name
+        nbytes = local_numel(parameter) * parameter.element_size()
+        group = next((n for n, g in enumerate(self._groups) if id(parameter) in g.members), None)
+        spec = ParameterSpec(index, name, parameter.shape, parameter.dtype, parameter.device, nbytes, group)
+        spent = None
+        if self._error_for_use is not None:
+            spent = SpentGradient(parameter, name, weakly(self._error_for_use, spec))
+        # A sharded model puts other tensors in the parameters' places while it computes.
+        held = () if self._in_fsdp1 or (group is not None and is_sharded(parameter)) else places
+        part = self._part(parameter, stepper)
+        return AttachedParameter(parameter, spec, held, stepper, spent, part, mesh_of(parameter))
+
+    def _part(self, parameter: torch.Tensor, stepper: Stepper) -> LocalShard | None:
+        if self._zero is not None and id(parameter) in self._zero.reduced:
+            return self._zero.shards.part_of(parameter, stepper.optimizer())
+        return part_of(parameter, stepper.optimizer())

@@ -1,0 +1,74 @@
+"""How a model is attached: what ``attach`` was given, once for all who ask."""
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.amp import GradScaler
+
+from instep._gradients.finite import Policy
+from instep._gradients.policies import ClipNorm, ClipValue
+from instep._optim.plan import MIB
+from instep.sources.ddp.hook_slot import CommHook
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+DEFAULT_BUCKET_BYTES = 16 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """How gradients travel, and what of the optimizer's state stays on a rank."""
+
+    comm_hook: CommHook | None = None
+    mixed_precision: "MixedPrecisionPolicy | None" = None
+    cross_iteration: bool = False
+    shard_state: bool = False
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """What gradients are reduced in; ``None``: as they are."""
+        policy = self.mixed_precision
+        return None if policy is None else policy.reduce_dtype or policy.param_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of one attachment.
+
+    Attributes:
+        steps_itself: nobody calls ``optimizer.step()``: the end of each backward does.
+        disabled: ``INSTEP_DISABLE=1``: torch takes every step.
+    """
+
+    schedule: str = "backward"
+    bucket_bytes: int | None = None
+    clip: ClipNorm | ClipValue | None = None
+    accumulation_steps: int = 1
+    scaler: GradScaler | None = None
+    undo: bool | Literal["host"] = False
+    nonfinite: Policy = "allow"
+    communication: Communication = field(default_factory=Communication)
+    check_steps: int = 0
+    steps_itself: bool = False
+    disabled: bool = False
+
+    @property
+    def bytes_of_a_bucket(self) -> int:
+        return self.bucket_bytes or DEFAULT_BUCKET_BYTES
+
+    def said(self) -> dict[str, str]:
+        """The schedule and every option that is not the default, as ``attach`` names them."""
+        return {"schedule": repr(self.schedule), **_unlike(self, Options())}
+
+
+def _unlike(options: Any, default: Any) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in (option.name for option in fields(options)):
+        value, usual = getattr(options, name), getattr(default, name)
+        if isinstance(value, Communication):
+            found |= _unlike(value, usual)
+        elif value != usual:
+            found[name] = repr(value)
+    return found

@@ -1,0 +1,82 @@
+"""What is about to be attached: a model with its wrappers and parameters, and the optimizers."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from instep._optim.parameters import Place
+from instep.sources.ddp.source import managed_by
+from instep.sources.fsdp.wrappers import ShardedGroup, fsdp1_in, fsdp2_in, sharded_groups
+from instep.sources.replicate.source import Replicated
+
+Wrapped = DistributedDataParallel | Replicated
+Names = Mapping[int, tuple[torch.Tensor, tuple[Place, ...]]]
+"""By ``id``: each parameter of a model, in order, with every place that holds it."""
+
+
+class Target:
+    """
+    Attributes:
+        wrapped: the instances of ``DistributedDataParallel`` and ``Replicated`` in the model.
+        fsdp1: its instances of ``FullyShardedDataParallel``.
+        fsdp2: its modules that ``fully_shard`` was applied to.
+        taken: by ``id``: the parameters, of any model, that are attached already, with their attachments.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], taken: Mapping[int, object]) -> None:
+        self.model = model
+        self.optimizers = optimizers
+        self.wrapped: list[Wrapped] = [
+            module for module in model.modules() if isinstance(module, (DistributedDataParallel, Replicated))
+        ]
+        self.fsdp1 = fsdp1_in(model)
+        self.fsdp2 = fsdp2_in(model)
+        self.taken = taken
+
+    @property
+    def ddps(self) -> list[DistributedDataParallel]:
+        return [one for one in self.wrapped if isinstance(one, DistributedDataParallel)]
+
+    @cached_property
+    def names(self) -> Names:
+        """The parameters of the model, once the shards of ``fully_shard`` are in their places."""
+        return name_parameters(self.model)
+
+    @cached_property
+    def groups(self) -> list[ShardedGroup]:
+        """What FSDP gathers and reduces together."""
+        return sharded_groups(self.model)
+
+    def optimized(self) -> Iterator[torch.Tensor]:
+        """The parameters of the optimizers, in their order."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+
+def name_parameters(model: nn.Module) -> Names:
+    """Name the parameters of ``model``; those inside a wrapper get the name the wrapped module knows them by."""
+    names: dict[int, tuple[torch.Tensor, tuple[Place, ...]]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                name = _plain_name(model, f"{prefix}.{attribute}" if prefix else attribute)
+                _, places = names.get(id(parameter), (parameter, ()))
+                names[id(parameter)] = (parameter, (*places, Place(module, attribute, name)))
+    return names
+
+
+def _plain_name(model: nn.Module, name: str) -> str:
+    name = name.replace("_fsdp_wrapped_module.", "")
+    return name.removeprefix("module.") if isinstance(model, (DistributedDataParallel, Replicated)) else name
+
+
+def reduced_by(wrapper: Wrapped) -> set[int]:
+    """By ``id``: the parameters whose gradients ``wrapper`` may reduce."""
+    if isinstance(wrapper, Replicated):
+        return {id(p) for p in wrapper.parameters()}
+    return managed_by(wrapper)
