@@ -538,7 +538,7 @@ MUTANTS = [
     ),
     Mutant(
         "clip only what is put off",
-        "HandOver.before_update",
+        "HandOver._take",
         "            if clip is not None:\n",
         "            if False:\n",
         CLIPPING,
@@ -1581,7 +1581,7 @@ MUTANTS = [
     ),
     Mutant(
         "put off the update of parts whatever autocast block step() is in",
-        "HandOver.before_update",
+        "HandOver._take",
         "            require_same_in_autocast(stepper.optimizer())  # this rank's",
         "            pass  # this rank's",
         ZERO,

@@ -95,12 +95,9 @@ class HandOver:
         step, pending = self._step, self._pending
         step.accumulation.require_reduced()
         mine = step.members.of(stepper)
-        if pending:
-            pending.finish([pending.of(a.peek()) for a in mine])
+        pending.finish([pending.of(a.peek()) for a in mine] if pending else ())
         step.ledger.require_whole()
-        with_gradient = mine
-        if not all_there(map(GRADIENT, mine.tensors())):
-            with_gradient = AttachedParameters(a for a in mine if a.get().grad is not None)
+        with_gradient = _with_gradient(mine)
         in_loop = self._in_loop(stepper.optimizer(), with_gradient)
         if in_loop and not step.round.owing:
             self._begin_round(stepper)
@@ -108,7 +105,12 @@ class HandOver:
         if in_loop and step.round.takes_step is False:
             self._leave_out(stepper, with_gradient)
             return
-        if any(a.part is not None and a.part.state_is_sharded for a in with_gradient):
+        self._take(stepper, with_gradient, clip, in_loop=in_loop)
+
+    def _take(self, stepper: Stepper, with_gradient: AttachedParameters, clip: Clip | None, *, in_loop: bool) -> None:
+        """The step is taken: put off all that can wait, and leave the rest to ``optimizer.step()``."""
+        step, mine = self._step, self._step.members.of(stepper)
+        if not with_gradient.are_plain and any(map(_is_sharded, with_gradient)):
             require_same_in_autocast(stepper.optimizer())  # this rank's shards are updated by instep, put off or not
         in_flight = self._in_flight_of(mine)
         may_wait = in_loop and self._can_be_put_off(stepper)
@@ -116,9 +118,7 @@ class HandOver:
         in_flight = _without_landed(in_flight, waiting)
         later = with_gradient
         if not all(waiting.values()):
-            later = AttachedParameters(
-                a for a, wait in waiting.items() if wait or (a.part is not None and a.part.state_is_sharded)
-            )
+            later = AttachedParameters(a for a, wait in waiting.items() if wait or _is_sharded(a))
         if len(later) < len(with_gradient):
             self._require_agreement()
             if clip is not None:
@@ -134,7 +134,7 @@ class HandOver:
         if not stepper.optimizer().state and not is_torchs_own(stepper.optimizer()):
             at_once.insert(0, later[0])  # one bucket makes state, see begin_state
         self._put_off(stepper, later, in_flight, clip)
-        pending.finish([pending.of(attached.get()) for attached in at_once])
+        self._pending.finish([self._pending.of(attached.get()) for attached in at_once])
 
     def _begin_round(self, stepper: Stepper) -> None:
         """This is the first of the step's optimizers."""
@@ -332,6 +332,16 @@ class HandOver:
                 bucket.mark = pending.finished(bucket)
         for bucket in buckets:
             bucket.step.raise_interrupt()
+
+
+def _with_gradient(parameters: AttachedParameters) -> AttachedParameters:
+    if all_there(map(GRADIENT, parameters.tensors())):
+        return parameters
+    return AttachedParameters(a for a in parameters if a.get().grad is not None)
+
+
+def _is_sharded(attached: AttachedParameter) -> bool:
+    return attached.part is not None and attached.part.state_is_sharded
 
 
 def _without_landed(in_flight: InFlight, waiting: Mapping[AttachedParameter, bool]) -> InFlight:
