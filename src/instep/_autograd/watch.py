@@ -24,8 +24,10 @@ Used = Callable[[torch.Tensor, Any], None]
 _grad: Any = torch.Tensor.grad
 GET_GRAD = _grad.__get__
 """What a reader of ``.grad`` calls."""
-_SET_GRAD, _DELETE_GRAD = _grad.__set__, _grad.__delete__
-_ABOUT_GRAD = frozenset({GET_GRAD, _SET_GRAD, _DELETE_GRAD})
+SET_GRAD = _grad.__set__
+"""What a writer of ``.grad`` calls. Under ``DisableTorchFunctionSubclass`` nobody is told of either."""
+_DELETE_GRAD = _grad.__delete__
+_ABOUT_GRAD = frozenset({GET_GRAD, SET_GRAD, _DELETE_GRAD})
 
 _PROPERTIES = (
     "_backward_hooks",
@@ -195,9 +197,9 @@ def _get_grad(parameter: "_Watched") -> torch.Tensor | None:
 
 
 def _set_grad(parameter: "_Watched", gradient: torch.Tensor | None) -> None:
-    parameter._tell_of_grad(_SET_GRAD)
+    parameter._tell_of_grad(SET_GRAD)
     with torch._C.DisableTorchFunctionSubclass():
-        _SET_GRAD(parameter, gradient)
+        SET_GRAD(parameter, gradient)
 
 
 def _delete_grad(parameter: "_Watched") -> None:

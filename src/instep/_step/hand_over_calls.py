@@ -3,6 +3,7 @@ step."""
 
 import torch
 
+from instep._autograd.watch import GET_GRAD, SET_GRAD
 from instep._optim.parts import version_of
 from instep._optim.stepper import Stepper, writes_without_gradient
 from instep._step.hand_over import HandOver
@@ -63,8 +64,8 @@ class HandOverCalls:
         with torch._C.DisableTorchFunctionSubclass():
             for attached, gradient in round_.hidden:
                 parameter = attached.get()
-                if parameter.grad is None:  # the plain loop's is still there, until the user clears it
-                    parameter.grad = self._pending.stand_in_for(parameter, gradient)
+                if GET_GRAD(parameter) is None:  # the plain loop's is still there, until the user clears it
+                    SET_GRAD(parameter, self._pending.stand_in_for(parameter, gradient))
         round_.put_back_settings()
         round_.has_returned(stepper, self._step.ledger)
         self.end_commit()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from instep._autograd.watch import SET_GRAD
 from instep._optim.parameters import AttachedParameter
 from instep._optim.settings import remember_settings
 from instep._optim.stepper import Stepper
@@ -65,7 +66,7 @@ class Round:
         self.hidden.extend(gradients)
         with torch._C.DisableTorchFunctionSubclass():
             for attached, _ in gradients:
-                attached.get().grad = None
+                SET_GRAD(attached.get(), None)
 
     def show(self, *, where_none: bool = False) -> None:
         """The hidden gradients are the parameters' again: all, or where no other one has been put in the place."""

@@ -1,0 +1,104 @@
+"""The tensors that stand in ``.grad``, with ``schedule="forward"``, are used again only where nobody else has them."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep._autograd.placeholders import HeldGradient
+
+
+def loop() -> tuple[nn.Linear, torch.optim.Optimizer, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), torch.randn(4, 3)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor | None:
+    """One iteration; what stands in ``.grad`` of the weight after ``step()``."""
+    model(x).square().sum().backward()
+    optimizer.step()
+    return next(model.parameters()).grad
+
+
+def test_one_is_used_again() -> None:
+    model, optimizer, x = loop()
+    instep.attach(model, optimizer, schedule="forward")
+    found = []
+    for _ in range(4):
+        stand_in = train(model, optimizer, x)
+        assert type(stand_in) is HeldGradient
+        found.append(id(stand_in))
+        del stand_in
+        optimizer.zero_grad()
+
+    assert len(set(found)) == 1
+
+
+def test_torch_counts_references_from_cpp() -> None:
+    if not hasattr(torch.Tensor, "_use_count"):
+        pytest.skip("this torch does not tell: no stand-in is used again")
+    tensor, other = torch.zeros(2), nn.Parameter(torch.zeros(2))
+    before = tensor._use_count()  # type: ignore[attr-defined]
+    other.grad = tensor
+
+    assert tensor._use_count() == before + 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("keeper", ["variable", "gradient of another"])
+def test_a_gradient_that_somebody_keeps_stays_what_it_was(keeper: str) -> None:
+    model, optimizer, x = loop()
+    plain = copy.deepcopy(model)
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
+    instep.attach(model, optimizer, schedule="forward")
+    kept, expected = [], []
+    for _ in range(4):
+        expected.append(train(plain, plain_optimizer, x))
+        plain_optimizer.zero_grad()
+        gradient = train(model, optimizer, x)
+        if keeper == "variable":
+            kept.append(gradient)
+        else:
+            other = nn.Parameter(torch.zeros(2, 3))
+            other.grad = gradient
+            kept.append(other)
+        del gradient
+        optimizer.zero_grad()
+
+    for one, plain_gradient in zip(kept, expected, strict=True):
+        found = one.grad if isinstance(one, nn.Parameter) else one
+        assert found is not None
+        assert plain_gradient is not None
+        assert torch.equal(found + 0, plain_gradient)
+
+
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_the_gradient_is_freed_where_the_loop_clears_it(iterations: int) -> None:
+    model, optimizer, x = loop()
+    overlap = instep.attach(model, optimizer, schedule="forward")
+    for _ in range(iterations):
+        model(x).square().sum().backward()
+        gradient = weakref.ref(model.weight.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        overlap.synchronize()
+
+        assert gradient() is None
+
+
+def test_it_is_laid_out_as_the_gradient() -> None:
+    model, optimizer, x = loop()
+    instep.attach(model, optimizer, schedule="forward")
+    for i in range(4):
+        model(x).square().sum().backward()
+        assert model.weight.grad is not None
+        if i % 2:
+            model.weight.grad = model.weight.grad.t().contiguous().t()
+        strides = model.weight.grad.stride()
+        optimizer.step()
+
+        assert model.weight.grad.stride() == strides
+        optimizer.zero_grad()
