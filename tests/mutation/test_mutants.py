@@ -548,14 +548,14 @@ MUTANTS = [
         "_get_grad",
         "    parameter._tell_of_grad(GET_GRAD)\n",
         "",
-        "tests/parity/test_undo.py",
+        "tests/unit/test_watch.py",
     ),
     Mutant(
         "tell nobody that a gradient is replaced",
         "_set_grad",
         "    parameter._tell_of_grad(SET_GRAD)\n",
         "",
-        "tests/parity/test_undo.py",
+        "tests/unit/test_watch.py",
     ),
     Mutant(
         "lose the gradients that nobody cleared",
