@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 import instep
 from instep._autograd.placeholders import HeldGradient
 from instep.errors import AttachError, InstepError, TornStepError
+from instep.sources.crossing import plan
 from instep.sources.crossing import source as crossing
 from instep.sources.crossing.trial import Trial
 from instep.verification import first_difference, training_state
@@ -468,12 +469,12 @@ def planned() -> list[Any]:
         asked.append((list(timed), list(real(timed))))
         return asked[-1][1]
 
-    real = crossing.best_order  # type: ignore[attr-defined]  # where it is looked up
-    with loop.overlap, patch.object(crossing, "best_order", best_order):
+    real = plan.best_order  # type: ignore[attr-defined]  # where it is looked up
+    with loop.overlap, patch.object(plan, "best_order", best_order):
         orders = []
         for i in range(20):
             loop.step(i)
-            orders.append(list(source_of(loop.overlap)._order))
+            orders.append(list(source_of(loop.overlap)._plan.order))
         names = [[spec.name for spec in bucket.parameters] for bucket in loop.overlap.plan.buckets]
     return [orders, names, asked]
 

@@ -175,7 +175,7 @@ def kept_of_what_was_sent() -> int:
         scattered = shards.scatter([torch.ones_like(p) for p in parameters], parts, 2, torch.float32)
         there = live.now
         until = time.monotonic() + net.SECONDS / 2
-        while not scattered.let_go():
+        while not scattered.free_if_done():
             assert time.monotonic() < until
             time.sleep(0.01)
         kept = live.now

@@ -172,7 +172,7 @@ MUTANTS = [
     ),
     Mutant(
         "swallow an error in the update",
-        "BucketSink.raise_failure",
+        "FirstError.raise_if_any",
         "            if error is not None:\n                raise error\n",
         "            pass\n",
         REFUSALS,
@@ -350,15 +350,15 @@ MUTANTS = [
     Mutant(
         "ignore the future's error",
         "Reduction.gradients",
-        "        result = value_of(self._future)\n",
-        "        result = torch.ones(sum(p.numel() for p in self._members))\n",
+        "        result = value_of(self.communication)\n",
+        "        result = torch.ones(sum(p.numel() for p in self.members))\n",
         DDP_LIFE,
     ),
     Mutant(
         "decay unused parameters",
         "Reduction.__init__",
-        "for i, parameter in enumerate(self._members) if parameter.grad is not None]",
-        "for i, parameter in enumerate(self._members)]",
+        "for i, parameter in enumerate(self.members) if parameter.grad is not None]",
+        "for i, parameter in enumerate(self.members)]",
         DDP,
     ),
     Mutant(
@@ -378,8 +378,8 @@ MUTANTS = [
     Mutant(
         "step a rank that has joined",
         "Reductions.launched",
-        "        if graph_task() is None:\n            return None\n",
-        "        if False:\n            return None\n",
+        "        if graph_task() is None:\n            return False\n",
+        "        if False:\n            return False\n",
         DDP_LIFE,
     ),
     Mutant(
@@ -413,8 +413,8 @@ MUTANTS = [
     Mutant(
         "leave buckets in flight when the step was given up",
         "Reductions._before_ddp_ends",
-        "            reduction.drain()",
-        "            reduction.arrived",
+        "            in_flight.drain()",
+        "            in_flight.arrived",
         "tests/functional/test_comm_hooks.py",
     ),
     Mutant(
@@ -469,7 +469,7 @@ MUTANTS = [
     Mutant(
         "leave what only other ranks used",
         "StepAfterReduction._settle",
-        "for reduction in reductions if error is None else ():",
+        "for reduction in reductions if self._failure.error is None else ():",
         "for reduction in ():",
         "tests/functional/test_comm_hooks.py",
     ),
@@ -742,15 +742,15 @@ MUTANTS = [
     Mutant(
         "hold on to a bucket that was handed over",
         "TransientBuckets._hand_over",
-        "        flight.future = torch.futures.Future()\n",
-        "        self.last = [*getattr(self, 'last', []), flight]\n",
+        "        bucket.put_means(set(used))\n",
+        "        self.last = [*getattr(self, 'last', []), bucket.communication]\n        bucket.put_means(set(used))\n",
         REPLICATED_LIFE,
     ),
     Mutant(
         "take what was not used here for used by nobody",
         "TransientBuckets._hand_over_held",
         "if somewhere[number]]",
-        "if number not in flight.unused]",
+        "if number not in bucket.unused]",
         REPLICATED,
     ),
     Mutant(
@@ -798,8 +798,8 @@ MUTANTS = [
     Mutant(
         "leave what else is on its way after a failure",
         "TransientBuckets._fail",
-        "                    if future is not None:\n",
-        "                    if False:\n",
+        "                drain(communication)\n",
+        "                pass\n",
         REPLICATED_LIFE,
     ),
     Mutant(
@@ -881,7 +881,7 @@ MUTANTS = [
     ),
     Mutant(
         "keep what was sent",
-        "Scattered.wait",
+        "ScatteredGradients.wait",
         "            self._works, self._sent = [], []\n",
         "            pass\n",
         ZERO,
@@ -896,7 +896,7 @@ MUTANTS = [
     Mutant(
         "receive into buckets where .grad is no view of them",
         "ZeroSource.__init__",
-        "self._in_place = ddp.gradient_as_bucket_view or not self._late",
+        "self._in_place = ddp.gradient_as_bucket_view or not self._steps_after_ddp",
         "self._in_place = True",
         ZERO,
     ),
@@ -980,7 +980,7 @@ MUTANTS = [
     Mutant(
         "write the other buckets after one that is not finite",
         "BucketSink.apply",
-        "if step.ledger.torn is not None or self._failure is not None or step.ledger.redoes:",
+        "if step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes:",
         "if step.ledger.torn is not None or step.ledger.redoes:",
         NONFINITE,
     ),
@@ -1225,28 +1225,28 @@ MUTANTS = [
     Mutant(
         "say that a bucket is reduced where DDP needs the mean",
         "CrossingSource.communicate",
-        "if not (self._same and self._crosses) or buffer.is_sparse or any(p.grad is None for p in members):",
-        "if not (self._same and self._crosses) or buffer.is_sparse:",
+        "if not crosses or buffer.is_sparse or any(p.grad is None for p in members):",
+        "if not crosses or buffer.is_sparse:",
         CROSSING,
     ),
     Mutant(
         "read a gradient that has not arrived",
         "CrossingSource",
-        "        self.land()\n\n    def _drain",
+        "        self.wait_into_grad()\n\n    def _drain",
         "        pass\n\n    def _drain",
         CROSSING,
     ),
     Mutant(
         "go on after buckets were not all reduced",
         "CrossingSource._begin",
-        "if self._lane is not None and self._lane.failure is not None:",
-        "if self._lane is None and False:",
+        "if last is not None and last.failure is not None:",
+        "if False:",
         CROSSING,
     ),
     Mutant(
         "leave the half of a gradient",
-        "InFlightBucket.land",
-        "                parameter.grad = None  # nobody must find half of it",
+        "HeldBucket.wait_into_grad",
+        "                parameter.grad = None  # the loop must not find half of a sum",
         "                pass",
         CROSSING,
     ),
@@ -1260,8 +1260,8 @@ MUTANTS = [
     Mutant(
         "send as they come",
         "OrderedCollectives._send",
-        "sent := self._ready.pop(self._order[self._next], None)",
-        "sent := self._ready.pop(min(self._ready, default=-1), None)",
+        "due := self._ready.pop(self._order[self._next], None)",
+        "due := self._ready.pop(min(self._ready, default=-1), None)",
         ORDER,
     ),
     Mutant(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.sources.crossing.order import Timed, best_order, deepest_then_shallowest, delay
-from instep.sources.crossing.ordered_collectives import OrderedCollectives, Sent
+from instep.sources.crossing.ordered_collectives import OrderedCollective, OrderedCollectives
 
 seconds = st.integers(0, 20).map(float)
 
@@ -102,7 +102,7 @@ def test_in_layers_it_is_near_the_best_of_all(send: list[float], forward: float,
     assert is_near_the_best(buckets, best_order(buckets))
 
 
-# The lane.
+# The collectives of one backward.
 
 
 class Link:
@@ -112,13 +112,13 @@ class Link:
         self.launched: list[int] = []
         self.futures: dict[int, torch.futures.Future[torch.Tensor]] = {}
 
-    def sent(self, number: int) -> Sent:
+    def sent(self, number: int) -> OrderedCollective:
         def launch() -> torch.futures.Future[torch.Tensor]:
             self.launched.append(number)
             self.futures[number] = torch.futures.Future()
             return self.futures[number]
 
-        return Sent(launch, 8)
+        return OrderedCollective(launch, 8)
 
     def complete(self, number: int) -> None:
         self.futures[number].set_result(torch.tensor(number))
@@ -131,12 +131,12 @@ CPU = torch.device("cpu")
 def test_buckets_are_sent_in_their_order_whatever_comes_first(
     order: list[int], ready: list[int], data: st.DataObject
 ) -> None:
-    link, lane = Link(), OrderedCollectives(order, timed=True)
+    link, collectives = Link(), OrderedCollectives(order, timed=True)
     sent = {number: link.sent(number) for number in range(5)}
     for number in ready:
         if data.draw(st.booleans()):
             sent[number].future(CPU)
-        lane.add(number, sent[number])
+        collectives.add(number, sent[number])
         assert link.launched == order[: len(link.launched)]
         for early in link.launched:
             if not link.futures[early].done() and data.draw(st.booleans()):
@@ -148,8 +148,8 @@ def test_buckets_are_sent_in_their_order_whatever_comes_first(
     for number, one in sent.items():
         one.wait()
         assert int(one.future(CPU).wait()) == number
-    assert lane.busy()[0] == 40
-    assert sorted(map(id, lane.drain())) == sorted(map(id, sent.values()))
+    assert collectives.busy()[0] == 40
+    assert sorted(map(id, collectives.drain())) == sorted(map(id, sent.values()))
 
 
 @given(st.permutations(range(6)), st.integers(0, 5), st.data())
@@ -158,11 +158,11 @@ def test_another_layout_is_sent_in_one_order_on_all_ranks(order: list[int], chan
     launched = []
     count = data.draw(st.integers(changed + 1, 8))
     for _ in range(2):
-        link, lane = Link(), OrderedCollectives(order, timed=False)
+        link, collectives = Link(), OrderedCollectives(order, timed=False)
         for number in range(count):
             if number == changed:
-                lane.keep_order(number)
-            lane.add(number, link.sent(number))
+                collectives.keep_order(number)
+            collectives.add(number, link.sent(number))
             while data.draw(st.booleans()) and any(not f.done() for f in link.futures.values()):
                 link.complete(next(n for n, f in link.futures.items() if not f.done()))
         while any(not f.done() for f in link.futures.values()):
@@ -173,17 +173,17 @@ def test_another_layout_is_sent_in_one_order_on_all_ranks(order: list[int], chan
 
 
 def test_a_collective_that_fails() -> None:
-    link, lane = Link(), OrderedCollectives(range(3), timed=False)
+    link, collectives = Link(), OrderedCollectives(range(3), timed=False)
     sent = [link.sent(number) for number in range(3)]
     promises = [one.future(CPU) for one in sent]
     for number in range(3):
-        lane.add(number, sent[number])
+        collectives.add(number, sent[number])
     link.futures[1].set_exception(RuntimeError("the link is down"))  # type: ignore[arg-type]
     link.complete(0)
     link.complete(2)
-    assert lane.failure is None
-    lane.drain()
-    assert "the link is down" in str(lane.failure)
+    assert collectives.failure is None
+    collectives.drain()
+    assert "the link is down" in str(collectives.failure)
     for wait in (sent[1].wait, promises[1].wait):
         with pytest.raises(RuntimeError, match="the link is down"):
             wait()
@@ -196,25 +196,25 @@ def test_a_collective_that_cannot_be_started() -> None:
     def launch() -> torch.futures.Future[torch.Tensor]:
         raise ValueError("no such group")
 
-    link, lane = Link(), OrderedCollectives([0, 1, 2], timed=False)
-    sent = [Sent(launch, 8), link.sent(1), link.sent(2)]
+    link, collectives = Link(), OrderedCollectives([0, 1, 2], timed=False)
+    sent = [OrderedCollective(launch, 8), link.sent(1), link.sent(2)]
     promises = [sent[0].future(CPU), sent[1].future(CPU)]
-    lane.add(1, sent[1])
-    lane.add(0, sent[0])
-    lane.add(2, sent[2])
+    collectives.add(1, sent[1])
+    collectives.add(0, sent[0])
+    collectives.add(2, sent[2])
     assert link.launched == []
-    assert isinstance(lane.failure, ValueError)
-    assert lane.drain() == sent[:1]
+    assert isinstance(collectives.failure, ValueError)
+    assert collectives.drain() == sent[:1]
     for wait in (*(one.wait for one in sent), *(one.wait for one in promises), sent[2].future(CPU).wait):
         with pytest.raises((ValueError, RuntimeError), match="no such group"):
             wait()
 
 
 def test_what_will_never_be_ready_is_given_up() -> None:
-    link, lane = Link(), OrderedCollectives([1, 0], timed=False)
+    link, collectives = Link(), OrderedCollectives([1, 0], timed=False)
     first = link.sent(0)
-    lane.add(0, first)
-    lane.abandon(ZeroDivisionError("backward"))
+    collectives.add(0, first)
+    collectives.abandon(ZeroDivisionError("backward"))
     with pytest.raises(ZeroDivisionError, match="backward"):
         first.wait()
     assert link.launched == []

@@ -13,7 +13,6 @@ FILES = sorted(ROOT.rglob("*.py"))
 LINES_OF_A_FILE, LINES_OF_A_CLASS, FIELDS = 450, 330, 14
 # What is larger still: it may shrink, and not grow. (lines of the file, lines and fields of its largest class)
 LARGER = {
-    "sources/crossing/source.py": (LINES_OF_A_FILE, LINES_OF_A_CLASS, 29),
     "sources/local.py": (LINES_OF_A_FILE, LINES_OF_A_CLASS, 25),
 }
 

@@ -162,7 +162,7 @@ class BackwardSchedule(BucketSink):
             parameter = attached.peek()
             if parameter is not None and (gradients or parameter.grad is attached.spent):
                 parameter.grad = None
-        self._failure = None
+        self._failure.forget()
         step.ledger.give_up()
         step.accumulation.stepped()
         self._writes.forget()

@@ -9,6 +9,7 @@ import torch
 
 from instep._autograd.engine import graph_task
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there
+from instep._step.first_error import FirstError
 from instep._step.members import gradient_of
 from instep._step.recorder import Recorder
 from instep._step.running_step import HoldsStep, RunningStep
@@ -55,7 +56,7 @@ class BucketSink(HoldsStep):
         self._step = step
         self._writes = writes
         self._seen = SeenBackwards()
-        self._failure: BaseException | None = None  # to be raised where the running backward ends
+        self._failure = FirstError()  # raised where the running backward ends
 
     def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
         """Final gradients are offered. ``False``: they stay in ``.grad``, this step must not be written now.
@@ -117,7 +118,7 @@ class BucketSink(HoldsStep):
         """
         step, writes = self._step, self._writes
         with step.lock:
-            if step.ledger.torn is not None or self._failure is not None or step.ledger.redoes:
+            if step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes:
                 return False
             writes.has_begun = False
             try:
@@ -174,25 +175,19 @@ class BucketSink(HoldsStep):
         The error is kept until the end of this backward, where the source raises it; the first one wins.
         """
         with self._step.lock:
-            if self._failure is None:
-                self._failure = error
+            self._failure.keep(error)
             self._stop(error, wrote=writing)
 
     def backward_raised(self) -> None:
         """Backward is ending with an exception of its own. Nothing of this step is written any more."""
         with self._step.lock:
-            self._failure = None
+            self._failure.forget()
             self._stop(None, wrote=False)
             self._step.streams.finish()
 
     def raise_failure(self) -> None:
         """At the end of a backward: raise what stopped the step, with its own type."""
-        error, self._failure = self._failure, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # or it would refer to itself, by way of this frame, and to all that the loop holds
+        self._failure.raise_if_any()
 
     def _stop(self, cause: BaseException | None, *, wrote: bool) -> None:
         if self._step.ledger.torn is None:

@@ -338,6 +338,6 @@ def _without_landed(in_flight: InFlight, waiting: Mapping[AttachedParameter, boo
     """A bucket with a parameter that cannot wait is waited for now; the others stay in flight."""
     for attached, bucket in list(in_flight.items()):
         if not waiting[attached]:
-            bucket.land()
+            bucket.wait_into_grad()
             in_flight = {a: other for a, other in in_flight.items() if other is not bucket}
     return in_flight

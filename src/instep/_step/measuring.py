@@ -10,6 +10,7 @@ from instep._gradients.clipping import Clipping
 from instep._optim.parameters import AttachedParameter
 from instep._optim.parts import version_of
 from instep._step.accumulation import Accumulation
+from instep._step.first_error import FirstError
 from instep._step.recorder import Recorder
 from instep._step.streams import StepStreams
 
@@ -36,7 +37,7 @@ class MeasuringSink:
         self._clipping = clipping
         self._watch = Watch(gradient=self._used)
         self._measured: dict[int, tuple[AttachedParameter, torch.Tensor, int]] = {}
-        self._failure: BaseException | None = None
+        self._failure = FirstError()
         self._open = False
 
     def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
@@ -78,20 +79,15 @@ class MeasuringSink:
     def compute_total_norm(self) -> None: ...
 
     def fail(self, error: BaseException, *, writing: bool = False) -> None:
-        self._failure = self._failure or error
+        self._failure.keep(error)
 
     def backward_raised(self) -> None:
-        self._failure = None
+        self._failure.forget()
         self.close()
         self._clipping.begin()
 
     def raise_failure(self) -> None:
-        error, self._failure = self._failure, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # or it would refer to itself, by way of this frame, and to all that the loop holds
+        self._failure.raise_if_any()
 
     def close(self) -> None:
         """``optimizer.step()`` is about to use the norms: those of gradients that have changed since are forgotten."""

@@ -43,7 +43,7 @@ class InFlightBucket(Protocol):
     def wait(self) -> None:
         """Return when it has arrived, for the current stream. Raises what the communication raised."""
 
-    def land(self) -> None:
+    def wait_into_grad(self) -> None:
         """Wait, and have ``.grad`` be as in the plain loop."""
 
 

@@ -9,18 +9,19 @@ import torch
 from torch.distributed import GradBucket
 
 from instep._arguments import require_flag
+from instep._step.first_error import FirstError
 from instep._step.streams import StepStreams
 from instep.comm_hooks import mean_allreduce
 from instep.errors import AttachError
 from instep.functional.step import OPTIMIZERS, step_in_backward, stepping
 from instep.sources.ddp.hook_slot import CommHook
-from instep.sources.ddp.reductions import Divisor, Reduction, Reductions, refuse_manual_finalization
+from instep.sources.ddp.reductions import Divisor, Reduction, Reductions, grad_as_left, refuse_manual_finalization
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 class OptimizerHookState:
-    """What ``hook_then_optimizer`` runs after a communication hook.
+    """The optimizer that ``hook_then_optimizer`` runs after a communication hook.
 
     Args:
         functional_optim: has a method ``step_param(param, grad)``, as the classes of
@@ -46,11 +47,11 @@ class OptimizerHookState:
 
 @dataclass
 class OptimInBackwardHookState:
-    """Of one hook made by ``apply_optim_in_backward_hook``.
+    """The state of one hook that ``apply_optim_in_backward_hook`` has made.
 
     Attributes:
-        optim_stream: where optimizers run on an accelerator of its device. ``None`` where there is no accelerator.
-        wait_for_optim_stream_enqueued: whether the running backward will wait for it at its end.
+        optim_stream: the stream on which optimizers run on its device. ``None`` where there is no accelerator.
+        wait_for_optim_stream_enqueued: whether the running backward will wait for that stream at its end.
     """
 
     optim_stream: torch.Stream | None
@@ -58,7 +59,7 @@ class OptimInBackwardHookState:
 
 
 def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook:
-    """A communication hook that runs ``hook``, then ``step_param(param, grad)`` with what the future of ``hook`` holds.
+    """A communication hook that runs ``hook``, then ``step_param(param, grad)`` with the gradients in its future.
 
     Parameters are stepped where backward ends, bucket by bucket in the order of sending: while some are stepped the
     later ones are still on their way. A stepped parameter's ``.grad`` is ``None`` afterwards, so no ``zero_grad()`` is
@@ -160,28 +161,35 @@ class _Hook:
 
 
 class DDPReference(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference that can be pickled with the instance's hooks, and is nothing then."""
+    """A weak reference that can be pickled with the hooks of a DDP instance: as ``None``."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
 
 stepping_hooks: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Those that step in-backward optimizers themselves."""
+"""The communication hooks that step in-backward optimizers themselves."""
 
 
 def step_with(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Run the parameter's own optimizers on ``gradient``, and leave ``.grad`` as it was."""
-    as_left = parameter.grad
-    parameter.grad = gradient
-    try:
+    with grad_as_left([parameter]):
+        parameter.grad = gradient
         step_in_backward(parameter)
-    finally:
-        parameter.grad = as_left
 
 
 class StepAfterReduction:
-    """Steps the ``wanted`` parameters of each bucket with ``step(parameter, gradient)`` once it has arrived."""
+    """Steps parameters one by one in each bucket of DDP's that has arrived, where backward ends.
+
+    Unlike ``DDPSource`` this has no ``Sink``: every backward is a step, of parameters that need not be attached, and is
+    not taken back. Gradients are dropped after it, since no loop calls ``zero_grad()``.
+
+    Args:
+        wanted: whether to step a parameter. The gradients of others are left alone.
+        step: steps one parameter: ``step(parameter, gradient)``.
+        streams: has the stream that parameters are stepped on.
+        settled: is called once nothing of a backward is left to do, also where the backward has raised.
+    """
 
     def __init__(
         self,
@@ -194,15 +202,15 @@ class StepAfterReduction:
         self._step_one = step
         self._streams = streams or StepStreams()
         self._settled = settled
-        self._failure: BaseException | None = None
+        self._failure = FirstError()
         self._reductions = Reductions(self._step, self._settle, self._raised)
 
     def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> bool:
-        """``False`` on a rank that has joined: it steps nothing."""
-        return self._reductions.launched(bucket, future) is not None
+        """The communication of ``bucket`` was started. ``False`` on a rank that has joined: it steps nothing."""
+        return self._reductions.launched(bucket, Reduction(bucket, future))
 
     def _step(self, reductions: Sequence[Reduction]) -> None:
-        self._failure = None
+        self._failure.forget()
         try:
             for reduction in reductions:
                 if any(map(self._wanted, reduction.parameters)):
@@ -210,29 +218,28 @@ class StepAfterReduction:
                         gradients = reduction.gradients()
                         self._step_all(zip(reduction.parameters, gradients, strict=True))
                 else:
-                    reduction.gradients()  # a failed one must stop those after it too
+                    reduction.gradients()  # waited for: if it has failed, no bucket after it may be stepped
         except BaseException as error:
-            self._failure = error
-        # DDP's own end of backward is next. It copies from the buckets, which an update may have written, and makes
-        # tensors in memory that one has given back.
+            self._failure.keep(error)
+        # DDP's own end of backward is next, on the loop's stream. It copies from the buckets, which an update on the
+        # side stream may have written, and makes tensors in memory that an update has given back.
         self._streams.join()
 
     def _settle(self, reductions: Sequence[Reduction]) -> None:
-        """DDP has set the gradients of those that other ranks used: step them, drop all, raise what went wrong."""
-        error, self._failure = self._failure, None
+        """DDP's own end has set the gradients of parameters that only other ranks used: step these, drop all gradients,
+        and raise what went wrong."""
         try:
-            for reduction in reductions if error is None else ():
+            for reduction in reductions if self._failure.error is None else ():
                 late = [(p, p.grad) for p in reduction.unused if p.grad is not None]
                 if late:
                     with self._streams.on(late[0][0].device):
                         self._step_all(late)
         finally:
             self._drop(reductions)
-        if error is not None:
-            raise error
+        self._failure.raise_if_any()
 
     def _drop(self, reductions: Sequence[Reduction]) -> None:
-        """Also of a step or a backward that failed: the next one would add to these gradients."""
+        """Drop the gradients, also after a step or a backward that failed: the next backward would add to them."""
         for reduction in reductions:
             for parameter in filter(self._wanted, (*reduction.parameters, *reduction.unused)):
                 parameter.grad = None

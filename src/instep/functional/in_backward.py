@@ -18,7 +18,7 @@ from instep.errors import AttachError, UnsupportedOptimizerError
 from instep.functional import stand_in
 from instep.functional.comm_hooks import DDPReference, apply_optim_in_backward_hook, stepping_hooks
 from instep.functional.step import OPTIMIZERS, step_in_backward
-from instep.sources.ddp.reductions import bucket_parameters
+from instep.sources.ddp.reductions import bucket_parameters, refuse_delayed_all_reduce
 from instep.sources.fsdp.wrappers import fsdp1_of
 
 _RECORDS = (OPTIMIZERS, "_optimizer_classes", "_optimizer_kwargs")
@@ -27,7 +27,9 @@ param_to_optim_hook_handle_map: Any = WeakTensorKeyDictionary()
 """By parameter: one handle for each registration. Once ``remove()`` was called on all of them, the parameter's hook
 does nothing; its optimizers stay on it, for DDP, FSDP or the caller to run, until the next registration."""
 _hooks: Any = WeakTensorKeyDictionary()
+"""By parameter: the handle of its one hook; ``None``: it was registered with ``register_hook=False``."""
 _reduced_by: Any = WeakTensorKeyDictionary()
+"""By parameter: a weak reference to the DDP instance that reduces it, and steps it where backward ends."""
 
 
 def apply_optimizer_in_backward(
@@ -90,7 +92,7 @@ def get_in_backward_optimizers(module: nn.Module) -> list[Optimizer]:
 
 
 class _Handle:
-    """Takes one registration back."""
+    """Takes one registration of one parameter back."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
@@ -106,7 +108,7 @@ def _registered(parameter: torch.Tensor) -> bool:
 
 
 def _forget_removed(parameter: torch.Tensor) -> None:
-    """A registration that follows a removal starts anew."""
+    """Drop the optimizers whose registration was removed: a registration after a removal starts anew."""
     handles = param_to_optim_hook_handle_map.get(parameter, [])
     removed = [handle.optimizer() for handle in handles if handle.removed]
     kept = [i for i, o in enumerate(getattr(parameter, OPTIMIZERS, ())) if not any(o is r for r in removed)]
@@ -121,15 +123,26 @@ def _checked(params: Iterable[torch.Tensor], optimizer_class: type[Optimizer]) -
         raise AttachError("params must be an iterable of parameters, not one tensor: give [param]")
     if not isinstance(params, Iterable):
         raise AttachError(f"params must be an iterable of parameters, not {params!r}: give model.parameters()")
+    _refuse_class(optimizer_class)
+    parameters = list(params)
+    if not parameters:
+        raise AttachError("params is empty: there is nothing to step")
+    _refuse_parameters(parameters)
+    return parameters
+
+
+def _refuse_class(optimizer_class: Any) -> None:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise AttachError(f"optimizer_class must be a class of torch.optim.Optimizer, not {optimizer_class!r}")
     if issubclass(optimizer_class, torch.optim.LBFGS):
         raise UnsupportedOptimizerError(
             "LBFGS evaluates the loss again within a step, which backward cannot do. Call it after backward"
         )
-    parameters = list(params)
-    if not parameters:
-        raise AttachError("params is empty: there is nothing to step")
+
+
+def _refuse_parameters(parameters: Sequence[Any]) -> None:
+    """What ``attach`` refuses of an optimizer's parameters, too, as far as it can be known without a model: here a
+    parameter is known by its position alone."""
     taken = attached_parameters()
     seen: dict[int, int] = {}
     for position, parameter in enumerate(parameters):
@@ -146,7 +159,6 @@ def _checked(params: Iterable[torch.Tensor], optimizer_class: type[Optimizer]) -
         if id(parameter) in taken:
             raise AttachError(f"{where} is already attached ({taken[id(parameter)]!r}): detach() first")
         seen[id(parameter)] = position
-    return parameters
 
 
 def _running_ddps(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParallel]:
@@ -161,7 +173,7 @@ def _running_ddps(parameters: Sequence[torch.Tensor]) -> list[DistributedDataPar
 
 
 def _record(parameter: torch.Tensor, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
-    # The lists are on the parameter, so they are freed with it: by gc, since optimizers refer to their parameters.
+    # The lists are on the parameter, and are freed with it: by the collector, since optimizers refer to parameters.
     if not hasattr(parameter, OPTIMIZERS):
         for name in _RECORDS:
             setattr(parameter, name, [])
@@ -175,7 +187,7 @@ def _hook(parameter: torch.Tensor) -> None:
         return
     frozen = not parameter.requires_grad
     parameter.requires_grad_(True)  # torch takes no hook on a frozen tensor, but keeps one that is there
-    # It finds all it needs on the parameter, so nothing of it keeps anything alive.
+    # The hook finds all it needs on the parameter, and keeps nothing alive.
     _hooks[parameter] = parameter.register_post_accumulate_grad_hook(UntracedHook(_accumulated))
     if frozen:
         parameter.requires_grad_(False)
@@ -188,12 +200,13 @@ def _accumulated(parameter: torch.Tensor) -> None:
     try:
         step_in_backward(parameter)
     finally:
-        # Also when the step raised: the next backward would add to it.
+        # Also when the step raised: the next backward would add to this gradient.
         parameter.grad = None
 
 
 def _set_up_ddp(ddp: DistributedDataParallel) -> bool:
-    """What DDP does about in-backward optimizers before its first forward. ``False``: none of them is ours."""
+    """Does what DDP does about in-backward optimizers before its first forward. ``False``: none of them is instep's,
+    and nothing was done."""
     recorded = [p for p in ddp._module_parameters if hasattr(p, OPTIMIZERS)]
     mine = [p for p in recorded if p in _hooks]
     if not mine:
@@ -206,7 +219,7 @@ def _set_up_ddp(ddp: DistributedDataParallel) -> bool:
     _refuse_hook(ddp)
     if not ddp._comm_hooks:
         ddp.register_comm_hook(DDPReference(ddp), apply_optim_in_backward_hook(ddp.gradient_as_bucket_view))
-    in_buckets = bucket_parameters(ddp)  # DDP leaves the gradients of the others as they are on this rank
+    in_buckets = bucket_parameters(ddp)  # DDP does not reduce the others: they are stepped in their own hooks
     for parameter in mine:
         if id(parameter) in in_buckets:
             _reduced_by[parameter] = weakref.ref(ddp)
@@ -214,11 +227,7 @@ def _set_up_ddp(ddp: DistributedDataParallel) -> bool:
 
 
 def _refuse_hook(ddp: DistributedDataParallel) -> None:
-    if ddp._delay_all_reduce_params:
-        raise AttachError(
-            "DistributedDataParallel(delay_all_reduce_named_params=…) reduces those parameters after their gradient "
-            "hooks have run. Build it without"
-        )
+    refuse_delayed_all_reduce(ddp)
     for hook, _ in ddp._comm_hooks:
         if hook not in stepping_hooks:
             raise AttachError(
@@ -231,7 +240,7 @@ def _refuse_hook(ddp: DistributedDataParallel) -> None:
 
 
 def _moved_by_fully_shard(parameter: torch.Tensor, sharded: torch.Tensor) -> None:
-    """``fully_shard`` has put ``sharded`` in the place of ``parameter``: so do the optimizers."""
+    """``fully_shard`` has put ``sharded`` in the place of ``parameter``: make its optimizers anew, for ``sharded``."""
     if not hasattr(parameter, OPTIMIZERS) or parameter not in _hooks:
         return
     for optimizer, kwargs in zip(getattr(parameter, OPTIMIZERS), parameter._optimizer_kwargs, strict=True):  # type: ignore[attr-defined]

@@ -44,7 +44,7 @@ def register_overlapped(optim_cls: type) -> Callable[[T], T]:
 
 
 class OverlappedOptimizer(ABC):
-    """An optimizer class that knows how to run within the backward of a distributed wrapper.
+    """An optimizer that runs within the backward of a distributed wrapper.
 
     Subclass it, and decorate the subclass with ``register_overlapped``, to decide for an optimizer of your own
     (``examples/overlapped_optimizer.py``). The method is that of
@@ -99,7 +99,7 @@ class OverlappedStandardOptimizer(OverlappedOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer, live."""
+        """The groups of the optimizer itself: a change in them counts for the next step."""
         return self.optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,7 +158,8 @@ class OverlappedStandardOptimizer(OverlappedOptimizer):
 def as_overlapped_optim(
     optim_cls: type, params: Iterable[Any] | None, *args: Any, **kwargs: Any
 ) -> OverlappedOptimizer:
-    """The overlapped form of ``optim_cls(params, *args, **kwargs)``: of the first class in its MRO that is registered.
+    """The overlapped form of ``optim_cls(params, *args, **kwargs)``. Of the classes in its MRO the first one that is
+    registered decides.
 
     Raises:
         ValueError: no class in the MRO is registered, so ``optim_cls`` is no ``torch.optim.Optimizer``.

@@ -22,9 +22,14 @@ _installed = False
 def install(
     set_up_ddp: Callable[[DistributedDataParallel], bool], moved: Callable[[torch.Tensor, torch.Tensor], None]
 ) -> None:
-    """Call ``set_up_ddp(ddp)`` before a DDP instance's first forward, where DDP looks for in-backward optimizers (what
-    it then does fails on CPU); call ``moved(parameter, sharded)`` when ``fully_shard`` replaces a parameter, of which
-    FSDP2 tells nobody."""
+    """Stand in for both functions, once.
+
+    Args:
+        set_up_ddp: is called before a DDP instance's first forward, where DDP looks for in-backward optimizers.
+            ``False``: do what DDP does with them, which fails on CPU.
+        moved: is called as ``moved(parameter, sharded)`` when ``fully_shard`` replaces a parameter. FSDP2 has no hook
+            for this.
+    """
     global _installed
     if _installed:
         return

@@ -17,14 +17,17 @@ OPTIMIZERS = "_in_backward_optimizers"
 
 @contextmanager
 def stepping(parameter: torch.Tensor) -> Iterator[None]:
-    """As ``optimizer.step()`` runs after backward: without autograd, outside of an autocast block around backward."""
+    """Around a step in backward, which is to run as ``optimizer.step()`` does after backward: without autograd, and
+    outside of an autocast block that is around ``backward()``."""
     with torch.no_grad(), without_autocast(parameter.device.type):
         yield
-    # Fused kernels do not: autograd would not notice a weight that was saved for a later node.
+    # Fused kernels do not count their write: autograd would not notice that a weight has changed which a node that is
+    # still to run has saved.
     torch.autograd.graph.increment_version((parameter,))
 
 
 _last_backward: Any = WeakTensorKeyDictionary()
+"""By parameter: the number of the backward that has stepped it last."""
 
 
 def step_in_backward(parameter: torch.Tensor) -> None:

@@ -1,12 +1,14 @@
 """The step in full precision under DistributedDataParallel's own mixed precision.
 
 With ``DistributedDataParallel(mixed_precision=...)`` a parameter is a low-precision copy of itself from the forward to
-the end of backward. DDP reduces through a communication hook that has to put both back to full precision.
+the end of backward. DDP reduces through a communication hook, which has to put parameters and gradients back to full
+precision.
 """
 
 import weakref
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +16,6 @@ from torch import nn
 from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from instep._autograd.backward import Phase, current
 from instep._autograd.engine import graph_task
 from instep._autograd.precision import LowPrecision
 from instep._step.streams import StepStreams
@@ -22,39 +23,53 @@ from instep.comm_hooks import cast_mean_allreduce, mean_allreduce
 from instep.errors import AttachError
 from instep.functional.comm_hooks import StepAfterReduction, step_with, stepping_hooks
 from instep.functional.step import OPTIMIZERS, step_in_backward
-from instep.sources.ddp.reductions import Divisor, slices_of
+from instep.sources.ddp.reductions import Divisor, Reductions, slices_of
+from instep.sources.in_flight import InFlightBucket
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-class _Reduction:
-    """One bucket on its way: the local gradients, flat, in ``dtype``; zeros where this rank has none.
+class _UpcastBucket(InFlightBucket[torch.futures.Future[torch.Tensor]]):
+    """A bucket of a DDP instance with ``mixed_precision``: the local gradients, flat, in ``dtype``; zeros where this
+    rank has none.
 
-    They are read from the parameters, never from the bucket. Until DDP rebuilds its buckets, and for good where it
+    Gradients are read from the parameters, never from the bucket. Until DDP rebuilds its buckets, and for good where it
     does not, it copies gradients to memory that is not ``bucket.buffer()``
     (``torch/csrc/distributed/c10d/reducer.cpp``, ``set_mixed_precision_param_dtype``). The buffer is only written,
     where its dtype is the right one.
+
+    Args:
+        reduce: starts the bucket's communication.
+        keep: whether a parameter that no rank uses in this backward keeps the gradient that it had.
     """
 
-    def __init__(self, bucket: GradBucket, dtype: torch.dtype, keep: bool) -> None:
-        buffer = bucket.buffer()
-        self.flat = buffer if buffer.dtype == dtype else torch.empty_like(buffer, dtype=dtype)
-        self.future: torch.futures.Future[torch.Tensor] | None = None
-        self._parameters = bucket.parameters()
+    __slots__ = ("_before", "_parts")
+
+    def __init__(
+        self,
+        bucket: GradBucket,
+        dtype: torch.dtype,
+        reduce: Callable[[torch.Tensor], torch.futures.Future[torch.Tensor]],
+        *,
+        keep: bool,
+    ) -> None:
+        buffer, members = bucket.buffer(), bucket.parameters()
+        flat = buffer if buffer.dtype == dtype else torch.empty_like(buffer, dtype=dtype)
         # Views taken once: a parameter with gaps has other strides when it is in full precision again.
-        self._parts = slices_of(self.flat, self._parameters)
+        self._parts = slices_of(flat, members)
         self._before: list[torch.Tensor | None] = []
-        for parameter, part in zip(self._parameters, self._parts, strict=True):
+        for parameter, part in zip(members, self._parts, strict=True):
             _put(parameter.grad, part)
             self._before.append(parameter.grad if keep else None)
-            # Free, and a question to DDP's end of backward: it sets a gradient where any rank used the parameter, and
-            # leaves none where no rank did.
+            # The low-precision gradient is freed. DDP's own end of backward sets another one where any rank has used
+            # the parameter, and none where no rank has: so ``upcast`` knows which parameters were used.
             parameter.grad = None
+        super().__init__(members, reduce(flat))
 
     def upcast(self) -> None:
         """DDP is done: give each parameter that any rank used its gradient, in the parameter's own precision."""
-        for parameter, part, before in zip(self._parameters, self._parts, self._before, strict=True):
+        for parameter, part, before in zip(self.members, self._parts, self._before, strict=True):
             # Never the tensor that DDP set: with gradient_as_bucket_view it is DDP's own view of the bucket, and DDP's
             # next forward would point that at other memory.
             if parameter.grad is not None:
@@ -62,20 +77,16 @@ class _Reduction:
             elif before is not None:
                 parameter.grad = before.to(parameter.dtype, copy=True)
 
-    def drain(self) -> None:
-        """Wait until nothing writes the bucket any more: the next backward does."""
-        if self.future is not None:
-            with suppress(Exception):
-                self.future.wait()
-
     def step(self) -> None:
-        for parameter in self._parameters:
+        """Step the parameters that have in-backward optimizers, and free their gradients."""
+        for parameter in self.members:
             if hasattr(parameter, OPTIMIZERS) and parameter.grad is not None:
                 step_in_backward(parameter)
                 parameter.grad = None
 
 
 def _put(gradient: torch.Tensor | None, part: torch.Tensor) -> None:
+    """Write ``gradient`` into its ``part`` of a bucket, which may be the same memory."""
     if gradient is None:
         part.zero_()
         return
@@ -88,11 +99,11 @@ def _put(gradient: torch.Tensor | None, part: torch.Tensor) -> None:
 
 @dataclass
 class AllreduceUpcastHookState:
-    """What ``reducer_allreduce_and_upcast_hook`` is registered with.
+    """The state that ``reducer_allreduce_and_upcast_hook`` is registered with.
 
     It is for either of two kinds of DDP instance. A plain one, with ``mixed_precision`` given here: instep then casts
-    its parameters in each forward. This is the one to choose: it runs on CPU too, and takes tied, unused and
-    checkpointed parameters. Or one that was built with DDP's own ``mixed_precision``, whose constructor registers the
+    its parameters in each forward. This kind is the one to choose: it runs on CPU too, and takes tied, unused and
+    checkpointed parameters. The other kind was built with DDP's own ``mixed_precision``: its constructor registers the
     hook of this name in ``torch.distributed.algorithms.ddp_comm_hooks.mixed_precision_hooks``. Making a state adds
     forward hooks to the DDP instance.
 
@@ -114,7 +125,7 @@ class AllreduceUpcastHookState:
     _streams: StepStreams = field(init=False, repr=False, compare=False)
     _after: StepAfterReduction = field(init=False, repr=False, compare=False)
     _divisor: Divisor = field(default_factory=Divisor, init=False, repr=False, compare=False)
-    _reductions: list[_Reduction] = field(default_factory=list, init=False, repr=False, compare=False)
+    _buckets: Reductions[_UpcastBucket] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.ddp_weakref, weakref.ref) or not isinstance(self._ddp(), DistributedDataParallel):
@@ -123,6 +134,7 @@ class AllreduceUpcastHookState:
             )
         self._streams = StepStreams(self.upcast_stream)
         self._after = StepAfterReduction(lambda p: hasattr(p, OPTIMIZERS), step_with, self._streams, self._settled)
+        self._buckets = Reductions(self._before_ddp_ends, self._after_ddp_ended, self._raised)
         ddp = self._ddp()
         if (ddp.mixed_precision is None) == (self.mixed_precision is None):
             found = "neither has" if self.mixed_precision is None else "both have"
@@ -168,35 +180,49 @@ class AllreduceUpcastHookState:
     def _settled(self) -> None:
         self.wait_for_stream_enqueued = False
 
-    def _begin(self) -> None:
-        self._reductions.clear()  # of a backward that raised before it came to an end
-        self.wait_for_stream_enqueued = True
-        # From here on gradients are taken away: whatever raises must not leave a mixture.
-        current().at(Phase.BEFORE_DDP, _nothing, self._failed)
+    def _reduce_low(self, ddp: DistributedDataParallel, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Of a DDP instance with its own ``mixed_precision``: parameters are low-precision copies of themselves."""
+        precision = ddp.mixed_precision
+        assert precision is not None, "only DDP instances with mixed_precision register this hook"
+        dtype = precision.reduce_dtype or precision.param_dtype or bucket.buffer().dtype
+        reduce = partial(mean_allreduce, group=ddp.process_group, divisor=self._divisor(ddp, bucket))
+        if graph_task() is None:
+            # This rank has joined: it adds nothing, and must not send the gradients of its last step.
+            return reduce(torch.zeros_like(bucket.buffer(), dtype=dtype))
+        if bucket.index() == 0:
+            self.wait_for_stream_enqueued = True
+            # From here on gradients are taken away: whatever raises must not leave a mixture.
+            self._buckets.begin()
+        in_flight = _UpcastBucket(bucket, dtype, reduce, keep=ddp.static_graph)
+        self._buckets.launched(bucket, in_flight)
+        return in_flight.communication
 
-    def _end(self) -> None:
-        reductions = self._reductions
+    def _before_ddp_ends(self, buckets: Sequence[_UpcastBucket]) -> None:
+        """Nothing is stepped yet: which parameters other ranks have used is known once DDP's own end has been."""
+
+    def _after_ddp_ended(self, buckets: Sequence[_UpcastBucket]) -> None:
         self.wait_for_stream_enqueued = False
         try:
-            for reduction in reductions:
-                assert reduction.future is not None
-                reduction.future.wait()
+            # On the loop's stream, as DDP's own end has. All are waited for before any parameter is stepped: after a
+            # communication that failed nothing may be.
+            for bucket in buckets:
+                bucket.wait()
             _to_full_precision(self._ddp())
-            with self._streams.on(reductions[0].flat.device):
-                for reduction in reductions:
-                    reduction.upcast()
-                    reduction.step()
+            # The side stream begins after all that the loop's stream holds now: the sums are there.
+            with self._streams.on(buckets[0].members[0].device):
+                for bucket in buckets:
+                    bucket.upcast()
+                    bucket.step()
         except BaseException:
-            self._failed()
+            self._raised(buckets)
             raise
         finally:
-            self._reductions = []
             self._streams.join()
 
-    def _failed(self) -> None:
-        for reduction in self._reductions:
-            reduction.drain()
-        self._reductions.clear()
+    def _raised(self, buckets: Sequence[_UpcastBucket]) -> None:
+        """Backward has raised, and has taken off some gradients: leave none, and full precision everywhere."""
+        for bucket in buckets:
+            bucket.drain()
         self.wait_for_stream_enqueued = False
         ddp = self.ddp_weakref()
         if ddp is not None:
@@ -231,28 +257,10 @@ def reducer_allreduce_and_upcast_hook(
     ddp = hook_state._ddp()
     if hook_state.mixed_precision is not None:
         return hook_state._reduce_plain(ddp, hook_state.mixed_precision, bucket)
-    precision = ddp.mixed_precision
-    assert precision is not None, "only DDP instances with mixed_precision register this hook"
-    dtype = precision.reduce_dtype or precision.param_dtype or bucket.buffer().dtype
-    divisor = hook_state._divisor(ddp, bucket)
-    if graph_task() is None:
-        # This rank has joined: it adds nothing, and must not send the gradients of its last step.
-        return mean_allreduce(torch.zeros_like(bucket.buffer(), dtype=dtype), ddp.process_group, divisor)
-    if bucket.index() == 0:
-        hook_state._begin()
-    reduction = _Reduction(bucket, dtype, keep=ddp.static_graph)
-    hook_state._reductions.append(reduction)
-    reduction.future = mean_allreduce(reduction.flat, ddp.process_group, divisor)
-    if bucket.is_last():
-        current().at(Phase.AFTER_DDP, hook_state._end, hook_state._failed)
-    return reduction.future
+    return hook_state._reduce_low(ddp, bucket)
 
 
 stepping_hooks.add(reducer_allreduce_and_upcast_hook)
-
-
-def _nothing() -> None:
-    pass
 
 
 # What follows knows the attributes in which DDP keeps its mixed precision (torch/nn/parallel/distributed.py,
@@ -272,7 +280,7 @@ def _to_full_precision(ddp: DistributedDataParallel) -> None:
 
 
 def _drop_gradients(ddp: DistributedDataParallel) -> None:
-    """Some are reduced, some are local, some are DDP's own memory, and none of it shows."""
+    """Drop all gradients: some are reduced, some are this rank's own, some are DDP's memory, and none shows which."""
     for parameter in filter(_has_low_precision, ddp.module.parameters()):
         parameter.grad = None
 

@@ -153,8 +153,8 @@ class _Planning:
             during = backward.peak - backward.own + gradients
             step = 2 * gradients + sent + 2 * -(-gradients // ranks)
             yield f"{schedule}, shard_state", replace(backward, peak=own + max(during, step), own=own)
-        flying = sorted((sum(p.nbytes for p in bucket) for bucket in ddp), reverse=True)[:IN_FLIGHT]
-        yield "backward, replicate", replace(transient, peak=transient.peak + sum(flying))
+        in_flight = sorted((sum(p.nbytes for p in bucket) for bucket in ddp), reverse=True)[:IN_FLIGHT]
+        yield "backward, replicate", replace(transient, peak=transient.peak + sum(in_flight))
 
     @property
     def _sizes(self) -> BucketSizes:

@@ -1,4 +1,5 @@
-"""Sources say when the gradients of some parameters are final. One file each; they do not know one another."""
+"""A source says when the gradients of some parameters are final. Each kind of wrapper has one, in a folder of its own;
+a ``Sink`` is told of them."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -14,10 +15,17 @@ from instep._step.streams import StepStreams
 
 
 class Sink(Protocol):
-    """Whom a source tells: the transaction that steps, or who only measures.
+    """The step, as a source sees it: ``BucketSink`` steps what it is given, ``MeasuringSink`` takes norms alone.
 
-    During backward the source announces final gradients with ``arrive``, hands over full buckets with ``apply`` and
-    then ``retire``, and calls ``raise_failure`` once nothing it would harm is left to run.
+    During backward the source offers final gradients with ``arrive``, has full buckets stepped with ``apply``, and
+    frees their gradients with ``retire``. Where backward ends, and nothing is left to run that an exception would
+    harm, the source calls ``raise_failure``. ``backward_raised`` takes the place of all calls that are still to come.
+
+    Attributes:
+        lock: held while gradients are counted: on accelerators each device has a thread of the engine's.
+        waits_for_all: whether nothing may be stepped before all gradients are there.
+        by_bucket: whether no two buckets may be stepped in one call of the optimizer.
+        frees_gradients: whether an applied gradient is needed no more.
     """
 
     @property
@@ -47,7 +55,8 @@ class Sink(Protocol):
 
 
 def record_arrival(sink: Sink, bucket: Iterable[AttachedParameter], future: torch.futures.Future[Any]) -> None:
-    """Tell who records the step of the gradients of ``bucket``, which are on their way until ``future`` is done."""
+    """Tell the recorder of the step, if it has one, of the communication of ``bucket``: from now until ``future`` is
+    done, which a thread of the backend's notes."""
     recorder, started = sink.recorder, perf_counter()
     if recorder is not None:
         names = [attached.spec.name for attached in bucket]
@@ -68,7 +77,8 @@ class Source(Protocol):
         """Take the hooks off again. Safe to call twice."""
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
-        """Between steps: take in parameters that were added to an optimizer. Returns those that are not its own."""
+        """Between steps: take in those of ``parameters``, which were added to an optimizer, that this source has the
+        gradients of. Returns the others."""
 
     def refresh(self) -> None:
         """Between steps: take in parameters that were frozen or unfrozen."""
@@ -77,4 +87,4 @@ class Source(Protocol):
         """A backward is about to begin: no gradient has changed yet."""
 
     def begin_step(self) -> None:
-        """The first gradient of a step is about to be announced."""
+        """The first gradient of a step is being offered, by this source or another one."""

@@ -24,6 +24,7 @@ from instep._optim.parts import memory_of
 from instep._optim.plan import Bucket, fill_buckets
 from instep.errors import InstepError
 from instep.sources import Sink
+from instep.sources.delivery import deliver, step_bucket
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -275,11 +276,7 @@ class LocalSource:
         before its first gradient."""
         members = list(self._in_parts.values())
         self._in_parts.clear()
-        try:
-            if self._sink.arrive(members) and self._sink.apply(members):
-                self._sink.retire(members)
-        except BaseException as error:
-            self._sink.fail(error)
+        deliver(self._sink, members, partial(step_bucket, self._sink, members))
         self._close()
 
     def _drop_parts(self) -> None:

@@ -1,15 +1,13 @@
 """Gradients of DistributedDataParallel that are still on their way when ``backward()`` returns.
 
 DDP is told that each bucket is reduced already, so that its backward ends; the buckets are reduced in its own buffers
-meanwhile, in an order that suits the next forward, and are waited for where somebody needs them.
+meanwhile, in an order that suits the next forward, and are waited for where a gradient or a weight is used.
 """
 
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from operator import add
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,71 +19,21 @@ from torch.utils.hooks import RemovableHandle
 from instep._autograd.backward import Phase, current
 from instep._autograd.engine import graph_task
 from instep._autograd.hooks import BoundHook
-from instep._autograd.placeholders import BeforeUse, HeldGradient
 from instep._life.weak import WeakMethod, weakly
 from instep._optim.parameters import AttachedParameter
 from instep._optim.plan import Bucket
 from instep._ranks.groups import group_beside
 from instep._step.recorder import Recorder
-from instep.comm_hooks import cast_mean_allreduce, mean_allreduce
+from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import InstepError
-from instep.sources.crossing.order import Timed, best_order, deepest_then_shallowest
-from instep.sources.crossing.ordered_collectives import OrderedCollectives, Sent, future_on
-from instep.sources.crossing.trial import Trial
+from instep.sources.crossing.held_bucket import HeldBucket
+from instep.sources.crossing.layout import Layout
+from instep.sources.crossing.ordered_collectives import OrderedCollective, OrderedCollectives, future_on
+from instep.sources.crossing.plan import SendingPlan, will_exchange
 from instep.sources.ddp.hook_slot import before_backward, release, take
 from instep.sources.ddp.reductions import SomeBucket
-
-# Times are exchanged, and the order is made anew, at these backwards, and every so many after them.
-_FIRST_PLANS, _PLAN_EVERY = (1, 3, 7, 15, 31), 64
-
-
-class InFlightBucket:
-    """One bucket whose gradients may still be on their way.
-
-    Attributes:
-        parameters: the attached ones among its parameters.
-    """
-
-    __slots__ = ("_members", "_placeholders", "_sent", "parameters")
-
-    def __init__(self, parameters: Sequence[AttachedParameter], members: Sequence[torch.Tensor], sent: Sent) -> None:
-        self.parameters = tuple(parameters)
-        self._members = tuple(members)
-        self._placeholders: tuple[HeldGradient, ...] = ()
-        self._sent = sent
-
-    def take_off(self, used: Callable[[], BeforeUse | None]) -> None:
-        """DDP has ended its backward, and set ``.grad``: who uses one before it has arrived is to be heard of."""
-        self._placeholders = tuple(HeldGradient(_grad(p), used) for p in self._members)
-        for parameter, placeholder in zip(self._members, self._placeholders, strict=True):
-            parameter.grad = placeholder
-
-    def gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
-        """What ``.grad`` will be, when it has arrived; ``None`` if the loop has put something else there."""
-        found = attached.get().grad
-        return found.held if isinstance(found, HeldGradient) and any(found is p for p in self._placeholders) else None
-
-    def wait(self) -> None:
-        """Return when it has arrived. Raises what the communication raised."""
-        self._sent.wait()
-
-    def land(self) -> None:
-        """Have ``.grad`` be what it is in the plain loop, where nobody has put something else there."""
-        waiting = [
-            (parameter, placeholder.held)
-            for parameter, placeholder in zip(self._members, self._placeholders, strict=False)
-            if parameter.grad is placeholder
-        ]
-        if not waiting:
-            return
-        try:
-            self.wait()
-        except BaseException:
-            for parameter, _ in waiting:
-                parameter.grad = None  # nobody must find half of it
-            raise
-        for parameter, gradient in waiting:
-            parameter.grad = gradient
+from instep.sources.ddp.source import managed_by
+from instep.sources.wrapped import WrappedParameters, as_bucket
 
 
 class CrossingSource:
@@ -104,43 +52,27 @@ class CrossingSource:
         recorder: Callable[[], Recorder | None],
     ) -> None:
         self._ddp = weakref.ref(ddp)
-        self._by_id = {id(attached.get()): attached for attached in parameters}
+        self._parameters = WrappedParameters(parameters)
         self._reduce_dtype = reduce_dtype
         self._recorder = recorder
         self._group: dist.ProcessGroup | None = None
-        self._lane: OrderedCollectives | None = None
-        self._drained = True
         self._handle: RemovableHandle | None = None
-        self._flights: dict[int, InFlightBucket] = {}
-        self._new: dict[int, InFlightBucket] = {}
-        self._order: list[int] = []
-        self._trial = Trial()
-        self._crosses = False  # this backward returns before its buckets have arrived
-        self._began = 0.0  # to send them
-        # The buckets of the last backward, and those of the running one so far.
-        self._layout: list[list[int]] = []
-        self._found: list[list[int]] = []
-        self._same = self._complete = False
-        self._crossed = 0  # backwards with the same buckets as the one before
-        # When things happened: for the order.
-        self._forward_began = self._backward_began = 0.0
-        self._forward_took = float("inf")
-        self._ready: list[float] = []
-        self._ready_in_all: list[float] = []  # the sums since the last plan, over so many backwards:
-        self._measured = 0
-        self._each = 0.0  # seconds for a byte
-        self._send: list[float] = []
-        self._agreed: tuple[Sent, torch.Tensor] | None = None
+        self._layout = Layout()
+        self._plan = SendingPlan()
+        self._collectives: OrderedCollectives | None = None  # those of the last backward
+        # By DDP's number: of the running backward, until DDP's own end; and of the last one, as they are sent.
+        self._made: dict[int, HeldBucket] = {}
+        self._in_flight: dict[int, HeldBucket] = {}
         self._when_used = WeakMethod(self._used)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """In the order in which they are sent."""
-        if not self._layout:
-            return (Bucket("ddp", tuple(attached.spec for attached in self._by_id.values())),)
-        order = self._order if len(self._order) == len(self._layout) else range(len(self._layout))
-        known = [[self._by_id[key].spec for key in self._layout[i] if key in self._by_id] for i in order]
-        return tuple(Bucket("ddp", tuple(specs)) for specs in known)
+        members = self._layout.last
+        if not members:
+            return (as_bucket("ddp", self._parameters),)
+        order = self._plan.order if len(self._plan.order) == len(members) else range(len(members))
+        return tuple(as_bucket("ddp", self._parameters.with_ids(members[number])) for number in order)
 
     def connect(self) -> None:
         ddp = self._ddp()
@@ -157,58 +89,53 @@ class CrossingSource:
         if self._handle is not None:
             self._handle.remove()
         self._drain()
-        for flight in self._flights.values():
+        for bucket in self.flights:
             with suppress(Exception):
-                flight.land()
-        self._flights.clear()
+                bucket.wait_into_grad()
+        self._in_flight.clear()
         release(self._ddp(), self)
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
         ddp = self._ddp()
-        reduced = set() if ddp is None else {id(p) for p in ddp.module.parameters()}
-        self._by_id.update((id(a.get()), a) for a in parameters if id(a.get()) in reduced)
-        return [a for a in parameters if id(a.get()) not in reduced]
+        return self._parameters.adopt(parameters, set() if ddp is None else managed_by(ddp))
 
     def refresh(self) -> None:
-        """A forward begins: gradients that nobody has stepped are the plain loop's."""
-        self.land()
-        self._forward_began = perf_counter()
+        """A forward begins: gradients that no step has taken are the plain loop's."""
+        self.wait_into_grad()
+        self._plan.times.forward_begins()
 
     def begin_step(self) -> None:
         """Nothing is counted from step to step."""
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
-        """DDP's next backward writes its buckets, and may begin where nobody sees it. In most loops nothing is left to
-        wait for: the optimizer's step has been handed what was sent, and this forward has read its weights."""
+        """DDP's next backward writes its buckets, and may begin unseen. In most loops nothing is left to wait for: the
+        optimizer's step was given what was sent, and this forward has read its weights."""
         if torch.is_grad_enabled() and graph_task() is None and not torch.compiler.is_compiling():
-            self.land()
+            self.wait_into_grad()
             self._drain()
 
     def before_backward(self) -> None:
         """DDP is about to write its buckets again."""
-        self.land()
+        self.wait_into_grad()
         self._drain()
-        self._flights = {}
+        self._in_flight = {}
         before_backward(self._ddp())
-        self._backward_began = perf_counter()
-        if self._forward_began:
-            self._forward_took = min(self._forward_took, self._backward_began - self._forward_began)
-            self._forward_began = 0.0
+        self._plan.times.backward_begins()
 
     @property
     def waited(self) -> bool:
         """Whether the last backward has waited for all of its buckets, since that takes less time."""
-        return self._same and not self._crosses
+        return self._layout.repeats and not self._plan.crosses
 
     @property
-    def flights(self) -> list[InFlightBucket]:
-        """Those of the last backward, in the order in which they are sent."""
-        return list(self._flights.values())
+    def flights(self) -> list[HeldBucket]:
+        """The buckets of the last backward, in the order in which they are sent."""
+        return list(self._in_flight.values())
 
-    def land(self) -> None:
-        """Wait for what was not handed over, and put it where the plain loop has it."""
-        for flight in self.flights:
-            flight.land()
+    def wait_into_grad(self) -> None:
+        """Wait for the buckets that no step was given, and put their gradients where the plain loop has them."""
+        for bucket in self.flights:
+            bucket.wait_into_grad()
 
     # What DDP calls.
 
@@ -221,27 +148,32 @@ class CrossingSource:
         index, buffer, members = bucket.index(), bucket.buffer(), bucket.parameters()
         if index == 0:
             self._begin()
-        assert self._lane is not None
+        assert self._collectives is not None
         assert self._group is not None
-        found = [id(p) for p in members]
-        if self._same and (index >= len(self._layout) or self._layout[index] != found):
-            self._same = False
-            self._lane.keep_order(index)
-        self._found.append(found)
-        self._ready.append(perf_counter() - self._backward_began)
-        self._send.append(float(buffer.numel() * buffer.element_size()) if not buffer.is_sparse else 0.0)
-        sent = Sent(partial(_start, buffer, self._group, divisor, self._reduce_dtype), int(self._send[-1]))
+        if self._layout.differs(index, members):
+            self._collectives.keep_order(index)
+        nbytes = 0 if buffer.is_sparse else buffer.numel() * buffer.element_size()
+        self._plan.times.bucket_is_ready(nbytes)
+        launch = partial(_start, buffer, self._group, divisor, self._reduce_dtype)
+        collective = OrderedCollective(launch, nbytes)
+        device = members[0].device
         if bucket.is_last():
-            self._end()
-        self._lane.add(index, sent)
+            # Before it is decided whether this bucket crosses: with too few buckets the layout has not repeated.
+            self._layout.end()
+            self._plan.end(self._layout)
+        self._collectives.add(index, collective)
         if bucket.is_last():
-            self._agree(members[0].device)
-        # DDP ends its backward with what only other ranks used: it needs the mean then.
-        if not (self._same and self._crosses) or buffer.is_sparse or any(p.grad is None for p in members):
-            return sent.future(members[0].device)
-        mine = [self._by_id[key] for key in found if key in self._by_id]
-        self._new[index] = InFlightBucket(mine, members, sent)
-        done = future_on(members[0].device)
+            exchange = self._plan.exchange_times(self._layout.repetitions, self._group, device)
+            if exchange is not None:
+                self._collectives.add(index + 1, exchange)
+        # A parameter without a gradient here may have been used on another rank: DDP's own end needs the mean then.
+        crosses = self._layout.repeats and self._plan.crosses
+        if not crosses or buffer.is_sparse or any(p.grad is None for p in members):
+            return collective.future(device)
+        self._made[index] = HeldBucket(self._parameters.among(members), members, collective)
+        # A future that is done: DDP's own end does not wait for the sum, and leaves views of a bucket that is still
+        # written in .grad. ``take_off`` comes right after that end, before the loop can read them.
+        done = future_on(device)
         done.set_result(buffer)
         return done
 
@@ -249,108 +181,50 @@ class CrossingSource:
         """Nothing is waited for in backward."""
 
     def _begin(self) -> None:
-        if self._lane is not None and self._lane.failure is not None:
+        last = self._collectives
+        if last is not None and last.failure is not None:
             raise InstepError(
                 "the buckets of an earlier backward were not all reduced (see the error it raised), and ranks may "
                 "have sent different ones since. Build DistributedDataParallel anew on all ranks, and attach it, after "
                 "loading a checkpoint"
-            ) from self._lane.failure
-        if self._lane is not None:
-            nbytes, seconds = self._lane.busy()
-            self._each = seconds / nbytes if nbytes else self._each
-        self._adopt_plan()
-        now = perf_counter()
-        if self._same:
-            self._trial.took(self._crossed, self._crosses, now - self._began)
-        self._began = now
-        self._crosses = self._trial.first(self._crossed + 1)
-        self._same = len(self._layout) > 0
-        self._found, self._new, self._complete = [], {}, False
-        self._ready, self._send = [], []
-        timed = self._recorder() is not None or _planned(self._crossed + 2)
-        self._lane = OrderedCollectives(self._order if self._same and self._crosses else [], timed=timed)
-        self._drained = False
+            ) from last.failure
+        if last is not None:
+            self._plan.times.sent(*last.busy())
+        self._plan.begin(self._layout)
+        self._layout.begin()
+        self._made = {}
+        timed = self._recorder() is not None or will_exchange(self._layout.repetitions + 2)
+        in_order = self._layout.repeats and self._plan.crosses
+        self._collectives = OrderedCollectives(self._plan.order if in_order else [], timed=timed)
         current().at(Phase.AFTER_DDP, self._after_ddp_ended, self._failed)
 
-    def _end(self) -> None:
-        self._complete = True
-        self._same = self._same and len(self._found) == len(self._layout)
-        self._crossed = self._crossed + 1 if self._same else 0
-        if self._same:
-            self._ready_in_all = list(map(add, self._ready_in_all, self._ready))
-            self._measured += 1
-        else:
-            self._ready_in_all, self._measured = [0.0] * len(self._found), 0
-            # Until times are known: half of them while backward makes them, the rest as the next forward reads them.
-            self._order = deepest_then_shallowest(len(self._found), -(-len(self._found) // 2))
-        self._layout = self._found
-
     def _after_ddp_ended(self) -> None:
-        for flight in self._new.values():
-            flight.take_off(self._when_used)
-        self._flights = {index: self._new[index] for index in self._order if index in self._new}
-        self._new = {}
+        for bucket in self._made.values():
+            bucket.take_off(self._when_used)
+        self._in_flight = {index: self._made[index] for index in self._plan.order if index in self._made}
+        self._made = {}
 
     def _failed(self) -> None:
-        for flight in self._new.values():
-            for attached in flight.parameters:
-                attached.get().grad = None  # nobody can say what it is
-        self._new = {}
-        if not self._complete and self._lane is not None:
-            self._lane.abandon(InstepError("backward raised before all of its buckets were made"))
+        for bucket in self._made.values():
+            bucket.drop()
+        self._made = {}
+        if not self._layout.is_complete and self._collectives is not None:
+            self._collectives.abandon(InstepError("backward raised before all of its buckets were made"))
 
     def _used(self, operation: str, args: object) -> None:
-        self.land()
+        self.wait_into_grad()
 
     def _drain(self) -> None:
         """Return when nothing writes DDP's buffers any more."""
-        if self._lane is None or self._drained:
+        if self._collectives is None or self._collectives.is_drained:
             return
-        arrived, self._drained = self._lane.drain(), True
+        sent = self._collectives.drain()
         recorder = self._recorder()
         if recorder is not None:
-            for members, sent in zip(self._layout, arrived, strict=False):
-                if sent.end:
-                    names = [self._by_id[key].spec.name for key in members if key in self._by_id]
-                    recorder("communication", names, sent.start, sent.end)
-
-    # The order.
-
-    def _agree(self, device: torch.device) -> None:
-        """Exchange times now and then, as one more bucket: the order must be the same on all ranks."""
-        if not _planned(self._crossed):
-            return
-        assert self._lane is not None
-        assert self._group is not None
-        # As backward makes them beside communication, which takes a part of the core on CPU: over several backwards.
-        ready = [total / self._measured for total in self._ready_in_all]
-        self._ready_in_all, self._measured = [0.0] * len(ready), 0
-        times = [self._each, self._forward_took, *self._trial.times(), *ready]
-        exchanged = torch.tensor(times, dtype=torch.float64, device=device)
-
-        # Their mean: an all-reduce has the same result on all ranks, bit for bit.
-        sent = Sent(partial(mean_allreduce, exchanged, self._group, self._group.size()), 0)
-        self._agreed = sent, exchanged
-        self._lane.add(len(self._found), sent)
-
-    def _adopt_plan(self) -> None:
-        agreed, self._agreed = self._agreed, None
-        if agreed is None:
-            return
-        sent, exchanged = agreed
-        sent.wait()
-        each, forward, crossing, waiting, *ready = exchanged.tolist()
-        self._trial.keep(self._crossed, crossing, waiting)
-        backward = max(ready[-1], 1e-9)
-        # The forward reads in the opposite order, at about the same pace.
-        reads = [backward + (backward - at) * forward / backward for at in ready]
-        timed = [Timed(at, each * nbytes, read) for at, nbytes, read in zip(ready, self._send, reads, strict=True)]
-        self._order = best_order(timed)
-
-
-def _planned(crossed: int) -> bool:
-    """Whether times are exchanged in this one of the backwards with the same buckets as the one before."""
-    return crossed in _FIRST_PLANS or (crossed > 0 and crossed % _PLAN_EVERY == 0)
+            for members, collective in zip(self._layout.last, sent, strict=False):
+                if collective.end:
+                    names = [attached.spec.name for attached in self._parameters.with_ids(members)]
+                    recorder("communication", names, collective.start, collective.end)
 
 
 def _start(
@@ -361,9 +235,3 @@ def _start(
     # Its result lies in the buffer: nothing is left to do where it arrives, on a thread of the backend's.
     future: torch.futures.Future[Any] = dist.all_reduce(buffer, group=group, async_op=True).get_future()
     return future
-
-
-def _grad(parameter: torch.Tensor) -> torch.Tensor:
-    gradient = parameter.grad
-    assert gradient is not None, "DDP has set it: this rank used the parameter"
-    return gradient

@@ -1,4 +1,5 @@
-"""Who hears of the buckets of a DDP instance: through its process group, or its one communication hook."""
+"""How a source is told of the buckets of a DDP instance: by a process group in the reducer, or by the instance's one
+communication hook."""
 
 import weakref
 from collections.abc import Callable
@@ -21,9 +22,16 @@ CommHook = tuple[Any, Callable[[Any, GradBucket], torch.futures.Future[torch.Ten
 
 
 class _HookSlot:
-    """What DDP's one communication hook is registered with: DDP gives the hook no way back, so it stays.
+    """The state of DDP's one communication hook. DDP has no way to take a hook off: the slot stays, and sources come to
+    it and leave it.
 
-    With no source it is the user's own hook, or the plain mean that DDP computes without one. A copy of it is empty.
+    Without a source the hook is the user's own, or the plain mean that DDP computes without one. A copy of a slot is
+    empty: a copy of a DDP instance carries its hooks, and does not register them.
+
+    Attributes:
+        comm_hook: the user's; ``None``: the plain mean.
+        reduce_dtype: what the plain mean is computed and sent in; ``None``: as the gradients are.
+        source: is told of each bucket; ``None``: detached.
     """
 
     __slots__ = ("__weakref__", "_ddp", "_divisor", "_views", "comm_hook", "reduce_dtype", "source")
@@ -43,17 +51,19 @@ class _HookSlot:
         return _HookSlot, ()
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start the communication of a bucket that DDP has filled, and tell the source."""
         ddp = None if self._ddp is None else self._ddp()
         assert ddp is not None, "the reducer that calls this belongs to the DDP instance"
         if self.comm_hook is None:
             buffer, divisor = bucket.buffer(), self._divisor(ddp, bucket)
             if self.reduce_dtype is None and self._divide(ddp, bucket, divisor):
-                divisor = 1
+                divisor = 1  # is left to do
             own = None if self.source is None else self.source.communicate(bucket, ddp.process_group, divisor)
             if own is None:
                 future = cast_mean_allreduce(buffer, ddp.process_group, divisor, self.reduce_dtype)
             else:
-                future = own.then(value_of)  # a hook's must hold an object of Python's, which a backend's own does not
+                # DDP takes the future of a hook only if it holds an object of Python's, and a backend's does not.
+                future = own.then(value_of)
         else:
             state, hook = self.comm_hook
             future = hook(state, bucket)
@@ -62,8 +72,9 @@ class _HookSlot:
         return future
 
     def before_backward(self) -> None:
-        """Note which gradients were kept from the last backward and lie in a bucket: what is added to them there the
-        reducer divides in place, where it multiplies others by ``1 / divisor`` (``mark_variable_ready_dense``)."""
+        """A backward begins: note which gradients were kept from the last one, and lie in a bucket. The reducer divides
+        such a gradient in place once more was added, and multiplies the others by ``1 / divisor``
+        (``mark_variable_ready_dense``): the last bit differs."""
         ddp = None if self._ddp is None else self._ddp()
         if ddp is not None and ddp.gradient_as_bucket_view:
             with torch._C.DisableTorchFunctionSubclass():
@@ -76,7 +87,8 @@ class _HookSlot:
                 }
 
     def _divide(self, ddp: DistributedDataParallel, bucket: GradBucket, divisor: int) -> bool:
-        """Divide the bucket as the reducer does, if that is not to multiply all of it by ``1 / divisor``."""
+        """Divide the bucket as the reducer does without a hook. ``False``: nothing was done, since the reducer
+        multiplies all of this bucket by ``1 / divisor``, as the mean does that follows."""
         buffer = bucket.buffer()
         if _divides_at_once(ddp) and not buffer.is_sparse:
             buffer.div_(divisor)
@@ -96,12 +108,12 @@ class _HookSlot:
 
 
 def _divides_at_once(ddp: DistributedDataParallel) -> bool:
-    """Whether the reducer first fills a bucket and then divides it: with an option of torch 2.13."""
+    """Whether the reducer fills a bucket first, and then divides all of it: with an option of torch 2.13."""
     return bool(getattr(ddp, "batched_grad_copy", False))
 
 
 def _refuse_lazy_views(ddp: DistributedDataParallel) -> None:
-    """DDP (since torch 2.15) then multiplies some gradients by ``1 / divisor`` and divides others."""
+    """With both options DDP (since torch 2.15) multiplies some gradients by ``1 / divisor`` and divides others."""
     if getattr(ddp, "lazy_bucket_allocation", False) and ddp.gradient_as_bucket_view:
         raise AttachError(
             "DistributedDataParallel(lazy_bucket_allocation=True, gradient_as_bucket_view=True) computes the mean in a "
@@ -127,8 +139,13 @@ def take(
     *,
     divides: bool = False,
 ) -> None:
-    """Have ``source`` told of the buckets of ``ddp``. Where anything but DDP's own mean is wanted (``divides``: by the
-    source) it takes DDP's communication hook, which is registered with the first one."""
+    """Have ``source`` told of the buckets of ``ddp``.
+
+    DDP's own mean is left to the reducer. Anything else takes DDP's communication hook, which is registered once.
+
+    Args:
+        divides: whether the source itself reduces, and divides.
+    """
     refuse_manual_finalization(ddp)
     _take(ddp, source, comm_hook, reduce_dtype, divides)
     _asides[ddp] = GradientsAside(ddp)
@@ -165,7 +182,7 @@ def _take(
             "this DistributedDataParallel is already attached. Give all its optimizers to one call: "
             "attach(model, [first, second])"
         )
-    assert isinstance(slot, _HookSlot), "the other kind goes with its source"
+    assert isinstance(slot, _HookSlot), "a ReducerGroup is dropped together with its source"
     if slot.comm_hook is not None and comm_hook is None and reduce_dtype is not None:
         raise AttachError(
             "this DistributedDataParallel keeps the comm_hook of an earlier attach, which decides how gradients "
@@ -177,7 +194,7 @@ def _take(
 
 
 def release(ddp: DistributedDataParallel | None, source: BucketListener) -> None:
-    """``source`` is not told any more."""
+    """Tell ``source`` nothing more. A hook stays, and reduces as before."""
     slot = None if ddp is None else _slots.get(ddp)
     if ddp is None or slot is None or slot.source is not source:
         return
@@ -193,11 +210,11 @@ def before_backward(ddp: DistributedDataParallel | None) -> None:
     """A backward of ``ddp`` begins: no gradient has changed yet."""
     slot = None if ddp is None else _slots.get(ddp)
     if ddp is not None and slot is not None:
-        refuse_manual_finalization(ddp)  # may have been set since
+        refuse_manual_finalization(ddp)  # an attribute, which the loop may have set since
         slot.before_backward()
 
 
 def comm_hook_of(ddp: DistributedDataParallel) -> CommHook | None:
-    """The user's own, of this attachment or an earlier one."""
+    """The user's communication hook, which was given to this attachment or an earlier one."""
     slot = _slots.get(ddp)
     return None if slot is None else slot.comm_hook

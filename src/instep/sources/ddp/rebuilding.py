@@ -1,7 +1,8 @@
 """What lies in ``.grad`` while DDP lays out its buckets anew, in its second forward.
 
-With ``gradient_as_bucket_view`` it copies every ``.grad`` into them: where a loop clears gradients only after the
-forward, those of the step before. Here these may be spent, or the rows of a rank, which fit into no bucket.
+With ``gradient_as_bucket_view`` DDP copies every ``.grad`` into the new buckets. Where a loop clears gradients only
+after the forward, these are the gradients of the step before. Attached, they may be spent, or a rank's rows of a
+gradient, which fit into no bucket.
 """
 
 import weakref
@@ -14,7 +15,7 @@ from instep._autograd.placeholders import SpentGradient
 
 
 class GradientsAside:
-    """Takes such ``.grad`` off while a forward of ``ddp`` runs that may lay out its buckets, until ``stop``."""
+    """Takes gradients off that fit into no bucket while a forward of ``ddp`` may lay out its buckets."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._off: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
@@ -24,6 +25,7 @@ class GradientsAside:
         ]
 
     def stop(self) -> None:
+        """Take the hooks off ``ddp``."""
         for handle in self._handles:
             handle.remove()
 
@@ -31,7 +33,7 @@ class GradientsAside:
         if ddp.gradient_as_bucket_view and not ddp._has_rebuilt_buckets:
             for parameter in ddp._module_parameters:
                 gradient = parameter.grad
-                # Not a placeholder that holds one: that is to be copied, as in the plain loop.
+                # A placeholder that holds a gradient stays: its gradient is to be copied, as in the plain loop.
                 if isinstance(gradient, SpentGradient) or hasattr(type(gradient), "to_local"):
                     self._off.append((weakref.ref(parameter), gradient))
                     parameter.grad = None

@@ -1,7 +1,7 @@
-"""The process group of DDP's reducer, with somebody who hears of each bucket that is reduced in it.
+"""The process group of DDP's reducer, which tells a source of each bucket that is reduced in it.
 
-A communication hook hears of them too, and costs a pass over all gradients: the reducer of a DDP instance with one
-leaves it to the hook to divide, after it has copied; without one it divides as it copies. And a hook stays for good.
+A communication hook is told of buckets too. But it costs a pass over all gradients: with a hook the reducer copies and
+leaves it to the hook to divide, without one it divides as it copies. And a hook stays for good.
 """
 
 import weakref
@@ -27,7 +27,8 @@ Future = torch.futures.Future[Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SentBucket:
-    """What a communication hook is told as ``torch.distributed.GradBucket``, of which Python makes none."""
+    """A bucket, in the terms of the ``torch.distributed.GradBucket`` that a communication hook is given, and that
+    Python cannot make."""
 
     _index: int
     _parameters: Sequence[torch.Tensor]
@@ -49,7 +50,7 @@ class SentBucket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Known:
-    """A bucket, as long as ``storage`` is there."""
+    """A bucket of the reducer's, which there is as long as ``storage`` is."""
 
     index: int
     parameters: Sequence[torch.Tensor]
@@ -60,14 +61,14 @@ class _Known:
 class ReducerGroup(dist.ProcessGroup):
     """Stands in the place of DDP's process group in its reducer, and hands on all that the reducer asks of it.
 
-    What it is used for is private: ``Reducer._update_process_group``, which ``DistributedDataParallel`` has to change
-    the number of ranks, and ``Reducer._get_zeros_like_grad_buckets``, which it has for ``join()``; and
-    ``_create_work_from_future``, which is for process groups that are written in Python: of a ``Work`` that is, torch
-    2.6 does not ask for its future.
+    Three private names of torch's are needed. ``DistributedDataParallel`` itself has ``Reducer._update_process_group``
+    to change the number of ranks, and ``Reducer._get_zeros_like_grad_buckets`` for ``join()``.
+    ``_create_work_from_future`` is for process groups that are written in Python; a ``Work`` that is written in Python
+    would not do, since torch 2.6 does not ask such a one for its future.
     ``tests/distributed/test_reducer_group.py`` fails clearly when torch changes them.
 
     Args:
-        source: hears of each bucket; those it is to reduce itself are divided already.
+        source: is told of each bucket. The reducer has divided it already.
     """
 
     comm_hook = None
@@ -84,7 +85,7 @@ class ReducerGroup(dist.ProcessGroup):
 
     @staticmethod
     def fits(ddp: DistributedDataParallel) -> bool:
-        """Whether the reducer divides by itself, and its buckets can be known: not those of sparse gradients."""
+        """Whether the reducer of ``ddp`` divides by itself, and shows its buckets: not with sparse gradients."""
         if not hasattr(ddp, "reducer") or ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"):
             return False
         try:
@@ -109,8 +110,8 @@ class ReducerGroup(dist.ProcessGroup):
                 ddp.reducer._update_process_group(ddp.process_group)
 
     def before_backward(self) -> None:
-        """The reducer divides, and knows how for each gradient. Here its buckets can be asked for once more, which in
-        the middle of backward they cannot: some who wrap DDP have it make new ones after the forward (Lightning)."""
+        """A backward begins: look for the reducer's buckets again, if it has made new ones since the forward. Some
+        libraries that wrap DDP have it do so (Lightning). In the middle of backward it does not show them."""
         ddp = self._ddp()
         if ddp is not None and any(known.storage.expired() for known in self._buckets.values()):
             self._look(ddp)
@@ -124,8 +125,8 @@ class ReducerGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]  # the one of its forms
         known = self._buckets.get((tensors[0].device, tensors[0].data_ptr()))
         if known is None or known.storage.expired():
-            # A bucket that was made since, perhaps where another one lay: optimizer.step() will find its gradients.
-            # Or which parameters were used; and the zeros that a rank which has joined adds to the others' gradients.
+            # Not a bucket that is known: one that was made since, perhaps where another one lay (optimizer.step() will
+            # find its gradients); the counts of which parameters were used; the zeros of a rank that has joined.
             return self._group.allreduce(tensors, opts)
         bucket = SentBucket(known.index, known.parameters, known.last, tensors[0])
         own = self.source.communicate(bucket, self._group, 1)
@@ -152,7 +153,8 @@ class ReducerGroup(dist.ProcessGroup):
             self._look(ddp)
 
     def _look(self, ddp: DistributedDataParallel) -> None:
-        """Buckets are found again by where they lie: they must not be kept, DDP frees them as it makes new ones."""
+        """Note where each of the reducer's buckets lies in memory. The buckets themselves must not be kept: DDP frees
+        them as it makes new ones."""
         self._rebuilt = ddp._has_rebuilt_buckets
         self._buckets = {
             (bucket.buffer().device, bucket.buffer().data_ptr()): _Known(

@@ -1,8 +1,8 @@
-"""The buckets that DDP has under way in one backward."""
+"""The buckets that DDP has in flight in one backward, and what is asked of a DDP instance beside them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from instep._autograd.backward import Phase, current
 from instep._autograd.engine import graph_task
 from instep._life.weak import weakly
 from instep.errors import AttachError, InstepError
+from instep.sources.in_flight import Communication, InFlightBucket
 
 
 class SomeBucket(Protocol):
@@ -24,108 +25,108 @@ class SomeBucket(Protocol):
     def is_last(self) -> bool: ...
 
 
-class Arriving(Protocol):
-    """A bucket under way: the future of a communication hook or of a backend, or something like it."""
+class Arriving(Communication, Protocol):
+    """A communication that says whether it is done, and has the result then."""
 
     def done(self) -> bool: ...
-    def wait(self) -> Any: ...
     def value(self) -> Any: ...
 
 
 Slices = Callable[[Any, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-"""Finds the gradients of a bucket's parameters in what has arrived of it."""
+"""Finds the gradients of a bucket's parameters in the result of its communication."""
 
 
 class BucketListener(Protocol):
-    """The source that an attachment has for a DDP instance."""
+    """A source, as a DDP instance sees it: told of each bucket in backward, when DDP has filled it."""
 
     def communicate(
         self, bucket: SomeBucket, group: dist.ProcessGroup, divisor: int
     ) -> torch.futures.Future[torch.Tensor] | None:
-        """Reduce ``bucket``, which is to be divided by ``divisor`` yet, in place of the plain mean; ``None`` leaves it
-        to that."""
+        """Reduce ``bucket``, which is still to be divided by ``divisor``, in place of the plain mean. ``None``: take
+        the plain mean."""
 
     def launched(self, bucket: SomeBucket, future: torch.futures.Future[Any]) -> None:
-        """A bucket's communication is under way."""
+        """The communication of ``bucket`` was started, and ``future`` is its result."""
 
 
-class Reduction:
-    """One bucket whose communication was started.
+class Reduction(InFlightBucket[Arriving]):
+    """One bucket of DDP's whose gradients are reduced.
 
     Attributes:
         index: DDP's number of the bucket.
         parameters: the bucket's parameters that got a gradient on this rank.
-        unused: the others. Only DDP's own end of backward knows whether another rank used them, and sets ``.grad``
-            if so.
+        unused: the others. Another rank may have used them: DDP's own end of backward knows, and sets ``.grad`` then.
     """
 
-    __slots__ = ("_future", "_gradients", "_members", "_positions", "_sparse", "index", "parameters", "unused")
+    __slots__ = ("_positions", "_slices", "_sparse", "index", "parameters", "unused")
 
-    def __init__(self, bucket: SomeBucket, future: "Arriving", gradients: Slices) -> None:
-        self._future = future
-        self._gradients = gradients
-        self._members = bucket.parameters()
+    def __init__(self, bucket: SomeBucket, communication: Arriving, slices: "Slices | None" = None) -> None:
+        super().__init__(bucket.parameters(), communication)
+        self._slices = slices or slices_of
         self._sparse = bucket.buffer().is_sparse
-        self._positions = [i for i, parameter in enumerate(self._members) if parameter.grad is not None]
+        self._positions = [i for i, parameter in enumerate(self.members) if parameter.grad is not None]
         self.index = bucket.index()
-        self.parameters: list[torch.Tensor] = [self._members[i] for i in self._positions]
-        self.unused: list[torch.Tensor] = [p for p in self._members if p.grad is None]
+        self.parameters: list[torch.Tensor] = [self.members[i] for i in self._positions]
+        self.unused: list[torch.Tensor] = [p for p in self.members if p.grad is None]
 
     @property
     def arrived(self) -> bool:
-        """Whether waiting would cost nothing. On accelerators always false: there a future is done once queued."""
-        return self._members[0].device.type == "cpu" and self._future.done()
+        """Whether waiting would cost nothing. Always false on accelerators: there a future is done as soon as its work
+        is queued."""
+        return self.members[0].device.type == "cpu" and self.communication.done()
 
     def gradients(self) -> list[torch.Tensor]:
         """Wait, and return the reduced gradients of ``parameters``. Raises what the communication raised."""
-        self._future.wait()
-        result = value_of(self._future)
-        slices = [result] if self._sparse else self._gradients(result, self._members)
+        self.wait()
+        result = value_of(self.communication)
+        slices = [result] if self._sparse else self._slices(result, self.members)
         # A compressing hook may answer in another dtype: DDP too casts what it copies into .grad.
-        return [slices[i].to(self._members[i].dtype) for i in self._positions]
-
-    @property
-    def members(self) -> list[torch.Tensor]:
-        """All of the bucket's parameters."""
-        return self._members
+        return [slices[i].to(self.members[i].dtype) for i in self._positions]
 
     def all_gradients(self) -> list[torch.Tensor]:
         """As ``gradients``, of all ``members``."""
-        self._future.wait()
-        found = self._gradients(value_of(self._future), self._members)
-        return [gradient.to(member.dtype) for gradient, member in zip(found, self._members, strict=True)]
-
-    def drain(self) -> None:
-        """Wait until nothing writes the bucket any more, whether it failed or not. On an accelerator the current stream
-        does."""
-        with suppress(Exception):
-            self._future.wait()
+        self.wait()
+        found = self._slices(value_of(self.communication), self.members)
+        return [gradient.to(member.dtype) for gradient, member in zip(found, self.members, strict=True)]
 
 
-class Reductions:
-    """Gathers the buckets of one backward, and hands them on where backward ends.
+B = TypeVar("B", bound=InFlightBucket[Any])
 
-    DDP's own end of backward needs ``.grad`` as its hooks left it, and an error raised before it leaves the instance
-    unusable. So ``step`` is called before it, must not raise, and leaves ``.grad`` as it was; ``settle`` is called
-    after it, may replace gradients and raise. ``raised`` is called in the place of either when the backward fails.
+
+class Reductions(Generic[B]):
+    """Collects the buckets of one backward, and hands them to their owner where backward ends.
+
+    DDP's own end of backward takes ``.grad`` for what its hooks have left there, and an error before it leaves the
+    instance unusable. So there are two calls:
+
+    Args:
+        step: is called before DDP's own end. It must not raise, and leaves ``.grad`` as it was.
+        settle: is called after DDP's own end. It may replace gradients, and raise.
+        raised: is called in the place of either where the backward raises.
     """
 
     def __init__(
         self,
-        step: Callable[[Sequence[Reduction]], None],
-        settle: Callable[[Sequence[Reduction]], None],
-        raised: Callable[[Sequence[Reduction]], None],
+        step: Callable[[Sequence[B]], None],
+        settle: Callable[[Sequence[B]], None],
+        raised: Callable[[Sequence[B]], None],
     ) -> None:
-        # Weakly: their owner has this.
+        # Weakly: they are methods of the owner, which has this object.
         self._step, self._settle, self._raised = weakly(step), weakly(settle), weakly(raised)
-        self._under_way: list[Reduction] = []
+        self._under_way: list[B] = []
         self._task: int | None = None
 
-    def launched(self, bucket: SomeBucket, future: "Arriving", gradients: "Slices | None" = None) -> Reduction | None:
-        """The communication of ``bucket`` is under way. ``None`` on a rank that has joined and only helps the others:
-        ``join()`` copies their weights to it at the end."""
+    def begin(self) -> None:
+        """A backward is about to hand over its first bucket: ``raised`` is called wherever it raises from here on, not
+        only once its last bucket is under way. For an owner that takes gradients off as buckets come."""
+        self._under_way.clear()  # of a backward that raised before it came to an end
+        current().at(Phase.BEFORE_DDP, lambda: None, self._failed)
+
+    def launched(self, bucket: SomeBucket, in_flight: B) -> bool:
+        """The communication of ``bucket`` was started, as ``in_flight``. ``False`` on a rank that has joined and only
+        helps the others: ``join()`` copies their weights to it at the end."""
         if graph_task() is None:
-            return None
+            return False
         if bucket.index() == 0:
             if self._under_way and self._task == graph_task():
                 raise InstepError(
@@ -134,42 +135,57 @@ class Reductions:
                 )
             self._under_way.clear()  # of a backward that raised before it came to an end
             self._task = graph_task()
-        reduction = Reduction(bucket, future, gradients or slices_of)
-        self._under_way.append(reduction)
+        self._under_way.append(in_flight)
         if bucket.is_last():
+            # In the hook of the last bucket: DDP asks for its own end right after it, so that ours comes first.
             current().at(Phase.BEFORE_DDP, self._before_ddp_ends, self._failed)
-        return reduction
+        return True
 
     def _before_ddp_ends(self) -> None:
         self._step(self._under_way)
-        for reduction in self._under_way:
-            reduction.drain()  # of a step that was given up: the next backward writes the same buckets
+        for in_flight in self._under_way:
+            # Nobody waits for these where a step was given up, and the next backward writes the same memory.
+            in_flight.drain()
         current().at(Phase.AFTER_DDP, self._after_ddp_ended, self._failed)
 
     def _after_ddp_ended(self) -> None:
-        reductions, self._under_way = self._under_way, []
-        self._settle(reductions)
+        buckets, self._under_way = self._under_way, []
+        self._settle(buckets)
 
     def _failed(self) -> None:
-        reductions, self._under_way = self._under_way, []
-        self._raised(reductions)
+        buckets, self._under_way = self._under_way, []
+        self._raised(buckets)
+
+
+@contextmanager
+def grad_as_left(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Around a step that comes before DDP's own end of backward: ``.grad`` of ``parameters`` is put back after it.
+    DDP's end takes what is in ``.grad`` for what its hooks have left there."""
+    as_left = [parameter.grad for parameter in parameters]
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, as_left, strict=True):
+            parameter.grad = gradient
 
 
 def value_of(future: Arriving) -> Any:
-    """What is in ``future``: a backend's own has a list of all tensors that were reduced."""
+    """The reduced tensor in ``future``. A future of a backend holds it in a list."""
     value = future.value()
     return value[0] if isinstance(value, list) else value
 
 
-def as_they_arrive(reductions: Sequence[Reduction]) -> Iterator[list[Reduction]]:
-    """In the order of sending: the next one, with those behind it that have arrived already.
+def as_they_arrive(reductions: Sequence[Reduction], *, one_by_one: bool) -> Iterator[list[Reduction]]:
+    """Which buckets to step next, in the order of sending: the first one that is left, with those right behind it that
+    have arrived already. One call of the optimizer for all of these costs less than one each.
 
-    One call of the optimizer for all of these costs less than one each.
+    Args:
+        one_by_one: leave those behind it for later calls.
     """
     start = 0
     while start < len(reductions):
         end = start + 1
-        while end < len(reductions) and reductions[end].arrived:
+        while not one_by_one and end < len(reductions) and reductions[end].arrived:
             end += 1
         yield list(reductions[start:end])
         start = end
@@ -195,8 +211,8 @@ def slices_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[to
 
 
 class Divisor:
-    """By how much a sum of gradients is divided for DDP's mean: the world size, or in
-    ``join(divide_by_initial_world_size=False)`` the number of ranks still active."""
+    """The number that DDP's mean divides a sum of gradients by: the world size, or the number of ranks that have not
+    joined, in ``join(divide_by_initial_world_size=False)``."""
 
     def __init__(self) -> None:
         self._active = 0
@@ -213,17 +229,28 @@ class Divisor:
 
 
 def refuse_manual_finalization(ddp: DistributedDataParallel) -> None:
-    """DDP (since torch 2.15) then writes gradients when the loop asks for it, over those that were applied where
-    backward ends.
-
+    """
     Raises:
-        AttachError: ``ddp`` is set so.
+        AttachError: ``ddp`` (of torch 2.15 or later) writes gradients when the loop asks for it, and would write them
+            over those that were applied where backward ended.
     """
     if getattr(ddp, "require_manual_backward_finalization", False):
         raise AttachError(
             "DistributedDataParallel.require_manual_backward_finalization is set: gradients are written when "
             "finalize_backward() is called, and here they are used where backward ends. Set it to False, or use "
             "schedule='forward' without cross_iteration, shard_state, comm_hook, mixed_precision and clip"
+        )
+
+
+def refuse_delayed_all_reduce(ddp: DistributedDataParallel) -> None:
+    """
+    Raises:
+        AttachError: ``ddp`` reduces some gradients where a hook on their parameters cannot wait for it.
+    """
+    if ddp._delay_all_reduce_params:
+        raise AttachError(
+            "DistributedDataParallel(delay_all_reduce_named_params=…) reduces those parameters after their gradient "
+            "hooks have run. Build it without"
         )
 
 

@@ -1,7 +1,7 @@
 """Gradients that are final once DistributedDataParallel has reduced them.
 
-Buckets are DDP's own. They are stepped where backward ends, in the order in which they were sent, as soon as they have
-arrived: while some are stepped the later ones are still on their way. No weight changes while backward still runs.
+Buckets are DDP's own. They are stepped where backward ends, in the order in which they were sent, each as soon as it
+has arrived: while one is stepped the later ones are still in flight. No weight changes while backward still runs.
 """
 
 import weakref
@@ -17,7 +17,10 @@ from instep._optim.parameters import AttachedParameter
 from instep._optim.plan import Bucket
 from instep.sources import Sink, record_arrival
 from instep.sources.ddp.hook_slot import CommHook, before_backward, release, take
-from instep.sources.ddp.reductions import Reduction, Reductions, SomeBucket, as_they_arrive
+from instep.sources.ddp.reductions import Reduction, Reductions, SomeBucket, as_they_arrive, grad_as_left
+from instep.sources.ddp.shown_buckets import ShownBuckets
+from instep.sources.delivery import deliver, step_all
+from instep.sources.wrapped import WrappedParameters
 
 
 class DDPSource:
@@ -41,16 +44,16 @@ class DDPSource:
         self._comm_hook = comm_hook
         self._reduce_dtype = reduce_dtype
         self._sent = False
-        # What is in a bucket's slices has the layout of .grad itself there.
+        # Whether the norm of a bucket's slice is that of .grad in every bit. An accelerator may compute another one of
+        # the same values in a copy with other strides.
         self._final = ddp.gradient_as_bucket_view or ddp.device_type == "cpu"
-        self._by_id = {id(attached.get()): attached for attached in parameters}
+        self._parameters = WrappedParameters(parameters)
+        self._buckets = ShownBuckets(self._parameters)
         self._reductions = Reductions(self._step, self._settle, self._raised)
-        # Until DDP has shown its buckets: the one that holds everything, as in its first backward.
-        self._buckets = {0: Bucket("ddp", tuple(attached.spec for attached in parameters))}
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        return tuple(bucket for _, bucket in sorted(self._buckets.items()))
+        return self._buckets.in_order
 
     def connect(self) -> None:
         ddp = self._ddp()
@@ -62,9 +65,7 @@ class DDPSource:
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
         ddp = self._ddp()
-        reduced = set() if ddp is None else managed_by(ddp)
-        self._by_id.update((id(a.get()), a) for a in parameters if id(a.get()) in reduced)
-        return [a for a in parameters if id(a.get()) not in reduced]
+        return self._parameters.adopt(parameters, set() if ddp is None else managed_by(ddp))
 
     def refresh(self) -> None:
         """DDP fixes its parameters when it is constructed."""
@@ -77,24 +78,20 @@ class DDPSource:
         before_backward(self._ddp())
 
     def reduced(self) -> bool:
-        """Whether buckets were sent since this was last asked."""
+        """Whether DDP has reduced buckets since this was last asked."""
         sent, self._sent = self._sent, False
         return sent
 
     def communicate(self, bucket: SomeBucket, group: dist.ProcessGroup, divisor: int) -> None:
-        """The plain mean will do."""
+        """DDP's own mean is the one that is wanted."""
 
     def launched(self, bucket: SomeBucket, future: torch.futures.Future[Any]) -> None:
-        """A bucket's communication is under way."""
-        reduction = self._reductions.launched(bucket, future)
-        if reduction is None:
+        reduction = Reduction(bucket, future)
+        if not self._reductions.launched(bucket, reduction):
             return
         self._sent = True
-        if reduction.index == 0:
-            self._buckets = {}
-        known = [self._by_id[id(parameter)] for parameter in bucket.parameters() if id(parameter) in self._by_id]
-        self._buckets[reduction.index] = Bucket("ddp", tuple(attached.spec for attached in known))
-        record_arrival(self._sink, known, future)
+        self._buckets.show(reduction.index, reduction.members)
+        record_arrival(self._sink, self._parameters.among(reduction.members), future)
 
     def _raised(self, reductions: Sequence[Reduction]) -> None:
         self._sink.backward_raised()
@@ -102,52 +99,44 @@ class DDPSource:
     def _step(self, reductions: Sequence[Reduction]) -> None:
         if self._sink.waits_for_all:
             return
-        try:
-            if self._sink.arrive(self._mine(reductions)):
-                together = [[one] for one in reductions] if self._sink.by_bucket else as_they_arrive(reductions)
-                for arrived in together:
-                    mine = self._mine(arrived)
-                    as_left = [attached.get().grad for attached in mine]
-                    done = not mine or self._sink.apply(mine, partial(self._fetch, arrived), final=self._final)
-                    for attached, gradient in zip(mine, as_left, strict=True):
-                        attached.get().grad = gradient
-                    if not done:
-                        break
-        except BaseException as error:
-            self._sink.fail(error)
-        # DDP's own end of backward is next, and may copy from the buckets, in which gradients are clipped.
+        deliver(self._sink, self._mine(reductions), partial(self._step_each, reductions))
+        # DDP's own end of backward is next. It may copy from the buckets on the loop's stream, and the side stream has
+        # clipped gradients there.
         self._sink.streams.join()
 
-    def _step_all(self, reductions: Sequence[Reduction]) -> None:
-        mine = self._mine(reductions)
-        try:
-            if self._sink.arrive(mine):
-                self._sink.compute_total_norm()
-                self._sink.apply(mine)
-        except BaseException as error:
-            self._sink.fail(error)
+    def _step_each(self, reductions: Sequence[Reduction]) -> bool:
+        for arrived in as_they_arrive(reductions, one_by_one=self._sink.by_bucket):
+            mine = self._mine(arrived)
+            if mine:
+                with grad_as_left([attached.get() for attached in mine]):
+                    done = self._sink.apply(mine, partial(self._fetch, arrived), final=self._final)
+                if not done:
+                    return False
+        return True
 
     def _mine(self, reductions: Sequence[Reduction]) -> list[AttachedParameter]:
-        return [self._by_id[id(p)] for reduction in reductions for p in reduction.parameters if id(p) in self._by_id]
+        return self._parameters.among(p for reduction in reductions for p in reduction.parameters)
 
     def _fetch(self, reductions: Sequence[Reduction]) -> None:
-        # All of them before any is used: a communication that failed must not leave some of these stepped.
+        # All are waited for before any is used: a communication that failed must not leave some of these stepped.
         gradients = [reduction.gradients() for reduction in reductions]
         for reduction, reduced in zip(reductions, gradients, strict=True):
             for parameter, gradient in zip(reduction.parameters, reduced, strict=True):
-                if id(parameter) in self._by_id:
+                if parameter in self._parameters:
                     parameter.grad = gradient
 
     def _settle(self, reductions: Sequence[Reduction]) -> None:
-        """Spend the applied gradients, and raise what went wrong."""
+        """DDP's own end has been: free the gradients that were applied, and raise what went wrong."""
+        mine = self._mine(reductions)
         if self._sink.waits_for_all:
-            self._step_all(reductions)
-        self._sink.retire(a for a in self._mine(reductions) if self._sink.is_applied(a))
+            deliver(self._sink, mine, partial(step_all, self._sink, mine))
+        else:
+            self._sink.retire(mine)
         self._sink.streams.join()
         self._sink.raise_failure()
 
 
 def managed_by(ddp: DistributedDataParallel) -> set[int]:
-    """The parameters that ``ddp`` may reduce. Those that were frozen when it was built never come in a bucket, and are
-    left to ``optimizer.step()``."""
+    """By ``id``: the parameters that ``ddp`` may reduce. Those that were frozen when it was built are in no bucket:
+    ``optimizer.step()`` steps them."""
     return {id(p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}

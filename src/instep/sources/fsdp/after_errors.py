@@ -1,13 +1,13 @@
 """FSDP's own state after an exception: brought back to what it is between two iterations.
 
-FSDP, 1 and 2, keeps on its modules how far a forward or backward has come: which weights are gathered, which gradients
-are not reduced yet, what is in flight, and that the end of this backward is asked for. An exception leaves all of it
-as it was, and the next iteration takes it for its own: after a failed backward FSDP2 raises nothing, and trains
-nothing. Since torch 2.13 or so FSDP2 has ``reset_iter_state()`` for this, to be called by the loop. What becomes of
-gradients in it differs from one torch to the next: here they are kept or dropped, and it does the rest.
+FSDP, 1 and 2, notes on its modules how far a forward or backward has come: which weights are gathered, which gradients
+are not reduced yet, which communication is in flight, and that the end of this backward is asked for. An exception
+leaves these notes as they are, and the next iteration takes them for its own: after a failed backward FSDP2 raises
+nothing, and trains nothing. Since torch 2.13 or so FSDP2 has ``reset_iter_state()`` for this, to be called by the loop.
+Which gradients it drops differs from one torch to the next: here gradients are kept or dropped beside it.
 
 All that is done here is local: peers may not have failed. Each private name of torch's that is used has a sentence;
-``tests/distributed/test_fsdp_errors.py`` compares all state that FSDP has, and names what is not as before.
+``tests/distributed/test_fsdp_errors.py`` compares all state that FSDP has, and names each difference.
 """
 
 import weakref
@@ -23,9 +23,9 @@ from instep._autograd.hooks import BoundHook
 from instep.sources.fsdp.reset import forget_forwards, noted_forwards, reset_iter_state, wait_for, wait_for_work
 from instep.sources.fsdp.wrappers import fsdp1_in, fsdp2_groups, fsdp2_in, is_fsdp2
 
-# On which each FSDP1 instance lets its communication run.
+# The streams on which each FSDP1 instance communicates.
 _FSDP1_STREAMS = ("_pre_unshard_stream", "_unshard_stream", "_post_backward_stream", "_all_reduce_stream")
-# HSDP's sums among the shards that are not summed among the replicas yet, and where in them a parameter's are.
+# HSDP's sums among the shards that are not summed among the replicas yet, and where in them each parameter's lie.
 _LAYOUT = "_partial_reduce_output_layout"
 _PARTIAL = ("_partial_reduce_output", _LAYOUT)
 
@@ -34,24 +34,26 @@ class AfterErrors:
     """Rebuilds the FSDP state of ``model`` once a forward or backward of it was left by an exception, or a forward
     without gradients was run.
 
-    A backward tells of it (``backward_failed``). A forward does where torch calls hooks after an exception; an
-    interrupted one, after which it calls none, is noticed before the next forward.
+    The attachment tells of a backward that raised (``backward_failed``). Torch calls hooks after a forward that raised.
+    After one that was interrupted it calls none: that one is noticed before the next forward.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._sharded: list[weakref.ref[nn.Module]] = []
         self._let_go: Callable[[], None] = lambda: None
-        # The outermost module with FSDP inside whose forward is running; FSDP1's parameters that earlier ones used.
+        # The outermost module with FSDP inside whose forward is running, and what was found when that forward began:
+        # FSDP1's parameters of earlier forwards that are still to go backward, and FSDP2's notes of earlier forwards.
         self._running: weakref.ref[nn.Module] | None = None
         self._awaited: frozenset[int] = frozenset()
-        self._noted: list[tuple[Any, int]] = []  # by FSDP2, before a forward without gradients
+        self._noted: list[tuple[Any, int]] = []
 
     def connect(self, let_go: Callable[[], None]) -> Iterator[RemovableHandle]:
         """Hooks around each forward that FSDP takes part in; they must come before all others.
 
         Args:
-            let_go: returns when a backward that raised has told of it.
+            let_go: returns once a backward that raised has been told of. On accelerators the engine's thread may do
+                so only after the exception has reached the loop.
         """
         self._let_go = let_go
         model = self._model()
@@ -94,7 +96,7 @@ class AfterErrors:
             forget_forwards(self._noted)
 
     def _left(self, module: nn.Module, args: object, output: object) -> None:
-        """Called after ``_end``, and also where that was not called."""
+        """The forward is over. Called after ``_end``, and where an exception has kept ``_end`` from being called."""
         if self._is_running(module):
             self._running = None
             self._rebuild(gradients=False)
@@ -116,7 +118,8 @@ class AfterErrors:
 
 
 def _is_in_backward(module: Any) -> bool:
-    """Whether FSDP takes a backward to be running. It asks once for its end, and forgets so there."""
+    """Whether FSDP takes a backward to be running: FSDP has asked the engine for the backward's end, and that end has
+    not come."""
     if module is None:
         return False
     if is_fsdp2(module):
@@ -137,9 +140,9 @@ def rebuild_fsdp2(model: nn.Module, *, gradients: bool) -> None:
     """Make every parameter that ``fully_shard`` was applied to the sharded one again, with nothing in flight.
 
     Args:
-        gradients: also drop what is not reduced yet, of this backward and of the micro-batches before it: some groups
-            have added to it, others have not, and ``zero_grad()`` does not reach it. Reduced gradients stay, as in any
-            loop, until ``zero_grad()``.
+        gradients: also drop gradients that are not reduced yet, of this backward and of the micro-batches before it:
+            some groups have added to them, others have not, and ``zero_grad()`` does not reach them. Reduced gradients
+            stay until ``zero_grad()``, as in any loop.
     """
     for root, states in _fsdp2_roots(model):
         groups = [group for state in states for group in fsdp2_groups(state)]
@@ -154,13 +157,13 @@ def rebuild_fsdp2(model: nn.Module, *, gradients: bool) -> None:
 
 
 def _fsdp2_roots(model: nn.Module) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """The outermost modules that ``fully_shard`` was applied to, one of which may be above ``model``, each with what
-    ``fully_shard`` keeps of all modules in it."""
+    """The outermost modules that ``fully_shard`` was applied to, each with the states that ``fully_shard`` keeps of all
+    modules in it. Such a module may be above ``model``."""
     seen: set[int] = set()
     module: Any
     for module in fsdp2_in(model):
         state = module._get_fsdp_state()
-        context = state._state_ctx  # one of all states of a root; which these are is known after the first forward
+        context = state._state_ctx  # one for all states of a root, which are found in the first forward
         if id(context) not in seen:
             seen.add(id(context))
             root = next((one for one in context.all_states if one._is_root), None)
@@ -182,8 +185,8 @@ class KeptGradients:
     """The gradients of one of FSDP2's groups, to be put back.
 
     Args:
-        unreduced: with those that are not reduced yet: of micro-batches and, in HSDP, among the replicas. They are
-            dropped otherwise.
+        unreduced: whether to keep those that are not reduced yet: of micro-batches and, in HSDP, among the replicas.
+            If not, they are dropped.
     """
 
     def __init__(self, group: Any, *, unreduced: bool) -> None:
@@ -193,7 +196,7 @@ class KeptGradients:
         self._gradients = [(p, p.grad) for p in (*parameters, *(gathered if unreduced else ()))]
         self._partial = {name: getattr(group, name) for name in _PARTIAL if unreduced and hasattr(group, name)}
         if _LAYOUT in self._partial:
-            self._partial[_LAYOUT] = dict(self._partial[_LAYOUT])  # which is emptied
+            self._partial[_LAYOUT] = dict(self._partial[_LAYOUT])  # a copy: FSDP2 empties its own
         for parameter in group.fsdp_params if not unreduced else ():
             _drop_unreduced(parameter)
 
@@ -206,8 +209,8 @@ class KeptGradients:
             if parameter.grad_offload_event is not None:  # a copy to the host
                 parameter.grad_offload_event.synchronize()
                 parameter.grad_offload_event = None
-            # Registers the parameter that the optimizer holds, and frees the gathered one. Asked of each: an interrupt
-            # may have come between two of a group.
+            # Registers the parameter that the optimizer holds, and frees the gathered one. Each of a group is asked: an
+            # interrupt may have come between two of them.
             parameter.to_sharded()
 
 
@@ -219,10 +222,12 @@ def _drop_unreduced(parameter: Any) -> None:
 
 
 def rebuild_fsdp1(model: nn.Module, *, gradients: bool, awaited: frozenset[int] = frozenset()) -> None:
-    """The same of ``FullyShardedDataParallel`` instances, with ``use_orig_params=True``.
+    """As ``rebuild_fsdp2``, of ``FullyShardedDataParallel`` instances with ``use_orig_params=True``.
 
-    ``awaited``: parameters, by ``id``, of which an earlier forward is still to go backward. Without sharding
-    (``NO_SHARD``) all gradients stay, as those of ``DistributedDataParallel`` do.
+    Without sharding (``NO_SHARD``) all gradients stay, as those of ``DistributedDataParallel`` do.
+
+    Args:
+        awaited: by ``id``, the parameters that an earlier forward has used, and whose backward is still to come.
     """
     for wrapper in fsdp1_in(model):
         if wrapper._is_root is None:  # before its first forward
@@ -240,7 +245,8 @@ def rebuild_fsdp1(model: nn.Module, *, gradients: bool, awaited: frozenset[int] 
 
 
 def _rebuild_handle(handle: Any, gradients: bool, awaited: frozenset[int]) -> None:
-    """``torch/distributed/fsdp/_runtime_utils.py``, ``_post_backward_final_callback``, is what this does otherwise."""
+    """Does for one instance's parameters what FSDP1 does where a backward ends
+    (``torch/distributed/fsdp/_runtime_utils.py``, ``_post_backward_final_callback``)."""
     flat = handle.flat_param
     handle._prefetched = handle._needs_pre_forward_unshard = False  # gathered ahead, and to be
     handle._post_forward_index = None  # its place in handles_post_forward_order
@@ -261,8 +267,8 @@ def _rebuild_handle(handle: Any, gradients: bool, awaited: frozenset[int]) -> No
     if gradients:
         if whole:
             flat.grad = None
-        if hasattr(flat, "_saved_grad_shard"):  # what is reduced, and that of backwards before this one
-            # Or it is thrown away: as zero_grad() will have meant that has taken the views of it off.
+        if hasattr(flat, "_saved_grad_shard"):  # the reduced gradient, with that of earlier backwards
+            # It is kept where the loop has its views in .grad. Where zero_grad() has taken them off, it is thrown away.
             flat._post_backward_called = any(p.grad is not None for p in flat._params)
             handle.prepare_gradient_for_optim()
         flat._post_backward_called = False

@@ -1,5 +1,5 @@
-"""What FSDP2 keeps from one iteration to the next, taken back: ``FSDPModule.reset_iter_state()`` for a torch that has
-none (before 2.13 or so), and what it notes of forwards that no backward follows."""
+"""FSDP2's own notes of an iteration, taken back: ``FSDPModule.reset_iter_state()`` for a torch that has none (before
+2.13 or so), and the notes of forwards that no backward follows."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -9,19 +9,20 @@ import torch.distributed as dist
 
 from instep.sources.fsdp.wrappers import fsdp2_groups
 
-# On which FSDP2's shared context lets its communication run.
+# The streams on which FSDP2 communicates, in the context that all modules of a root share.
 _STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
 
 
 def reset_iter_state(states: Iterable[Any]) -> None:
-    """Bring ``states``, what ``fully_shard`` keeps of the modules of one root, to what they are between two iterations.
-    Gradients stay where they are, but those that HSDP has summed among the shards only."""
+    """Bring ``states``, which ``fully_shard`` keeps of the modules of one root, to where they are between two
+    iterations. Gradients stay as they are, but for those that HSDP has summed among the shards only: these are
+    dropped."""
     for state in states:
         shared, communication = state._state_ctx, state._comm_ctx
-        shared.iter_forward_root = None  # whose forward is running: the next one would not be taken for a root's
+        shared.iter_forward_root = None  # the root whose forward runs: the next forward would not be taken for a root's
         shared.post_backward_final_callback_queued = False  # or no backward ever asks for its end again
         wait_for(communication, _STREAMS, state._device_handle)
-        communication.all_gather_state = None  # buffers that were kept for what is waited for now
+        communication.all_gather_state = None  # buffers of communication, which is waited for by now
         if hasattr(communication, "reduce_scatter_states"):
             communication.reduce_scatter_states.clear()
             communication._last_post_reduce_events.clear()
@@ -64,7 +65,7 @@ def forget_forwards(noted: Iterable[tuple[Any, int]]) -> None:
 
 
 def wait_for(owner: Any, streams: Iterable[str], device_handle: Any) -> None:
-    """Let the device's current stream wait for ``owner``'s, before the memory they use is freed."""
+    """Have the device's current stream wait for the ``streams`` of ``owner``, before the memory they use is freed."""
     for name in streams:
         stream = getattr(owner, name, None)  # made in the first forward
         if stream is not None:
@@ -73,6 +74,6 @@ def wait_for(owner: Any, streams: Iterable[str], device_handle: Any) -> None:
 
 def wait_for_work(work: Any) -> None:
     if isinstance(work, dist.Work):
-        # Of a peer that is gone, or did not come: the error that is being handled is the one to tell.
+        # Its peer may be gone, or may never have come. The loop is told of the error that led here, not of this one.
         with suppress(RuntimeError):
             work.wait()

@@ -1,7 +1,7 @@
 """Gradients that are final once FullyShardedDataParallel (FSDP1) has reduced and sharded them.
 
-It never calls hooks on the original parameters. It has one seam: it steps what it finds in their
-``_in_backward_optimizers``. (FSDP2, ``fully_shard``, calls the hooks of its parameters: the local source does for it.)
+FSDP1 never calls hooks on the original parameters. It has one seam: it steps the optimizers that it finds in their
+``_in_backward_optimizers``. (FSDP2, ``fully_shard``, calls the hooks of its parameters: ``LocalSource`` is its source.)
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from instep.sources import Sink
 
 
 class _InPlaceOfOptimizer:
-    """What FSDP1 asks of an entry of ``_in_backward_optimizers``
+    """Stands in the place of an optimizer in ``_in_backward_optimizers``, with the methods that FSDP1 calls
     (``torch/distributed/fsdp/_runtime_utils.py``, ``_post_backward_use_sharded_grad_views``)."""
 
     def __init__(self, reduced: UntracedHook, done: UntracedHook) -> None:
@@ -37,8 +37,8 @@ class _InPlaceOfOptimizer:
 class FSDP1Source:
     """The original parameters of FullyShardedDataParallel. Those of one instance are a bucket.
 
-    FSDP1 goes through an instance's parameters one by one, but has their gradients by then: at the first, all of them
-    are stepped.
+    FSDP1 goes through an instance's parameters one by one, but has reduced all of their gradients by then: at the first
+    parameter all of them are stepped.
     """
 
     def __init__(self, sink: Sink, parameters: Sequence[AttachedParameter], wrappers: Sequence[Any]) -> None:
@@ -67,10 +67,10 @@ class FSDP1Source:
                 del parameter._in_backward_optimizers
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
-        return parameters  # FSDP1 asked at its first forward
+        return parameters  # FSDP1 looked for in-backward optimizers at its first forward
 
     def refresh(self) -> None:
-        """FSDP1 asks for ``requires_grad`` itself."""
+        """FSDP1 leaves frozen parameters out itself."""
 
     def before_backward(self) -> None:
         """Gradients of earlier backwards do not matter here."""
@@ -94,7 +94,7 @@ class FSDP1Source:
         self._sink.raise_failure()
 
     def _done(self, index: int) -> None:
-        """FSDP1 has stepped this parameter. It lets go of an instance's gradients when none is left."""
+        """FSDP1 takes this parameter for stepped. It frees an instance's gradients once no parameter has its own."""
         if index in self._applied and self._sink.frees_gradients:
             self._applied[index].get().grad = None
 

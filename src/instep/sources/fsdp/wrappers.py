@@ -1,4 +1,4 @@
-"""The distributed wrappers around or inside of a model. None is imported before it is used."""
+"""The distributed wrappers around or inside of a model. No wrapper's module is imported before the loop has done so."""
 
 import gc
 import sys
@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 def instances_of(wrapper: type[T]) -> list[T]:
-    """All living instances of a distributed wrapper. One outside of a module gives the module no sign of itself."""
+    """All living instances of a distributed wrapper. A module does not show a wrapper that is around it."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     classes: list[type] = [wrapper]
     for cls in classes:
         classes.extend(cls.__subclasses__())
-    # An object refers to its class. Asked this way round, the search for it does not run in Python.
+    # An object refers to its class. Asked which objects do, the collector searches without running any Python.
     return [found for found in gc.get_referrers(*classes) if isinstance(found, wrapper)]
 
 
@@ -38,7 +38,8 @@ class ShardedGroup:
 
 
 def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
-    """Of each module in ``model`` that FSDP was applied to, without what is in such modules inside of it."""
+    """A group for each module in ``model`` that FSDP was applied to, without the parameters of such modules inside of
+    it."""
     groups: list[ShardedGroup] = []
     seen: set[int] = set()
     modules = [*fsdp2_in(model), *fsdp1_in(model)]
@@ -74,7 +75,7 @@ def put_shards_in_place(model: nn.Module) -> None:
 
 
 class _Sync:
-    """What says whether the next backward of a model reduces gradients, in the terms of ``DistributedDataParallel``."""
+    """Whether the next backward of a model reduces gradients, in the terms of ``DistributedDataParallel``."""
 
     require_backward_grad_sync: bool
 
@@ -92,7 +93,7 @@ class _Sync:
 
 
 class FSDP2Sync(_Sync):
-    """Whether the next backward of an FSDP2 model reduces gradients, in the terms of ``DistributedDataParallel``."""
+    """Of an FSDP2 model."""
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -119,8 +120,9 @@ def fsdp2_groups(state: Any) -> Sequence[Any]:
 
 
 def fsdp2_reading_streams(model: nn.Module) -> Iterator[torch.Stream]:
-    """On which FSDP2 copies shards to gather them. It has them wait once, where the root's forward begins, or for the
-    event that ``set_post_optim_event`` was given; it has no public name for them, nor a way to have one group wait."""
+    """The streams on which FSDP2 copies shards to gather them. FSDP2 has them wait once, where the root's forward
+    begins, or for the event that ``set_post_optim_event`` was given. It has no public name for these streams, and no
+    way to have one group wait."""
     for module in fsdp2_in(model):
         communication = cast(Any, module)._get_fsdp_state()._comm_ctx
         stream = getattr(communication, "all_gather_copy_in_stream", None)  # made in the first forward
@@ -129,7 +131,7 @@ def fsdp2_reading_streams(model: nn.Module) -> Iterator[torch.Stream]:
 
 
 class FSDP1Sync(_Sync):
-    """The same of FSDP1 models."""
+    """Of a model with FSDP1 instances."""
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -149,9 +151,10 @@ class FSDP1Sync(_Sync):
 class BeforeFSDP1Gathers:
     """Calls ``call`` before the weights of one ``FullyShardedDataParallel`` are gathered, until ``remove``.
 
-    It has no hook for this, and gathers for many reasons: before a forward, ahead of one, in ``state_dict()`` and in
+    FSDP1 has no hook for this, and gathers for many reasons: before a forward, ahead of one, in ``state_dict()`` and in
     ``summon_full_params()``. All go through ``pre_unshard`` and then ``unshard`` of its ``FlatParamHandle``
-    (``torch/distributed/fsdp/_runtime_utils.py``, ``_unshard``), each on a stream of its own: both are called first.
+    (``torch/distributed/fsdp/_runtime_utils.py``, ``_unshard``), each on a stream of its own. So ``call`` comes before
+    both.
     """
 
     def __init__(self, wrapper: Any, call: Callable[[], None]) -> None:
@@ -169,12 +172,12 @@ class BeforeFSDP1Gathers:
 
 
 def _calling_first(call: Callable[[], None], of_handle: Callable[[], Any], name: str) -> Callable[[], Any]:
-    def gather() -> Any:
+    def calling() -> Any:
         handle = of_handle()
         call()
         return getattr(type(handle), name)(handle)
 
-    return gather
+    return calling
 
 
 def fsdp1_in(model: nn.Module) -> list[Any]:

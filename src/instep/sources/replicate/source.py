@@ -1,9 +1,10 @@
-"""Data parallelism without permanent buckets, and its gradients that are final once they are averaged."""
+"""Data parallelism without permanent buckets, and the source of its gradients, which are final once averaged."""
 
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +20,17 @@ from instep._optim.plan import Bucket
 from instep._ranks.agreement import broadcast, require_the_same
 from instep.errors import AttachError, InstepError
 from instep.sources import Sink, record_arrival
+from instep.sources.delivery import deliver, step_all, step_bucket
 from instep.sources.replicate.layout import BucketSizes
 from instep.sources.replicate.transient import TransientBuckets
+from instep.sources.wrapped import WrappedParameters, as_bucket
 
 _living: "weakref.WeakSet[Replicated]" = weakref.WeakSet()
 
 
 class Replicated(nn.Module):
-    """What ``instep.replicate`` returns: ``module``, whose gradients are the mean over all ranks after backward.
+    """The module that ``instep.replicate`` returns: ``module``, whose gradients are the mean over all ranks after
+    backward.
 
     Attributes:
         module: the model that was given.
@@ -65,7 +69,7 @@ class Replicated(nn.Module):
         _living.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """``module(*args, **kwargs)``; buffers are those of the first rank before, where they may have parted since."""
+        """``module(*args, **kwargs)``. Before it buffers are made those of the first rank, where they may differ."""
         # A forward that backward runs again (checkpointing) finds the buffers as they are.
         if self._sync_buffers_next and self.broadcast_buffers and graph_task() is None:
             with torch.no_grad():
@@ -120,17 +124,17 @@ class ReplicatedSource:
         self.reduce_dtype = reduce_dtype
         self._sink = sink
         self._replicated = weakref.ref(replicated)
-        self._by_id = {id(attached.get()): attached for attached in parameters}
-        self._waiting: list[AttachedParameter] = []
-        self._delivered = False  # whether anything was, in the running backward
+        self._parameters = WrappedParameters(parameters)
+        self._waiting: list[AttachedParameter] = []  # of a sink that waits for all: delivered, and not offered yet
+        self._delivered = False  # whether the running backward has delivered any gradient
         self._writes = True  # whether buckets may be stepped: not after an error, nor in a second backward of a step
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         replicated = self._replicated()
         found = () if replicated is None else replicated._buckets.buckets
-        mine = ([self._by_id[id(p)].spec for p in members if id(p) in self._by_id] for members in found)
-        return tuple(Bucket("replicated", tuple(specs)) for specs in mine if specs)
+        mine = (as_bucket("replicated", self._parameters.among(members)) for members in found)
+        return tuple(bucket for bucket in mine if bucket.parameters)
 
     def connect(self) -> None:
         replicated = self._replicated()
@@ -149,87 +153,76 @@ class ReplicatedSource:
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
         replicated = self._replicated()
-        mine = set() if replicated is None else {id(p) for p in replicated.parameters()}
-        self._by_id.update((id(a.get()), a) for a in parameters if id(a.get()) in mine)
-        return [a for a in parameters if id(a.get()) not in mine]
+        reduced = set() if replicated is None else {id(p) for p in replicated.parameters()}
+        return self._parameters.adopt(parameters, reduced)
 
     def refresh(self) -> None:
-        """The replicated model does so itself, in every forward."""
+        """``Replicated`` takes in what was frozen or unfrozen itself, after every forward."""
 
     def before_backward(self) -> None:
-        """What was reduced before is reduced again with what is added to it, as by DDP without bucket views."""
+        """Gradients that are there already are reduced once more, with the new ones that are added to them, as DDP
+        without bucket views does."""
 
     def begin_step(self) -> None:
         self._writes = True
 
-    # What the buckets call, in backward.
+    # What ``TransientBuckets`` calls, in backward.
 
     def launched(self, parameters: Sequence[torch.Tensor], future: torch.futures.Future[Any]) -> None:
-        record_arrival(self._sink, [self._by_id[id(p)] for p in parameters if id(p) in self._by_id], future)
+        record_arrival(self._sink, self._parameters.among(parameters), future)
 
     def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
         self._delivered = True
-        mine = [self._by_id[id(p)] for p in parameters if id(p) in self._by_id]
+        mine = self._parameters.among(parameters)
         if self._sink.waits_for_all:
             self._waiting += mine
         elif mine:
             self._step(mine)
-            _keep_alone([p for p in parameters if id(p) not in self._by_id or not self._is_applied(p)], parameters)
+            _keep_alone([p for p in parameters if not self._is_applied(p)], parameters)
 
     def _step(self, mine: Sequence[AttachedParameter]) -> None:
-        # An error is raised where backward ends: the other ranks still need this one's part of the later buckets.
-        try:
-            if self._sink.arrive(mine) and self._writes:
-                self._writes = self._sink.apply(mine)
-                self._sink.retire(a for a in mine if self._sink.is_applied(a))
-        except BaseException as error:
-            self._writes = False
-            self._sink.fail(error)
+        self._writes = deliver(self._sink, mine, partial(self._step_if_first, mine))
+
+    def _step_if_first(self, mine: Sequence[AttachedParameter]) -> bool:
+        # Asked only once these were offered: ``begin_step`` is called by the first offer of a step.
+        return self._writes and step_bucket(self._sink, mine)
 
     def _is_applied(self, parameter: torch.Tensor) -> bool:
-        return self._sink.is_applied(self._by_id[id(parameter)])
+        return parameter in self._parameters and self._sink.is_applied(self._parameters[parameter])
 
     def ended(self) -> None:
         self._delivered = False
         waiting, self._waiting = self._waiting, []
         if waiting:
-            self._step_all(waiting)
-        # A later backward of this step has been computed with new weights already: if it comes to parameters that were
-        # stepped, that raises; the others are left to optimizer.step().
+            deliver(self._sink, waiting, partial(step_all, self._sink, waiting))
+        # A later backward of this step has been computed with new weights. If it comes to parameters that were stepped,
+        # the offer of their gradients raises; the other parameters are left to optimizer.step().
         self._writes = False
         self._sink.streams.join()
-        # An error before the end of a DDP instance in the same backward would leave the instance unusable.
+        # Not at once: an error before the end of a DDP instance in the same backward would leave the instance unusable.
         current().at(Phase.AFTER_DDP, self._sink.raise_failure, self._sink.backward_raised)
-
-    def _step_all(self, mine: Sequence[AttachedParameter]) -> None:
-        try:
-            if self._sink.arrive(mine):
-                self._sink.compute_total_norm()
-                self._sink.apply(mine)
-                self._sink.retire(a for a in mine if self._sink.is_applied(a))
-        except BaseException as error:
-            self._sink.fail(error)
 
     def failed(self, error: BaseException) -> None:
         self._delivered = False
         self._waiting.clear()
         self._sink.fail(error)
-        self._sink.backward_raised()  # which raises it
+        self._sink.backward_raised()  # ``TransientBuckets`` raises the error, out of ``backward()``
 
     def raised(self) -> None:
         self._waiting.clear()
-        if self._delivered:  # else it was refused before it began, and what an earlier one has stepped is whole
+        if self._delivered:  # else the backward was refused before it began, and the step of an earlier one is whole
             self._delivered = False
             self._sink.backward_raised()
 
 
 def living() -> list[Replicated]:
-    """All there are. A module that is inside of one has no sign of it."""
+    """All ``Replicated`` there are. A module that is inside of one has no sign of it."""
     return list(_living)
 
 
 def _keep_alone(left: Sequence[torch.Tensor], delivered: Sequence[torch.Tensor]) -> None:
-    """Gradients that stay, of a bucket most of which may have been freed, must not keep all of it."""
+    """Copy the gradients ``left`` out of their bucket: the others of the bucket were freed, and a view of the bucket
+    would keep the memory of them all."""
     if left and len(left) < len(delivered):
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in left:
@@ -251,11 +244,17 @@ def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _refuse(module: nn.Module, bucket_cap_mb: Any) -> None:
+    """What ``replicate`` does not take, before anything is sent."""
     if not isinstance(module, nn.Module):
         raise AttachError(f"replicate takes a torch.nn.Module, not {type(module).__name__}")
     is_number = isinstance(bucket_cap_mb, (int, float)) and not isinstance(bucket_cap_mb, bool)
     if bucket_cap_mb is not None and not (is_number and bucket_cap_mb > 0):
         raise AttachError(f"replicate: bucket_cap_mb must be a positive number of MiB or None, not {bucket_cap_mb!r}")
+    _refuse_wrappers(module)
+    _refuse_parameters(module)
+
+
+def _refuse_wrappers(module: nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not used
     wrappers = (DistributedDataParallel, Replicated, *(() if fsdp is None else (fsdp.FullyShardedDataParallel,)))
     for name, inside in module.named_modules():
@@ -264,6 +263,9 @@ def _refuse(module: nn.Module, bucket_cap_mb: Any) -> None:
                 f"replicate: {name or 'the model'!r} is a {type(inside).__name__}, which reduces gradients itself. "
                 "Give replicate the plain module"
             )
+
+
+def _refuse_parameters(module: nn.Module) -> None:
     parameters = dict(module.named_parameters())
     if not any(p.requires_grad for p in parameters.values()):
         raise AttachError(

@@ -1,15 +1,13 @@
-"""Gradients averaged over ranks in buckets that exist only while they are on their way.
+"""Gradients averaged over ranks in buckets that exist only while they are in flight.
 
-A bucket is made when its last gradient has arrived and the one before it was sent, and at most two are on their way:
-before a third is sent, the oldest is waited for and handed over. All ranks send the same buckets in the same order,
-whatever the order in which their own gradients arrive.
+A bucket is made when autograd has accumulated its last gradient and the bucket before it was sent. At most two are in
+flight: before a third is sent, the oldest one is waited for and handed over. All ranks send the same buckets in the
+same order, whatever the order in which their own gradients are accumulated.
 """
 
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,13 +28,17 @@ from instep._step.streams import Makers
 from instep.comm_hooks import mean_allreduce
 from instep.errors import AccumulationError, InstepError
 from instep.sources.ddp.reductions import slices_of
+from instep.sources.in_flight import Communication, drain
+from instep.sources.replicate.bucket import TransientBucket
 from instep.sources.replicate.layout import BucketSizes, Layout, as_they_arrived, before_any_backward
 
 IN_FLIGHT = 2
+"""How many buckets are in flight at once. So many have memory of their own."""
 
 
 class Receiver(Protocol):
-    """Whom averaged gradients are handed to. None of these may raise but ``ended``.
+    """A source, as ``TransientBuckets`` sees it: told of averaged gradients during backward. No method may raise, but
+    for ``ended``.
 
     Attributes:
         reduce_dtype: what the mean is computed and sent in; ``None``: as the gradients are.
@@ -45,39 +47,35 @@ class Receiver(Protocol):
     reduce_dtype: torch.dtype | None
 
     def launched(self, parameters: Sequence[torch.Tensor], future: torch.futures.Future[Any]) -> None:
-        """The gradients of ``parameters``, which share a bucket, are on their way."""
+        """The bucket with the gradients of ``parameters`` was sent."""
 
     def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
-        """``.grad`` of ``parameters``, which share a bucket, is the mean of all ranks, and final."""
+        """A bucket has arrived: ``.grad`` of ``parameters`` is the mean of all ranks, and final."""
 
     def ended(self) -> None:
-        """All that was delivered in this backward was all there is."""
+        """Backward ends: all gradients of it were delivered."""
 
     def failed(self, error: BaseException) -> None:
-        """No more is delivered: a communication failed. ``backward()`` raises ``error``."""
+        """A communication failed: nothing more is delivered, and ``backward()`` raises ``error``."""
 
     def raised(self) -> None:
-        """No more is delivered: backward raises, for whatever reason."""
-
-
-@dataclass(slots=True, eq=False)
-class _InFlightBucket:
-    """A bucket on its way.
-
-    Attributes:
-        members: the numbers of its parameters.
-        unused: of those, the ones that this rank has no new gradient for.
-    """
-
-    members: tuple[int, ...]
-    unused: frozenset[int]
-    future: torch.futures.Future[Any]
-    sparse: bool
-    work: dist.Work | None = None  # NCCL's keeps the bucket until it has been waited for itself, not its future alone
+        """Backward raises, for whatever reason: nothing more is delivered."""
 
 
 class _Backward:
-    """What has arrived, was sent and waits to be handed over, in one backward."""
+    """One backward that reduces: how far each bucket has come.
+
+    Attributes:
+        bucket_of: the number of the bucket of each parameter, by the parameter's number.
+        arrived: the numbers of the parameters whose gradients were accumulated, in that order.
+        missing: how many gradients each bucket still waits for.
+        sent: how many buckets were sent.
+        in_flight: the buckets that were sent and not waited for, in the order of sending.
+        held: the buckets that have arrived, and have parameters that this rank has not used: whether another rank has
+            used them is known at the end of backward.
+        unused: the numbers of all such parameters.
+        use_counts: asks the other ranks at the end of backward.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -85,11 +83,10 @@ class _Backward:
         self.arrived: dict[int, None] = {}
         self.missing = [len(members) for members in layout.buckets]
         self.sent = 0
-        self.flying: deque[_InFlightBucket] = deque()
-        # Buckets with parameters that this rank has not used: whether another one has is only known at the end.
-        self.held: list[_InFlightBucket] = []
+        self.in_flight: deque[TransientBucket] = deque()
+        self.held: list[TransientBucket] = []
         self.unused: set[int] = set()
-        self.who_used_what: torch.futures.Future[Any] | None = None
+        self.use_counts: torch.futures.Future[Any] | None = None
 
     def count(self, number: int) -> None:
         self.arrived[number] = None
@@ -108,7 +105,7 @@ class TransientBuckets:
         sparse: the numbers of those whose gradients are sparse.
 
     Attributes:
-        receiver: told of what arrives; ``None``: it stays in ``.grad``.
+        receiver: is told of each bucket; ``None``: gradients stay in ``.grad``.
     """
 
     def __init__(
@@ -130,10 +127,11 @@ class TransientBuckets:
         self._reduces = False
         self._backward: _Backward | None = None
         self._makers = Makers()
-        # With a gradient of this rank's own in .grad, from a backward in no_sync too.
+        # The parameters whose .grad holds a gradient of this rank that was not averaged yet: also one that was
+        # accumulated in no_sync.
         self._fresh: set[int] = set()
         self.refresh()
-        # The buckets own no parameter's life: without a replicated model around it, the model is a plain one.
+        # Hooks are on the parameters, which may outlive this: without a ``Replicated`` around it the model is plain.
         weakref.finalize(self, _remove, self._handles).atexit = False
 
     @property
@@ -142,7 +140,7 @@ class TransientBuckets:
         return ([self._parameters[number] for number in members] for members in self._layout.buckets)
 
     def refresh(self) -> None:
-        """Take in parameters that were frozen or thawed: on all ranks alike."""
+        """Take in parameters that were frozen or unfrozen: on all ranks alike."""
         trainable = tuple(number for number, p in enumerate(self._parameters) if p.requires_grad)
         if trainable == self._trainable:
             return
@@ -162,29 +160,32 @@ class TransientBuckets:
     def _layout(self, layout: Layout) -> None:
         self._layouts[self._trainable] = layout
 
-    # What is called after a forward that will have a backward.
-
     def after_forward(self, output: object, *, reduces: bool) -> None:
-        """``reduces``: whether the backward from ``output`` does. In ``no_sync`` gradients only add up."""
+        """A forward with gradients has returned ``output``.
+
+        Args:
+            reduces: whether the backward from ``output`` averages. In ``no_sync`` gradients only add up.
+        """
         self._reduces = reduces
         self.refresh()
         if reduces:
             for node in nodes_of(output):
-                # Not with the node itself, which would refer to itself for good.
+                # Without the node itself: a hook that refers to its own node keeps the node for good.
                 node.register_prehook(UntracedHook(partial(self._reached, _before(node))))
 
     # What autograd calls.
 
     def _reached(self, inputs: Sequence[Node], gradients: object) -> None:
-        """Backward comes to an output. Without this, a rank whose backward uses none of the parameters would leave the
-        others waiting."""
+        """Backward comes to an output of the model. Without this hook a rank whose backward uses none of the parameters
+        would send nothing, and leave the other ranks waiting."""
         if self._backward is None and self._reduces and self._gives_gradients(inputs):
             self._begin()
 
     def _gives_gradients(self, inputs: Sequence[Node]) -> bool:
-        """Not in ``autograd.grad``, nor in ``backward(inputs=…)`` of other tensors. Some ranks may run these alone."""
+        """Whether the running backward, at an output with these ``inputs``, is for ``.grad`` of the parameters.
+        ``autograd.grad`` and ``backward(inputs=…)`` of other tensors are not, and some ranks may run these alone."""
         mine = [self._parameters[number] for number in self._trainable]
-        with torch._C.DisableTorchFunctionSubclass():  # no value is used, and nobody who watches need be told
+        with torch._C.DisableTorchFunctionSubclass():  # no value is used: a watched parameter need not notice
             return any(runs(get_gradient_edge(p).node) for p in mine) or not _lead_to(inputs, mine)
 
     def _begin(self) -> None:
@@ -193,7 +194,7 @@ class TransientBuckets:
 
     def _accumulated(self, number: int, parameter: torch.Tensor) -> None:
         if not parameter.requires_grad:
-            return  # frozen since the forward: it got nothing
+            return  # frozen since the forward: its gradient was not accumulated
         self._makers.saw(parameter.device)
         self._fresh.add(number)
         if not self._reduces:
@@ -229,10 +230,10 @@ class TransientBuckets:
         try:
             while backward.sent < len(backward.layout.buckets):
                 self._send(backward)
-            backward.who_used_what = self._ask_who_used_what(backward)
-            while backward.flying:
-                self._deliver(backward, backward.flying.popleft())
-            self._hand_over_held(backward, backward.who_used_what)
+            backward.use_counts = self._count_uses(backward)
+            while backward.in_flight:
+                self._deliver(backward, backward.in_flight.popleft())
+            self._hand_over_held(backward, backward.use_counts)
             if not backward.layout.agreed:
                 self._agree_on_order(backward)
         except BaseException as error:
@@ -243,7 +244,7 @@ class TransientBuckets:
             self.receiver.ended()
 
     def _raised(self, backward: _Backward) -> None:
-        # What is on its way is not waited for: another rank that raised too may never send its part.
+        # Buckets in flight are not waited for: another rank that raised too may never send its part.
         if self._backward is backward:
             self._backward = None
         if self.receiver is not None:
@@ -251,35 +252,38 @@ class TransientBuckets:
 
     def _fail(self, backward: _Backward, error: BaseException) -> None:
         self._backward = None
-        if isinstance(error, Exception):  # not Ctrl-C: what is on its way may be what hangs
-            for future in (*(flight.future for flight in backward.flying), backward.who_used_what):
-                with suppress(Exception):
-                    if future is not None:
-                        future.wait()
+        if isinstance(error, Exception):  # not Ctrl-C: a communication may be what hangs
+            under_way: list[Communication] = [*backward.in_flight]
+            if backward.use_counts is not None:
+                under_way.append(backward.use_counts)
+            for communication in under_way:
+                drain(communication)
         if self.receiver is not None:
             self.receiver.failed(error)
 
     # Buckets.
 
     def _send(self, backward: _Backward) -> None:
-        """The next bucket; zeros for what this rank has not used."""
-        while len(backward.flying) >= IN_FLIGHT:
-            self._deliver(backward, backward.flying.popleft())
-        members = backward.layout.buckets[backward.sent]
-        unused = frozenset(i for i in members if i not in self._fresh or _gradient(self._parameters[i]) is None)
-        sparse = members[0] in self._sparse
-        self._makers.gather(self._parameters[members[0]].device)
+        """Send the next bucket, with zeros in the place of gradients that this rank does not have."""
+        while len(backward.in_flight) >= IN_FLIGHT:
+            self._deliver(backward, backward.in_flight.popleft())
+        numbers = backward.layout.buckets[backward.sent]
+        members = [self._parameters[number] for number in numbers]
+        unused = frozenset(i for i in numbers if i not in self._fresh or _gradient(self._parameters[i]) is None)
+        # On the stream of the gradient that came last: the others may have been made on other streams.
+        self._makers.gather(members[0].device)
         with torch.no_grad():
-            work = None if sparse else self._reduce(members, unused)
-            future = self._reduce_sparse(members[0], unused) if work is None else _future_of(work)
-        backward.flying.append(_InFlightBucket(members, unused, future, sparse, work))
+            work = None if numbers[0] in self._sparse else self._reduce(numbers, unused)
+            future = self._reduce_sparse(numbers[0], unused) if work is None else _future_of(work)
+        backward.in_flight.append(TransientBucket(members, future, work, numbers, unused))
         backward.unused |= unused
         if self.receiver is not None:
-            self.receiver.launched([self._parameters[number] for number in members], future)
+            self.receiver.launched(members, future)
         backward.sent += 1
 
     def _reduce(self, members: Sequence[int], unused: frozenset[int]) -> dist.Work | None:
-        """Multiplied by 1/W before the sum, as DDP's reducer does (``mark_variable_ready_dense``)."""
+        """Fill a bucket, and start its all-reduce. Gradients are multiplied by 1/W before the sum, as DDP's reducer
+        does (``mark_variable_ready_dense``)."""
         parameters = [self._parameters[number] for number in members]
         factor = 1.0 / dist.get_world_size(self.group)
         own = parameters[0].dtype.to_real()
@@ -329,46 +333,29 @@ class TransientBuckets:
     def _reduce_dtype(self) -> torch.dtype | None:
         return None if self.receiver is None else self.receiver.reduce_dtype
 
-    def _deliver(self, backward: _Backward, flight: _InFlightBucket) -> None:
-        flight.future.wait()
-        if flight.work is not None:
-            flight.work.wait()
-            flight.work = None
-        if flight.unused:
-            backward.held.append(flight)
+    def _deliver(self, backward: _Backward, bucket: TransientBucket) -> None:
+        bucket.wait()
+        if bucket.unused:
+            backward.held.append(bucket)
         else:
-            self._hand_over(flight, flight.members)
+            self._hand_over(bucket, bucket.numbers)
 
-    def _hand_over_held(self, backward: _Backward, used: torch.futures.Future[Any]) -> None:
-        used.wait()
+    def _hand_over_held(self, backward: _Backward, use_counts: torch.futures.Future[Any]) -> None:
+        use_counts.wait()
         if backward.held:
-            somewhere = used.value()[0].tolist()
-            for flight in backward.held:
-                self._hand_over(flight, [number for number in flight.members if somewhere[number]])
+            somewhere = use_counts.value()[0].tolist()
+            for bucket in backward.held:
+                self._hand_over(bucket, [number for number in bucket.numbers if somewhere[number]])
 
-    def _hand_over(self, flight: _InFlightBucket, used: Sequence[int]) -> None:
+    def _hand_over(self, bucket: TransientBucket, used: Sequence[int]) -> None:
         """The mean is put into ``.grad`` of the parameters that any rank has used; of the others it stays as it was."""
-        self._put(flight, used)
-        # Nobody but .grad holds the bucket from now on, so that it is freed with the last of its gradients.
-        flight.future = torch.futures.Future()
+        bucket.put_means(set(used))
         self._fresh.difference_update(used)
         if self.receiver is not None and used:
             self.receiver.delivered([self._parameters[number] for number in used])
 
-    def _put(self, flight: _InFlightBucket, used: Sequence[int]) -> None:
-        parameters = [self._parameters[number] for number in flight.members]
-        result = flight.future.value()
-        if flight.sparse:
-            means = [result.to(parameters[0].dtype)]
-        else:
-            means = slices_of(result[0].to(parameters[0].dtype.to_real()), parameters)
-        these = set(used)
-        for number, parameter, mean in zip(flight.members, parameters, means, strict=True):
-            if number in these:
-                parameter.grad = mean
-
-    def _ask_who_used_what(self, backward: _Backward) -> torch.futures.Future[Any]:
-        """By number, how many ranks have a new gradient. Read only by those that lack one themselves."""
+    def _count_uses(self, backward: _Backward) -> torch.futures.Future[Any]:
+        """Ask how many ranks have a new gradient of each parameter, by number. Read only by ranks that lack one."""
         count = len(self._parameters)
         device = self._parameters[0].device
         used = torch.ones(count, dtype=torch.int32, device=device)
@@ -377,8 +364,9 @@ class TransientBuckets:
         return _future_of(dist.all_reduce(used, group=self.group, async_op=True))
 
     def _agree_on_order(self, backward: _Backward) -> None:
-        """After the first backward: the first rank's order is that of all. What it did not use comes last, so that no
-        other bucket has to wait for it."""
+        """The first backward with these parameters ends: from now on all ranks fill buckets in the order in which
+        gradients arrived on the first rank. Parameters that it did not use come last, so that no other bucket has to
+        wait for them."""
         members = sorted(backward.bucket_of)
         rest = (number for number in reversed(members) if number not in backward.arrived)
         order = torch.tensor([*backward.arrived, *rest], device=self._parameters[0].device)

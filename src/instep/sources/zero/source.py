@@ -1,8 +1,9 @@
 """ZeRO-1 under DistributedDataParallel: each rank keeps the optimizer's state of its own part of the parameters.
 
-A bucket's gradients are reduced and scattered (each rank gets the mean of its part), the parts are stepped, and what
-is new is gathered from all ranks: the bytes of DDP's all-reduce, and 1/N of the step and of the state on each of N
-ranks (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, stage 1).
+A bucket's gradients are reduced and scattered: each rank gets the mean of its own part. The parts are stepped, and the
+new values are gathered from all ranks. That sends as many bytes as DDP's all-reduce, with 1/N of the step and of the
+state on each of N ranks (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+2020, stage 1).
 """
 
 import weakref
@@ -30,16 +31,20 @@ from instep.sources.ddp.reductions import (
     SomeBucket,
     as_they_arrive,
     bucket_parameters,
+    grad_as_left,
     slices_of,
 )
-from instep.sources.zero.state_shards import Gathered, RowShard, Scattered, StateShards
+from instep.sources.ddp.shown_buckets import ShownBuckets
+from instep.sources.delivery import deliver, errors_kept
+from instep.sources.wrapped import WrappedParameters
+from instep.sources.zero.state_shards import GatheredShards, RowShard, ScatteredGradients, StateShards
 
 
 class ZeroSource:
     """One DDP instance whose buckets are scattered in place of being reduced on all ranks.
 
-    With a sink that steps (``schedule="backward"``) parts are stepped where backward ends, in order of sending, and
-    sent back while others are stepped. With one that does not, ``.grad`` is left with their gradients, as ``DTensor``.
+    With ``schedule="backward"`` parts are stepped where backward ends, in the order of sending, and sent back while
+    others are stepped. With ``schedule="forward"`` their gradients are left in ``.grad``, as ``DTensor``.
     """
 
     def __init__(
@@ -56,20 +61,22 @@ class ZeroSource:
         self._shards = shards
         self._accumulation = accumulation
         self._reduce_dtype = reduce_dtype
-        self._by_id = {id(attached.get()): attached for attached in parameters}
-        # Which parameters other ranks have used is known only where DDP's own end of backward has been.
-        self._late = not sink.frees_gradients or ddp.find_unused_parameters or ddp.static_graph
+        self._parameters = WrappedParameters(parameters)
+        self._buckets = ShownBuckets(self._parameters)
+        # Whether to step after DDP's own end of backward: .grad is handed out, or other ranks may have used parameters
+        # that this one has not, which DDP's own end finds out.
+        self._steps_after_ddp = not sink.frees_gradients or ddp.find_unused_parameters or ddp.static_graph
         self._reductions = Reductions(self._step, self._settle, self._raised)
-        # DDP's own buckets are needed no more once they are sent, unless .grad is handed out and is no view of them.
-        self._in_place = ddp.gradient_as_bucket_view or not self._late
-        self._rooms: dict[int, torch.Tensor] = {}
-        self._under_way: list[Scattered] = []
-        self._gathers: list[tuple[torch.device, Gathered]] = []
-        self._buckets = {0: Bucket("ddp", tuple(attached.spec for attached in parameters))}
+        # Whether parts are received in DDP's own buckets, to save memory: these are not needed once they are sent,
+        # unless DDP's own end still copies from them into .grad.
+        self._in_place = ddp.gradient_as_bucket_view or not self._steps_after_ddp
+        self._rooms: dict[int, torch.Tensor] = {}  # where parts are received, by the number of their bucket
+        self._scattered: list[ScatteredGradients] = []  # whose memory is not freed yet
+        self._gathers: list[tuple[torch.device, GatheredShards]] = []  # in the order of sending
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        return tuple(bucket for _, bucket in sorted(self._buckets.items()))
+        return self._buckets.in_order
 
     def connect(self) -> None:
         ddp = self._ddp()
@@ -80,9 +87,7 @@ class ZeroSource:
         release(self._ddp(), self)
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
-        ours = [a for a in parameters if isinstance(a.part, RowShard)]
-        self._by_id.update((id(a.get()), a) for a in ours)
-        return [a for a in parameters if a not in ours]
+        return self._parameters.adopt(parameters, {id(a.get()) for a in parameters if isinstance(a.part, RowShard)})
 
     def refresh(self) -> None:
         """DDP fixes its parameters when it is constructed."""
@@ -92,7 +97,7 @@ class ZeroSource:
 
     def before_backward(self) -> None:
         """A backward begins: no gradient has changed yet."""
-        for attached in self._by_id.values():
+        for attached in self._parameters:
             if isinstance(attached.get().grad, DTensor):
                 raise AccumulationError(
                     f"the gradient of {attached.spec.name!r} has been reduced and scattered already "
@@ -105,7 +110,7 @@ class ZeroSource:
         self, bucket: SomeBucket, group: dist.ProcessGroup, divisor: int
     ) -> torch.futures.Future[torch.Tensor] | None:
         if self._accumulation.is_held:
-            return None  # the forward was outside of accumulate(), so DDP takes its mean, and more is added to that
+            return None  # gradients add up, and the forward was outside of accumulate(): DDP takes its own mean
         buffer = bucket.buffer()
         if buffer.is_sparse:
             raise InstepError("shard_state=True does not take sparse gradients: use sparse=False, or no shard_state")
@@ -114,25 +119,25 @@ class ZeroSource:
         room = buffer if self._in_place else None
         dtype = self._reduce_dtype or buffer.dtype
         scattered = self._shards.scatter(slices_of(buffer, members), parts, divisor, dtype, room)
-        reduction = self._reductions.launched(bucket, scattered, Scattered.gradients)
-        if reduction is None:
+        reduction = Reduction(bucket, scattered, ScatteredGradients.gradients)
+        if not self._reductions.launched(bucket, reduction):
             raise InstepError("shard_state=True does not go with join(): ranks that have joined own rows, too")
         if reduction.index == 0:
-            self._buckets, self._rooms, self._under_way = {}, {}, []
-        self._buckets[reduction.index] = Bucket("ddp", tuple(self._by_id[id(p)].spec for p in members))
+            self._rooms, self._scattered = {}, []
+        self._buckets.show(reduction.index, members)
         if room is not None:
             self._rooms[reduction.index] = room
-        self._under_way = [one for one in [*self._under_way, scattered] if not one.let_go()]
-        # What DDP copies into .grad is replaced where it has.
+        self._scattered = [one for one in [*self._scattered, scattered] if not one.free_if_done()]
+        # The bucket still holds this rank's own gradients. DDP copies them into .grad, and there they are replaced.
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(buffer)
         return future
 
     def launched(self, bucket: SomeBucket, future: torch.futures.Future[torch.Tensor]) -> None:
-        """``communicate`` has seen to it."""
+        """``communicate`` has noted a bucket that is scattered. After a plain mean gradients add up."""
 
     def _part(self, parameter: torch.Tensor) -> RowShard:
-        part = self._by_id[id(parameter)].part
+        part = self._parameters[parameter].part
         assert isinstance(part, RowShard)
         return part
 
@@ -140,61 +145,58 @@ class ZeroSource:
         self._sink.backward_raised()
 
     def _step(self, reductions: Sequence[Reduction]) -> None:
-        if self._late:
+        if self._steps_after_ddp:
             return
-        try:
-            if self._sink.arrive(self._members(reductions)):
-                together = [[one] for one in reductions] if self._sink.by_bucket else as_they_arrive(reductions)
-                for arrived in together:
-                    as_left = [p.grad for one in arrived for p in one.parameters]
-                    self._sink.apply(self._members(arrived), partial(self._fetch, arrived))
-                    for p, gradient in zip((p for one in arrived for p in one.parameters), as_left, strict=True):
-                        p.grad = gradient
-                    self._send(arrived)
-        except BaseException as error:
-            self._sink.fail(error)
-        self._receive(wait=True)  # before DDP's own end of backward goes through its buckets
+        deliver(self._sink, self._members(reductions), partial(self._step_each, reductions))
+        # DDP's own end is next, and goes through its buckets, in which parts are received: on the side stream.
+        self._receive(wait=True)
         self._sink.streams.join()
+
+    def _step_each(self, reductions: Sequence[Reduction]) -> bool:
+        done = True
+        for arrived in as_they_arrive(reductions, one_by_one=self._sink.by_bucket):
+            with grad_as_left([parameter for one in arrived for parameter in one.parameters]):
+                done = self._sink.apply(self._members(arrived), partial(self._fetch, arrived)) and done
+            self._send(arrived)
+        return done
 
     def _settle(self, reductions: Sequence[Reduction]) -> None:
-        if self._late:
-            self._step_late(reductions)
-        self._sink.retire(a for a in self._members(reductions) if self._sink.is_applied(a))
+        if self._steps_after_ddp:
+            self._step_together(reductions)
+        self._sink.retire(self._members(reductions))
         self._sink.streams.join()
-        self._rooms, self._under_way = {}, []
+        self._rooms, self._scattered = {}, []
         self._sink.raise_failure()
 
-    def _step_late(self, reductions: Sequence[Reduction]) -> None:
-        try:
-            for reduction in reductions:
-                self._fetch([reduction])
+    def _step_together(self, reductions: Sequence[Reduction]) -> None:
+        with errors_kept(self._sink):
+            self._fetch(reductions)
             members = [a for a in self._members(reductions) if a.get().grad is not None]
-            if self._sink.arrive(members):
-                self._sink.apply(members)
+            deliver(self._sink, members, partial(self._sink.apply, members))
             if self._sink.frees_gradients:
                 self._send(reductions)
-        except BaseException as error:
-            self._sink.fail(error)
         self._receive(wait=True)
 
     def _send(self, reductions: Sequence[Reduction]) -> None:
-        """Also parts that this rank could not step: the others wait for them."""
+        """Send this rank's parts to the other ranks, also those that it could not step: the others wait for them."""
         for reduction in reductions:
-            members = [self._by_id[id(p)] for p in reduction.members]
+            members = [self._parameters[parameter] for parameter in reduction.members]
+            # On the side stream, which has stepped the parts that are sent.
             with self._sink.streams.on(members[0].spec.device):
                 gathered = self._shards.gather(members, self._rooms.get(reduction.index))
             self._gathers.append((members[0].spec.device, gathered))
             self._receive(wait=False)
 
     def _receive(self, *, wait: bool) -> None:
-        """Write what has arrived into the parameters, in the order of sending."""
+        """Write the parts that have arrived into the parameters, in the order of sending.
+
+        Args:
+            wait: also for those that have not arrived yet.
+        """
         while self._gathers and (wait or self._gathers[0][1].done()):
             device, gathered = self._gathers.pop(0)
-            try:
-                with self._sink.streams.on(device):
-                    gathered()
-            except BaseException as error:
-                self._sink.fail(error)
+            with errors_kept(self._sink), self._sink.streams.on(device):
+                gathered()
 
     def _fetch(self, reductions: Sequence[Reduction]) -> None:
         for reduction in reductions:
@@ -203,14 +205,14 @@ class ZeroSource:
                     parameter.grad = gradient
 
     def _members(self, reductions: Sequence[Reduction]) -> list[AttachedParameter]:
-        return [self._by_id[id(p)] for reduction in reductions for p in reduction.members]
+        return [self._parameters[parameter] for reduction in reductions for parameter in reduction.members]
 
 
 class Zero:
-    """One attachment's share in this.
+    """``shard_state=True`` for one attachment: the source of its gradients, and its optimizers, whose state is divided.
 
     Attributes:
-        reduced: by ``id``: the parameters that are in DDP's buckets. Others are stepped whole, as ever.
+        reduced: by ``id``: the parameters that are in DDP's buckets. Others are stepped whole on each rank.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -227,13 +229,14 @@ class Zero:
         accumulation: Accumulation,
         reduce_dtype: torch.dtype | None,
     ) -> ZeroSource:
-        """What sends the gradients of ``ddp``, and has the parts stepped."""
+        """The source of the gradients of ``ddp``."""
         return ZeroSource(sink, parameters, ddp, self.shards, accumulation, reduce_dtype)
 
     def connect(
         self, optimizer: Optimizer, parameters: Callable[[], Iterable[AttachedParameter]]
     ) -> list[RemovableHandle]:
-        """Keep the state of this rank's parts alone; what is saved and loaded is all of it."""
+        """Keep the optimizer's state of this rank's parts alone. ``state_dict()`` has all of it, and
+        ``load_state_dict()`` takes all of it."""
         _shard(optimizer, parameters())
         self._connected.append((weakref.ref(optimizer), parameters))
         saved = BoundHook(lambda optimizer, state_dict: _whole_state_dict(optimizer, state_dict, parameters()))
@@ -244,16 +247,16 @@ class Zero:
         ]
 
     def require_reduced(self, parameters: Iterable[AttachedParameter]) -> None:
-        """Before ``optimizer.step()``: raise ``AccumulationError`` if these gradients are this rank's own. Each rank
-        would step its rows with gradients that the plain loop applies on that rank alone."""
+        """Before ``optimizer.step()``: raise ``AccumulationError`` if these gradients were not reduced. The plain loop
+        applies them on this rank alone; here this rank would step its rows with them for all ranks."""
         ddp = self._ddp()
         if ddp is None or ddp.require_forward_param_sync:
-            return  # the last forward prepared DDP to reduce
+            return  # after the last forward DDP reduces
         for attached in parameters:
             gradient = attached.get().grad
             if id(attached.peek()) in self.reduced and gradient is not None and not isinstance(gradient, DTensor):
                 with torch._C.DisableTorchFunctionSubclass():
-                    written = bool(gradient.any())  # DCP makes zeros, for the state that a step makes
+                    written = bool(gradient.any())  # DCP steps with zeros, for the state that a step makes
                 if written:
                     raise AccumulationError(
                         f"optimizer.step() came after backwards in no_sync() or accumulate() only: the gradient of "

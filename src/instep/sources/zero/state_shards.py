@@ -1,4 +1,4 @@
-"""Who has which part of a parameter under ZeRO-1, and how parts travel.
+"""Which rank has which part of a parameter under ZeRO-1, and how parts are sent.
 
 Where the update is elementwise each rank has some rows of every parameter, divided as ``DTensor``'s ``Shard(0)``
 divides them. Otherwise (Muon, Adafactor, optimizers of others) each parameter is one rank's, all of it.
@@ -24,7 +24,7 @@ Finish = Callable[[], None]
 
 
 class Rows:
-    """This rank's rows of one parameter. One without dimensions is every rank's own."""
+    """This rank's rows of one parameter. A parameter without dimensions is not divided: every rank steps it."""
 
     state_is_sharded = True
     is_owner = True
@@ -42,7 +42,7 @@ class Rows:
         self.numel = self.size * (whole[:1].numel())
 
     def range(self, rank: int) -> tuple[int, int]:
-        """The rows of ``rank``: the first, and the first that is not."""
+        """The rows of ``rank``: the first of them, and the first one after them."""
         rows = self._whole[0]
         if not self._divided:
             return 0, 1
@@ -101,12 +101,14 @@ class Rows:
 
 
 class Whole:
-    """One parameter that one rank updates, and the others get from it.
+    """One parameter that one rank steps, and sends to the others.
 
-    Its gradient is a ``DTensor`` of ``Partial`` placement, a sum over ranks: the others' is zero. So norms are right.
+    Its gradient is a ``DTensor`` of ``Partial`` placement, which is the sum over ranks, and zero on all ranks but the
+    owner: so norms are right.
 
     Attributes:
-        is_owner: whether this rank is the one.
+        owner: the rank that steps it.
+        is_owner: whether that is this rank.
     """
 
     state_is_sharded = True
@@ -134,7 +136,8 @@ class Whole:
             return DTensor.from_local(gradient, self._mesh, [Partial()], run_check=False)
 
     def take(self, entry: dict[Any, Any]) -> None:
-        """Keep the plain optimizer's entry if this rank is the one. An empty one says that there is state elsewhere."""
+        """Keep the plain optimizer's entry on the owner. On other ranks an empty entry says that there is state
+        elsewhere."""
         if not self.is_owner:
             entry.clear()
 
@@ -147,10 +150,11 @@ RowShard = Rows | Whole
 
 
 class StateShards:
-    """Who has which parts, and how they travel.
+    """Divides parameters among ranks, sends the gradients of each part to the rank that steps it, and the stepped parts
+    to all.
 
     gloo has no reduce-scatter of its own (torch 2.13 makes one of whole all-reduces), nor a gather into one tensor:
-    there rows are sent to their owners, who add them up in the order of ranks.
+    there each rank gets its rows from all others, and adds them up in the order of ranks.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -176,14 +180,14 @@ class StateShards:
         divisor: int,
         dtype: torch.dtype,
         room: torch.Tensor | None = None,
-    ) -> "Scattered":
+    ) -> "ScatteredGradients":
         """Send each rank its part of the mean of ``gradients`` over all ranks, computed and sent in ``dtype``.
 
         Args:
-            room: where rows may be received: the memory of ``gradients``, if nobody needs it afterwards.
+            room: where rows may be received: the memory of ``gradients``, if it is not needed afterwards.
         """
         device = gradients[0].device
-        scattered = Scattered(parts, self._rank)
+        scattered = ScatteredGradients(parts, self._rank)
         for owner, owned in _by_owner(gradients, parts):
             sent = torch.empty(sum(g.numel() for g in owned), dtype=dtype, device=device)
             _copy(_in_line(sent, owned))
@@ -191,7 +195,7 @@ class StateShards:
             work: Any = dist.reduce(sent, self._global(owner), group=self.group, async_op=True)
             scattered.expect_whole(work, sent, mine=owner == self._rank)
         rows = [(g, part) for g, part in zip(gradients, parts, strict=True) if isinstance(part, Rows)]
-        if rows:  # last: they may be received where the gradients are
+        if rows:  # after the others: rows may be received where the gradients are
             sent = torch.empty(self.world_size, sum(part.numel for _, part in rows), dtype=dtype, device=device)
             _copy(_in_rows(sent, rows))
             sent.mul_(1.0 / divisor)
@@ -204,21 +208,21 @@ class StateShards:
             scattered.expect_rows(work, sent, received)
         return scattered
 
-    def gather(self, parameters: Sequence[AttachedParameter], room: torch.Tensor | None = None) -> "Gathered":
+    def gather(self, parameters: Sequence[AttachedParameter], room: torch.Tensor | None = None) -> "GatheredShards":
         """Send this rank's parts of ``parameters``, which were stepped, to all others. All ranks must call this with
         the same parameters, in the same order of calls.
 
         Args:
-            room: where rows may be received, if nobody needs what is there.
+            room: where rows may be received: memory that is not needed any more.
 
         Returns:
-            What waits for the others' parts, and writes them into the parameters.
+            The communication. To call it is to wait for the others' parts, and to write them into the parameters.
         """
         kinds: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, Any]]] = {}
         for attached in parameters:
             parameter = attached.get()
             kinds.setdefault((parameter.device, parameter.dtype), []).append((parameter.detach(), attached.part))
-        gathered = Gathered()
+        gathered = GatheredShards()
         with torch.no_grad():
             for members in kinds.values():
                 rows = [(tensor, part) for tensor, part in members if isinstance(part, Rows)]
@@ -275,8 +279,9 @@ class StateShards:
         return dist.get_global_rank(self.group, rank)
 
 
-class Scattered:
-    """A bucket under way to those who update its parameters, in the terms of a communication hook's future."""
+class ScatteredGradients:
+    """The communication of a bucket whose parts go to the ranks that update them: several works, in the terms of a
+    communication hook's future."""
 
     def __init__(self, parts: Sequence[RowShard], rank: int) -> None:
         self._parts = parts
@@ -287,13 +292,14 @@ class Scattered:
         self._whole: torch.Tensor | None = None
 
     def expect_rows(self, work: Any, sent: torch.Tensor, received: torch.Tensor) -> None:
-        """The rows of all parameters that are divided; of all ranks if they are still to be added up."""
+        """``received`` will hold this rank's rows of all divided parameters: one line for each rank, if these are still
+        to be added up."""
         self._works.append(work)
         self._sent.append(sent)
         self._rows = received
 
     def expect_whole(self, work: Any, sent: torch.Tensor, *, mine: bool) -> None:
-        """The gradients of one rank's parameters."""
+        """``sent`` will hold the gradients of one rank's parameters, on that rank (``mine``)."""
         self._works.append(work)
         self._sent.append(sent)
         if mine:
@@ -305,23 +311,23 @@ class Scattered:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
-        if self.done():  # not so on an accelerator: there the memory is needed until the device has come so far
+        if self.done():  # an accelerator may not have come so far: then it still reads the memory that is sent
             self._works, self._sent = [], []
 
-    def let_go(self) -> bool:
-        """Free what was sent if it has been. Whether it has."""
+    def free_if_done(self) -> bool:
+        """Free the memory that was sent, if it is not read any more. Whether that is so."""
         done = self.done()
         if done:
-            with suppress(Exception):  # who waits for it hears of that
+            with suppress(Exception):  # raised again where the gradients are waited for
                 self.wait()
         return done
 
-    def value(self) -> "Scattered":
-        """For ``gradients``."""
+    def value(self) -> "ScatteredGradients":
+        """The argument of ``gradients``."""
         return self
 
     def gradients(self, parameters: Sequence[torch.Tensor]) -> list[DTensor]:
-        """This rank's parts of the gradients of ``parameters``, once they are there."""
+        """This rank's parts of the gradients of ``parameters``, once the communication is done."""
         rows = self._rows
         if rows is not None and rows.dim() == 2:
             rows, *others = rows
@@ -344,8 +350,8 @@ class Scattered:
         return found
 
 
-class Gathered:
-    """Parts of parameters under way to all ranks."""
+class GatheredShards:
+    """The communication of updated parts of parameters, from the ranks that have stepped them to all others."""
 
     def __init__(self) -> None:
         self._expected: list[tuple[Any, Finish]] = []
@@ -410,7 +416,8 @@ def _copy(pairs: _Pairs) -> None:
 
 
 def _uncounted(tensors: Iterable[torch.Tensor]) -> ExitStack:
-    """Inside of it writes to ``tensors`` do not count as such for autograd. One by one: torch 2.6 takes no several."""
+    """Inside of this context autograd does not count writes to ``tensors``. They are given one by one: torch 2.6 takes
+    one tensor in a call."""
     stack = ExitStack()
     for tensor in tensors:
         stack.enter_context(grad_mode._unsafe_preserve_version_counter(tensor))
