@@ -102,12 +102,16 @@ def require_there(mutant: Mutant) -> None:
 
 
 def require_caught(mutant: Mutant, folder: Path) -> None:
-    """In a copy of the source, made in ``folder``."""
+    put_in(mutant, folder)
+    require_failing(folder, mutant.tests, mutant.picks, mutant.marks)
+
+
+def put_in(mutant: Mutant, folder: Path) -> None:
+    """Into a copy of the source, made in ``folder``."""
     place = place_of(mutant)
     text = _text_of(place.file)
     file = copied(folder) / place.file.relative_to(SOURCE)
     file.write_text(text[: place.start] + mutant.new + text[place.end :], encoding="utf-8")
-    require_failing(folder, mutant.tests, mutant.picks, mutant.marks)
 
 
 def copied(folder: Path) -> Path:
