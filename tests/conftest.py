@@ -44,6 +44,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     selection.mark(items)
 
 
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays. The garbage collector, which many tests call, need not look at it each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
