@@ -1,0 +1,45 @@
+"""A plugin of pytest's that measures the tests for ``tests.mutation.matrix``: ``pytest -p tests.mutation.timing``.
+
+It counts processor seconds of the test and of all processes under it, ranks among them, so that it matters little what
+else the machine does. They are appended to the file that ``INSTEP_TEST_TIMES`` names. It needs Linux's ``/proc``.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    before = seconds_of(os.getpid())
+    result = yield
+    after = seconds_of(os.getpid())
+    with open(os.environ["INSTEP_TEST_TIMES"], "a", encoding="utf-8") as file:
+        file.write(f"{max(0.0, after - before):.2f} {item.nodeid}\n")
+    return result
+
+
+def seconds_of(pid: int) -> float:
+    """Of a process, its children, and those that have ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        children = [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text(encoding="utf-8").split()
+        ]
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0  # it has just ended, and is counted with its parent's
+    return sum(map(int, fields[11:15])) / TICKS + sum(map(seconds_of, children))
+
+
+def read(file: Path) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        seconds, _, nodeid = line.partition(" ")
+        found[nodeid] = found.get(nodeid, 0.0) + float(seconds)
+    return found
