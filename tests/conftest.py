@@ -39,9 +39,9 @@ def _devices(config: pytest.Config) -> list[Any]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     missing.skip(items)
-    selection.mark(items)
+    selection.mark(config, items)
 
 
 def pytest_collection_finish() -> None:

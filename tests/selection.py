@@ -11,7 +11,7 @@ So a new test runs by default.
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from zlib import crc32
 
@@ -20,6 +20,9 @@ import pytest
 TESTS = Path(__file__).parent
 FULL = TESTS / "full.txt"
 KILLERS = TESTS / "mutation" / "killers.json"
+
+COLLECTED = pytest.StashKey[frozenset[str]]()
+"""The test functions that were collected, also those that are not run."""
 
 # Of a test with more cases than this, about as many run by default.
 CASES = 2
@@ -55,8 +58,9 @@ def killers() -> dict[str, list[str]]:
     return found
 
 
-def mark(items: Sequence[pytest.Item]) -> None:
+def mark(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     """Mark what is left out. ``INSTEP_TEST_ALL_CASES=1`` leaves out nothing but the long sweeps."""
+    config.stash[COLLECTED] = frozenset(function_of(item.nodeid) for item in items)
     if os.environ.get("INSTEP_TEST_ALL_CASES"):
         return
     always = {nodeid for tests in killers().values() for nodeid in tests}
@@ -78,10 +82,3 @@ def _beyond(nodeid: str, count: int) -> bool:
     if cases is None and nodeid.startswith(LIGHT):
         return False
     return crc32(nodeid.encode()) % count >= (cases or CASES)
-
-
-def gone(collected: Iterable[str], listed: Iterable[str]) -> list[str]:
-    """Those of ``listed`` whose function is not there any more, though others of its file were collected."""
-    functions = {function_of(nodeid) for nodeid in collected}
-    files = {file_of(function) for function in functions}
-    return sorted(nodeid for nodeid in listed if file_of(nodeid) in files and function_of(nodeid) not in functions)

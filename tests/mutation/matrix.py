@@ -1,17 +1,15 @@
 """Which tests kill which seeded defect, and which tests are therefore ``full``: ``python -m tests.mutation.matrix``.
 
-    pytest -n 1 -m 'not nightly and not examples and not accelerator' -o junit_family=xunit1 --junitxml=times.xml
-    python -m tests.mutation.matrix times.xml              # runs the defects that have not been run, which takes hours
-    python -m tests.mutation.matrix times.xml NAME ...     # runs these again
-    python -m tests.mutation.matrix times.xml --choose     # runs none
+    python -m tests.mutation.matrix NAME ...        # runs these defects
+    python -m tests.mutation.matrix                 # runs those that have not been run; it can be stopped at any time
 
-The first command measures what each test takes. A defect's tests are run in an order, up to the first that fails:
-those that run by default in any case, then those that kill another defect, then the quick ones before the slow ones.
-What has failed is written to ``killers.json`` after every defect, so that the command can be stopped at any time, and
-goes on where it stopped. At the end it writes ``tests/full.txt`` anew.
+    INSTEP_TEST_TIMES=times pytest -n 1 -p tests.mutation.timing -m 'not nightly and not examples and not accelerator'
+    python -m tests.mutation.matrix --times times   # the same in a better order, and writes full.txt anew at the end
 
-Defects that only the emulated accelerator shows have a session of their own, ``pytest -m accelerator``, and are left
-out here.
+A defect's tests are run up to the first that fails: those that are in a plain ``pytest`` in any case, then those that
+kill another defect, then the quick ones before the slow ones. What has failed is in ``killers.json`` after each defect.
+
+A defect that only the emulated accelerator shows is left out: ``pytest -m accelerator`` is a session of its own.
 """
 
 import argparse
@@ -21,44 +19,36 @@ import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tests import net, selection
-from tests.mutation import test_mutants
+from tests.mutation import test_mutants, timing
 from tests.mutation.seeding import ROOT, Mutant, put_in
 
 CHEAP = 0.03
 """Seconds. A test that takes less always runs by default."""
+AFFORDABLE = 1.5
+"""Of each test function the cheapest case always runs by default, if it takes less."""
 BY_DEFAULT = "not nightly and not examples and not accelerator"
 DEFECTS = {mutant.name: mutant for mutant in test_mutants.MUTANTS if "accelerator" not in mutant.marks}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation.matrix")
-    parser.add_argument("times", type=Path, help="what --junitxml wrote")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="defects to run again; by default those not run yet")
-    parser.add_argument("--choose", action="store_true", help="run no defects")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="defects to run; by default those not run yet")
+    parser.add_argument("--times", type=Path, help="what tests.mutation.timing wrote: full.txt is written anew")
+    parser.add_argument("--choose", action="store_true", help="write full.txt alone, and run no defect")
     given = parser.parse_args()
-    times = times_in(given.times)
+    times = timing.read(given.times) if given.times else {}
+    names = given.names or DEFECTS.keys() - selection.killers().keys()
     if not given.choose:
-        run([DEFECTS[name] for name in given.names or DEFECTS if given.names or name not in selection.killers()], times)
-    full = choose(times, selection.killers())
-    selection.FULL.write_text("".join(f"{nodeid}\n" for nodeid in full), encoding="utf-8")
-    left = sum(times.values()) - sum(times[nodeid] for nodeid in full)
-    print(f"full: {len(full)} of {len(times)} tests. The others took {left:.0f} of {sum(times.values()):.0f} s")
-
-
-def times_in(report: Path) -> dict[str, float]:
-    """Seconds by node id, of a report with ``junit_family=xunit1``."""
-    found: dict[str, float] = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        file = case.get("file", "")
-        inside = case.get("classname", "").removeprefix(file.removesuffix(".py").replace("/", ".")).strip(".")
-        nodeid = "::".join(part for part in (file, *inside.split("."), case.get("name", "")) if part)
-        found[nodeid] = found.get(nodeid, 0.0) + float(case.get("time", 0))
-    return found
+        run([mutant for name, mutant in DEFECTS.items() if name in names], times)
+    if times:
+        full = choose(times, selection.killers())
+        selection.FULL.write_text("".join(f"{nodeid}\n" for nodeid in full), encoding="utf-8")
+        left = sum(times.values()) - sum(times[nodeid] for nodeid in full)
+        print(f"full: {len(full)} of {len(times)} tests. The others took {left:.0f} of {sum(times.values()):.0f} s")
 
 
 def run(mutants: Iterable[Mutant], times: Mapping[str, float]) -> None:
@@ -67,7 +57,7 @@ def run(mutants: Iterable[Mutant], times: Mapping[str, float]) -> None:
         found = failing(mutant, ranks(times, selection.killers()))
         print(f"{time.monotonic() - began:6.1f} s  {mutant.name}: {', '.join(found) or 'NOT CAUGHT'}", flush=True)
         if found:
-            write(selection.killers() | {mutant.name: sorted(found)})
+            write(selection.killers() | {mutant.name: found})
 
 
 def write(killers: Mapping[str, list[str]]) -> None:
@@ -118,7 +108,7 @@ def always(times: Mapping[str, float]) -> set[str]:
     cheapest: dict[str, str] = {}
     for nodeid in sorted(times, key=lambda nodeid: times[nodeid]):
         cheapest.setdefault(selection.function_of(nodeid), nodeid)
-    return found | set(cheapest.values())
+    return found | {nodeid for nodeid in cheapest.values() if times[nodeid] < AFFORDABLE}
 
 
 def choose(times: Mapping[str, float], killers: Mapping[str, list[str]]) -> list[str]:
