@@ -22,6 +22,7 @@ settings.load_profile("instep")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all tests are collected
     if sessions.asked_for(config):
         sessions.start(config)
 
@@ -48,6 +49,7 @@ def pytest_collection_finish() -> None:
     """What is loaded by now stays. The garbage collector, which many tests call, need not look at it each time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

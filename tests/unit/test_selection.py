@@ -6,7 +6,7 @@ from tests import selection
 
 
 def test_what_is_listed_is_there(request: pytest.FixtureRequest) -> None:
-    """Of the files that this session has collected. Cases depend on the versions of packages: functions are compared."""
+    """Of the files that this session has collected. Functions are compared: cases depend on versions of packages."""
     if any("::" in arg for arg in request.config.args):
         pytest.skip("files were collected in part")
     killers = {nodeid for tests in selection.killers().values() for nodeid in tests}
