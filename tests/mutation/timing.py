@@ -5,7 +5,7 @@ else the machine does. They are appended to the file that ``INSTEP_TEST_TIMES`` 
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     before = seconds_of(os.getpid())
     result = yield
     after = seconds_of(os.getpid())
