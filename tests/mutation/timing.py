@@ -23,18 +23,22 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     return result
 
 
-def seconds_of(pid: int) -> float:
-    """Of a process, its children, and those that have ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        children = [
-            int(child)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text(encoding="utf-8").split()
-        ]
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0  # it has just ended, and is counted with its parent's
-    return sum(map(int, fields[11:15])) / TICKS + sum(map(seconds_of, children))
+def seconds_of(root: int) -> float:
+    """Of a process, those under it, and those that have ended."""
+    ticks: dict[int, int] = {}
+    children: dict[int, list[int]] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended, and is counted with its parent's
+        ticks[int(process.name)] = sum(map(int, fields[11:15]))
+        children.setdefault(int(fields[1]), []).append(int(process.name))
+    found, found_ticks = [root], 0
+    for pid in found:
+        found_ticks += ticks.get(pid, 0)
+        found += children.get(pid, ())
+    return found_ticks / TICKS
 
 
 def read(file: Path) -> dict[str, float]:
