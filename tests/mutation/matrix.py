@@ -41,9 +41,9 @@ def main() -> None:
     parser.add_argument("--choose", action="store_true", help="write full.txt alone, and run no defect")
     given = parser.parse_args()
     times = timing.read(given.times) if given.times else {}
-    names = given.names or DEFECTS.keys() - selection.killers().keys()
+    names = given.names or [name for name in DEFECTS if name not in selection.killers()]
     if not given.choose:
-        run([mutant for name, mutant in DEFECTS.items() if name in names], times)
+        run([DEFECTS[name] for name in names], times)
     if times:
         full = choose(times, selection.killers())
         selection.FULL.write_text("".join(f"{nodeid}\n" for nodeid in full), encoding="utf-8")
