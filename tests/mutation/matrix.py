@@ -26,7 +26,7 @@ from tests import net, selection
 from tests.mutation import test_mutants, timing
 from tests.mutation.seeding import ROOT, Mutant, put_in
 
-CHEAP = 0.03
+CHEAP = 0.1
 """Seconds. A test that takes less always runs by default."""
 AFFORDABLE = 1.5
 """Of each test function the cheapest case always runs by default, if it takes less."""
