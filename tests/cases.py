@@ -143,3 +143,30 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     matrices = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     return [{"params": matrices}, {"params": rest, "lr": 3e-3}]
+
+
+class SparseWords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(32, 8, sparse=True)
+        self.out = nn.Linear(8, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.out(self.words(tokens))
+
+
+def channels_last() -> nn.Module:
+    layers = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 10, 2), nn.Flatten())
+    return layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch leaves it out
+
+
+class Transposed(nn.Module):
+    """A dense parameter whose strides are not those of its shape, and one with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Parameter(torch.randn(10, 16).t())
+        self.gaps = nn.Parameter(torch.randn(16, 20)[:, ::2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.dense + x @ self.gaps

@@ -1,12 +1,9 @@
 """Fixtures for all tests: the device, the pools of ranks, and the guard against leaks."""
 
 import gc
-import os
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
-from zlib import crc32
 
 import pytest
 import torch
@@ -15,22 +12,9 @@ from hypothesis import HealthCheck, settings
 
 from instep._life.worker import NAME
 from instep.attachment import attachments
-from tests import missing, net
+from tests import missing, net, selection
 from tests.accelerator import sessions
 from tests.distributed.pool import RankPool
-
-# Of a test with more cases than this, about as many run by default, and the others nightly.
-CASES = 2
-MORE_CASES = {"tests/unit/test_life.py": 20, "tests/parity/test_interrupted_step.py": 15}
-LIGHT = (
-    "tests/unit/",
-    "tests/report/",
-    "tests/mutation/",
-    "tests/checkpoint/",
-    "tests/faults/",
-    "tests/accelerator/",
-    "tests/test_",
-)
 
 # By default an example may take 0.2 s, and drawing them 1 s or so: on a busy machine neither says anything.
 settings.register_profile("instep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -38,6 +22,7 @@ settings.load_profile("instep")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all tests are collected
     if sessions.asked_for(config):
         sessions.start(config)
 
@@ -55,19 +40,16 @@ def _devices(config: pytest.Config) -> list[Any]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     missing.skip(items)
-    if os.environ.get("INSTEP_TEST_ALL_CASES"):
-        return
-    of_one_test = Counter(item.nodeid.partition("[")[0] for item in items)
-    for item in items:
-        count = of_one_test[item.nodeid.partition("[")[0]]
-        # By the name, so that the same ones run everywhere; none of the parameters is left out as a whole.
-        cases = MORE_CASES.get(item.nodeid.partition("::")[0])
-        if cases is None and item.nodeid.startswith(LIGHT):
-            continue
-        if crc32(item.nodeid.encode()) % count >= (cases or CASES):
-            item.add_marker(pytest.mark.nightly)
+    selection.mark(config, items)
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays. The garbage collector, which many tests call, need not look at it each time."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -33,7 +33,7 @@ def test_each_is_needed(name: str, picks: str, tmp_path: Path) -> None:
     for file in files:
         text = file.read_text(encoding="utf-8")
         file.write_text(text.replace(f".{name}(", NOTHING), encoding="utf-8")
-    require_failing(tmp_path, ONE_DEVICE, picks, "accelerator")
+    require_failing(tmp_path, [ONE_DEVICE], picks, "accelerator")
 
 
 def test_no_memory_is_recorded_on_a_stream() -> None:

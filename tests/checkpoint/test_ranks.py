@@ -23,8 +23,7 @@ from tests.cases import Blocks, batch, two_groups
 from tests.checkpoint.loops import adamw, everything, load_from, require_same
 from tests.devices import here
 from tests.distributed.pool import RankPool
-from tests.distributed.sharded import Loop, loss_of, nested, parameters_of
-from tests.distributed.test_meshes import hsdp, tp_alone
+from tests.distributed.sharded import Loop, hsdp, loss_of, nested, parameters_of, tp_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 

@@ -1,8 +1,7 @@
-"""A few ranks, spawned once, that run test bodies together over gloo on loopback."""
+"""A few ranks, started once, that run test bodies together over gloo on loopback."""
 
 import faulthandler
 import gc
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests import net
+from tests.forking import forking
 
 GROUP_SECONDS = 120
 """Of a collective. Only a rank that hangs is waited for so long."""
@@ -86,7 +86,7 @@ class RankPool:
             self._directory = None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forking()
         self._directory = tempfile.TemporaryDirectory(prefix="instep-ranks-")
         rendezvous = Path(self._directory.name) / "store"
         for rank in range(self.world_size):

@@ -1,6 +1,7 @@
 """Models sharded in all the ways there are, and two loops over each, side by side."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import cache
@@ -11,8 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import instep
 from instep.verification import first_difference, training_state
@@ -146,3 +152,32 @@ def both(
 
 def is_fsdp(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
+
+
+def fsdp1(model: Any, **options: Any) -> nn.Module:
+    """Each block, and the rest."""
+    warnings.simplefilter("ignore")
+    device = here()
+    options = {"use_orig_params": True, "device_id": device, **options}
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = FullyShardedDataParallel(block, **options)
+    return FullyShardedDataParallel(model, **options)
+
+
+def tensor_parallel(model: Any, tp: Any, *, norms: bool = False) -> nn.Module:
+    """The two linear layers of each block, split over ranks."""
+    for block in model.blocks:
+        plan: dict[str, Any] = {"1": ColwiseParallel(), "3": RowwiseParallel()}
+        if norms:
+            plan["0"] = SequenceParallel(sequence_dim=0, use_local_output=True)
+            plan["1"] = ColwiseParallel(input_layouts=torch.distributed.tensor.Shard(0))
+        parallelize_module(block, tp, plan)
+    return model
+
+
+def hsdp(model: nn.Module) -> nn.Module:
+    return nested(model, mesh=mesh(2, 2))
+
+
+def tp_alone(model: nn.Module) -> nn.Module:
+    return tensor_parallel(model, mesh(torch.distributed.get_world_size()))

@@ -15,9 +15,8 @@ import instep.options
 from instep.errors import AttachError, TornStepError, UnsupportedOptimizerError
 from tests.cases import Blocks, batch, two_groups
 from tests.distributed.pool import RankPool
-from tests.distributed.sharded import Loop, both, loss_of, nested
-from tests.distributed.test_fsdp1 import fsdp1
-from tests.parity.test_check_steps import LATE, MetTheOdd, Odd
+from tests.distributed.sharded import Loop, both, fsdp1, loss_of, nested
+from tests.parity.changes import LATE, MetTheOdd, Odd
 
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {},

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -25,15 +25,13 @@ from instep.sources.crossing import plan
 from instep.sources.crossing import source as crossing
 from instep.sources.crossing.trial import Trial
 from instep.verification import first_difference, training_state
-from tests.cases import Blocks, Sometimes, Tied, batch, grad_of, optimizer_cases, two_groups, weights
+from tests.cases import Blocks, Sometimes, Tied, batch, grad_of, weights
 from tests.devices import on_cpu_only
+from tests.distributed.casting import CastByHand, send_as
+from tests.distributed.crossing import OPTIMIZERS, STEPS, Loop, Step, blocks, compare
 from tests.distributed.pool import RankPool
-from tests.distributed.test_mixed_precision import CastByHand, send_as
 from tests.inside import source_of
 from tests.pace import Pace
-
-OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
-STEPS = 9
 
 
 class Normed(Blocks):
@@ -47,11 +45,6 @@ class Normed(Blocks):
         return super().forward(self.running(x))
 
 
-def blocks(model: nn.Module, seed: int) -> torch.Tensor:
-    x, y = batch(seed)
-    return nn.functional.cross_entropy(model(x).float(), y)
-
-
 def tied(model: nn.Module, seed: int) -> torch.Tensor:
     tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(seed))
     return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
@@ -61,69 +54,6 @@ def sometimes(model: nn.Module, seed: int) -> torch.Tensor:
     """An expert that only the second rank uses, and not always."""
     x, y = batch(seed)
     return nn.functional.cross_entropy(model(x, 0 if dist.get_rank() == 1 and seed % 2 else None), y)
-
-
-class Loop:
-    def __init__(
-        self,
-        attach: bool,
-        make: Callable[[], nn.Module] = Blocks,
-        loss: Callable[[nn.Module, int], torch.Tensor] = blocks,
-        optimizer: str = "AdamW-0-fused",
-        ddp: Any = None,
-        options: Any = None,
-        cast: Any = None,
-    ) -> None:
-        torch.manual_seed(0)
-        module = make() if attach or cast is None else cast(make())
-        wrapping = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.004, **(ddp or {})}
-        self.model = DistributedDataParallel(module, **wrapping)
-        self.loss = loss
-        cls, kwargs = OPTIMIZERS[optimizer]
-        self.optimizer = cls(two_groups(self.model), **kwargs)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda e: 1 / (1 + e))
-        self.overlap: Any = None
-        if attach:
-            self.overlap = instep.attach(
-                self.model, self.optimizer, schedule="forward", cross_iteration=True, **(options or {})
-            )
-
-    def backward(self, i: int) -> None:
-        self.loss(self.model, 1000 * dist.get_rank() + i).backward()
-
-    def finish(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.scheduler.step()
-
-    def step(self, i: int) -> Any:
-        self.backward(i)
-        self.finish()
-
-    def state(self) -> Any:
-        if self.overlap is not None:
-            self.overlap.synchronize()
-        return training_state(self.model, self.optimizer)
-
-
-Step = Callable[[Loop, int], Any]
-
-
-def compare(step: Step = Loop.step, **how: Any) -> str | None:
-    """The first difference in words. Weights are looked at after some of the steps only: who looks waits."""
-    plain, attached = Loop(False, **how), Loop(True, **how)
-    found = []
-    crossed = 0
-    with attached.overlap:
-        for i in range(STEPS):
-            said = first_difference(iter([("said", step(plain, i))]), iter([("said", step(attached, i))]))
-            crossed += len(source_of(attached.overlap).flights)
-            found.append(said)
-            if i % 4 == 3 or i == STEPS - 1:
-                found.append(first_difference(plain.state(), attached.state()))
-        assert crossed, "nothing crossed"
-        assert attached.overlap.step_count == STEPS
-    return next((text for text in found if text is not None), None)
 
 
 def assert_equal(pool: RankPool, *args: Any, **kwargs: Any) -> None:

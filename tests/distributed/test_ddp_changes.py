@@ -15,10 +15,18 @@ from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
 from tests.devices import here
 from tests.distributed.pool import RankPool
-from tests.parity.test_changed_between import Plain, configured, move_one, through_data
-from tests.parity.test_found_in_training import DRAWS, LATER
-from tests.parity.test_state_changed import pop, put_another_tensor
-from tests.parity.test_written_gradients import Decays, Replaces
+from tests.parity.changes import (
+    DRAWS,
+    LATER,
+    Decays,
+    Plain,
+    Replaces,
+    configured,
+    move_one,
+    pop,
+    put_another_tensor,
+    through_data,
+)
 
 EXACT: list[dict[str, Any]] = [{"undo": True}, {"schedule": "forward"}]
 

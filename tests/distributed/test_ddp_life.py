@@ -21,6 +21,7 @@ from instep.errors import AccumulationError, AttachError, StaleAttachmentError, 
 from instep.sources.ddp.reducer_group import ReducerGroup, work_of
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, weights
+from tests.distributed.loops import Fails, WithOwn, equal, loss_of, train
 from tests.distributed.pool import RankPool
 from tests.pace import Pace
 
@@ -29,22 +30,6 @@ def make(**options: Any) -> tuple[DistributedDataParallel, torch.optim.Optimizer
     torch.manual_seed(0)
     model = DistributedDataParallel(Blocks(), **{"bucket_cap_mb": 0.004, **options})
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-
-def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
-    x, y = batch(100 * dist.get_rank() + seed)
-    return nn.functional.cross_entropy(model(x), y)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for i in steps:
-        loss_of(model, i).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, a, b))
 
 
 def body_detach_and_attach_again() -> str | None:
@@ -91,15 +76,6 @@ def body_join(divide_by_initial_world_size: bool) -> str | None:
 @pytest.mark.parametrize("divide_by_initial_world_size", [True, False])
 def test_join_with_uneven_inputs(three_ranks: RankPool, divide_by_initial_world_size: bool) -> None:
     assert three_ranks.run(body_join, divide_by_initial_world_size) == [None] * 3
-
-
-class Fails(torch.optim.SGD):
-    failing = True
-
-    def step(self, closure: Any = None) -> Any:
-        if Fails.failing and any(p.shape == (24, 16) for g in self.param_groups for p in g["params"]):
-            raise ZeroDivisionError("the update")
-        return super().step(closure)
 
 
 def body_step_raises() -> bool:
@@ -330,18 +306,6 @@ def test_the_plan_shows_the_buckets_of_ddp(two_ranks: RankPool) -> None:
     assert plan.splitlines()[1].split()[1] == "ddp"
     assert len(plan.splitlines()) > 4
     assert "module." not in plan
-
-
-class WithOwn(nn.Module):
-    """A module that holds a DDP instance beside parameters of its own."""
-
-    def __init__(self, core: nn.Module) -> None:
-        super().__init__()
-        self.core = core
-        self.scale = nn.Parameter(torch.ones(10))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.core(x) * self.scale
 
 
 def body_error_beside_ddp() -> bool:

@@ -15,9 +15,7 @@ import instep
 from instep.errors import AttachError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, two_groups
-from tests.distributed import test_crossing as crossing
-from tests.distributed import test_ddp_parity as parity
-from tests.distributed import test_zero as zero
+from tests.distributed import crossing, ddp_lockstep, zero
 from tests.distributed.pool import RankPool
 
 SMALL: dict[str, Any] = {"bucket_cap_mb": 0.004}
@@ -49,8 +47,8 @@ each_option = pytest.mark.parametrize("option", BOTH)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_stepped_in_backward(three_ranks: RankPool, view: bool, micro_batches: int) -> None:
     options = {**SMALL, "batched_grad_copy": True, "gradient_as_bucket_view": view}
-    parity.assert_equal_on_all(
-        three_ranks, Blocks, parity._blocks_loss, "AdamW-0-foreach", options, micro_batches=micro_batches
+    ddp_lockstep.assert_equal_on_all(
+        three_ranks, Blocks, ddp_lockstep.blocks_loss, "AdamW-0-foreach", options, micro_batches=micro_batches
     )
 
 
@@ -70,7 +68,7 @@ class Pair:
     ) -> None:
         for i in range(steps):
             for model, optimizer in zip(self.models, self.optimizers, strict=True):
-                parity._blocks_loss(model, 1000 * dist.get_rank() + i).backward()
+                ddp_lockstep.blocks_loss(model, 1000 * dist.get_rank() + i).backward()
                 after_backward(model)
                 optimizer.step()
                 optimizer.zero_grad(**zeroing)
@@ -199,7 +197,7 @@ def refused(way: dict[str, Any]) -> None:
     with instep.attach(model, optimizer, **way):
         set_manual(model)  # after attach
         before = [p.detach().clone() for p in model.parameters()]
-        loss = parity._blocks_loss(model, 0)
+        loss = ddp_lockstep.blocks_loss(model, 0)
         with pytest.raises(AttachError, match="require_manual_backward_finalization is set"):
             loss.backward()
     assert all(map(torch.equal, before, model.parameters()))
@@ -219,7 +217,7 @@ def refused_in_backward() -> None:
     set_manual(model)
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(AttachError, match="require_manual_backward_finalization is set"):
-        parity._blocks_loss(model, 0).backward()
+        ddp_lockstep.blocks_loss(model, 0).backward()
     assert all(map(torch.equal, before, model.parameters()))
 
 

@@ -1,6 +1,5 @@
 """``FullyShardedDataParallel(use_orig_params=True)``: bit for bit what it does in the plain loop, on two ranks."""
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,21 +19,10 @@ from torch.distributed.fsdp import (
 import instep
 from instep.errors import AccumulationError, AttachError, SpentGradientError
 from tests.cases import Blocks, optimizer_cases, two_groups
-from tests.devices import here
 from tests.distributed.pool import RankPool
-from tests.distributed.sharded import Loop, both, in_every_way, mesh, sampled
+from tests.distributed.sharded import Loop, both, fsdp1, in_every_way, mesh, sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-
-
-def fsdp1(model: Any, **options: Any) -> nn.Module:
-    """Each block, and the rest."""
-    warnings.simplefilter("ignore")
-    device = here()
-    options = {"use_orig_params": True, "device_id": device, **options}
-    for number, block in enumerate(model.blocks):
-        model.blocks[number] = FullyShardedDataParallel(block, **options)
-    return FullyShardedDataParallel(model, **options)
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:

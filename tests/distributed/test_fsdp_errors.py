@@ -2,15 +2,10 @@
 had never been. The oracle is a plain loop that never ran it."""
 
 import copy
-import multiprocessing
-import os
-import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -33,7 +28,6 @@ from instep.errors import TornStepError
 from instep.sources.fsdp.after_errors import rebuild_fsdp1, rebuild_fsdp2
 from instep.sources.fsdp.wrappers import fsdp2_groups
 from instep.verification import first_difference
-from tests import net
 from tests.cases import Blocks, two_groups
 from tests.devices import on_cpu_only
 from tests.distributed.pool import RankPool
@@ -586,12 +580,7 @@ def test_all_of_torchs_state_is_as_between_two_iterations(two_ranks: RankPool, n
 PATIENCE = 20  # seconds of a collective
 
 
-def one_rank_fails(rank: int, rendezvous: str, answers: Any) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=PATIENCE)
-    )
+def one_rank_fails() -> tuple[str | None, float, bool, bool]:
     loop = build("nested")
     held = [id(p) for p in loop.model.parameters()]
     loop.overlap = instep.attach(loop.model, loop.optimizer, undo=True)
@@ -600,36 +589,22 @@ def one_rank_fails(rank: int, rendezvous: str, answers: Any) -> None:
     started = time.monotonic()
     with Pace() as pace:
         try:
-            with failing(loop.model, "backward") if rank == 1 else nullcontext():
+            with failing(loop.model, "backward") if dist.get_rank() == 1 else nullcontext():
                 loop.backward(1)
             raised = None
         except Exception as error:
             raised = type(error).__name__
     in_place = [id(p) for p in loop.model.parameters()] == held
     kept = all(map(torch.equal, before, values(loop)))
-    answers.put((rank, raised, pace.since(started), in_place, kept))
-    time.sleep(net.SECONDS)  # until it is killed: a rank that goes away is noticed for another reason
+    return raised, pace.since(started), in_place, kept
 
 
 @pytest.mark.nightly
 def test_an_error_on_one_rank_only() -> None:
     """The other one raises when its collective runs out of time, and both have their parameters as before the step."""
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    with tempfile.TemporaryDirectory() as directory:
-        ranks = [
-            context.Process(target=one_rank_fails, args=(rank, f"{directory}/store", answers), daemon=True)
-            for rank in range(2)
-        ]
-        try:
-            for process in ranks:
-                process.start()
-            found = sorted(answers.get(timeout=net.SECONDS) for _ in ranks)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.join()
-    (_, other, waited, *well), (_, own, _, *well_there) = found
+    pool = RankPool(2, group_seconds=PATIENCE)
+    (other, waited, *well), (own, _, *well_there) = pool.run(one_rank_fails)
+    pool.stop()
     assert own == "BoomError"
     assert other is not None, "nothing was said on the other rank"
     assert waited < PATIENCE + 5

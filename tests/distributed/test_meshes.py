@@ -6,39 +6,30 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import instep
 from tests.cases import Blocks, grad_of, two_groups
 from tests.distributed.pool import RankPool
-from tests.distributed.sharded import WAYS, Loop, both, in_every_way, mesh, nested, whole
+from tests.distributed.sharded import (
+    WAYS,
+    Loop,
+    both,
+    hsdp,
+    in_every_way,
+    mesh,
+    nested,
+    tensor_parallel,
+    tp_alone,
+    whole,
+)
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(two_groups(model), lr=1e-2, **options)
 
 
-def tensor_parallel(model: Any, tp: Any, *, norms: bool = False) -> nn.Module:
-    """The two linear layers of each block, split over ranks."""
-    for block in model.blocks:
-        plan: dict[str, Any] = {"1": ColwiseParallel(), "3": RowwiseParallel()}
-        if norms:
-            plan["0"] = SequenceParallel(sequence_dim=0, use_local_output=True)
-            plan["1"] = ColwiseParallel(input_layouts=torch.distributed.tensor.Shard(0))
-        parallelize_module(block, tp, plan)
-    return model
-
-
-def hsdp(model: nn.Module) -> nn.Module:
-    return nested(model, mesh=mesh(2, 2))
-
-
 def hsdp_of_two(model: nn.Module) -> nn.Module:
     return nested(model, mesh=mesh(2, 1))
-
-
-def tp_alone(model: nn.Module) -> nn.Module:
-    return tensor_parallel(model, mesh(torch.distributed.get_world_size()))
 
 
 def two_d(model: nn.Module) -> nn.Module:

@@ -22,9 +22,8 @@ from instep.verification import first_difference, training_state
 from tests import net, own_precision
 from tests.cases import Blocks, Sometimes, Tied, batch
 from tests.devices import here, on_cpu_only
+from tests.distributed.casting import DTYPES, CastByHand, send_as
 from tests.distributed.pool import RankPool
-
-DTYPES: dict[str | None, Any] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
 
 
 class Buffers(nn.Module):
@@ -69,34 +68,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "Checkpointed": Checkpointed,
     "Recurrent": Recurrent,
 }
-
-
-class CastByHand(nn.Module):
-    """``inner`` with its parameters cast once in each forward, and its floating-point inputs."""
-
-    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.inner = inner
-        self.dtype = dtype
-
-    def forward(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
-        # As under autocast, not in batch normalization.
-        names = (name for name, _ in self.inner.named_parameters() if not name.startswith("norm."))
-        low = {name: self.inner.get_parameter(name).to(self.dtype) for name in names}
-        x = x.to(self.dtype) if x.is_floating_point() else x
-        out: torch.Tensor = torch.func.functional_call(self.inner, low, (x, *args), tie_weights=True)
-        return out
-
-
-def send_as(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    buffer = bucket.buffer()
-    low = buffer.to(dtype)
-    low *= 1.0 / dist.get_world_size()
-    dist.all_reduce(low)
-    buffer.copy_(low)
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(buffer)
-    return future
 
 
 def _loss(model: nn.Module, kind: str, seed: int) -> torch.Tensor:

@@ -22,8 +22,8 @@ from instep.sources.ddp.reductions import buckets_of
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, grad_of
 from tests.devices import sparse_collectives
+from tests.distributed.loops import loss_of, train
 from tests.distributed.pool import RankPool
-from tests.distributed.test_ddp_life import loss_of, train
 
 
 def make(model: nn.Module | None = None, **options: Any) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:

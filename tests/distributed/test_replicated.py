@@ -21,12 +21,22 @@ import instep
 from instep import ClipNorm, ClipValue
 from instep.errors import AccumulationError, SpentGradientError
 from instep.verification import first_difference, training_state
-from tests.cases import Blocks, Rotations, Sometimes, Tied, batch, two_groups, weights
+from tests.cases import (
+    Blocks,
+    Rotations,
+    Sometimes,
+    SparseWords,
+    Tied,
+    Transposed,
+    batch,
+    channels_last,
+    two_groups,
+    weights,
+)
 from tests.devices import sparse_collectives
+from tests.distributed.casting import send_as
 from tests.distributed.pool import RankPool
-from tests.distributed.test_ddp_parity import SparseWords, Transposed, channels_last
-from tests.distributed.test_mixed_precision import send_as
-from tests.distributed.test_schedules import (
+from tests.distributed.schedules import (
     Case,
     Loop,
     blocks_loss,

@@ -27,8 +27,8 @@ from instep.verification import first_difference, training_state
 from tests import net
 from tests.cases import Blocks, batch, weights
 from tests.devices import sparse_collectives
+from tests.distributed.loops import Fails, WithOwn, equal, loss_of, train
 from tests.distributed.pool import RankPool
-from tests.distributed.test_ddp_life import Fails, WithOwn, equal, loss_of, train
 from tests.living import settle
 
 CAP = 0.004

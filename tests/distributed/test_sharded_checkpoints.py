@@ -29,9 +29,7 @@ from instep.verification import first_difference
 from tests.cases import Blocks, batch
 from tests.devices import on_cpu_only
 from tests.distributed.pool import RankPool
-from tests.distributed.sharded import WAYS, Loop, loss_of, mesh, nested, parameters_of
-from tests.distributed.test_fsdp1 import fsdp1
-from tests.distributed.test_meshes import hsdp, tp_alone
+from tests.distributed.sharded import WAYS, Loop, fsdp1, hsdp, loss_of, mesh, nested, parameters_of, tp_alone
 from tests.late import late_updates
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")

@@ -18,7 +18,7 @@ from instep.verification import first_difference
 from tests.cases import batch, two_groups, weights
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, parameters_of
-from tests.parity.test_unseen_backwards import Keeps
+from tests.parity.unseen import Keeps
 
 
 def ddp(model: nn.Module, **options: Any) -> nn.Module:

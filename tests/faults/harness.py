@@ -1,7 +1,6 @@
 """Runs cases in processes of their own, and judges what the ranks report against the plain loop."""
 
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -18,6 +17,7 @@ from typing import Any
 
 from tests import net, pace
 from tests.faults.cases import ALL, LIMIT, LOSES_A_RANK, NONFINITE, RAISES, ROWS, STEPS, Case
+from tests.forking import forking
 
 TRIES = 3
 AFTER_FAULT_SECONDS = net.SECONDS / 5
@@ -95,7 +95,7 @@ class _Running:
         spaces: Sequence[str | None] = [None] * case.world
         if case.kind == "partition":
             spaces = stack.enter_context(namespaces(case.world))
-        context = multiprocessing.get_context("forkserver")
+        context = forking()
         from tests.faults.rank import serve
 
         self._processes: list[ForkServerProcess] = []
@@ -160,26 +160,6 @@ def fault_in(reports: Iterable[Report]) -> float | None:
     return min((one["time"] for report in reports for one in report if one["what"] == "fault"), default=None)
 
 
-def preload() -> None:
-    """Have processes forked from one that has imported everything: a rank then starts in milliseconds."""
-    root = Path(__file__).parents[2]
-    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), before["PYTHONPATH"]]))
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.faults.warm"])
-        from multiprocessing import forkserver
-
-        forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def run_cases(cases: Iterable[Case], jobs: int = 4) -> Iterator[Verdict]:
     """Run ``cases``, some at a time: most of a fault's time is waiting. Verdicts come in the order of their ends."""
     cases = list(cases)
@@ -193,7 +173,6 @@ def run_cases(cases: Iterable[Case], jobs: int = 4) -> Iterator[Verdict]:
 
 
 def _run(cases: Iterable[Case], jobs: int) -> Iterator[_Running]:
-    preload()
     waiting = deque(cases)
     running: list[_Running] = []
     tries: Counter[Case] = Counter()

@@ -21,9 +21,9 @@ import instep
 from instep.errors import StaleAttachmentError, TornStepError
 from tests import net
 from tests.cases import Blocks, batch, weights
+from tests.distributed.pool import RankPool
 from tests.faults import program
-from tests.faults.cases import ALL, Case
-from tests.faults.forked import forked
+from tests.faults.cases import ALL, TIMEOUT, Case
 from tests.faults.harness import HANG, LATE_WRITE, SILENT, STUCK, Verdict, run_cases
 
 HERE = Path(__file__).parent
@@ -116,7 +116,10 @@ def half_failing_update() -> tuple[str, bool, bool]:
 
 def test_d2_writes_after_backward_raised() -> None:
     """torch: callbacks of later buckets go on in another thread. A checkpoint in ``except:`` is a race."""
-    for error, _, later in forked(2, half_failing_update):
+    ranks = RankPool(2, group_seconds=TIMEOUT)
+    answers = ranks.run(half_failing_update)
+    ranks.stop()
+    for error, _, later in answers:
         assert "ZeroDivisionError: the update" in error
         assert later
     how: dict[str, Any] = {"optimizer": "AdamW for-loop", "world": 2}

@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from tests.cases import Blocks, Rotations, Sometimes, Tied, batch, optimizer_cases
+from tests.cases import Blocks, Rotations, Sometimes, SparseWords, Tied, batch, channels_last, optimizer_cases
 from tests.devices import here
-from tests.distributed.test_ddp_parity import SparseWords, channels_last
 
 OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
 OPTIMIZERS["sparse SGD"] = (torch.optim.SGD, {"lr": 0.05})

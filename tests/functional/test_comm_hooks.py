@@ -18,9 +18,9 @@ from instep.errors import AttachError, InstepError
 from tests import own_precision
 from tests.cases import Blocks, batch
 from tests.devices import here, let_go, sparse_collectives
+from tests.distributed.casting import DTYPES, CastByHand, send_as
+from tests.distributed.comm_hooks import HOOKS
 from tests.distributed.pool import RankPool
-from tests.distributed.test_comm_hooks import HOOKS
-from tests.distributed.test_mixed_precision import DTYPES, CastByHand, send_as
 from tests.functional.cases import OPTIMIZERS, SOME, Functional, difference, hook_parity, loss, make
 
 

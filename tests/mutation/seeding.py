@@ -5,13 +5,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import instep
-from tests import net
+from tests import net, selection
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(instep.__file__).parent
@@ -102,23 +102,32 @@ def require_there(mutant: Mutant) -> None:
 
 
 def require_caught(mutant: Mutant, folder: Path) -> None:
-    """In a copy of the source, made in ``folder``."""
+    """By a test of a plain ``pytest``, where one is known, or by one of those that the defect names."""
+    put_in(mutant, folder)
+    known = selection.killers().get(mutant.name)
+    if known:
+        require_failing(folder, known)
+    else:
+        require_failing(folder, [mutant.tests], mutant.picks, mutant.marks)
+
+
+def put_in(mutant: Mutant, folder: Path) -> None:
+    """Into a copy of the source, made in ``folder``."""
     place = place_of(mutant)
     text = _text_of(place.file)
     file = copied(folder) / place.file.relative_to(SOURCE)
     file.write_text(text[: place.start] + mutant.new + text[place.end :], encoding="utf-8")
-    require_failing(folder, mutant.tests, mutant.picks, mutant.marks)
 
 
 def copied(folder: Path) -> Path:
     return Path(shutil.copytree(SOURCE, folder / "instep", ignore=shutil.ignore_patterns("__pycache__")))
 
 
-def require_failing(folder: Path, tests: str, picks: str = "", marks: str = "") -> None:
+def require_failing(folder: Path, tests: Sequence[str], picks: str = "", marks: str = "") -> None:
     """Some test fails with the source in ``folder``."""
     chosen = [*(("-k", picks) if picks else ()), *(("-m", marks) if marks else ())]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider", tests, *chosen],
+        [sys.executable, "-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider", *tests, *chosen],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(folder), "INSTEP_TEST_ALL_CASES": "1"},
         capture_output=True,

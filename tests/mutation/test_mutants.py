@@ -373,14 +373,14 @@ MUTANTS = [
         "Divisor.__call__",
         "        return self._active\n",
         "        return dist.get_world_size(ddp.process_group)\n",
-        DDP_LIFE,
+        "tests/functional/test_comm_hooks.py",
     ),
     Mutant(
         "step a rank that has joined",
         "Reductions.launched",
         "        if graph_task() is None:\n            return False\n",
         "        if False:\n            return False\n",
-        DDP_LIFE,
+        "tests/functional/test_comm_hooks.py",
     ),
     Mutant(
         "call an end in a turn that DDP's own end may be behind",

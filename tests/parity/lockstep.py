@@ -25,6 +25,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "undo": {"undo": True},
     "two_pass": {"clip": instep.ClipNorm(CLIP, mode="two_pass")},
 }
+UNDO: dict[str, dict[str, Any]] = {"undo": {"undo": True}, "undo on the host": {"undo": "host"}}
 EXACT = ("forward", "late", "undo")  # whatever the plain loop does
 in_every_way = pytest.mark.parametrize("way", list(WAYS))
 in_exact_ways = pytest.mark.parametrize("way", EXACT)

@@ -16,8 +16,8 @@ import instep
 from instep.errors import HyperparameterChangedError, TornStepError, UnsupportedOptimizerError
 from tests.cases import Blocks, assign, batch, two_groups
 from tests.devices import on_cpu_only
-from tests.parity.lockstep import SMALL, Contender, Refused, lockstep, loss_of
-from tests.parity.test_undo import WAYS as UNDO
+from tests.parity.changes import Compared, Plain, configured, move_one, through_data
+from tests.parity.lockstep import SMALL, UNDO, Contender, Refused, lockstep, loss_of
 
 CHANGED = Refused(HyperparameterChangedError, "torn")
 WAYS: dict[str, dict[str, Any]] = {"backward": {}, "forward": {}, "late": {}, **UNDO}
@@ -53,11 +53,6 @@ def compare(
 def adamw() -> Any:
     model = Blocks(depth=2)
     return model, torch.optim.AdamW(two_groups(model), lr=1e-2)
-
-
-def move_one(optimizer: Any, i: int) -> None:
-    first, second = optimizer.param_groups
-    second["params"].append(first["params"].pop(0))
 
 
 def remove_and_add(optimizer: Any, i: int) -> None:
@@ -139,18 +134,6 @@ class Slotted:
     more: Any = None
 
 
-class Compared:
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.lr == other.lr  # type: ignore[attr-defined]
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class Plain(Compared):
-    def __init__(self, lr: float = 0.05, more: Any = None) -> None:
-        self.lr, self.more = lr, more
-
-
 class Private(Compared):
     """Slots, and a name that Python changes."""
 
@@ -178,33 +161,6 @@ class Cyclic:
 
     def __post_init__(self) -> None:
         self.itself = self
-
-
-class Configured(torch.optim.Optimizer):
-    """Reads its learning rate, and a factor, from wherever it was given them."""
-
-    def __init__(self, params: Any, read: Callable[[Any, dict[str, Any]], float], **defaults: Any) -> None:
-        super().__init__(params, defaults)
-        self.read = read
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                    momentum.lerp_(p.grad, 0.1)
-                    p.sub_(momentum, alpha=float(self.read(self, group)))
-
-
-def configured(read: Callable[[Any, dict[str, Any]], float], give: Callable[[Any], None]) -> Callable[[], Any]:
-    def build() -> Any:
-        model = Blocks(depth=2)
-        optimizer = Configured(two_groups(model), read)
-        give(optimizer)
-        return model, optimizer
-
-    return build
 
 
 def in_groups(make: Callable[[], Any]) -> Callable[[Any], None]:
@@ -296,10 +252,6 @@ IN_OBJECTS |= {
 @in_these_ways
 def test_settings_inside_of_objects(way: str, name: str, when: str) -> None:
     compare(way, *IN_OBJECTS[name], when)
-
-
-def through_data(lr: torch.Tensor, value: float) -> None:
-    lr.data.fill_(value)
 
 
 def through_numpy(lr: torch.Tensor, value: float) -> None:

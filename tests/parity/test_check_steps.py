@@ -12,8 +12,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import instep
 from instep.errors import AttachError, TornStepError, UnsupportedOptimizerError
-from tests.cases import Blocks, Rotations, batch, grad_of, optimizer_cases, two_groups
+from tests.cases import Blocks, Rotations, batch, optimizer_cases, two_groups
 from tests.inside import schedule_of
+from tests.parity.changes import LATE, MetTheOdd, Odd, couple
 from tests.parity.lockstep import CLIP, WAYS, Contender, in_every_way, in_exact_ways, learn, lockstep, loss_of, ways
 
 # Not by a thread: while one that has just been started runs, it may be that one that draws.
@@ -24,66 +25,9 @@ SCHEDULES = {name: options for name, options in WAYS.items() if name != "late"} 
 in_every_schedule = pytest.mark.parametrize("way", list(SCHEDULES))
 
 
-class Odd(nn.Module):
-    """One weight has a shape that no probe makes up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 41)
-        self.odd = nn.Linear(41, 37)
-        self.outer = nn.Linear(37, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.outer(torch.tanh(self.odd(torch.tanh(self.inner(x)))))
-
-
-class MetTheOdd(torch.optim.Optimizer):
-    """Momentum, and ``late`` from the third step of a parameter on, if one of 37 by 41 steps with it."""
-
-    def __init__(self, params: Any, late: Callable[[Any, list[torch.Tensor]], None], begins: int = 3) -> None:
-        super().__init__(params, {"lr": 0.05})
-        self.begins = begins
-        # Of a class of its own: an update whose attributes hold a function is never put off.
-        self.__class__ = type(type(self).__name__, (type(self),), {"late": staticmethod(late)})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        mine = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for p in mine:
-            state = self.state[p]
-            state["step"] = state.get("step", 0) + 1
-            state["momentum"] = state.get("momentum", torch.zeros_like(p)).mul(0.9).add_(p.grad)
-            p.sub_(state["momentum"], alpha=0.05)
-        if any(p.shape == (37, 41) and self.state[p]["step"] >= self.begins for p in mine):
-            self.late(self, mine)  # type: ignore[attr-defined]
-        return loss
-
-
-def couple(optimizer: Any, mine: list[torch.Tensor]) -> None:
-    norm = torch.stack([grad_of(p).norm() for p in mine]).norm()
-    for p in mine:
-        p.sub_(p.grad / norm, alpha=1e-3)
-
-
-def couple_state(optimizer: Any, mine: list[torch.Tensor]) -> None:
-    norm = torch.stack([grad_of(p).norm() for p in mine]).norm()
-    for p in mine:
-        optimizer.state[p]["momentum"].div_(1 + norm)
-
-
 def draw(optimizer: Any, mine: list[torch.Tensor]) -> None:
     for p in mine:
         p.add_(torch.randn_like(p), alpha=1e-3)
-
-
-LATE: dict[str, tuple[Any, str]] = {
-    "couples": (couple, "couples parameters.*step 3.*parameter '"),
-    "couples its state": (couple_state, "couples parameters.*step 3.*state 'momentum' of parameter '"),
-}
 
 
 def odd_loop(way: str, late: Any, **options: Any) -> tuple[Any, Any, Any, Callable[[int], None]]:

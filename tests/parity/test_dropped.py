@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tests.parity.dropping import KEPT, run_dropped
 from tests.parity.edits import MOMENTS
 from tests.parity.programs import Program
-from tests.parity.test_wild_programs import EVERYTHING, SOME
-from tests.parity.wild import plain_steps
+from tests.parity.wild import EVERYTHING, SOME, plain_steps
 
 PROGRAMS = plain_steps()
 MOMENT = st.sampled_from(MOMENTS)

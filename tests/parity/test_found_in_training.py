@@ -13,13 +13,11 @@ import instep
 from instep._optim.made_up import STEPS
 from instep.errors import TornStepError, UnsupportedOptimizerError
 from tests.cases import Blocks, batch, two_groups
-from tests.parity.lockstep import SMALL, WAYS, Refused, learn, lockstep, loss_of
-from tests.parity.test_undo import WAYS as UNDO
+from tests.parity.changes import DRAWS, LATER, Later
+from tests.parity.lockstep import SMALL, UNDO, WAYS, Refused, learn, lockstep, loss_of
 
 # Not by a thread: while one that has just been started runs, it may be that one that draws.
 pytestmark = pytest.mark.timeout(600, method="signal")
-
-LATER = STEPS + 2  # an optimizer is tried for fewer
 
 
 def train(model: Any, optimizer: Any, steps: int) -> None:
@@ -31,74 +29,6 @@ def train(model: Any, optimizer: Any, steps: int) -> None:
 
 def torn(match: str) -> Refused:
     return Refused(UnsupportedOptimizerError, "torn", match=match)
-
-
-class Later(torch.optim.Optimizer):
-    """SGD; later on it does something more with each parameter."""
-
-    def __init__(self, params: Any, **defaults: Any) -> None:
-        super().__init__(params, {"lr": 0.05, **defaults})
-
-    def factor(self, p: torch.Tensor, group: dict[str, Any]) -> float:
-        return 1.0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    entry = self.state[p]
-                    entry["count"] = entry.get("count", 0) + 1
-                    p.sub_(p.grad * (self.factor(p, group) if entry["count"] >= LATER else 1.0), alpha=group["lr"])
-
-
-def drawing(draw: Callable[[Any, dict[str, Any]], float], give: Callable[[Any], None] = lambda o: None) -> Any:
-    class Draws(Later):
-        def factor(self, p: torch.Tensor, group: dict[str, Any]) -> float:
-            return draw(self, group)
-
-    def build() -> Any:
-        random.seed(0)
-        np.random.seed(0)
-        model = Blocks(depth=2)
-        optimizer = Draws(two_groups(model))
-        give(optimizer)
-        return model, optimizer
-
-    return build
-
-
-class Holder:
-    def __init__(self) -> None:
-        self.inside = [torch.Generator().manual_seed(0)]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Holder)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def holders_in_groups(optimizer: Any) -> None:
-    for group in optimizer.param_groups:
-        group["holder"] = Holder()
-
-
-DRAWS = {
-    "torch": drawing(lambda o, g: float(torch.rand(()))),
-    "random": drawing(lambda o, g: random.random()),
-    "NumPy": drawing(lambda o, g: float(np.random.rand())),
-    "its own": drawing(
-        lambda o, g: float(torch.rand((), generator=o.generator)),
-        lambda o: setattr(o, "generator", torch.Generator().manual_seed(0)),
-    ),
-    "in an object": drawing(
-        lambda o, g: float(torch.rand((), generator=o.holder.inside[0])), lambda o: setattr(o, "holder", Holder())
-    ),
-    "in its groups": drawing(lambda o, g: float(torch.rand((), generator=g["holder"].inside[0])), holders_in_groups),
-    "Python's, its own": drawing(
-        lambda o, g: float(o.generator.random()), lambda o: setattr(o, "generator", random.Random(0))
-    ),
-}
 
 
 def seeded(lane: Any, i: int) -> Any:

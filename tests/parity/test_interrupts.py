@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from tests.parity.interrupts import WayOut, run_interrupted
 from tests.parity.programs import RIGHT, Program
-from tests.parity.test_wild_programs import EVERYTHING
-from tests.parity.wild import plain_steps
+from tests.parity.wild import EVERYTHING, plain_steps
 
 NUMBER = st.integers(0, 2)
 SHARE = st.floats(0, 1, exclude_max=True)

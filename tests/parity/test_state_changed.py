@@ -13,8 +13,8 @@ from instep.errors import HyperparameterChangedError, UncommittedStepError
 from tests.cases import Blocks, batch, two_groups
 from tests.devices import on_cpu_only
 from tests.late import late_updates
-from tests.parity.lockstep import SMALL, Contender, Refused, lockstep, loss_of
-from tests.parity.test_undo import WAYS as UNDO
+from tests.parity.changes import first, pop, put_another_tensor
+from tests.parity.lockstep import SMALL, UNDO, Contender, Refused, lockstep, loss_of
 
 CHANGED = Refused(HyperparameterChangedError, "torn")
 PUT_BACK = Refused(HyperparameterChangedError, "open", match="put back")
@@ -30,14 +30,6 @@ def build() -> Any:
 def fresh() -> Any:
     torch.manual_seed(0)
     return build()
-
-
-def first(optimizer: Any) -> Any:
-    return optimizer.param_groups[0]["params"][0]
-
-
-def pop(optimizer: Any) -> None:
-    optimizer.state.pop(first(optimizer))
 
 
 def delete(optimizer: Any) -> None:
@@ -56,11 +48,6 @@ def clear(optimizer: Any) -> None:
 
 def put_another_mapping(optimizer: Any) -> None:
     optimizer.state = defaultdict(dict)
-
-
-def put_another_tensor(optimizer: Any) -> None:
-    entry = optimizer.state[first(optimizer)]
-    entry["exp_avg"] = torch.zeros_like(entry["exp_avg"])
 
 
 def write_a_tensor(optimizer: Any) -> None:

@@ -18,10 +18,9 @@ from instep.errors import HyperparameterChangedError, InstepError, UnsupportedOp
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
 from tests.inside import schedule_of
-from tests.parity.lockstep import SMALL, Contender, Step, learn, lockstep, loss_of
+from tests.parity.lockstep import SMALL, UNDO, Contender, Step, learn, lockstep, loss_of
 
-WAYS: dict[str, dict[str, Any]] = {"undo": {"undo": True}, "undo on the host": {"undo": "host"}}
-in_undo = pytest.mark.parametrize("way", WAYS)
+in_undo = pytest.mark.parametrize("way", UNDO)
 OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
 Built = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -60,7 +59,7 @@ def assert_same(model: nn.Module, optimizer: Any, other: Any) -> None:
 
 
 def compare(way: str, step: Step, build: Any = blocks, steps: int = 5, **options: Any) -> Contender:
-    return lockstep("undo", build, step, steps, **{**WAYS[way], **options})
+    return lockstep("undo", build, step, steps, **{**UNDO[way], **options})
 
 
 # rollback()
@@ -94,7 +93,7 @@ def test_rollback_is_bit_for_bit_for_every_optimizer(name: str, before: int) -> 
 def test_rollback_has_something_to_put_back(way: str) -> None:
     """Without it the weights would have changed in backward: they had."""
     model, optimizer = fresh()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, **WAYS[way]) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, **UNDO[way]) as overlap:
         old = list(state(model, optimizer))
         loss(model, 0).backward()
         with torch._C.DisableTorchFunctionSubclass():
@@ -104,7 +103,7 @@ def test_rollback_has_something_to_put_back(way: str) -> None:
 
 
 @pytest.mark.parametrize("clip", [None, ClipNorm(0.1), ClipNorm(1e6)], ids=str)
-@pytest.mark.parametrize("options", [*WAYS.values(), {"schedule": "forward"}], ids=str)
+@pytest.mark.parametrize("options", [*UNDO.values(), {"schedule": "forward"}], ids=str)
 def test_training_after_rollback_is_that_of_a_loop_which_never_saw_the_batch(
     options: dict[str, Any], clip: ClipNorm | None
 ) -> None:
@@ -128,7 +127,7 @@ def test_training_after_rollback_is_that_of_a_loop_which_never_saw_the_batch(
     assert_same(model, optimizer, (plain_model, plain_optimizer))
 
 
-@pytest.mark.parametrize("options", [*WAYS.values(), {"schedule": "forward"}], ids=str)
+@pytest.mark.parametrize("options", [*UNDO.values(), {"schedule": "forward"}], ids=str)
 def test_rollback_twice_and_with_nothing_to_roll_back(options: dict[str, Any]) -> None:
     model, optimizer = fresh()
     with instep.attach(model, optimizer, bucket_bytes=SMALL, **options) as overlap:
@@ -145,7 +144,7 @@ def test_rollback_twice_and_with_nothing_to_roll_back(options: dict[str, Any]) -
     assert_same(model, optimizer, plain)
 
 
-@pytest.mark.parametrize("options", [*WAYS.values(), {"schedule": "forward"}], ids=str)
+@pytest.mark.parametrize("options", [*UNDO.values(), {"schedule": "forward"}], ids=str)
 def test_a_step_that_was_committed_stays(options: dict[str, Any]) -> None:
     model, optimizer = fresh()
     with instep.attach(model, optimizer, bucket_bytes=SMALL, **options) as overlap:
@@ -171,7 +170,7 @@ def test_rollback_under_forward_throws_the_gradients_away() -> None:
         assert_same(model, optimizer, old)
 
 
-@pytest.mark.parametrize("options", [*WAYS.values(), {"schedule": "forward"}], ids=str)
+@pytest.mark.parametrize("options", [*UNDO.values(), {"schedule": "forward"}], ids=str)
 def test_rollback_of_micro_batches(options: dict[str, Any]) -> None:
     model, optimizer = fresh()
     with instep.attach(model, optimizer, bucket_bytes=SMALL, **options) as overlap:
@@ -192,7 +191,7 @@ def test_rollback_of_micro_batches(options: dict[str, Any]) -> None:
 @in_undo
 def test_rollback_begins_the_count_of_accumulation_steps_anew(way: str) -> None:
     model, optimizer = fresh()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, accumulation_steps=2, **WAYS[way]) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, accumulation_steps=2, **UNDO[way]) as overlap:
         loss(model, 50).backward()
         overlap.rollback()
         for i in range(2):
@@ -220,7 +219,7 @@ def test_state_tensors_and_parameters_stay_the_same_objects(way: str, name: str)
     cls, kwargs = OPTIMIZERS[name]
     model, optimizer = fresh(lambda: (model := Blocks(depth=1), cls(model.parameters(), **kwargs)))
     parameters = list(model.parameters())
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, **WAYS[way]) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, **UNDO[way]) as overlap:
         train(model, optimizer, range(1))
         tensors = {key: (id(s), {k: id(v) for k, v in s.items()}) for key, s in optimizer.state.items()}
         pointers = [p.data_ptr() for p in parameters]
@@ -242,7 +241,7 @@ def test_state_tensors_and_parameters_stay_the_same_objects(way: str, name: str)
 @in_undo
 def test_a_checkpoint_after_rollback_is_the_plain_one(way: str) -> None:
     model, optimizer = fresh()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, **WAYS[way]) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, **UNDO[way]) as overlap:
         loss(model, 50).backward()
         overlap.rollback()
         assert optimizer.state_dict()["state"] == {}
@@ -265,7 +264,7 @@ def test_an_error_in_backward_leaves_the_weights_as_they_were(way: str, position
     """A hook raises in the place of each parameter's gradient, so after any number of buckets was stepped."""
     model, optimizer = fresh()
     parameter = list(model.parameters())[position]
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, **WAYS[way]) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, **UNDO[way]) as overlap:
         train(model, optimizer, range(2))
         old = list(state(model, optimizer))
         hook = parameter.register_hook(fail)
@@ -391,7 +390,7 @@ def test_an_error_in_the_update(
         train(model, optimizer, range(3, 5))
 
     model, optimizer = fresh(build)
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, **WAYS[way]) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, **UNDO[way]) as overlap:
         learn_with_an_error(model, optimizer)
         assert overlap.redo_count == 1
     plain = fresh(build)
@@ -423,7 +422,7 @@ def test_an_update_that_cannot_be_put_back_raises_in_backward(way: str, what: st
     """Done again, it would change that object a second time."""
     model = Blocks(depth=2)
     optimizer = Counts(model.parameters(), what)
-    with instep.attach(model, optimizer, **WAYS[way]):
+    with instep.attach(model, optimizer, **UNDO[way]):
         train(model, optimizer, range(2))
         old = list(state(model, optimizer))
         failing.failing = True
@@ -454,7 +453,7 @@ def test_an_error_in_the_update_on_trial_is_not_heard_of(way: str, then: str, fa
         train(model, optimizer, range(3, 5))
 
     model, optimizer = fresh(build)
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, **WAYS[way]) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, **UNDO[way]) as overlap:
         learn_but_once(model, optimizer, True)
         assert overlap.redo_count == 1
     plain = fresh(build)
@@ -645,7 +644,7 @@ def test_between_backward_and_the_very_first_step(way: str, between: Callable[[C
 def test_state_written_between_backward_and_step_is_refused_and_put_back(way: str) -> None:
     """It was the state after the update that was written: what the plain loop would have now nobody knows."""
     model, optimizer = fresh()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, **WAYS[way]):
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, **UNDO[way]):
         train(model, optimizer, range(2))
         old = list(state(model, optimizer))
         loss(model, 2).backward()
@@ -743,7 +742,7 @@ def test_a_weight_that_another_model_reads(way: str) -> None:
 def test_detach_between_backward_and_step_leaves_the_step_to_the_optimizer(way: str) -> None:
     """The gradients are all there: ``optimizer.step()`` does the plain step."""
     model, optimizer = fresh()
-    overlap = instep.attach(model, optimizer, bucket_bytes=SMALL, **WAYS[way])
+    overlap = instep.attach(model, optimizer, bucket_bytes=SMALL, **UNDO[way])
     train(model, optimizer, range(2))
     loss(model, 2).backward()
     overlap.detach()
@@ -758,7 +757,7 @@ def test_detach_between_backward_and_step_leaves_the_step_to_the_optimizer(way: 
 @in_undo
 def test_copies_are_freed_by_the_step(way: str) -> None:
     model, optimizer = fresh()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, **WAYS[way]) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, **UNDO[way]) as overlap:
         train(model, optimizer, range(2))
         writes = schedule_of(overlap)._writes
         assert not writes._rollback.copies._saved
@@ -813,7 +812,7 @@ def test_what_is_kept_of_parameters_outside_of_state(place: str, way: str) -> No
     model = Blocks(depth=2)
     optimizer = Remembers(model.parameters(), place, since=2)
     with pytest.raises(UnsupportedOptimizerError, match="keeps values of single parameters"):
-        instep.attach(model, optimizer, **WAYS[way])
+        instep.attach(model, optimizer, **UNDO[way])
     if place not in ("id", "function"):  # in backward bucket by bucket, as ever
         instep.attach(model, optimizer).detach()
 
@@ -875,7 +874,7 @@ def test_state_that_is_entwined(put_back: str, way: str) -> None:
     models = [Blocks(depth=2), Blocks(depth=2)]
     models[1].load_state_dict(models[0].state_dict())
     optimizers = [Entwined(model.parameters()) for model in models]
-    with instep.attach(models[1], optimizers[1], bucket_bytes=SMALL, **WAYS[way]) as overlap:
+    with instep.attach(models[1], optimizers[1], bucket_bytes=SMALL, **UNDO[way]) as overlap:
         for i in range(6):
             for model, optimizer in zip(models, optimizers, strict=True):
                 loss(model, i).backward()

@@ -1,8 +1,7 @@
 """Backwards that nobody sees begin: the forward returned nothing in which a tensor is found, or was never called."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -11,59 +10,11 @@ from torch import nn
 import instep
 from instep._autograd.outputs import nodes_of
 from instep.errors import InstepError, NonFiniteGradientError, SpentGradientError, TornStepError
-from tests.cases import Blocks, batch, weights
+from tests.cases import batch, weights
 from tests.parity.lockstep import EXACT, Contender, in_every_way, in_exact_ways, lockstep, loss_of
+from tests.parity.unseen import OUTPUTS, Keeps
 
-
-@dataclass(slots=True)
-class SlottedLoss:
-    loss: torch.Tensor
-
-
-class Slotted:
-    __slots__ = ("__inside", "never_set")
-
-    def __init__(self, inside: object) -> None:
-        self.__inside = inside
-
-
-class Named(NamedTuple):
-    logits: torch.Tensor
-    nothing: None = None
-
-
-class Opaque:
-    """Nobody can know what is in it."""
-
-    def __init__(self, loss: torch.Tensor) -> None:
-        self.give = lambda: loss
-
-
-OUTPUTS: dict[str, Callable[[torch.Tensor], object]] = {
-    "none": lambda loss: None,
-    "detached": lambda loss: loss.detach(),
-    "slotted dataclass": SlottedLoss,
-    "slotted": lambda loss: Slotted([loss]),
-    "slotted in slotted": lambda loss: Slotted(SlottedLoss(loss)),
-    "named tuple": Named,
-    "set": lambda loss: {loss},
-    "opaque": Opaque,
-}
 FOUND = ("slotted dataclass", "slotted", "slotted in slotted", "named tuple", "set")
-
-
-class Keeps(nn.Module):
-    """Keeps its loss, and returns something else."""
-
-    def __init__(self, output: str) -> None:
-        super().__init__()
-        self.inside = Blocks()
-        self.output = OUTPUTS[output]
-        self.loss: Any = None
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> object:
-        self.loss = loss_of(self.inside(x), y)
-        return self.output(self.loss)
 
 
 def by_call(model: Keeps, i: int) -> torch.Tensor:

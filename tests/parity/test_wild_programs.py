@@ -6,17 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, event, example, given, settings
+from hypothesis import event, example, given, settings
 
 from tests.parity import wild
 from tests.parity.made import Recipe
 from tests.parity.oracle import run_or_refuse
 from tests.parity.programs import Program, Step
+from tests.parity.wild import EVERYTHING, SOME
 from tests.parity.zoo import installed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # other people's optimizers, and schedulers that come first
-EVERYTHING = settings(deadline=None, suppress_health_check=list(HealthCheck))
-SOME = settings(EVERYTHING, max_examples=20, derandomize=True)
 DRAWN: Counter[str] = Counter()
 
 

@@ -14,36 +14,12 @@ from instep import ClipNorm, ClipValue
 from instep._optim.made_up import STEPS
 from instep.errors import SpentGradientError, UnsupportedOptimizerError
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
-from tests.parity.lockstep import SMALL, Contender, Refused, Step, lockstep, loss_of
-from tests.parity.test_undo import WAYS as UNDO
+from tests.parity.changes import Decays, Replaces, Writes
+from tests.parity.lockstep import SMALL, UNDO, Contender, Refused, Step, lockstep, loss_of
 
 WAYS: dict[str, dict[str, Any]] = {"forward": {}, "late": {}, **UNDO}
 in_exact_ways = pytest.mark.parametrize("way", WAYS)
 CLIP = 0.1
-
-
-class Writes(torch.optim.Optimizer):
-    """SGD with momentum, after something was done to the gradient."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def write(self, p: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                    momentum.mul_(0.9).add_(self.write(p))
-                    p.sub_(momentum, alpha=group["lr"])
-
-
-class Decays(Writes):
-    def write(self, p: Any) -> torch.Tensor:
-        return p.grad.add_(p, alpha=0.3)
 
 
 class DecaysData(Writes):
@@ -59,12 +35,6 @@ class Centralizes(Writes):
     def write(self, p: Any) -> torch.Tensor:
         if p.dim() > 1:
             p.grad.sub_(p.grad.mean(dim=1, keepdim=True))
-        return p.grad
-
-
-class Replaces(Writes):
-    def write(self, p: Any) -> torch.Tensor:
-        p.grad = p.grad + 0.3 * p
         return p.grad
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from tests.parity.edits import EDITS, MOMENTS
@@ -142,3 +143,9 @@ def plain_steps(draw: Any, names: Any = ours, ways: tuple[str, ...] = RIGHT) -> 
         clear="none",
         call=draw(any_call),
     )
+
+
+EVERYTHING = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+SOME = settings(EVERYTHING, max_examples=20, derandomize=True)

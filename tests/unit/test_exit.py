@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import instep
+
 SECONDS = 140
 ROOT = Path(__file__).parents[2]
+SOURCE = Path(instep.__file__).parents[1]  # not of ROOT: a seeded defect stands in a copy
 
 # Runs after all that instep and torch do at exit.
 FIRST = """
@@ -176,7 +179,7 @@ BEFORE_INSTEP = (
 def run(code: str, *arguments: str, path: Path) -> subprocess.CompletedProcess[str]:
     script = path / "script.py"
     script.write_text(code, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), str(ROOT)])}
     command = [sys.executable, "-W", "error", str(script), *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=SECONDS, check=False, env=environment, cwd=path

@@ -216,3 +216,18 @@ def test_the_command_line_does_not_wait_for_torch() -> None:
     loaded = "import sys, instep.cli; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in TESTS.rglob("*.py")}), ids=lambda path: path.name)
+def test_no_test_module_is_imported_by_another(folder: Path) -> None:
+    """What tests share is in a module that holds no tests. The command over seeded defects alone reads their table."""
+    for path in folder.glob("*.py"):
+        imports = [
+            node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)
+        ]
+        names = {f"{node.module}.{alias.name}" for node in imports for alias in node.names} | imported_by(path)
+        found = {name for name in names if name.startswith("tests.") and ".test_" in name}
+        assert not found or path.name == "matrix.py", path
