@@ -391,7 +391,7 @@ class Attachment:
     def state_parts(self) -> dict[int, Any]:
         """With ``shard_state``: by ``id`` of each parameter in DDP's buckets, this rank's part of it."""
         parameters = self._parts.schedule.parameters
-        return {id(a.get()): a.part for a in parameters if a.part is not None and a.part.state_is_sharded}
+        return {id(a.get()): a.shard for a in parameters if a.shard is not None and a.shard.state_is_sharded}
 
     def detach(self) -> None:
         """Give the model and the optimizer back as they came. Safe to call twice, and with a step open or torn. What

@@ -8,13 +8,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from instep._optim.parameters import Place
+from instep._optim.parameters import Attribute
 from instep.sources.ddp.source import managed_by
 from instep.sources.fsdp.wrappers import ShardedGroup, fsdp1_in, fsdp2_in, sharded_groups
 from instep.sources.replicate.source import Replicated
 
 Wrapped = DistributedDataParallel | Replicated
-Names = Mapping[int, tuple[torch.Tensor, tuple[Place, ...]]]
+Names = Mapping[int, tuple[torch.Tensor, tuple[Attribute, ...]]]
 """By ``id``: each parameter of a model, in order, with every place that holds it."""
 
 
@@ -60,13 +60,13 @@ class Target:
 
 def name_parameters(model: nn.Module) -> Names:
     """Name the parameters of ``model``; those inside a wrapper get the name the wrapped module knows them by."""
-    names: dict[int, tuple[torch.Tensor, tuple[Place, ...]]] = {}
+    names: dict[int, tuple[torch.Tensor, tuple[Attribute, ...]]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 name = _plain_name(model, f"{prefix}.{attribute}" if prefix else attribute)
                 _, places = names.get(id(parameter), (parameter, ()))
-                names[id(parameter)] = (parameter, (*places, Place(module, attribute, name)))
+                names[id(parameter)] = (parameter, (*places, Attribute(module, attribute, name)))
     return names
 
 

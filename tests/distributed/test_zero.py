@@ -88,7 +88,7 @@ def kept_of_what_was_sent() -> int:
     model = ddp(Blocks())
     shards = StateShards(cast(DistributedDataParallel, model))
     parameters = list(model.parameters())
-    parts = [shards.part_of(p, adamw(model)) for p in parameters]
+    parts = [shards.shard_of(p, adamw(model)) for p in parameters]
     with LiveBytes(parameters) as live:
         scattered = shards.scatter([torch.ones_like(p) for p in parameters], parts, 2, torch.float32)
         there = live.now

@@ -637,8 +637,8 @@ MUTANTS = [
     Mutant(
         "put copies in the place of what state holds",
         "Contents.of",
-        "known = partial(put_back, value, copy_of(value, self._host))",
-        "known = partial(put_back, value.detach().clone(), copy_of(value, self._host))",
+        "known = partial(restore, value, copy_of(value, self._host))",
+        "known = partial(restore, value.detach().clone(), copy_of(value, self._host))",
         UNDO,
     ),
     Mutant(
@@ -665,7 +665,7 @@ MUTANTS = [
     Mutant(
         "put parameters back without their state",
         "Contents.of",
-        "known = partial(put_back, value, copy_of(value, self._host))",
+        "known = partial(restore, value, copy_of(value, self._host))",
         "known = partial(copy_of, value, self._host)",
         UNDO,
     ),
@@ -1948,7 +1948,7 @@ MUTANTS = [
     Mutant(
         "check_steps compares nothing",
         "_difference",
-        "        if different(parameter if one.part is None else one.part.of(parameter), one.tensor):",
+        "        if different(parameter if one.shard is None else one.shard.of(parameter), one.tensor):",
         "        return None\n        if one:",
         CHECK_STEPS,
     ),

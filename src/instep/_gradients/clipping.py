@@ -109,9 +109,9 @@ class Clipping:
 
     def clip(self, parameters: Sequence[torch.Tensor]) -> None:
         """Clip the ``.grad`` of ``parameters`` in place, which are about to be applied together."""
-        self.frozen()(parameters)
+        self.as_of_now()(parameters)
 
-    def frozen(self) -> Clip:
+    def as_of_now(self) -> Clip:
         """``clip`` as it is now, for a later moment."""
         return partial(_clip, self.policy, self._previous if self.mode == "previous_norm" else self.total)
 

@@ -14,18 +14,18 @@ class OptimizerCall:
     """Parameters that one call of their optimizer can step, in the form in which it is given them.
 
     Attributes:
-        tensors: to be stepped, with their gradients: the parameters, or aliases of this rank's parts of them.
+        tensors: to be stepped, with their gradients: the parameters, or aliases of this rank's shards of them.
         parameters: the optimizer's own.
-        parts: of those that are stepped by their part.
+        shards: of those that are stepped by their shard.
         elsewhere: the optimizer's parameters that another rank steps.
     """
 
-    __slots__ = ("elsewhere", "parameters", "parts", "tensors")
+    __slots__ = ("elsewhere", "parameters", "shards", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.parameters: list[torch.Tensor] = []
-        self.parts: list[LocalShard | None] = []
+        self.shards: list[LocalShard | None] = []
         self.elsewhere: list[torch.Tensor] = []
 
     def step(self, stepper: Stepper) -> None:
@@ -34,23 +34,23 @@ class OptimizerCall:
             stepper.optimizer().state.setdefault(parameter, {})  # all ranks have the same keys
             torch.autograd.graph.increment_version(parameter)
         if self.tensors:
-            stepper.step(self.tensors, self.parameters, self.parts if any(self.parts) else None)
+            stepper.step(self.tensors, self.parameters, self.shards if any(self.shards) else None)
 
 
-def part_of_gradient(attached: AttachedParameter, gradient: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of ``gradient``; ``None`` where the whole is stepped, for which ranks may have to communicate:
+def shard_of_gradient(attached: AttachedParameter, gradient: torch.Tensor) -> torch.Tensor | None:
+    """This rank's shard of ``gradient``; ``None`` where the whole is stepped, for which ranks may have to communicate:
     the gradient or the state is spread in another way than the parameter."""
-    part = attached.part
-    if part is None or not part.fits(attached.stepper.optimizer().state.get(attached.get(), {})):
+    shard = attached.shard
+    if shard is None or not shard.fits(attached.stepper.optimizer().state.get(attached.get(), {})):
         return None
-    return part.of(gradient)
+    return shard.of(gradient)
 
 
 def calls_of(
     bucket: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor], *, alias: bool
 ) -> list[OptimizerCall]:
     """Divide a bucket, of one optimizer, into what can be stepped in one call: all of it, where every parameter is a
-    plain tensor or can be stepped by its part.
+    plain tensor or can be stepped by its shard.
 
     Args:
         gradients: the one to apply of each: that which is in its ``.grad``.
@@ -61,21 +61,21 @@ def calls_of(
         return [_plain_call(bucket.tensors(), gradients, alias=alias)] if bucket else []
     found: dict[Hashable, OptimizerCall] = {}
     for attached, gradient in zip(bucket, gradients, strict=True):
-        parameter, part = attached.get(), attached.part
-        local = part_of_gradient(attached, gradient)
-        if part is not None and not part.is_owner:
+        parameter, shard = attached.get(), attached.shard
+        local = shard_of_gradient(attached, gradient)
+        if shard is not None and not shard.is_owner:
             found.setdefault(None, OptimizerCall()).elsewhere.append(parameter)
             continue
-        if part is not None and local is not None:
-            whole = part.of(parameter)
-            assert whole is not None, "a part is made for its parameter's own layout"
+        if shard is not None and local is not None:
+            whole = shard.of(parameter)
+            assert whole is not None, "a shard is made for its parameter's own layout"
             tensor, mesh = alias_of(whole, local), None
         else:
-            tensor, mesh, part = alias_of(parameter, gradient) if alias else parameter, attached.mesh, None
+            tensor, mesh, shard = alias_of(parameter, gradient) if alias else parameter, attached.mesh, None
         call = found.setdefault(mesh, OptimizerCall())
         call.tensors.append(tensor)
         call.parameters.append(parameter)
-        call.parts.append(part)
+        call.shards.append(shard)
     return list(found.values())
 
 

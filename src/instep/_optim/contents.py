@@ -12,7 +12,7 @@ import torch
 from instep._optim.changes import is_immutable
 from instep._optim.reach import is_filled
 
-PutBack = Callable[[], Any]
+Restore = Callable[[], Any]
 """Puts back what a value held. Returns the value, which is the same object."""
 
 
@@ -25,13 +25,13 @@ class Contents:
 
     def __init__(self, host: bool) -> None:
         self._host = host
-        self._known: dict[int, PutBack] = {}
+        self._known: dict[int, Restore] = {}
 
     def known(self, value: Any) -> None:
         """``value`` is put back by whoever says so."""
         self._known[id(value)] = lambda: value
 
-    def of(self, value: Any) -> PutBack:
+    def of(self, value: Any) -> Restore:
         """The present contents of ``value``.
 
         Raises:
@@ -40,7 +40,7 @@ class Contents:
         known = self._known.get(id(value))
         if known is None:
             if isinstance(value, torch.Tensor):
-                known = partial(put_back, value, copy_of(value, self._host))
+                known = partial(restore, value, copy_of(value, self._host))
             elif is_immutable(value):
                 return lambda: value
             else:
@@ -49,7 +49,7 @@ class Contents:
             self._known[id(value)] = known
         return known
 
-    def _copied(self, value: Any) -> PutBack:
+    def _copied(self, value: Any) -> Restore:
         if isinstance(value, dict):
             return _dict(value, {key: self.of(item) for key, item in value.items()})
         if isinstance(value, (list, deque)):
@@ -69,7 +69,7 @@ class Contents:
         copied = copy.deepcopy(value)
         return lambda: copied
 
-    def _filled(self, cell: Any) -> PutBack | None:
+    def _filled(self, cell: Any) -> Restore | None:
         return self.of(cell.cell_contents) if is_filled(cell) else None
 
 
@@ -87,7 +87,7 @@ def _await_copies(tensor: torch.Tensor) -> None:
         torch.accelerator.current_stream().synchronize()
 
 
-def put_back(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def restore(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     _await_copies(tensor)
     if tensor.shape != values.shape:
         tensor.resize_(values.shape)
@@ -98,7 +98,7 @@ def put_back(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 # Never empty in between, where that can be: Ctrl-C may come anywhere, and then this is done again.
 
 
-def _dict(held: dict[Any, Any], items: dict[Any, PutBack]) -> PutBack:
+def _dict(held: dict[Any, Any], items: dict[Any, Restore]) -> Restore:
     def put() -> dict[Any, Any]:
         held.update((key, item()) for key, item in items.items())
         for key in held.keys() - items.keys():
@@ -108,7 +108,7 @@ def _dict(held: dict[Any, Any], items: dict[Any, PutBack]) -> PutBack:
     return put
 
 
-def _list(held: Any, items: list[PutBack]) -> PutBack:
+def _list(held: Any, items: list[Restore]) -> Restore:
     def put() -> Any:
         values = [item() for item in items]
         if isinstance(held, list):
@@ -121,7 +121,7 @@ def _list(held: Any, items: list[PutBack]) -> PutBack:
     return put
 
 
-def _tuple(held: Any, items: list[PutBack]) -> PutBack:
+def _tuple(held: Any, items: list[Restore]) -> Restore:
     """Of what cannot be made to refer to something else."""
 
     def put() -> Any:
@@ -132,7 +132,7 @@ def _tuple(held: Any, items: list[PutBack]) -> PutBack:
     return put
 
 
-def _set(held: set[Any], items: set[Any]) -> PutBack:
+def _set(held: set[Any], items: set[Any]) -> Restore:
     def put() -> set[Any]:
         held.update(items)
         held.intersection_update(items)
@@ -141,7 +141,7 @@ def _set(held: set[Any], items: set[Any]) -> PutBack:
     return put
 
 
-def _object(held: Any, attributes: dict[str, PutBack]) -> PutBack:
+def _object(held: Any, attributes: dict[str, Restore]) -> Restore:
     def put() -> Any:
         vars(held).update((name, item()) for name, item in attributes.items())
         for name in vars(held).keys() - attributes.keys():
@@ -151,7 +151,7 @@ def _object(held: Any, attributes: dict[str, PutBack]) -> PutBack:
     return put
 
 
-def _function(held: FunctionType, enclosed: list[PutBack | None]) -> PutBack:
+def _function(held: FunctionType, enclosed: list[Restore | None]) -> Restore:
     def put() -> FunctionType:
         for cell, item in zip(held.__closure__ or (), enclosed, strict=True):
             if item is not None:

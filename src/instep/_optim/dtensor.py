@@ -69,7 +69,7 @@ def spread(local: torch.Tensor, mesh: Any, placements: Any, shape: Any, stride: 
         return made if there else tensors(local, made._spec, requires_grad=False)
 
 
-def part_of(parameter: torch.Tensor, optimizer: Optimizer) -> LocalShard | None:
+def shard_of(parameter: torch.Tensor, optimizer: Optimizer) -> LocalShard | None:
     """The part of ``parameter`` to be stepped in its place: where the result is the same, but costs less.
 
     Without dimensions a parameter could not be told from the counters in its state.

@@ -28,7 +28,7 @@ class Elsewhere:
         """The place with values of single parameters that an update may change; ``None``: there is none."""
         return next((name for name, _, kept in self._kept if not all(map(is_immutable, kept.values()))), None)
 
-    def put_back(self) -> tuple[str, bool] | None:
+    def restore(self) -> tuple[str, bool] | None:
         """Take out what the trial has added. The place, and whether all there is as it was; ``None``: it added nothing,
         and wrote nothing."""
         before = {id(mapping): kept for _, mapping, kept in self._kept}

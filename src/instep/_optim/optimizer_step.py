@@ -52,11 +52,11 @@ class OptimizerStep:
         optimizer: Optimizer,
         tensors: Sequence[torch.Tensor],
         owned: Sequence[torch.Tensor],
-        parts: Sequence[LocalShard | None] | None,
+        shards: Sequence[LocalShard | None] | None,
     ) -> None:
         """Step one bucket. See ``Update`` for the arguments."""
         groups, given = self._groups_of(optimizer, tensors, owned)
-        update = Update(optimizer, groups, private(self._shared_state), tensors, owned, parts)
+        update = Update(optimizer, groups, private(self._shared_state), tensors, owned, shards)
         watch = self.updates.begin(update)
         before = attributes_of(update.shadow)
         try:

@@ -16,7 +16,7 @@ from instep._optim.stepper import Stepper
 from instep.errors import StaleAttachmentError
 
 
-class Place:
+class Attribute:
     """One attribute of one module that holds a parameter. A tied parameter has several."""
 
     __slots__ = ("attribute", "module", "name")
@@ -38,7 +38,7 @@ class Homes:
     """The modules that hold parameters, to be asked all at once. Held weakly, and so are the parameters: a model is
     freed when the loop drops it."""
 
-    def __init__(self, places: Iterable[Sequence[Place]]) -> None:
+    def __init__(self, places: Iterable[Sequence[Attribute]]) -> None:
         # By the id of the reference, of which Python makes one for each module: a module need not have a hash.
         found: dict[int, tuple[weakref.ref[nn.Module], list[str], list[int]]] = {}
         for index, of_parameter in enumerate(places):
@@ -64,21 +64,21 @@ class AttachedParameter:
     """One parameter, held weakly, with the stepper of the optimizer it belongs to.
 
     Attributes:
-        part: of one that is spread over ranks, and may be stepped by its parts.
+        shard: of one that is spread over ranks, and may be stepped by its shards.
         mesh: the ranks it is spread over; ``None`` for a plain tensor. torch's foreach kernels do not take parameters
             of several meshes, or plain ones beside them.
     """
 
-    __slots__ = ("_ref", "mesh", "part", "places", "spec", "spent", "stepper")
+    __slots__ = ("_ref", "mesh", "places", "shard", "spec", "spent", "stepper")
 
     def __init__(
         self,
         parameter: torch.Tensor,
         spec: ParameterSpec,
-        places: tuple[Place, ...],
+        places: tuple[Attribute, ...],
         stepper: Stepper,
         spent: SpentGradient | None,
-        part: LocalShard | None = None,
+        shard: LocalShard | None = None,
         mesh: Hashable = None,
     ) -> None:
         # torch does not convert a DTensor in place (model.to) that anybody refers to weakly.
@@ -88,7 +88,7 @@ class AttachedParameter:
         self.places = places
         self.stepper = stepper
         self.spent = spent  # what is left in .grad after its update; None: nothing
-        self.part = part
+        self.shard = shard
         self.mesh = mesh
 
     def peek(self) -> torch.Tensor | None:
@@ -146,7 +146,7 @@ class AttachedParameters(tuple[AttachedParameter, ...]):
     @cached_property
     def are_plain(self) -> bool:
         """Whether all are plain tensors, that this rank steps whole."""
-        return all(attached.part is None and attached.mesh is None for attached in self)
+        return all(attached.shard is None and attached.mesh is None for attached in self)
 
     @cached_property
     def homes(self) -> Homes:

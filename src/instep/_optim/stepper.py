@@ -62,7 +62,7 @@ class Stepper:
         self,
         parameters: Sequence[torch.Tensor],
         in_place_of: Sequence[torch.Tensor] | None = None,
-        parts: Sequence[LocalShard | None] | None = None,
+        shards: Sequence[LocalShard | None] | None = None,
     ) -> None:
         """Update ``parameters`` from their ``.grad``, as the optimizer's ``step()`` would, and nothing else.
 
@@ -71,7 +71,7 @@ class Stepper:
 
         Args:
             in_place_of: the optimizer's own parameters, where ``parameters`` are aliases of them.
-            parts: this rank's shards, of those parameters of which ``parameters`` holds an alias of the shard.
+            shards: this rank's shards, of those parameters of which ``parameters`` holds an alias of the shard.
 
         Raises:
             HyperparameterChangedError: a group was changed since another bucket of this step.
@@ -81,7 +81,7 @@ class Stepper:
         optimizer = self.optimizer()
         running = self._begun(optimizer)
         try:
-            running.step(optimizer, parameters, parameters if in_place_of is None else in_place_of, parts)
+            running.step(optimizer, parameters, parameters if in_place_of is None else in_place_of, shards)
         finally:
             self.wrote_in_place |= running.writes.in_place
 
@@ -121,7 +121,7 @@ class Stepper:
     def require_all_in_state(self, before: Elsewhere | None) -> None:
         """After the trial: raise ``UnsupportedOptimizerError`` if the update has put values of parameters outside of
         ``state``. They are taken out again."""
-        found = None if before is None else before.put_back()
+        found = None if before is None else before.restore()
         if found is not None:
             self._kept_in, whole = found
             self.wrote_in_place |= not whole

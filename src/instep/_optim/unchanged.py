@@ -5,14 +5,14 @@ from operator import attrgetter
 
 import torch
 
-from instep._optim.parameters import AttachedParameter, AttachedParameters, Place
+from instep._optim.parameters import AttachedParameter, AttachedParameters, Attribute
 from instep.errors import StaleAttachmentError
 
 _DTYPE = attrgetter("dtype")
 _DEVICE = attrgetter("device")
 
 
-def _what_became_of(attached: AttachedParameter, place: Place) -> str:
+def _what_became_of(attached: AttachedParameter, place: Attribute) -> str:
     parameter, module = attached.get(), place.module()
     new = None if module is None else module._parameters.get(place.attribute)
     if module is not None and any(p is parameter for p in module.parameters()):

@@ -8,7 +8,7 @@ import torch
 from torch.autograd import grad_mode
 from torch.optim import Optimizer
 
-from instep._optim.contents import Contents, PutBack, copy_of, put_back
+from instep._optim.contents import Contents, Restore, copy_of, restore
 from instep.errors import UnsupportedOptimizerError
 
 
@@ -26,7 +26,7 @@ class _Saved:
         contents = Contents(host)
         contents.known(parameter)
         self._entry = state
-        self._entries: PutBack | None = None if state is None else contents.of(state)
+        self._entries: Restore | None = None if state is None else contents.of(state)
 
     def restore(self) -> None:
         optimizer = self._optimizer()
@@ -36,7 +36,7 @@ class _Saved:
             mapping.pop(self._parameter, None)
         elif found or found is self._entry:  # else somebody has taken it out meanwhile
             mapping[self._parameter] = self._entries()
-        put_back(self._parameter, self._values)
+        restore(self._parameter, self._values)
         # The bits are back: a graph that has saved them may run. torch has a private way to say so. After the state,
         # which may hold a view of the parameter.
         self._version.__exit__()

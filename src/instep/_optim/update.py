@@ -23,7 +23,7 @@ class Update:
         shared: a copy of what its ``state`` holds beside parameters.
         tensors: to step: parameters, aliases of them, or aliases of this rank's shards of them.
         owned: the optimizer's own parameter for each.
-        parts: for each the shard that is stepped in the parameter's place; ``None``: all are stepped whole.
+        shards: for each the shard that is stepped in the parameter's place; ``None``: all are stepped whole.
 
     Attributes:
         shadow: the optimizer object that steps.
@@ -31,7 +31,7 @@ class Update:
             that is not torch's own.
     """
 
-    __slots__ = ("_in_place", "_parts", "_values", "entries", "optimizer", "owned", "shadow", "tensors")
+    __slots__ = ("_in_place", "_shards", "_values", "entries", "optimizer", "owned", "shadow", "tensors")
 
     def __init__(
         self,
@@ -40,12 +40,12 @@ class Update:
         shared: Mapping[Any, Any],
         tensors: Sequence[torch.Tensor],
         owned: Sequence[torch.Tensor],
-        parts: Sequence[LocalShard | None] | None,
+        shards: Sequence[LocalShard | None] | None,
     ) -> None:
         self.optimizer = optimizer
         self.tensors = tensors
         self.owned = owned
-        self._parts = parts
+        self._shards = shards
         # torch's own read and write the entries of the parameters that they are given, and no others.
         self._in_place = tensors is owned and is_torchs_own(optimizer)
         self._values: list[Any] = []
@@ -54,8 +54,8 @@ class Update:
             self.shadow = shadow_of(optimizer, groups, optimizer.state)
             return
         self.entries = list(map(optimizer.state.get, owned))
-        if parts is not None:
-            self.entries = [_part_of(entry, part) for entry, part in zip(self.entries, parts, strict=True)]
+        if shards is not None:
+            self.entries = [_shard_of(entry, shard) for entry, shard in zip(self.entries, shards, strict=True)]
         state = {p: entry for p, entry in zip(tensors, self.entries, strict=True) if entry is not None}
         self.shadow = shadow_of(optimizer, groups, defaultdict(dict, {**shared, **state}))
         self._values = list(self.shadow.state.values())
@@ -72,31 +72,31 @@ class Update:
         torch.autograd.graph.increment_version(self.tensors)
         if self._in_place:
             return
-        if self._parts is not None:
-            for p, own, part in zip(self.tensors, self.owned, self._parts, strict=True):
-                if part is not None and p in found:
-                    found[p] = _whole_of(found[p], optimizer.state.get(own), part)
+        if self._shards is not None:
+            for p, own, shard in zip(self.tensors, self.owned, self._shards, strict=True):
+                if shard is not None and p in found:
+                    found[p] = _whole_of(found[p], optimizer.state.get(own), shard)
         made = len(found) != len(self._values) or not all(map(is_, found.values(), self._values))
         if made:
             optimizer.state.update(
                 (own, found[p]) for p, own in zip(self.tensors, self.owned, strict=True) if p in found
             )
-        if made or self._parts is not None:
+        if made or self._shards is not None:
             self.entries = list(map(optimizer.state.get, self.owned))
-        if self._parts is not None:
+        if self._shards is not None:
             torch.autograd.graph.increment_version(self.owned)
 
 
-def _part_of(entry: dict[Any, Any] | None, part: LocalShard | None) -> dict[Any, Any] | None:
-    if entry is None or part is None:
+def _shard_of(entry: dict[Any, Any] | None, shard: LocalShard | None) -> dict[Any, Any] | None:
+    if entry is None or shard is None:
         return entry
-    return {key: part.of_state(value) for key, value in entry.items()}
+    return {key: shard.of_state(value) for key, value in entry.items()}
 
 
-def _whole_of(stepped: dict[Any, Any], entry: dict[Any, Any] | None, part: LocalShard) -> dict[Any, Any]:
-    """The parameter's own entry, with what the update of its part has added or replaced."""
+def _whole_of(stepped: dict[Any, Any], entry: dict[Any, Any] | None, shard: LocalShard) -> dict[Any, Any]:
+    """The parameter's own entry, with what the update of its shard has added or replaced."""
     entry = {} if entry is None else entry
     for key, value in stepped.items():
-        if key not in entry or part.of_state(entry[key]) is not value:
-            entry[key] = part.as_state(value)
+        if key not in entry or shard.of_state(entry[key]) is not value:
+            entry[key] = shard.as_state(value)
     return entry

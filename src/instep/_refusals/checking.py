@@ -5,7 +5,7 @@ from collections.abc import Hashable
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.dtensor import mesh_of, part_of
+from instep._optim.dtensor import mesh_of, shard_of
 from instep._optim.kinds import is_elementwise
 from instep.errors import AttachError
 from instep.options import Options
@@ -46,4 +46,4 @@ def unlike_parameters(target: Target, options: Options) -> None:
 
 def _spread(parameter: torch.Tensor, optimizer: Optimizer) -> Hashable:
     """The ranks over which it is stepped as one tensor; ``None``: each steps its part, or all of it."""
-    return None if part_of(parameter, optimizer) is not None else mesh_of(parameter)
+    return None if shard_of(parameter, optimizer) is not None else mesh_of(parameter)

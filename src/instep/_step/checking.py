@@ -28,10 +28,10 @@ Gradient = Callable[[AttachedParameter], torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """One parameter, or this rank's part of it, as it was before the step, with the gradient that is applied."""
+    """One parameter, or this rank's shard of it, as it was before the step, with the gradient that is applied."""
 
     tensor: torch.Tensor
-    part: LocalShard | None
+    shard: LocalShard | None
     state: dict[Any, Any] | None
 
 
@@ -50,25 +50,25 @@ class _Step:
         self.drew = False
 
     def keep(self, call: OptimizerCall, state: Mapping[Any, Any]) -> None:
-        parts = call.parts or [None] * len(call.tensors)
-        for tensor, parameter, part in zip(call.tensors, call.parameters, parts, strict=True):
-            self.add(parameter, tensor, tensor.grad, part, state)
+        shards = call.shards or [None] * len(call.tensors)
+        for tensor, parameter, shard in zip(call.tensors, call.parameters, shards, strict=True):
+            self.add(parameter, tensor, tensor.grad, shard, state)
 
     def add(
         self,
         parameter: torch.Tensor,
         tensor: torch.Tensor,
         gradient: torch.Tensor | None,
-        part: LocalShard | None,
+        shard: LocalShard | None,
         state: Mapping[Any, Any],
     ) -> None:
         stand_in = _stand_in(parameter, tensor)
         stand_in.grad = None if gradient is None else gradient.detach().clone()
         entry = state.get(parameter)
         if entry is not None:
-            entry = {key: value if part is None else part.of_state(value) for key, value in entry.items()}
+            entry = {key: value if shard is None else shard.of_state(value) for key, value in entry.items()}
             entry = copy.deepcopy(entry, {id(parameter): stand_in})
-        self.copies[id(parameter)] = _Copy(stand_in, part, entry)
+        self.copies[id(parameter)] = _Copy(stand_in, shard, entry)
 
     def plain(self) -> Optimizer:
         """The copies, after a plain ``step()``. The loop's generators are left as they were."""
@@ -151,11 +151,11 @@ class Check:
         for call in calls_of([a for a, _ in rest], [g for _, g in rest], alias=False):
             step.keep(call, optimizer.state)
         for attached in given:
-            parameter, part = attached.get(), attached.part
+            parameter, shard = attached.get(), attached.shard
             if id(parameter) not in step.copies:
-                whole = parameter if part is None else part.of(parameter)
+                whole = parameter if shard is None else shard.of(parameter)
                 assert whole is not None, "a part is made for its parameter's own layout"
-                step.add(parameter, whole, None, part, optimizer.state)
+                step.add(parameter, whole, None, shard, optimizer.state)
         known = {id(a.peek()) for a in mine}
         for parameter in parameters_of(optimizer):
             if id(parameter) not in known:  # not the model's
@@ -235,11 +235,11 @@ def _difference(
         parameter = attached.get()
         if (one := step.copies.get(id(parameter))) is None:
             continue
-        if different(parameter if one.part is None else one.part.of(parameter), one.tensor):
+        if different(parameter if one.shard is None else one.shard.of(parameter), one.tensor):
             return f"parameter {attached.spec.name!r}"
         entry, its = optimizer.state.get(parameter) or {}, plain.state.get(one.tensor) or {}
-        if one.part is not None:
-            entry = {key: one.part.of_state(value) for key, value in entry.items()}
+        if one.shard is not None:
+            entry = {key: one.shard.of_state(value) for key, value in entry.items()}
         for key in _different_keys(entry, its):
             return f"the state {key!r} of parameter {attached.spec.name!r}"
     if not groups:

@@ -13,7 +13,7 @@ from instep._gradients.clipping import Clip
 from instep._gradients.scaling import found_inf, take_off_here
 from instep._life.worker import ending
 from instep._optim.autocast import autocast_matters, require_same_in_autocast
-from instep._optim.calls import part_of_gradient
+from instep._optim.calls import shard_of_gradient
 from instep._optim.initial_state import asks_for_state, begin_state
 from instep._optim.kinds import is_torchs_own
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there, none_there
@@ -228,7 +228,7 @@ class HandOver:
             # come when one rank waits for them and another does not.
             (
                 plain_type(attached.get()) in (torch.nn.Parameter, torch.Tensor)
-                or part_of_gradient(attached, gradient) is not None
+                or shard_of_gradient(attached, gradient) is not None
             )
             and attached.spec.index not in unseen
             and gradient.layout is torch.strided
@@ -249,7 +249,7 @@ class HandOver:
             others = [a for a in members.all if a.stepper is not stepper and a.get().grad is not None]
             clipping.clip([a.get() for a in others])
             self.clipped = {a.stepper for a in others}
-        return clipping.frozen()
+        return clipping.as_of_now()
 
     # Handing over.
 
@@ -341,7 +341,7 @@ def _with_gradient(parameters: AttachedParameters) -> AttachedParameters:
 
 
 def _is_sharded(attached: AttachedParameter) -> bool:
-    return attached.part is not None and attached.part.state_is_sharded
+    return attached.shard is not None and attached.shard.state_is_sharded
 
 
 def _without_landed(in_flight: InFlight, waiting: Mapping[AttachedParameter, bool]) -> InFlight:

@@ -66,7 +66,7 @@ class HandOverCalls:
                 parameter = attached.get()
                 if GET_GRAD(parameter) is None:  # the plain loop's is still there, until the user clears it
                     SET_GRAD(parameter, self._pending.stand_in_for(parameter, gradient))
-        round_.put_back_settings()
+        round_.restore_settings()
         round_.has_returned(stepper, self._step.ledger)
         self.end_commit()
 

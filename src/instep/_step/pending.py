@@ -159,7 +159,7 @@ class HandedOverStep:
 
     def stepped_here(self) -> list[torch.Tensor]:
         """Its parameters, without those that another rank updates."""
-        here = [a.peek() for a in self._parameters if a.part is None or a.part.is_owner]
+        here = [a.peek() for a in self._parameters if a.shard is None or a.shard.is_owner]
         return [parameter for parameter in here if parameter is not None]
 
 
@@ -296,7 +296,7 @@ class PendingBucket:
         self.apply()
         # Whether that failed or not: the other ranks wait for it.
         try:
-            self._receive = gather([a for a in parameters if a.part is not None and a.part.state_is_sharded])
+            self._receive = gather([a for a in parameters if a.shard is not None and a.shard.state_is_sharded])
         except BaseException as error:
             self._receive = lambda: None
             self.step.outcome.fails(error)

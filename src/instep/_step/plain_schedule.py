@@ -51,14 +51,14 @@ class PlainSchedule(HoldsStep):
             return False
         self._backward = graph_task()
         self._step.accumulation.begin()
-        self._put_back()  # of a step() that raised
+        self._restore()  # of a step() that raised
         self._step.round.stepper = None
         self._step.round.owing.clear()
         return True
 
     def begin_step(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is called."""
-        self._put_back()
+        self._restore()
         self._step.round.stepper = None
         stepper.called()
 
@@ -116,12 +116,12 @@ class PlainSchedule(HoldsStep):
     def _used(self, parameter: torch.Tensor, func: object) -> None:
         """A ``.grad`` that was taken off is about to be read or replaced: by ``step()``, if it still runs."""
         if self._step.round.was_stopped:
-            self._put_back()
+            self._restore()
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         """Who is interrupted here does it again, at the next use."""
         round_ = self._step.round
-        round_.put_back_settings()
+        round_.restore_settings()
         hidden = [parameter for attached, _ in round_.hidden if (parameter := attached.peek()) is not None]
         round_.show()
         self._watch.stop(hidden)
@@ -131,7 +131,7 @@ class PlainSchedule(HoldsStep):
         step = self._step
         if step.round.stepper is not stepper:
             return
-        self._put_back()
+        self._restore()
         step.round.stepper = None
         step.accumulation.stepped()
         if stepper in step.round.owing:
@@ -168,7 +168,7 @@ class PlainSchedule(HoldsStep):
 
     def forget(self, *, gradients: bool) -> None:
         """Begin anew; with ``gradients``, clear all of them."""
-        self._put_back()
+        self._restore()
         for parameter in self._step.members.living() if gradients else ():
             parameter.grad = None
         self._step.round.stepper = None

@@ -87,7 +87,7 @@ class Round:
         """The step may be stopped."""
         self._settings_before = remember_settings(stepper.optimizer())
 
-    def put_back_settings(self, *, stopped: bool = False) -> None:
+    def restore_settings(self, *, stopped: bool = False) -> None:
         """Of a step that was left out; with ``stopped``, of one that was stopped as well."""
         for settings in (self._settings, self._settings_before if stopped else None):
             if settings is not None:

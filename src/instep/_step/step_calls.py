@@ -77,7 +77,7 @@ class StepCalls:
         round_.stepper = None
         stepper.commit()
         round_.show()
-        round_.put_back_settings()
+        round_.restore_settings()
         applied = step.members.applied_by(stepper)
         if step.check is not None and applied:
             self._require_checked(step.check, stepper)

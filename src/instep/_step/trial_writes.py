@@ -283,7 +283,7 @@ class TrialWrites(Writes):
         step.round.is_ending = True
         try:
             step.round.show(where_none=True)
-            step.round.put_back_settings(stopped=True)
+            step.round.restore_settings(stopped=True)
             if self._rollback.copies.devices:
                 self._rollback()
             self.release()

@@ -222,7 +222,7 @@ class Writes(ABC):
         """Step those of ``left`` that the optimizer's own ``step()`` could not: torch's foreach kernels refuse plain
         tensors beside DTensors, and DTensors of several meshes, and know nothing of shards."""
         rest = [a for a in left if gradient_of(a) is not None]
-        sharded = [a for a in rest if a.part is not None and a.part.state_is_sharded]
+        sharded = [a for a in rest if a.shard is not None and a.shard.state_is_sharded]
         if not sharded and not self._is_mixed(stepper, rest):
             return
         require_same_in_autocast(stepper.optimizer())

@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 
 from instep._autograd.placeholders import SpentGradient
 from instep._life.weak import weakly
-from instep._optim.dtensor import is_sharded, local_numel, mesh_of, part_of
-from instep._optim.parameters import AttachedParameter, Place
+from instep._optim.dtensor import is_sharded, local_numel, mesh_of, shard_of
+from instep._optim.parameters import AttachedParameter, Attribute
 from instep._optim.parts import LocalShard
 from instep._optim.plan import ParameterSpec
 from instep._optim.stepper import Stepper
@@ -54,7 +54,7 @@ class Gathering:
         )
 
     def _attached(
-        self, parameter: torch.Tensor, places: tuple[Place, ...], index: int, stepper: Stepper
+        self, parameter: torch.Tensor, places: tuple[Attribute, ...], index: int, stepper: Stepper
     ) -> AttachedParameter:
         name = places[0].name
         nbytes = local_numel(parameter) * parameter.element_size()
@@ -65,10 +65,10 @@ class Gathering:
             spent = SpentGradient(parameter, name, weakly(self._error_for_use, spec))
         # A sharded model puts other tensors in the parameters' places while it computes.
         held = () if self._in_fsdp1 or (group is not None and is_sharded(parameter)) else places
-        part = self._part(parameter, stepper)
-        return AttachedParameter(parameter, spec, held, stepper, spent, part, mesh_of(parameter))
+        shard = self._shard(parameter, stepper)
+        return AttachedParameter(parameter, spec, held, stepper, spent, shard, mesh_of(parameter))
 
-    def _part(self, parameter: torch.Tensor, stepper: Stepper) -> LocalShard | None:
+    def _shard(self, parameter: torch.Tensor, stepper: Stepper) -> LocalShard | None:
         if self._zero is not None and id(parameter) in self._zero.reduced:
-            return self._zero.shards.part_of(parameter, stepper.optimizer())
-        return part_of(parameter, stepper.optimizer())
+            return self._zero.shards.shard_of(parameter, stepper.optimizer())
+        return shard_of(parameter, stepper.optimizer())

@@ -48,7 +48,7 @@ def make_sources(
         if not mine:
             continue
         if zero is not None and isinstance(wrapper, DistributedDataParallel):
-            in_rows = [a for a in mine if a.part is not None]
+            in_rows = [a for a in mine if a.shard is not None]
             sources.append(zero.source(sink, in_rows, wrapper, accumulation, dtype))
         elif communication.cross_iteration and isinstance(wrapper, DistributedDataParallel):
             recorder = partial(_recorder_of, weakref.ref(chosen.schedule))

@@ -21,7 +21,7 @@ class GradientsAside:
         self._off: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
         self._handles = [
             ddp.register_forward_pre_hook(BoundHook(self._take_off)),
-            ddp.register_forward_hook(BoundHook(self._put_back), always_call=True),
+            ddp.register_forward_hook(BoundHook(self._restore), always_call=True),
         ]
 
     def stop(self) -> None:
@@ -38,7 +38,7 @@ class GradientsAside:
                     self._off.append((weakref.ref(parameter), gradient))
                     parameter.grad = None
 
-    def _put_back(self, ddp: DistributedDataParallel, args: object, output: object) -> None:
+    def _restore(self, ddp: DistributedDataParallel, args: object, output: object) -> None:
         off, self._off = self._off, []
         for ref, gradient in off:
             if (parameter := ref()) is not None:

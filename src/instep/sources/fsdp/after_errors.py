@@ -153,7 +153,7 @@ def rebuild_fsdp2(model: nn.Module, *, gradients: bool) -> None:
         else:
             reset_iter_state(states)
         for one in kept:
-            one.put_back()
+            one.restore()
 
 
 def _fsdp2_roots(model: nn.Module) -> Iterator[tuple[Any, Sequence[Any]]]:
@@ -200,7 +200,7 @@ class KeptGradients:
         for parameter in group.fsdp_params if not unreduced else ():
             _drop_unreduced(parameter)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         for name, value in self._partial.items():

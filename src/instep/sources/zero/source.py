@@ -87,7 +87,7 @@ class ZeroSource:
         release(self._ddp(), self)
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
-        return self._parameters.adopt(parameters, {id(a.get()) for a in parameters if isinstance(a.part, RowShard)})
+        return self._parameters.adopt(parameters, {id(a.get()) for a in parameters if isinstance(a.shard, RowShard)})
 
     def refresh(self) -> None:
         """DDP fixes its parameters when it is constructed."""
@@ -137,7 +137,7 @@ class ZeroSource:
         """``communicate`` has noted a bucket that is scattered. After a plain mean gradients add up."""
 
     def _part(self, parameter: torch.Tensor) -> RowShard:
-        part = self._parameters[parameter].part
+        part = self._parameters[parameter].shard
         assert isinstance(part, RowShard)
         return part
 
@@ -277,7 +277,7 @@ def _whole_state_dict(
     optimizer: Optimizer, state_dict: dict[str, Any], parameters: Iterable[AttachedParameter]
 ) -> dict[str, Any]:
     """The plain optimizer's ``state_dict()``. All ranks must call this."""
-    parts = {id(attached.get()): attached.part for attached in parameters}
+    parts = {id(attached.get()): attached.shard for attached in parameters}
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     state = dict(state_dict["state"])
     for number, parameter in enumerate(ordered):
@@ -291,13 +291,13 @@ def _shard(optimizer: Optimizer, parameters: Iterable[AttachedParameter]) -> Non
     """Keep of the optimizer's state only what belongs to this rank's parts."""
     for attached in parameters:
         entry = optimizer.state.get(attached.get())
-        if entry is not None and isinstance(attached.part, RowShard):
-            attached.part.take(entry)
+        if entry is not None and isinstance(attached.shard, RowShard):
+            attached.shard.take(entry)
 
 
 def _unshard(optimizer: Optimizer, parameters: Iterable[AttachedParameter]) -> None:
     """Keep all of the optimizer's state, as the plain optimizer does. All ranks must call this."""
     for attached in parameters:
         entry = optimizer.state.get(attached.get())
-        if entry is not None and isinstance(attached.part, RowShard):
-            entry.update(attached.part.give(entry))
+        if entry is not None and isinstance(attached.shard, RowShard):
+            entry.update(attached.shard.give(entry))

@@ -165,7 +165,7 @@ class StateShards:
         self._by_hand = dist.get_backend(self.group) == "gloo"
         self._owned = [0] * self.world_size  # elements of the parameters that each rank updates alone
 
-    def part_of(self, parameter: torch.Tensor, optimizer: Optimizer) -> RowShard:
+    def shard_of(self, parameter: torch.Tensor, optimizer: Optimizer) -> RowShard:
         """This rank's part. All ranks must ask for the same parameters in the same order."""
         if is_elementwise(optimizer):
             return Rows(parameter, self.mesh)
@@ -221,7 +221,7 @@ class StateShards:
         kinds: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, Any]]] = {}
         for attached in parameters:
             parameter = attached.get()
-            kinds.setdefault((parameter.device, parameter.dtype), []).append((parameter.detach(), attached.part))
+            kinds.setdefault((parameter.device, parameter.dtype), []).append((parameter.detach(), attached.shard))
         gathered = GatheredShards()
         with torch.no_grad():
             for members in kinds.values():
