@@ -56,8 +56,7 @@ def run(mutants: Iterable[Mutant], times: Mapping[str, float]) -> None:
         began = time.monotonic()
         found = failing(mutant, ranks(times, selection.killers()))
         print(f"{time.monotonic() - began:6.1f} s  {mutant.name}: {', '.join(found) or 'NOT CAUGHT'}", flush=True)
-        if found:
-            write(selection.killers() | {mutant.name: found})
+        write(selection.killers() | {mutant.name: found})
 
 
 def write(killers: Mapping[str, list[str]]) -> None:

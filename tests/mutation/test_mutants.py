@@ -261,7 +261,6 @@ MUTANTS = [
         "            pass\n",
         "tests/unit/test_exit.py",
         "backward-undo-unfused",
-        "nightly or not nightly",
     ),
     Mutant(
         "drop what is due with the model",

@@ -161,14 +161,14 @@ if __name__ == "__main__":
     kept += shared.parameters()
     tell()
 """
-BY_DEFAULT = ("step", "a daemon trains", "fork")
+BY_DEFAULT = [("step", "forward"), ("a daemon trains", "forward"), ("fork", "forward"), ("backward", "undo")]
 CASES = [
     pytest.param(last, loop, kind, marks=[] if by_default else [pytest.mark.nightly])
     for last in LAST
     for loop in ("forward", "undo", "backward")
     for kind in ("unfused", "fused")
     if loop != "backward" or "backward" not in last  # which has stepped by then
-    for by_default in [(loop, kind) == ("forward", "unfused") and last in BY_DEFAULT]
+    for by_default in [kind == "unfused" and (last, loop) in BY_DEFAULT]
 ]
 BEFORE_INSTEP = (
     "    atexit.register(tell)\n",
