@@ -103,15 +103,15 @@ MUTANTS = [
     Mutant(
         "read the learning rate when the optimizer was built",
         "OptimizerStep._groups_of",
-        "group = {k: private(v) for k, v in live.items()",
-        "group = {k: private(v) for k, v in {**live, **optimizer.defaults}.items()",
+        "group = (used or Snapshot(live)).copy_of(live)",
+        "group = (used or Snapshot(live)).copy_of(live) | optimizer.defaults",
         PARITY,
     ),
     Mutant(
         "use another group's hyper-parameters",
         "OptimizerStep._groups_of",
-        "group = {k: private(v) for k, v in live.items()",
-        "group = {k: private(v) for k, v in optimizer.param_groups[0].items()",
+        "group = (used or Snapshot(live)).copy_of(live)",
+        "group = Snapshot(optimizer.param_groups[0]).copy_of(optimizer.param_groups[0])",
         PARITY,
     ),
     Mutant(

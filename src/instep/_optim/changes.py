@@ -189,13 +189,27 @@ class Snapshot:
         self._mutable = {k: fingerprint(v) for k, v in self._values.items() if not is_immutable(v)}
         self._on_device = {k: v.detach().clone() for k, v in self._values.items() if _waits_for_host(v)}
 
+    def copy_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """A private copy of the settings in ``group``, which are these."""
+        if self._mutable:
+            return {key: private(value) for key, value in group.items() if key not in PER_PARAMETER}
+        return self._values.copy()
+
     def of_copy(self, group: Mapping[str, Any]) -> "Snapshot":
         """The snapshot of a private copy of the same group."""
         return Snapshot(group) if self._mutable else self
 
     def changes(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """What ``group`` has in place of, or on top of, these values."""
-        return {key: value for key, value in group.items() if key not in PER_PARAMETER and not self._has(key, value)}
+        values, mutable = self._values, self._mutable
+        return {
+            key: value
+            for key, value in group.items()
+            # Asked for every bucket: what cannot be changed in place and is the same object needs no look.
+            if (value is not values.get(key, _ABSENT) or key in mutable)
+            and key not in PER_PARAMETER
+            and not self._has(key, value)
+        }
 
     def difference(self, group: Mapping[str, Any]) -> str | None:
         """The first setting that ``group`` has not, or not any more as it was, and what it is now; ``None``: all are as

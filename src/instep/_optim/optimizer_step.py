@@ -7,7 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.attributes import attributes_of, read_by_update, shared_by_updates
-from instep._optim.changes import PER_PARAMETER, Snapshot, changes, private
+from instep._optim.changes import Snapshot, changes, private
 from instep._optim.entries import Entries
 from instep._optim.foreign import watched
 from instep._optim.layout import GroupLayout
@@ -122,7 +122,7 @@ class OptimizerStep:
             # A group that was added since the step began holds none of them.
             members, places = members_of[index] if index < len(members_of) else ([], [])
             used = self._settings.use(index, live, for_members=bool(members))
-            group = {k: private(v) for k, v in live.items() if k not in PER_PARAMETER}
+            group = (used or Snapshot(live)).copy_of(live)
             group["params"] = [tensors[i] for i in members]
             if "param_names" in live:
                 group["param_names"] = [live["param_names"][place] for place in places]
