@@ -1786,7 +1786,7 @@ MUTANTS = [
         "TrialWrites.takes_back",
         "if not self.has_begun or any(stepper.wrote_in_place for stepper in self._step.members.steppers):",
         "if not self.has_begun:",
-        "tests/parity/test_found.py",
+        "tests/parity/test_undo.py",
     ),
     Mutant(
         "do not look for state that was put in the place of a trial's",

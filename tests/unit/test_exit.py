@@ -29,6 +29,8 @@ def tell():
         print([alias.double().sum().item().hex() for alias in aliases])
         print([p.double().sum().item().hex() for p in kept])
 atexit.register(tell)
+late = []  # called after all that instep and torch do at exit, and before what is told
+atexit.register(lambda: [call() for call in late])
 import instep
 torch.set_num_threads(1)
 LOOP = sys.argv[1]
@@ -123,6 +125,7 @@ daemons[0].start()
 step(model, optimizer)
 """,
     "atexit trains": MODULE + "atexit.register(step, model, optimizer)",
+    "atexit trains last": MODULE + "late.append(lambda: step(model, optimizer))",
     "sys.exit": MODULE + STEP + "; sys.exit(0)",
     "a signal": MODULE
     + """
@@ -161,7 +164,13 @@ if __name__ == "__main__":
     kept += shared.parameters()
     tell()
 """
-BY_DEFAULT = [("step", "forward"), ("a daemon trains", "forward"), ("fork", "forward"), ("backward", "undo")]
+BY_DEFAULT = [
+    ("step", "forward"),
+    ("a daemon trains", "forward"),
+    ("fork", "forward"),
+    ("backward", "undo"),
+    ("atexit trains last", "forward"),
+]
 CASES = [
     pytest.param(last, loop, kind, marks=[] if by_default else [pytest.mark.nightly])
     for last in LAST
