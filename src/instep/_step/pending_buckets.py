@@ -166,7 +166,7 @@ class PendingBuckets:
         self._stand_ins.take_back(bucket.tensors)
         step = bucket.step
         step.outstanding = [one for one in step.outstanding if one is not bucket]
-        if not any(one.step is step for one in self.all()):
+        if not step.outstanding:
             self._end(step)
 
     def _end(self, step: HandedOverStep) -> None:
