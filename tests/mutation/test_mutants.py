@@ -1230,7 +1230,7 @@ MUTANTS = [
     ),
     Mutant(
         "read every rank's rows from the beginning",
-        "Reader._read",
+        "CheckpointReader._read",
         "into[common.within(box)] = part[common.within(chunk)]",
         "into[common.within(box)] = part[common.within(common)]",
         CHECKPOINT + "test_ranks.py",

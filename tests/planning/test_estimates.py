@@ -14,13 +14,13 @@ from torch import nn
 from torch.profiler import record_function
 
 import instep
+from instep.planning.dry_run import DryRun, order_of_gradients
 from instep.planning.errors import PlanError
 from instep.planning.job import Job
 from instep.planning.kernels import LiveInside
 from instep.planning.live_bytes import LiveBytes
 from instep.planning.making import plan
-from instep.planning.rehearsal import Rehearsal, order_of_gradients
-from instep.planning.scene import Scene, optimizer_makers
+from instep.planning.planned_model import PlannedModel, optimizer_makers
 from instep.report.estimate import EVERYTHING, Machine, PlannedBucket, times
 from instep.report.iteration import Link
 from tests import net
@@ -128,7 +128,7 @@ def test_state_is_that_of_the_optimizer_itself(build: str, optimizer: str, optio
                 dtype = str(value.dtype).removeprefix("torch.")
                 expected[dtype] = expected.get(dtype, 0) + value.nbytes
     job = Job(f"{HERE}:{build}", optimizer, options)
-    seen = Rehearsal(Scene(job), next(iter(optimizer_makers(job).values()))).plain()
+    seen = DryRun(PlannedModel(job), next(iter(optimizer_makers(job).values()))).plain()
     found: dict[str, int] = {}
     for one in seen.state.values():
         for dtype, size in one.items():
@@ -158,7 +158,7 @@ def test_buckets_of_ranks_are_those_of_torch() -> None:
     job = Job(f"{HERE}:layers", world_size=2, bucket_cap_mb=0.0002)
     planned = plan(job).buckets
     model = models.layers()
-    order = order_of_gradients(Scene(job))
+    order = order_of_gradients(PlannedModel(job))
     arrived: list[torch.Tensor] = [dict(model.named_parameters())[name] for name in order]
     cap = int(0.0002 * 1024 * 1024)
     theirs, _ = dist._compute_bucket_assignment_by_size(arrived, [cap, cap], [False] * len(arrived))

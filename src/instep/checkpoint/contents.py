@@ -23,7 +23,7 @@ from instep.sources.fsdp.wrappers import fsdp1_in, put_shards_in_place
 NOT_IN_GROUP = ("params", "param_names")
 
 
-class Subject:
+class TrainingState:
     """A model with its optimizers: what is saved, and what is loaded into.
 
     Attributes:
@@ -84,7 +84,7 @@ def _refuse_optimizers(optimizers: Sequence[Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalTensor:
     """A tensor of a checkpoint, and the part of it that this rank has.
 
     Attributes:
@@ -97,7 +97,7 @@ class Held:
     finite: bool
 
 
-class Contents:
+class LocalState:
     """What this rank has of a checkpoint.
 
     Attributes:
@@ -107,17 +107,17 @@ class Contents:
         tensors: by key.
     """
 
-    def __init__(self, subject: Subject, step: int, rank: int, extra: Any) -> None:
-        self.tensors: dict[str, Held] = {}
+    def __init__(self, training: TrainingState, step: int, rank: int, extra: Any) -> None:
+        self.tensors: dict[str, LocalTensor] = {}
         self._rank = rank
         self.common: dict[str, Json] = {
             "step": step,
-            "parameters": self._put_named("parameter", subject.parameters, finite=True),
-            "buffers": self._put_named("buffer", subject.buffers, finite=False),
-            "optimizers": [self._common(n, *one, subject) for n, one in enumerate(subject.labelled())],
-            "previous_norms": [self._norm(n, one) for n, one in enumerate(subject.attachments)],
+            "parameters": self._put_named("parameter", training.parameters, finite=True),
+            "buffers": self._put_named("buffer", training.buffers, finite=False),
+            "optimizers": [self._common(n, *one, training) for n, one in enumerate(training.labelled())],
+            "previous_norms": [self._norm(n, one) for n, one in enumerate(training.attachments)],
         }
-        self.state = [self._state(n, *one, subject) for n, one in enumerate(subject.labelled())]
+        self.state = [self._state(n, *one, training) for n, one in enumerate(training.labelled())]
 
         def put_extra(path: str, tensor: torch.Tensor) -> Mapping[str, Json]:
             if is_sharded(tensor):
@@ -145,7 +145,7 @@ class Contents:
                 f"{where} is a {'meta tensor' if local.is_meta else type(local).__name__}, which cannot be saved: only "
                 "plain tensors and DTensors"
             )
-        self.tensors[key] = Held(local, tuple(tensor.shape), box_of(tensor), finite)
+        self.tensors[key] = LocalTensor(local, tuple(tensor.shape), box_of(tensor), finite)
         return key
 
     def _put_named(self, kind: str, named: Sequence[Named], *, finite: bool) -> dict[str, tuple[str, ...]]:
@@ -153,7 +153,7 @@ class Contents:
             self._put(f"model/{one.name}", f"{kind} {one.name!r}", one.tensor, finite=finite)
         return {one.name: one.names for one in named}
 
-    def _common(self, number: int, which: str, optimizer: Optimizer, subject: Subject) -> Json:
+    def _common(self, number: int, which: str, optimizer: Optimizer, training: TrainingState) -> Json:
         groups = []
         for g, group in enumerate(optimizer.param_groups):
             where = f"{which}.param_groups[{g}]"
@@ -162,7 +162,7 @@ class Contents:
                 return {"tensor": self._put(f"optimizer/{number}/groups/{g}{path}", where + path, tensor, finite=False)}
 
             values = {k: encode(v, where, put, f"[{k!r}]") for k, v in group.items() if k not in NOT_IN_GROUP}
-            groups.append({"parameters": [subject.name_of[id(p)] for p in group["params"]], "values": values})
+            groups.append({"parameters": [training.name_of[id(p)] for p in group["params"]], "values": values})
         shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
 
         def put_shared(path: str, tensor: torch.Tensor) -> Mapping[str, Json]:
@@ -172,11 +172,11 @@ class Contents:
         encoded = encode(shared, f"{which}.state", put_shared)
         return {"class": class_of(optimizer), "groups": groups, "shared": encoded}
 
-    def _state(self, number: int, which: str, optimizer: Optimizer, subject: Subject) -> dict[str, Json]:
+    def _state(self, number: int, which: str, optimizer: Optimizer, training: TrainingState) -> dict[str, Json]:
         found: dict[str, Json] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                name = subject.name_of[id(parameter)]
+                name = training.name_of[id(parameter)]
                 where = f"{which}.state of {name!r}: "
 
                 def put(path: str, tensor: Any, p: Any = parameter, name: str = name, where: str = where) -> Json:

@@ -180,7 +180,7 @@ def read_small(path: Path, limit: int) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class CheckpointDir:
     """A directory that is named as a checkpoint of ``step``. One that was saved once more has a later ``attempt``."""
 
     step: int
@@ -188,14 +188,14 @@ class Place:
     path: Path
 
 
-def places(directory: Path) -> list[Place]:
+def places(directory: Path) -> list[CheckpointDir]:
     """What is named as a checkpoint in ``directory``, the newest first."""
     found = []
     with os.scandir(directory) as entries:
         for entry in entries:
             match = _CHECKPOINT.fullmatch(entry.name)
             if match and entry.is_dir(follow_symlinks=False):
-                found.append(Place(int(match[1]), int(match[2] or 0), directory / entry.name))
+                found.append(CheckpointDir(int(match[1]), int(match[2] or 0), directory / entry.name))
     return sorted(found, reverse=True)
 
 

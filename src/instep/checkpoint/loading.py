@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from instep._arguments import path_of, require_flag
 from instep._autograd.watch import nobody_told
-from instep.checkpoint.contents import Subject
+from instep.checkpoint.contents import TrainingState
 from instep.checkpoint.files import MANIFEST, places, require_directory
 from instep.checkpoint.ranks import Collective
-from instep.checkpoint.reading import Reader
-from instep.checkpoint.staging import Staged, stage
+from instep.checkpoint.reading import CheckpointReader
+from instep.checkpoint.staging import StagedLoad, stage
 from instep.errors import CheckpointError, DamagedCheckpointError
 
 _logger = logging.getLogger("instep")
@@ -75,24 +75,24 @@ def load(
     ranks = Collective()
     directory = path_of(path, CheckpointError)
     require_flag("allow_nonfinite", allow_nonfinite, CheckpointError)
-    subject: Subject | None = None
+    training: TrainingState | None = None
 
     def look() -> bytes:
-        nonlocal subject
+        nonlocal training
         require_directory(directory)
-        subject = Subject(model, optimizer)
+        training = TrainingState(model, optimizer)
         return json.dumps(_names(directory)).encode() if ranks.rank == 0 else b""
 
     names = json.loads(ranks.attempt(f"nothing was loaded from {directory}", look)[0])
-    assert subject is not None
-    for attachment in subject.attachments:
+    assert training is not None
+    for attachment in training.attachments:
         # What stopped an update that is due stops nobody who is about to overwrite it.
         with suppress(Exception):
             attachment.synchronize()
     damages = []
     for name in names:
         try:
-            staged = _staged(ranks, directory / name, subject, allow_nonfinite)
+            staged = _staged(ranks, directory / name, training, allow_nonfinite)
         except DamagedCheckpointError as error:
             damages.append(error)
             if name != names[-1]:
@@ -117,14 +117,14 @@ def _names(directory: Path) -> list[str]:
     return [place.path.name for place in places(directory)] if directory.exists() else []
 
 
-def _staged(ranks: Collective, directory: Path, subject: Subject, allow_nonfinite: bool) -> Staged:
-    staged: list[Staged] = []
+def _staged(ranks: Collective, directory: Path, training: TrainingState, allow_nonfinite: bool) -> StagedLoad:
+    staged: list[StagedLoad] = []
 
     def work() -> bytes:
-        reader = Reader(directory, ranks.rank, ranks.size)
+        reader = CheckpointReader(directory, ranks.rank, ranks.size)
         # The weights of an open step tell of everybody who uses them.
         with torch.no_grad(), nobody_told():
-            staged.append(stage(reader, subject, ranks.rank, allow_nonfinite=allow_nonfinite))
+            staged.append(stage(reader, training, ranks.rank, allow_nonfinite=allow_nonfinite))
         return b""
 
     ranks.attempt(f"{directory} was not loaded", work)

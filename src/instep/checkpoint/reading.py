@@ -14,7 +14,7 @@ from instep.checkpoint.tiles import Box, whole
 from instep.errors import DamagedCheckpointError
 
 
-class Reader:
+class CheckpointReader:
     """One checkpoint on the disk.
 
     Args:

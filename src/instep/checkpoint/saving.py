@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from instep._arguments import path_of, require_flag
 from instep.checkpoint import manifest as manifests
-from instep.checkpoint.contents import Contents, Subject
+from instep.checkpoint.contents import LocalState, TrainingState
 from instep.checkpoint.files import (
     DIGEST,
     DTYPES,
@@ -80,16 +80,16 @@ def save(
     ranks = Collective()
     directory = path_of(path, CheckpointError)
     require_flag("allow_nonfinite", allow_nonfinite, CheckpointError)
-    contents: Contents | None = None
+    contents: LocalState | None = None
 
     def collect() -> bytes:
         nonlocal contents
         _refuse_keep(keep)
         require_directory(directory)
-        subject = Subject(model, optimizer)
-        for attachment in subject.attachments:
+        training = TrainingState(model, optimizer)
+        for attachment in training.attachments:
             attachment.require_committed()
-        contents = Contents(subject, _step_of(subject, step), ranks.rank, extra)
+        contents = LocalState(training, _step_of(training, step), ranks.rank, extra)
         return contents.to_bytes()
 
     with torch.no_grad():
@@ -116,7 +116,7 @@ class _Saving:
         parts: by rank, what it has.
     """
 
-    def __init__(self, directory: Path, contents: Contents, parts: Sequence[Json], rank: int) -> None:
+    def __init__(self, directory: Path, contents: LocalState, parts: Sequence[Json], rank: int) -> None:
         self._directory = directory
         self._contents = contents
         self._parts = parts
@@ -170,9 +170,9 @@ def _refuse_keep(keep: Any) -> None:
         raise CheckpointError(f"keep must be a number of checkpoints, at least 1, not {keep!r}")
 
 
-def _step_of(subject: Subject, step: int | None) -> int:
+def _step_of(training: TrainingState, step: int | None) -> int:
     if step is None:
-        counts = {attachment.step_count for attachment in subject.attachments}
+        counts = {attachment.step_count for attachment in training.attachments}
         if len(counts) != 1:
             found = "is not attached" if not counts else f"has attachments of {sorted(counts)} steps"
             raise CheckpointError(f"the model {found}: give step=, the number of steps that have been taken")

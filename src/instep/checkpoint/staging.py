@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from instep._optim.dtensor import is_sharded
 from instep.attachment import Attachment
-from instep.checkpoint.contents import NOT_IN_GROUP, Subject, class_of
+from instep.checkpoint.contents import NOT_IN_GROUP, TrainingState, class_of
 from instep.checkpoint.groups import check_values
 from instep.checkpoint.manifest import GroupRecord, Manifest, OptimizerRecord, TensorRecord
 from instep.checkpoint.names import Named
-from instep.checkpoint.reading import Reader
+from instep.checkpoint.reading import CheckpointReader
 from instep.checkpoint.spread import box_of, empty_beside, local_of
 from instep.checkpoint.values import Json, decode
 from instep.errors import CheckpointError, DamagedCheckpointError
@@ -24,21 +24,21 @@ _logger = logging.getLogger("instep")
 _SHOWN = 6
 
 
-class Staged:
+class StagedLoad:
     """What ``write`` will write, with everything it needs: it reads no file, and allocates nothing to speak of."""
 
-    def __init__(self, manifest: Manifest, subject: Subject, extra: Any) -> None:
+    def __init__(self, manifest: Manifest, training: TrainingState, extra: Any) -> None:
         self.manifest = manifest
         self.extra = extra
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.states: list[tuple[Optimizer, dict[torch.Tensor, dict[str, Any]], dict[Any, Any]]] = []
         self.groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.norms: list[torch.Tensor | None] = []
-        self._subject = subject
+        self._training = training
 
     @torch.no_grad()
     def write(self) -> None:
-        for attachment, norm in zip(self._subject.attachments, self.norms, strict=True):
+        for attachment, norm in zip(self._training.attachments, self.norms, strict=True):
             attachment.restore(self.manifest.step, norm)
         for into, values in self.copies:
             into.copy_(values)
@@ -48,12 +48,12 @@ class Staged:
             optimizer.state.update(state)
         for group, new in self.groups:
             group.update(new)
-        for named in self._subject.parameters:
+        for named in self._training.parameters:
             named.tensor.grad = None
 
 
-def stage(reader: Reader, subject: Subject, rank: int, *, allow_nonfinite: bool) -> Staged:
-    """Read what this rank needs, and compare all of it with ``subject``.
+def stage(reader: CheckpointReader, training: TrainingState, rank: int, *, allow_nonfinite: bool) -> StagedLoad:
+    """Read what this rank needs, and compare all of it with ``training``.
 
     Raises:
         DamagedCheckpointError: a file does not hold what the manifest says.
@@ -61,23 +61,23 @@ def stage(reader: Reader, subject: Subject, rank: int, *, allow_nonfinite: bool)
     """
     manifest = reader.manifest
     extra = manifest.extra[rank if rank < manifest.world_size else 0]
-    staged = Staged(manifest, subject, decode(extra, lambda leaf: reader.read(reader.record(leaf)[0])))
+    staged = StagedLoad(manifest, training, decode(extra, lambda leaf: reader.read(reader.record(leaf)[0])))
     finite = not allow_nonfinite
-    saved_as = _stage_named(reader, staged, "parameter", subject.parameters, manifest.parameters, finite=finite)
-    _stage_named(reader, staged, "buffer", subject.buffers, manifest.buffers, finite=False)
-    names = {id(named.tensor): saved_as[named.name] for named in subject.parameters}
+    saved_as = _stage_named(reader, staged, "parameter", training.parameters, manifest.parameters, finite=finite)
+    _stage_named(reader, staged, "buffer", training.buffers, manifest.buffers, finite=False)
+    names = {id(named.tensor): saved_as[named.name] for named in training.parameters}
     kept: dict[int, Any] = {}
-    for attachment in subject.attachments:
+    for attachment in training.attachments:
         kept.update(attachment.state_parts())
-    for which, optimizer, record in _matched(subject, names, manifest.optimizers):
+    for which, optimizer, record in _matched(training, names, manifest.optimizers):
         _IntoOptimizer(reader, staged, which, optimizer, names, kept, allow_nonfinite).stage(record)
-    staged.norms = _norms(reader, subject.attachments)
+    staged.norms = _norms(reader, training.attachments)
     return staged
 
 
 def _stage_named(
-    reader: Reader,
-    staged: Staged,
+    reader: CheckpointReader,
+    staged: StagedLoad,
     kind: str,
     named: Sequence[Named],
     saved: Mapping[str, Sequence[str]],
@@ -118,12 +118,12 @@ def _stage_named(
 
 
 def _matched(
-    subject: Subject, names: Mapping[int, str], records: Sequence[OptimizerRecord]
+    training: TrainingState, names: Mapping[int, str], records: Sequence[OptimizerRecord]
 ) -> list[tuple[str, Optimizer, OptimizerRecord]]:
     """Each optimizer with the one that was saved of the same parameters."""
     left = list(records)
     found = []
-    for which, optimizer in subject.labelled():
+    for which, optimizer in training.labelled():
         mine = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
         same = [r for r in left if {name for group in r.groups for name in group.parameters} == mine]
         of_class = [r for r in same if r.cls == class_of(optimizer)]
@@ -151,8 +151,8 @@ def _matched(
 class _IntoOptimizer:
     def __init__(
         self,
-        reader: Reader,
-        staged: Staged,
+        reader: CheckpointReader,
+        staged: StagedLoad,
         which: str,
         optimizer: Optimizer,
         names: Mapping[int, str],
@@ -298,7 +298,7 @@ class _IntoOptimizer:
         return torch.empty(record.shape, dtype=record.dtype, device=device)
 
 
-def _norms(reader: Reader, attachments: Sequence[Attachment]) -> list[torch.Tensor | None]:
+def _norms(reader: CheckpointReader, attachments: Sequence[Attachment]) -> list[torch.Tensor | None]:
     """Those of the attachments that clip by them; saved without, or with other attachments, there are none."""
     saved = [decode(one, lambda leaf: reader.read(reader.record(leaf)[0])) for one in reader.manifest.previous_norms]
     if not all(one is None or isinstance(one, torch.Tensor) for one in saved):

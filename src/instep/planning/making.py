@@ -9,18 +9,18 @@ import torch
 
 from instep._optim.plan import ParameterSpec, fill_buckets
 from instep.options import DEFAULT_BUCKET_BYTES
-from instep.planning.errors import PlanError
-from instep.planning.job import Job
-from instep.planning.refusals import try_options
-from instep.planning.rehearsal import (
+from instep.planning.dry_run import (
+    DryRun,
     MakeOptimizer,
-    Rehearsal,
-    Rehearsed,
+    Measured,
     bytes_by_dtype,
     forward_flops,
     order_of_gradients,
 )
-from instep.planning.scene import Scene, optimizer_makers
+from instep.planning.errors import PlanError
+from instep.planning.job import Job
+from instep.planning.planned_model import PlannedModel, optimizer_makers
+from instep.planning.refusals import try_options
 from instep.report.estimate import EVERYTHING, Estimate, Machine, Peak, PlannedBucket, Sizes, times
 from instep.sources.replicate.layout import BucketSizes, as_they_arrived
 from instep.sources.replicate.transient import IN_FLIGHT
@@ -36,8 +36,8 @@ def plan(job: Job) -> Estimate:
     """
     _require_sensible(job)
     makers = optimizer_makers(job)
-    scene = Scene(job)
-    return _Planning(job, scene, makers).estimate()
+    planned = PlannedModel(job)
+    return _Planning(job, planned, makers).estimate()
 
 
 def _require_sensible(job: Job) -> None:
@@ -61,20 +61,20 @@ def _require_sensible(job: Job) -> None:
 class _Planning:
     """One plan in the making."""
 
-    def __init__(self, job: Job, scene: Scene, makers: Mapping[str, MakeOptimizer]) -> None:
+    def __init__(self, job: Job, planned: PlannedModel, makers: Mapping[str, MakeOptimizer]) -> None:
         self._job = job
-        self._scene = scene
+        self._planned = planned
         self._makers = makers
-        self._trained = {name: p for name, p in scene.model.named_parameters() if p.requires_grad}
+        self._trained = {name: p for name, p in planned.model.named_parameters() if p.requires_grad}
         self._assumptions: list[str] = []
-        self._first: Rehearsed | None = None
+        self._first: Measured | None = None
         self._refused: str | None = None
 
     def estimate(self) -> Estimate:
-        job, model = self._job, self._scene.model
+        job, model = self._job, self._planned.model
         make = next(iter(self._makers.values()))
-        refusals, accepted = try_options(self._scene, make, job)
-        self._order = order_of_gradients(self._scene)
+        refusals, accepted = try_options(self._planned, make, job)
+        self._order = order_of_gradients(self._planned)
         self._refused = next((refusal.reason for refusal in refusals if refusal.options == EVERYTHING), None)
         peaks = self._peaks()
         plain = self._first
@@ -86,7 +86,7 @@ class _Planning:
             dict(bytes_by_dtype(model.buffers())),
             dict(bytes_by_dtype(self._trained.values())),
             dict(sum(plain.state.values(), Counter())),
-            plain.activations if self._scene.runs else None,
+            plain.activations if self._planned.runs else None,
         )
         forward = self._forward_seconds(machine)
         return Estimate(
@@ -118,33 +118,33 @@ class _Planning:
         self._assumptions += [f"left out: {error}" for error in failed]
         return [peak for peaks in found.values() for peak in peaks]
 
-    def _alone(self, make: MakeOptimizer) -> Iterator[tuple[str, Rehearsed]]:
-        rehearsal, size = Rehearsal(self._scene, make), self._job.bucket_bytes
-        plain = rehearsal.plain()
+    def _alone(self, make: MakeOptimizer) -> Iterator[tuple[str, Measured]]:
+        run, size = DryRun(self._planned, make), self._job.bucket_bytes
+        plain = run.plain()
         self._first = self._first or plain
         yield "plain", plain
         if self._refused is not None:
             return
-        attached = rehearsal.attached(size)
+        attached = run.attached(size)
         if not self._first.buckets:
             self._first = replace(self._first, buckets=attached.buckets)
         yield "backward", attached
-        yield "forward", rehearsal.by_bucket(self._step_buckets())
-        yield "backward, undo", rehearsal.attached(size, undo=True)
+        yield "forward", run.by_bucket(self._step_buckets())
+        yield "backward, undo", run.attached(size, undo=True)
 
-    def _among_ranks(self, make: MakeOptimizer) -> Iterator[tuple[str, Rehearsed]]:
-        rehearsal, ranks, view = Rehearsal(self._scene, make), self._job.world_size, self._job.bucket_view
+    def _among_ranks(self, make: MakeOptimizer) -> Iterator[tuple[str, Measured]]:
+        run, ranks, view = DryRun(self._planned, make), self._job.world_size, self._job.bucket_view
         ddp = self._ddp_buckets()
-        plain = rehearsal.plain(ddp, view=view)
+        plain = run.plain(ddp, view=view)
         self._first = self._first or plain
         yield "plain", plain
         if self._refused is not None:
             return
-        transient = rehearsal.attached(self._sizes.rest)
-        backward = rehearsal.by_bucket(ddp, ddp, view=view)
+        transient = run.attached(self._sizes.rest)
+        backward = run.by_bucket(ddp, ddp, view=view)
         yield "backward", backward
-        yield "forward", rehearsal.by_bucket(self._step_buckets(), ddp, view=view)
-        yield "backward, undo", rehearsal.by_bucket(ddp, ddp, view=view, undo=True)
+        yield "forward", run.by_bucket(self._step_buckets(), ddp, view=view)
+        yield "backward, undo", run.by_bucket(ddp, ddp, view=view, undo=True)
         state = sum(sum(one.values()) for one in backward.state.values())
         own = backward.own - state + -(-state // ranks)
         gradients = sum(p.nbytes for p in self._trained.values())
@@ -165,7 +165,7 @@ class _Planning:
         parameters = list(self._trained.values())
         numbers = {name: number for number, name in enumerate(self._trained)}
         arrived = [numbers[name] for name in self._order]
-        modules = [module for module in self._scene.model.modules() if getattr(module, "sparse", False)]
+        modules = [module for module in self._planned.model.modules() if getattr(module, "sparse", False)]
         rows = {id(p) for module in modules for p in module.parameters(recurse=False)}
         sparse = frozenset(number for number, p in enumerate(parameters) if id(p) in rows)
         layout = as_they_arrived(parameters, arrived, sparse, self._sizes)
@@ -180,9 +180,9 @@ class _Planning:
         buckets = fill_buckets("forward", specs, self._job.bucket_bytes or DEFAULT_BUCKET_BYTES)
         return [[self._trained[spec.name] for spec in bucket.parameters] for bucket in buckets]
 
-    def _buckets(self, plain: Rehearsed) -> tuple[PlannedBucket, ...]:
+    def _buckets(self, plain: Measured) -> tuple[PlannedBucket, ...]:
         names = {id(p): name for name, p in self._trained.items()}
-        places = {name: number for number, (name, _) in enumerate(self._scene.model.named_parameters())}
+        places = {name: number for number, (name, _) in enumerate(self._planned.model.named_parameters())}
         if self._job.world_size > 1:
             buckets = [tuple(names[id(p)] for p in bucket) for bucket in self._ddp_buckets()]
         else:
@@ -205,7 +205,7 @@ class _Planning:
 
         terabytes = given("terabytes", TERABYTES, "TB/s of the device's memory, reached by the step")
         reached = TFLOPS
-        if self._scene.runs and job.forward_ms is None:
+        if self._planned.runs and job.forward_ms is None:
             reached = given("tflops", TFLOPS, "TFLOP/s reached by forward and backward")
         gbits, latency = GBITS, LATENCY_US
         if job.world_size > 1:
@@ -216,12 +216,12 @@ class _Planning:
     def _forward_seconds(self, machine: Machine) -> float | None:
         if self._job.forward_ms is not None:
             return self._job.forward_ms / 1e3
-        if not self._scene.runs:
+        if not self._planned.runs:
             self._assumptions.append("no activations, and no times of an iteration: the model has no --inputs")
             return None
-        if self._scene.sums_outputs:
+        if self._planned.sums_outputs:
             self._assumptions.append("the loss is the sum of the model's outputs, which keeps nothing (--loss)")
-        flops = forward_flops(self._scene)
+        flops = forward_flops(self._planned)
         if not flops:
             self._assumptions.append("no times of an iteration: the forward has no operations that torch counts")
             return None

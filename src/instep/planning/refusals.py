@@ -19,10 +19,10 @@ from instep._gradients.policies import ClipNorm, ClipValue
 from instep._optim.plan import MIB
 from instep.attachment import attach
 from instep.errors import AttachError
+from instep.planning.dry_run import MakeOptimizer
 from instep.planning.errors import PlanError
 from instep.planning.job import Job
-from instep.planning.rehearsal import MakeOptimizer
-from instep.planning.scene import Scene
+from instep.planning.planned_model import PlannedModel
 from instep.report.estimate import EVERYTHING, Refusal
 
 SIDE = 2
@@ -51,7 +51,7 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
 }
 
 
-def try_options(scene: Scene, make: MakeOptimizer, job: Job) -> tuple[tuple[Refusal, ...], tuple[str, ...]]:
+def try_options(planned: PlannedModel, make: MakeOptimizer, job: Job) -> tuple[tuple[Refusal, ...], tuple[str, ...]]:
     """What is refused, with the reasons, and what is accepted.
 
     Every option is tried with each schedule, by itself. Where a schedule is refused without any, its options are not
@@ -62,7 +62,7 @@ def try_options(scene: Scene, make: MakeOptimizer, job: Job) -> tuple[tuple[Refu
     possible = []
     with _as_trained(job) as wrap:
         for schedule, arguments in SCHEDULES.items():
-            reason = _refusal(scene, make, wrap, arguments)
+            reason = _refusal(planned, make, wrap, arguments)
             if reason is None:
                 possible.append(schedule)
                 accepted.append(schedule)
@@ -70,7 +70,7 @@ def try_options(scene: Scene, make: MakeOptimizer, job: Job) -> tuple[tuple[Refu
                 refused.setdefault((EVERYTHING, reason), []).append(schedule)
         for option, argument in OPTIONS.items():
             for schedule in possible:
-                reason = _refusal(scene, make, wrap, {**SCHEDULES[schedule], **argument})
+                reason = _refusal(planned, make, wrap, {**SCHEDULES[schedule], **argument})
                 if reason is None:
                     accepted.append(f"{option}, {schedule}")
                 else:
@@ -81,8 +81,8 @@ def try_options(scene: Scene, make: MakeOptimizer, job: Job) -> tuple[tuple[Refu
     ), tuple(accepted)
 
 
-def _refusal(scene: Scene, make: MakeOptimizer, wrap: Any, arguments: dict[str, Any]) -> str | None:
-    model = _small(scene)
+def _refusal(planned: PlannedModel, make: MakeOptimizer, wrap: Any, arguments: dict[str, Any]) -> str | None:
+    model = _small(planned)
     optimizer = make(p for p in model.parameters() if p.requires_grad)
     wrapped = wrap(model)
     try:
@@ -92,16 +92,16 @@ def _refusal(scene: Scene, make: MakeOptimizer, wrap: Any, arguments: dict[str, 
     return None
 
 
-def _small(scene: Scene) -> nn.Module:
+def _small(planned: PlannedModel) -> nn.Module:
     """The same modules and names, with parameters of the same kinds that hold a few numbers each."""
-    memo: dict[int, Any] = {id(scene): scene}
-    for parameter in scene.model.parameters():
+    memo: dict[int, Any] = {id(planned): planned}
+    for parameter in planned.model.parameters():
         small = torch.zeros((SIDE,) * parameter.dim(), dtype=parameter.dtype)
         memo[id(parameter)] = nn.Parameter(small, requires_grad=parameter.requires_grad)
-    for buffer in scene.model.buffers():
+    for buffer in planned.model.buffers():
         memo[id(buffer)] = torch.zeros((), dtype=buffer.dtype)
-    with scene.stage.copying():
-        return copy.deepcopy(scene.model, memo)
+    with planned.fakes.copying():
+        return copy.deepcopy(planned.model, memo)
 
 
 @contextmanager

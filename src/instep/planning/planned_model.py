@@ -1,4 +1,4 @@
-"""The user's model, inputs, loss and optimizer, on a stage."""
+"""The user's model, inputs, loss and optimizer, made of fake tensors."""
 
 import inspect
 from collections.abc import Callable
@@ -10,31 +10,31 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from instep.planning.errors import PlanError
+from instep.planning.fake_tensors import FakeTensors
 from instep.planning.job import Job
 from instep.planning.named import called, optimizer_named, options_of
-from instep.planning.without_data import Stage
 
 IMPLEMENTATIONS = ("foreach", "fused")
 
 
-class Scene:
+class PlannedModel:
     """One model, ready to be trained without data.
 
     Attributes:
-        stage: where it runs.
+        fakes: where it runs.
         runs: whether there are inputs, so that its forward can run.
         sums_outputs: whether the last loss was the sum of what the model returned, for want of one.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self.stage = Stage()
+        self.fakes = FakeTensors()
         self.sums_outputs = False
-        with self.stage.building():
+        with self.fakes.building():
             built = called("BUILD", job.build)
         self._inputs: Any = None
         if isinstance(built, tuple) and len(built) == 2:
-            built, self._inputs = built[0], self.stage.put_inputs(built[1])
+            built, self._inputs = built[0], self.fakes.put_inputs(built[1])
         if not isinstance(built, nn.Module):
             raise PlanError(
                 f"{job.build} returned a {type(built).__name__}: let it return a torch.nn.Module, or the model and its "
@@ -44,7 +44,7 @@ class Scene:
             if is_lazy(parameter):
                 raise PlanError(f"{job.build}: parameter {name!r} has no shape yet (lazy module)")
         self.model = built.train()
-        self.stage.put(self.model)
+        self.fakes.put(self.model)
         if not any(p.requires_grad for p in self.model.parameters()):
             raise PlanError(f"{job.build}: the model has no parameter that is trained")
         self.runs = self._inputs is not None or job.inputs is not None

@@ -20,14 +20,14 @@ from instep._optim.undo import Undo
 from instep.attachment import attach
 from instep.planning.errors import PlanError
 from instep.planning.kernels import LiveInside
-from instep.planning.scene import Scene
+from instep.planning.planned_model import PlannedModel
 
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
 Buckets = Sequence[Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsed:
+class Measured:
     """What was seen.
 
     Attributes:
@@ -52,44 +52,44 @@ def bytes_by_dtype(tensors: Iterable[torch.Tensor]) -> Counter[str]:
     return found
 
 
-def order_of_gradients(scene: Scene) -> list[str]:
+def order_of_gradients(planned: PlannedModel) -> list[str]:
     """Names of the parameters, as their gradients arrive in backward."""
     order: list[str] = []
     handles = [
         p.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
-        for name, p in scene.model.named_parameters()
+        for name, p in planned.model.named_parameters()
         if p.requires_grad
     ]
-    with scene.stage(), _explained("backward"):
-        scene.loss().backward()
+    with planned.fakes(), _explained("backward"):
+        planned.loss().backward()
     for handle in handles:
         handle.remove()
-    for parameter in scene.model.parameters():
+    for parameter in planned.model.parameters():
         parameter.grad = None
     return order
 
 
-def forward_flops(scene: Scene) -> int:
+def forward_flops(planned: PlannedModel) -> int:
     """Operations of matrix products, convolutions and attention: what torch's own counter counts."""
-    with scene.stage(), _explained("forward"), FlopCounterMode(display=False) as counter:
-        scene.loss()
+    with planned.fakes(), _explained("forward"), FlopCounterMode(display=False) as counter:
+        planned.loss()
     flops: int = counter.get_total_flops()
     return flops
 
 
-class Rehearsal:
+class DryRun:
     """One optimizer on one model. Each way to train goes on where the one before has stopped."""
 
-    def __init__(self, scene: Scene, make: MakeOptimizer) -> None:
-        self._scene = scene
-        tensors = [*scene.model.parameters(), *scene.model.buffers()]
+    def __init__(self, planned: PlannedModel, make: MakeOptimizer) -> None:
+        self._planned = planned
+        tensors = [*planned.model.parameters(), *planned.model.buffers()]
         self._there = sum(bytes_by_dtype(tensors).values())
         self._live = LiveInside(tensors)
-        with scene.stage(), self._live:
-            self._optimizer = make(p for p in scene.model.parameters() if p.requires_grad)
+        with planned.fakes(), self._live:
+            self._optimizer = make(p for p in planned.model.parameters() if p.requires_grad)
         self._step(self._optimizer.step)  # makes the optimizer's state
 
-    def plain(self, permanent: Buckets = (), *, view: bool = False) -> Rehearsed:
+    def plain(self, permanent: Buckets = (), *, view: bool = False) -> Measured:
         """The plain loop.
 
         Args:
@@ -99,10 +99,10 @@ class Rehearsal:
         with self._flat(permanent, view):
             return self._counted(self._optimizer.step)
 
-    def attached(self, bucket_bytes: int | None, *, undo: bool = False) -> Rehearsed:
+    def attached(self, bucket_bytes: int | None, *, undo: bool = False) -> Measured:
         """With ``instep.attach``, in ``schedule="backward"``, on one device."""
-        with self._scene.stage.copying():  # it tries optimizers out, on copies of what they have
-            attached = attach(self._scene.model, self._optimizer, undo=undo, bucket_bytes=bucket_bytes)
+        with self._planned.fakes.copying():  # it tries optimizers out, on copies of what they have
+            attached = attach(self._planned.model, self._optimizer, undo=undo, bucket_bytes=bucket_bytes)
         with attached as overlap:
             self._step(self._optimizer.step)  # after which buckets follow the order in which gradients arrived
             seen = self._counted(self._optimizer.step)
@@ -110,7 +110,7 @@ class Rehearsal:
 
     def by_bucket(
         self, buckets: Buckets, permanent: Buckets = (), *, view: bool = False, undo: bool = False
-    ) -> Rehearsed:
+    ) -> Measured:
         """All gradients are there before the step, which goes bucket by bucket.
 
         Args:
@@ -123,7 +123,7 @@ class Rehearsal:
 
     @contextmanager
     def _flat(self, permanent: Buckets, view: bool) -> Iterator[None]:
-        with self._scene.stage(), self._live:
+        with self._planned.fakes(), self._live:
             flat = [_Flat(bucket, view) for bucket in permanent]
         try:
             yield
@@ -131,24 +131,24 @@ class Rehearsal:
             for one in flat:
                 one.remove()
 
-    def _counted(self, step: Callable[[], object]) -> Rehearsed:
+    def _counted(self, step: Callable[[], object]) -> Measured:
         self._live.reset()
         activations = self._step(step)
-        places = {id(p): number for number, p in enumerate(self._scene.model.parameters())}
+        places = {id(p): number for number, p in enumerate(self._planned.model.parameters())}
         state = {
             places[id(p)]: bytes_by_dtype(value for value in entry.values() if isinstance(value, torch.Tensor))
             for p, entry in self._optimizer.state.items()
             if isinstance(p, torch.Tensor)
         }
         own = self._there + sum(sum(one.values()) for one in state.values())
-        return Rehearsed(self._there + self._live.peak, own, state, activations)
+        return Measured(self._there + self._live.peak, own, state, activations)
 
     def _step(self, step: Callable[[], object]) -> int:
         """One iteration; the bytes that its forward left for backward."""
-        with self._scene.stage(), self._live:
+        with self._planned.fakes(), self._live:
             before = self._live.now
             with _explained("forward"):
-                loss = self._scene.loss()
+                loss = self._planned.loss()
             activations = self._live.now - before
             with _explained("backward"):
                 loss.backward()

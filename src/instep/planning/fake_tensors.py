@@ -51,8 +51,8 @@ class _Copies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Stage:
-    """Where programs run without data. All tensors that meet must be of one stage."""
+class FakeTensors:
+    """Where programs run on fake tensors, without data. All tensors that meet must be of one ``FakeTensors``."""
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode()
