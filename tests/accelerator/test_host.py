@@ -301,4 +301,4 @@ def test_across_the_iteration(two_emulated_ranks: RankPool) -> None:
         assert two_emulated_ranks.run(_ranks_body, "ddp", options, False, first, last) == [([], [])] * 2
     for waits, queries in two_emulated_ranks.run(_ranks_body, "ddp", options, False, 3, 10):
         assert queries == []
-        assert all("_adopt_plan" in wait or "_agree" in wait for wait in waits), "\n".join(waits)
+        assert all("_adopt_exchanged" in wait or "exchange_times" in wait for wait in waits), "\n".join(waits)

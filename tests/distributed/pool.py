@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,20 @@ OTHERS_SECONDS = 5
 """For the errors of the others, once a rank has failed: they may be waiting for it."""
 
 
+Body = TypeVar("Body", bound=Callable[..., Any])
+
+
 class BodyFailedError(AssertionError):
     """A rank's body raised; the message is its traceback."""
+
+
+RACES = "races"
+
+
+def races(body: Body) -> Body:
+    """A body that on an accelerator races with an update, and is told so: the order of launches is not checked."""
+    setattr(body, RACES, True)
+    return body
 
 
 class RankPool:
@@ -39,9 +51,9 @@ class RankPool:
         body_seconds: float = net.SECONDS,
         group_seconds: float = GROUP_SECONDS,
         backend: str = "gloo",
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        around: Callable[[bool], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """``around`` is what each body runs in."""
+        """``around`` is what each body runs in. It is told whether all launches of the body must be ordered."""
         self.world_size = world_size
         self._backend, self._around = backend, around
         self._body_seconds = body_seconds
@@ -138,7 +150,7 @@ def _serve(
     rendezvous: str,
     pipe: Connection,
     backend: str,
-    around: Callable[[], AbstractContextManager[Any]],
+    around: Callable[[bool], AbstractContextManager[Any]],
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
@@ -166,7 +178,7 @@ def _serve(
         except EOFError:
             break
         try:
-            with around():
+            with around(not getattr(body, RACES, False)):
                 result = body(*args, **kwargs)
             pipe.send((True, result))
         except BaseException:

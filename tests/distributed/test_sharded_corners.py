@@ -28,7 +28,7 @@ from instep.attachment import attachments
 from instep.errors import AccumulationError, HyperparameterChangedError, UncommittedStepError
 from tests.cases import Blocks, batch, two_groups
 from tests.devices import here, on_cpu_only
-from tests.distributed.pool import RankPool
+from tests.distributed.pool import RankPool, races
 from tests.distributed.sharded import WAYS, Loop, both, in_every_way, loss_of, mesh, nested
 from tests.late import late_updates
 
@@ -425,6 +425,11 @@ def written_through_another(source: str, way: str, what: str, other: str) -> str
     return str(caught.value)
 
 
+@races
+def written_while_the_update_is_due(source: str, way: str, what: str, other: str) -> str:
+    return written_through_another(source, way, what, other)
+
+
 @pytest.mark.parametrize("other", list(OTHERS))
 @pytest.mark.parametrize(
     ("source", "way", "what"),
@@ -435,7 +440,8 @@ def written_through_another(source: str, way: str, what: str, other: str) -> str
     ],
 )
 def test_writes_through_another_tensor(two_ranks: RankPool, source: str, way: str, what: str, other: str) -> None:
-    for message in two_ranks.run(written_through_another, source, way, what, other):
+    body = written_while_the_update_is_due if way == "forward" else written_through_another
+    for message in two_ranks.run(body, source, way, what, other):
         assert "was written" in message
 
 
