@@ -522,6 +522,13 @@ MUTANTS = [
         READERS,
     ),
     Mutant(
+        "take a parameter that came into the groups a second time",
+        "LateParameters.adopt",
+        "        _require_once(grouped, names)\n",
+        "",
+        "tests/parity/test_odd_optimizers.py",
+    ),
+    Mutant(
         "use a stand-in again that somebody has",
         "StandIns.take_back",
         "if stand_in is not None and not _is_shared(stand_in):",

@@ -256,6 +256,24 @@ GONE = {
 }
 
 
+@pytest.mark.parametrize("place", ["the same group", "a group of its own"])
+@in_every_way
+def test_a_parameter_that_comes_into_the_groups_a_second_time(way: str, place: str) -> None:
+    """The plain loop steps it twice, and ``attach`` refuses it."""
+
+    def step(lane: Contender, i: int) -> Any:
+        loss = learn(lane, i)
+        if i == 1:
+            groups, again = lane.optimizer.param_groups, lane.optimizer.param_groups[0]["params"][0]
+            if place == "the same group":
+                groups[0]["params"].append(again)
+            else:
+                groups.append({**groups[0], "params": [again]})
+        return loss
+
+    lockstep(way, blocks, step, refused=GONE)
+
+
 @in_every_way
 def test_a_group_that_lets_parameters_go(way: str) -> None:
     def step(lane: Contender, i: int) -> Any:

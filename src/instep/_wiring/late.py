@@ -1,5 +1,6 @@
 """Parameters that are added to an optimizer after ``attach``, or taken out of it."""
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from typing import Protocol
@@ -15,7 +16,7 @@ from instep._wiring.held import Handles, Held
 from instep.errors import StaleAttachmentError
 from instep.sources import Source
 from instep.sources.fsdp.wrappers import put_shards_in_place
-from instep.target import name_parameters
+from instep.target import Names, name_parameters
 
 Owner = tuple[nn.Module, list[AttachedParameter]]
 
@@ -70,9 +71,10 @@ class LateParameters:
         if grouped == self._grouped or model is None or len(optimizers) < len(self._held.steppers):
             return
         self._require_in_place(grouped)
-        self._grouped = grouped
         put_shards_in_place(model)
         names = name_parameters(model)
+        _require_once(grouped, names)
+        self._grouped = grouped
         known = {id(attached.peek()): attached for attached in self._schedule.parameters}
         others = {key: names[key] for key in names if key not in known}
         added: Sequence[AttachedParameter] = self._gathering.gather(optimizers, others, len(known))
@@ -91,6 +93,15 @@ class LateParameters:
                         f"parameter {attached.spec.name!r} is no longer in {stepper.name}.param_groups. detach() "
                         "before taking parameters out of an optimizer, and attach again after"
                     )
+
+
+def _require_once(grouped: Sequence[Sequence[int]], names: Names) -> None:
+    for key, count in Counter(chain.from_iterable(grouped)).items():
+        if count > 1 and key in names:
+            raise StaleAttachmentError(
+                f"parameter {names[key][1][0].name!r} has come into param_groups a second time: it would be stepped "
+                "twice. Give it to one optimizer, once"
+            )
 
 
 def _parameters_in(optimizers: Sequence[Optimizer]) -> list[list[int]]:
