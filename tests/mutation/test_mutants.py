@@ -529,6 +529,13 @@ MUTANTS = [
         "tests/parity/test_odd_optimizers.py",
     ),
     Mutant(
+        "leave the state in the order in which it was made",
+        "PendingBuckets._end",
+        "                order_added(optimizer, step.entries_before)\n",
+        "",
+        "tests/parity/test_odd_optimizers.py",
+    ),
+    Mutant(
         "use a stand-in again that somebody has",
         "StandIns.take_back",
         "if stand_in is not None and not _is_shared(stand_in):",

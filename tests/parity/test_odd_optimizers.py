@@ -256,6 +256,21 @@ GONE = {
 }
 
 
+@ways("backward", *EXACT)
+def test_state_is_in_the_order_of_the_plain_loop_where_gradients_are_sparse_and_dense(way: str) -> None:
+    """Sparse gradients are stepped at once, and dense ones are put off."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Embedding(7, 5, sparse=True), nn.Linear(5, 5))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(lane: Contender, i: int) -> Any:
+        lane.learn(lane.model(torch.tensor([1, 2])).square().sum())
+        return list(lane.optimizer.state_dict()["state"])
+
+    lockstep(way, build, step)
+
+
 @pytest.mark.parametrize("place", ["the same group", "a group of its own"])
 @in_every_way
 def test_a_parameter_that_comes_into_the_groups_a_second_time(way: str, place: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.kinds import is_torchs_own
+from instep._optim.layout import GroupLayout
 from instep._optim.parts import memory_of
 
 
@@ -43,6 +44,15 @@ def end_state(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters:
         if parameter in optimizer.state and not optimizer.state[parameter]:
             del optimizer.state[parameter]
+
+
+def order_added(optimizer: Optimizer, count: int) -> None:
+    """Order the entries that have come into ``state`` since it had ``count`` as a plain ``step()`` makes them: by
+    group. Of a step that was put off in part, torch has made some before the others."""
+    if len(optimizer.state) > count:
+        layout = GroupLayout(type(optimizer).__name__, optimizer.param_groups)
+        for key in layout.added_to(optimizer.state, count):
+            optimizer.state[key] = optimizer.state.pop(key)
 
 
 def _holds_anything(gradient: torch.Tensor) -> bool:

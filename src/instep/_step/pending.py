@@ -112,6 +112,7 @@ class HandedOverStep:
     Attributes:
         number: of the step.
         optimizer: the user's, weakly.
+        entries_before: how many entries its state had.
         stepper: of the copy, whose groups are as they were then.
         unapplied: its buckets that are still to be applied.
         outstanding: its buckets that nobody has waited for.
@@ -128,6 +129,7 @@ class HandedOverStep:
     ) -> None:
         self.number = number
         self.optimizer = weakref.ref(optimizer)
+        self.entries_before = len(optimizer.state)
         self._frozen = snapshot_of(optimizer)  # held here: the stepper holds it weakly
         self.stepper = Stepper(self._frozen, looks_back=False)
         self.circumstances = _Circumstances(optimizer)

@@ -15,7 +15,7 @@ from instep._autograd.watch import Watch
 from instep._life.life import Unsettled, owe, settled
 from instep._life.weak import WeakMethod
 from instep._life.worker import Worker
-from instep._optim.initial_state import end_state
+from instep._optim.initial_state import end_state, order_added
 from instep._optim.parts import version_of
 from instep._optim.waiting import StateWatch
 from instep._step.pending import HandedOverStep, PendingBucket
@@ -177,6 +177,7 @@ class PendingBuckets:
             step.stepper.commit(optimizer)
             if optimizer is not None:
                 end_state(optimizer, step.stepped_here())
+                order_added(optimizer, step.entries_before)
         self._settle_if_none()
 
     def _settle_if_none(self) -> None:
