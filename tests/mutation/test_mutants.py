@@ -1721,8 +1721,8 @@ MUTANTS = [
     Mutant(
         "do not look for state written through an older reference",
         "_AsLeft.require",
-        "if not self._entries.are_as_left(",
-        "if not self._entries.are_in(",
+        "if not self._entries.are_as_left(state):",
+        "if not all(some.are_in(state) for some in self._entries._all):",
         STATE,
     ),
     Mutant(

@@ -96,18 +96,9 @@ def is_called_by_step(optimizer: Optimizer) -> bool:
 
 def is_in_step(optimizer: Optimizer) -> bool:
     """Whether a ``step()`` of ``optimizer`` runs, in any thread. torch.compile may hide one that it has compiled."""
-    if _has_step(sys._getframe(), optimizer):
+    if next(_steps_in(sys._getframe(), optimizer), False):
         return True
-    return any(_has_step(frame, optimizer) for frame in sys._current_frames().values())
-
-
-def _has_step(frame: FrameType | None, optimizer: Optimizer) -> bool:
-    # A step() asks this for every parameter, so that there is no generator here.
-    while frame is not None:
-        if frame.f_code is _WRAPPER and frame.f_locals["args"][0] is optimizer:
-            return True
-        frame = frame.f_back
-    return False
+    return any(next(_steps_in(frame, optimizer), False) for frame in sys._current_frames().values())
 
 
 def _steps_in(frame: FrameType | None, optimizer: Optimizer) -> Iterator[bool]:

@@ -28,10 +28,6 @@ class Entries:
         """Whether ``state`` has the same entries, an empty one being none, and nothing in them was written."""
         return all(some.are_in(state) and not some.written for some in self._all)
 
-    def are_in(self, state: State) -> bool:
-        """Whether ``state`` has the same entries, whatever they hold. An empty one is none."""
-        return all(some.are_in(state) for some in self._all)
-
     def are_replaced_in(self, state: State) -> bool:
         """Whether ``state`` has another entry for one of the parameters, that holds something."""
         return any(some.are_replaced_in(state) for some in self._all)

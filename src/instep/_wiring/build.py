@@ -107,10 +107,10 @@ def build(target: Target, options: Options) -> Parts:
         chosen.sink.on_open = weakly(backwards.begin_step)
     late = LateParameters(held, schedule, sources, gathering, chosen.readers(backwards), handles)
     forwards: ForwardHooks | PlainHooks
+    is_sharded = sharding is not None
     if options.disabled:
-        forwards = PlainHooks(schedule, accumulation, handles, is_sharded=sharding is not None)
+        forwards = PlainHooks(schedule, accumulation, handles, is_sharded=is_sharded)
     else:
-        is_sharded = sharding is not None
         forwards = ForwardHooks(held, schedule, sources, accumulation, threads, late, backwards, is_sharded=is_sharded)
     return Parts(
         held,
