@@ -4,7 +4,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import instep
-from instep._life import life
+from instep._life import life, worker
 from instep._life.worker import NAME
 from tests.cases import batch
 
-PATIENCE, A_MOMENT = 10.0, 2.0
+PATIENCE = 10.0
 Made = tuple[nn.Module, torch.optim.Optimizer, instep.Attachment | None]
 
 
@@ -106,11 +106,21 @@ def no_gc() -> Iterator[None]:
 
 
 def settle() -> None:
-    """Return when nothing is due any more, of those whom nobody waits for."""
+    """Return when no step is due any more that nobody waits for, and the threads that applied one have let go of it."""
     patience = time.monotonic() + PATIENCE
-    while life._unsettled:
+    while life._unsettled or _threads_without_a_worker() > 0:
         assert time.monotonic() < patience, "what is due is not applied"
         time.sleep(0.001)
+    for found in list(worker._workers):
+        if found.started:
+            found.run(lambda: None).wait()
+
+
+def _threads_without_a_worker() -> int:
+    """The worker of such a thread has been dropped: the thread ends soon, and may still refer to its last task."""
+    return sum(thread.name == NAME for thread in threading.enumerate()) - sum(
+        found.started for found in list(worker._workers)
+    )
 
 
 def _references(made: Made) -> dict[str, Callable[[], object]]:
@@ -138,14 +148,6 @@ def survivors(make: Callable[[], Made], point: str, *, keep: bool = False, colle
         settle()
         if collect:
             gc.collect()
-        left = _left(found)
-        patience = time.monotonic() + A_MOMENT
-        while left and any(thread.name == NAME for thread in threading.enumerate()) and time.monotonic() < patience:
-            time.sleep(0.001)  # the thread that has just applied what was due lets go of it
-            left = _left(found)
+        left = [name for name, ref in found.items() if ref() is not None]
         del kept
         return left
-
-
-def _left(references: Mapping[str, Callable[[], object]]) -> list[str]:
-    return [name for name, ref in references.items() if ref() is not None]
