@@ -17,6 +17,7 @@ import argparse
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from time import process_time
 from typing import Any
@@ -27,9 +28,10 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 import instep
-from instep._optim.plan import MIB
+from instep._optim.plan import MIB, ParameterSpec, fill_buckets
 from instep.demo.model import CONTEXT, ByteGPT, Shape
 from instep.functional import apply_optimizer_in_backward
+from instep.options import DEFAULT_BUCKET_BYTES
 from instep.planning.live_bytes import LiveBytes
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
@@ -108,6 +110,43 @@ class NoOptimizer(Plain):
         self.optimizer.zero_grad()
 
 
+class EmptyHooks(Plain):
+    """A hook that does nothing for each parameter: what any step in backward pays."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: None)
+
+
+class NoChecks(Plain):
+    """A bucket is stepped in the hook of its last gradient by an optimizer of its own, and nothing is looked at: not
+    whether all gradients came, whether step() is called, or what was written in between."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        parameters = list(self.model.parameters())
+        specs = [ParameterSpec(i, "", p.shape, p.dtype, p.device, p.nbytes) for i, p in enumerate(parameters)]
+        for bucket in fill_buckets("local", reversed(specs), DEFAULT_BUCKET_BYTES):
+            members = [parameters[spec.index] for spec in bucket.parameters]
+            optimizer = torch.optim.AdamW(members, **OPTIONS)
+            optimizer.state = self.optimizer.state  # to be compared
+            hook = partial(self._arrived, optimizer, [], len(members))
+            for parameter in members:
+                parameter.register_post_accumulate_grad_hook(hook)
+
+    @staticmethod
+    def _arrived(optimizer: torch.optim.Optimizer, there: list[None], of: int, parameter: torch.Tensor) -> None:
+        there.append(None)
+        if len(there) == of:
+            there.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def step(self, tokens: torch.Tensor) -> None:
+        self.made.loss(self.model, tokens).backward()
+
+
 class InBackward(Plain):
     """One optimizer per parameter, by torch's private function or instep's under the same name."""
 
@@ -178,6 +217,8 @@ PEERS: dict[str, Callable[[Model], Plain]] = {
     "plain, foreach": lambda model: Plain(model, optimizer=foreach),
     "backward": lambda model: Plain(model, {}),
     "forward": lambda model: Plain(model, {"schedule": "forward"}),
+    "empty hooks": EmptyHooks,
+    "no checks": NoChecks,
     "instep, per parameter": lambda model: InBackward(model, apply_optimizer_in_backward),
     "torch in backward, fused": lambda model: InBackward(model, _apply_optimizer_in_backward),
     "torch in backward": lambda model: InBackward(model, _apply_optimizer_in_backward, fused=False),
@@ -189,7 +230,7 @@ PEERS: dict[str, Callable[[Model], Plain]] = {
 NEEDS = {"optimi gradient release": "optimi", "torchtune, fused": "torchtune", "LOMO (gradient descent)": "lomo_optim"}
 PEERS = {name: make for name, make in PEERS.items() if name not in NEEDS or find_spec(NEEDS[name]) is not None}
 SIZES = {f"buckets of {mib:g} MiB": bucket(mib) for mib in BUCKETS_MIB}
-EQUAL = {PLAIN, "plain, again", "backward", "forward", *SIZES}
+EQUAL = {PLAIN, "plain, again", "empty hooks", "no checks", "backward", "forward", *SIZES}
 
 
 def processor_times(model: Model, variants: dict[str, Callable[[Model], Plain]], rounds: int) -> dict[str, list[float]]:
