@@ -69,7 +69,12 @@ class Attached(Loop):
 
     def __init__(self, shape: Shape, bucket_mib: float) -> None:
         super().__init__(shape, bucket_mib)
-        instep.attach(self.model, self.optimizer, bucket_bytes=None if dist.is_initialized() else self.bucket_bytes)
+        instep.attach(
+            self.model,
+            self.optimizer,
+            bucket_bytes=None if dist.is_initialized() else self.bucket_bytes,
+            schedule="backward",
+        )
 
 
 class InCallback(Loop):

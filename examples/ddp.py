@@ -17,7 +17,7 @@ model = DistributedDataParallel(
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
-overlap = instep.attach(model, optimizer)
+overlap = instep.attach(model, optimizer, schedule="backward")
 generator = torch.Generator().manual_seed(rank)
 for step in range(50):
     accumulated = torch.randn(2, 64, 256, generator=generator).to(device)

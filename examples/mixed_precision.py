@@ -20,7 +20,7 @@ ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
 optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3, fused=True)
 
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, output_dtype=torch.float32)
-instep.attach(ddp, optimizer, mixed_precision=policy)
+instep.attach(ddp, optimizer, mixed_precision=policy, schedule="backward")
 generator = torch.Generator().manual_seed(rank)
 for step in range(60):
     x = torch.randn(64, 64, generator=generator).to(device)

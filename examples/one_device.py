@@ -10,7 +10,7 @@ model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in r
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
 
-overlap = instep.attach(model, optimizer, bucket_bytes=512 * 1024)
+overlap = instep.attach(model, optimizer, bucket_bytes=512 * 1024, schedule="backward")
 for step in range(50):
     x = torch.randn(64, 256)
     y = (x[:, 0] > 0).long()

@@ -20,6 +20,6 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer, object]:
     return model, optimizer, step
 
 
-found = instep.verify(build, steps=5, bucket_bytes=16 * 1024)
+found = instep.verify(build, steps=5, bucket_bytes=16 * 1024, schedule="backward")
 print(f"{found.steps} steps, {found.tensors} tensors:", "all equal" if found.equal else found.difference)
 raise SystemExit(not found.equal)

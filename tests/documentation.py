@@ -126,7 +126,7 @@ def _model(names: Names) -> nn.Module:
         return DistributedDataParallel(Model())
     names["model"] = model = Model()
     if re.search(r"instep\.save\((?!.*step=)", names.code):  # only an attached model knows its step
-        names["overlap"] = instep.attach(model, names["optimizer"])
+        names["overlap"] = instep.attach(model, names["optimizer"], schedule="backward")
     return model
 
 

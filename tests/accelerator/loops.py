@@ -117,7 +117,7 @@ OPTIMIZERS: Mapping[str, Optimizers] = {
     "failing": lambda p: Failing(p, lr=0.05, momentum=0.9),
 }
 WAYS: Mapping[str, Mapping[str, Any]] = {
-    "backward": {},
+    "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward"},
     "undo": {"undo": True},
     "undo on the host": {"undo": "host"},

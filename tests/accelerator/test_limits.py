@@ -142,7 +142,7 @@ def test_a_gradient_hook_with_a_stream_of_its_own(model: nn.Module, waits: bool)
 
     for parameter in model.parameters():
         parameter.register_hook(log_norm)
-    overlap = instep.attach(model, optimizer, bucket_bytes=1)
+    overlap = instep.attach(model, optimizer, bucket_bytes=1, schedule="backward")
     x = torch.ones(2, 16, device="emu")
     with recorded() as log:
         for _ in range(3):

@@ -139,7 +139,7 @@ def peak(optimizer: str, options: Mapping[str, Any]) -> int:
 
 
 BACKWARD: Mapping[str, Mapping[str, Any]] = {
-    "backward": {},
+    "backward": {"schedule": "backward"},
     "clipped in two passes": {"clip": instep.ClipNorm(1.0, mode="two_pass")},
     "clipped by bucket": {"clip": instep.ClipNorm(1.0, mode="per_bucket")},
     "clipped by the norm before": {"clip": instep.ClipNorm(1.0, mode="previous_norm")},
@@ -188,7 +188,7 @@ def plain_on_ranks(pool: RankPool, wrapper: str, optimizer: str) -> Measured:
 
 
 DDP: Mapping[str, Mapping[str, Any]] = {
-    "backward": {},
+    "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward"},
     "across the iteration": {"schedule": "forward", "cross_iteration": True},
 }

@@ -39,7 +39,7 @@ def test_in_the_middle_of_a_step(tmp_path: Path) -> None:
 def test_at_every_point_of_a_backward(tmp_path: Path) -> None:
     """Nothing is saved in backward itself, whichever buckets have been stepped."""
     loop = made()
-    with instep.attach(*loop, bucket_bytes=1):
+    with instep.attach(*loop, bucket_bytes=1, schedule="backward"):
         found: list[bool] = []
 
         def save(*_: object) -> None:
@@ -65,7 +65,7 @@ def interrupt(*_: object) -> None:
 
 def test_a_torn_step(tmp_path: Path) -> None:
     loop = made()
-    with instep.attach(*loop, bucket_bytes=1):
+    with instep.attach(*loop, bucket_bytes=1, schedule="backward"):
         learn(*loop, range(1))
         broken = loop[0].blocks[0].register_full_backward_pre_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -300,7 +300,7 @@ def test_a_load_that_fails_leaves_a_torn_step_torn(tmp_path: Path) -> None:
     learn(*loop, range(1))
     instep.save(tmp_path, *loop, step=1)
     other = made(other_class)
-    with instep.attach(*other, bucket_bytes=1):
+    with instep.attach(*other, bucket_bytes=1, schedule="backward"):
         broken = other[0].blocks[0].register_full_backward_pre_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
             loss_of(other[0](batch(1)[0]), batch(1)[1]).backward()

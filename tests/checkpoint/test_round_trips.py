@@ -20,7 +20,7 @@ from tests.late import late_updates
 
 CASES = {case[0]: case for case in optimizer_cases()}
 WAYS: Mapping[str, Mapping[str, Any]] = {
-    "backward": {},
+    "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward"},
     "undo": {"undo": True},
 }

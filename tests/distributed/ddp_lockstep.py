@@ -46,7 +46,7 @@ def compare(
         model = DistributedDataParallel(inner, **ddp_options)
         opt = cls(two_groups(model) if groups else model.parameters(), **kwargs)
         sched = torch.optim.lr_scheduler.LambdaLR(opt, lambda e: 1 / (1 + e)) if scheduler else None
-        overlap = instep.attach(model, opt) if attach else None
+        overlap = instep.attach(model, opt, schedule="backward") if attach else None
 
         def step(i: int) -> None:
             for micro in range(micro_batches):

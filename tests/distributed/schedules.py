@@ -23,7 +23,7 @@ OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "backward": {},
+    "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward"},
     "undo": {"undo": True},
     "undo on the host": {"undo": "host"},

@@ -29,7 +29,7 @@ from tests.late import late_updates
 Shard = Callable[[nn.Module], nn.Module]
 loss_of = nn.functional.cross_entropy
 WAYS: Mapping[str, Mapping[str, Any]] = {
-    "backward": {},
+    "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward"},
     "late": {"schedule": "forward"},  # no update runs before somebody waits for it
     "undo": {"undo": True},

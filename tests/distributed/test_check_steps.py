@@ -19,7 +19,7 @@ from tests.distributed.sharded import Loop, both, fsdp1, loss_of, nested
 from tests.parity.changes import LATE, MetTheOdd, Odd
 
 WAYS: dict[str, dict[str, Any]] = {
-    "backward": {},
+    "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward"},
     "undo": {"undo": True},
     "host": {"undo": "host"},
@@ -139,7 +139,7 @@ def own_rows_that_differ() -> None:
     """Beside the defect that a rank's own part shows: one that is put in by hand."""
     model = ddp(Blocks())
     optimizer = adamw(model)
-    overlap = instep.attach(model, optimizer, check_steps=3, shard_state=True)
+    overlap = instep.attach(model, optimizer, check_steps=3, shard_state=True, schedule="backward")
     loss_of(model(batch(0)[0]), batch(0)[1]).backward()
     weight = model.get_parameter("module.outer.weight")
     entry = optimizer.state[weight]["exp_avg"]
@@ -159,7 +159,7 @@ def test_rows_of_state_are_compared(two_ranks: RankPool) -> None:
 def refused_whole() -> None:
     model = ddp(Blocks())
     with pytest.raises(AttachError, match="check_steps=3 does not go with shard_state=True and Adafactor"):
-        instep.attach(model, adafactor(model), check_steps=3, shard_state=True)
+        instep.attach(model, adafactor(model), check_steps=3, shard_state=True, schedule="backward")
 
 
 def test_whole_parameters_of_single_ranks_are_refused(two_ranks: RankPool) -> None:

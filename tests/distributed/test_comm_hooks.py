@@ -41,7 +41,7 @@ def compare(hook: str, model: str, optimizer: str, options: dict[str, Any], step
         else:
             opt = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
         if attach:
-            instep.attach(ddp, opt, comm_hook=(make_state(), function))
+            instep.attach(ddp, opt, comm_hook=(make_state(), function), schedule="backward")
         else:
             ddp.register_comm_hook(make_state(), function)
         return ddp, opt
@@ -92,10 +92,10 @@ def detached_and_attached_again() -> str | None:
     ddp.load_state_dict(plain.state_dict())
     plain.register_comm_hook(None, bf16)
     first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, ddp))
-    instep.attach(ddp, second, comm_hook=(None, bf16)).detach()
+    instep.attach(ddp, second, comm_hook=(None, bf16), schedule="backward").detach()
     for i in range(4):
         if i == 2:
-            instep.attach(ddp, second)
+            instep.attach(ddp, second, schedule="backward")
         x, y = batch(1000 * rank + i)
         for model, opt in ((plain, first), (ddp, second)):
             nn.functional.cross_entropy(model(x), y).backward()
@@ -108,7 +108,9 @@ def detached_and_attached_again() -> str | None:
     assert overlap is not None
     overlap.detach()
     with pytest.raises(AttachError, match="keeps the comm_hook of an earlier attach"):
-        instep.attach(ddp, second, mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        instep.attach(
+            ddp, second, mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16), schedule="backward"
+        )
     return None
 
 
@@ -133,7 +135,7 @@ def failing_hook(failing: int) -> tuple[str, list[str], str]:
 
         return default_hooks.allreduce_hook(None, bucket).then(check)  # type: ignore[arg-type]  # it may be None
 
-    overlap = instep.attach(ddp, opt, comm_hook=(calls, hook))
+    overlap = instep.attach(ddp, opt, comm_hook=(calls, hook), schedule="backward")
     for i in range(3):
         before = {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
         try:
@@ -159,7 +161,7 @@ def test_a_hook_that_fails_is_never_stepped_from(two_ranks: RankPool) -> None:
 def refused(comm_hook: Any) -> str:
     ddp = DistributedDataParallel(Blocks())
     with pytest.raises(AttachError) as caught:
-        instep.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), comm_hook=comm_hook)
+        instep.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), comm_hook=comm_hook, schedule="backward")
     return str(caught.value)
 
 
@@ -182,4 +184,9 @@ def test_what_is_no_hook_is_refused(two_ranks: RankPool, comm_hook: Any, found: 
 def test_a_hook_needs_ddp() -> None:
     model = Blocks()
     with pytest.raises(AttachError, match="there is none"):
-        instep.attach(model, torch.optim.SGD(model.parameters()), comm_hook=(None, default_hooks.allreduce_hook))
+        instep.attach(
+            model,
+            torch.optim.SGD(model.parameters()),
+            comm_hook=(None, default_hooks.allreduce_hook),
+            schedule="backward",
+        )

@@ -15,7 +15,7 @@ from instep.verification import first_difference, training_state
 from tests.distributed.pool import RankPool
 
 WAYS: dict[str, dict[str, Any]] = {
-    "backward": {},
+    "backward": {"schedule": "backward"},
     "undo": {"undo": True},
     "forward": {"schedule": "forward"},
     "crossing": {"schedule": "forward", "cross_iteration": True},

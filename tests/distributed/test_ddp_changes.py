@@ -89,7 +89,7 @@ def test_changes_while_steps_are_due(two_ranks: RankPool, name: str) -> None:
 
 def body_refused(name: str) -> bool:
     model, optimizer = made(adamw)
-    with instep.attach(model, optimizer):
+    with instep.attach(model, optimizer, schedule="backward"):
         for i in range(2):
             iteration(model, optimizer, i)
         change = CHANGES[name]
@@ -130,7 +130,7 @@ def body_draws() -> bool:
     torch.manual_seed(0)
     _, drawing = DRAWS["torch"]()
     model, optimizer = made(lambda m: type(drawing)(two_groups(m)))
-    with instep.attach(model, optimizer):
+    with instep.attach(model, optimizer, schedule="backward"):
         for i in range(LATER - 1):
             iteration(model, optimizer, i)
         with pytest.raises(UnsupportedOptimizerError, match="draws random numbers"):
@@ -157,7 +157,7 @@ def body_objects() -> str | None:
         return optimizer
 
     plain, model = made(build), made(build)
-    with instep.attach(*model, undo=True):
+    with instep.attach(*model, undo=True, schedule="backward"):
         for i in range(3):
             iteration(*plain, i, change)
             iteration(*model, i, change)

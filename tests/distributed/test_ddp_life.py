@@ -36,7 +36,7 @@ def body_detach_and_attach_again() -> str | None:
     plain, plain_optimizer = make()
     model, optimizer = make()
     train(plain, plain_optimizer, range(9))
-    overlap = instep.attach(model, optimizer)
+    overlap = instep.attach(model, optimizer, schedule="backward")
     train(model, optimizer, range(3))
     overlap.detach()
     loss_of(model, 3).backward()
@@ -44,7 +44,7 @@ def body_detach_and_attach_again() -> str | None:
     optimizer.step()
     optimizer.zero_grad()
     train(model, optimizer, range(4, 6))
-    with instep.attach(model, optimizer) as overlap:
+    with instep.attach(model, optimizer, schedule="backward") as overlap:
         train(model, optimizer, range(6, 9))
         assert overlap.step_count == 3
     return first_difference(training_state(plain, plain_optimizer), training_state(model, optimizer))
@@ -58,7 +58,7 @@ def body_join(divide_by_initial_world_size: bool) -> str | None:
     def run(attach: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
         model, optimizer = make()
         if attach:
-            instep.attach(model, optimizer)
+            instep.attach(model, optimizer, schedule="backward")
         steps = 3 + 2 * dist.get_rank()
         with model.join(divide_by_initial_world_size=divide_by_initial_world_size):
             train(model, optimizer, range(steps))
@@ -82,7 +82,7 @@ def body_step_raises() -> bool:
     """The error has its own type, no bucket after it is stepped, and DDP works on."""
     model, _ = make()
     optimizer = Fails(model.parameters(), lr=0.1)
-    overlap = instep.attach(model, optimizer)
+    overlap = instep.attach(model, optimizer, schedule="backward")
     Fails.failing = False
     train(model, optimizer, range(2))
     Fails.failing = True
@@ -110,7 +110,7 @@ def test_an_error_in_the_update(two_ranks: RankPool) -> None:
 
 def body_failed_future(failing_bucket: int) -> tuple[str, bool, bool]:
     model, optimizer = make()
-    overlap = instep.attach(model, optimizer)
+    overlap = instep.attach(model, optimizer, schedule="backward")
     train(model, optimizer, range(2))
     before = weights(model)
     real, calls = ReducerGroup._reduce, []
@@ -158,7 +158,7 @@ def test_a_failed_communication_is_never_stepped_from(failing_bucket: int) -> No
 
 def body_peer_dies() -> tuple[str, bool, float]:
     model, optimizer = make()
-    instep.attach(model, optimizer)
+    instep.attach(model, optimizer, schedule="backward")
     train(model, optimizer, range(2))
     before = weights(model)
     if dist.get_rank() == 1:
@@ -183,7 +183,7 @@ def test_a_killed_peer_raises_on_the_survivor_and_writes_nothing() -> None:
 
 def body_second_backward() -> bool:
     model, optimizer = make()
-    with instep.attach(model, optimizer) as overlap:
+    with instep.attach(model, optimizer, schedule="backward") as overlap:
         train(model, optimizer, range(2))
         loss = loss_of(model, 2)
         loss.backward(retain_graph=True)
@@ -207,17 +207,20 @@ def body_refusals() -> bool:
     model, optimizer = make()
     inner = model.module
     with pytest.raises(AttachError, match=r"Attach the DistributedDataParallel instead"):
-        instep.attach(inner, optimizer)
+        instep.attach(inner, optimizer, schedule="backward")
     with pytest.raises(AttachError, match="bucket_cap_mb"):
-        instep.attach(model, optimizer, bucket_bytes=1024)
-    with instep.attach(model, optimizer):
+        instep.attach(model, optimizer, bucket_bytes=1024, schedule="backward")
+    with instep.attach(model, optimizer, schedule="backward"):
         with pytest.raises(AttachError, match="already attached"):
-            instep.attach(model, optimizer)
+            instep.attach(model, optimizer, schedule="backward")
         parts = list(model.parameters())
     first, second = (torch.optim.SGD(part, lr=0.1) for part in (parts[:4], parts[4:]))
-    with instep.attach(model, first), pytest.raises(AttachError, match=r"attach\(model, \[first, second\]\)"):
-        instep.attach(model, second)
-    with instep.attach(model, [first, second]) as overlap:
+    with (
+        instep.attach(model, first, schedule="backward"),
+        pytest.raises(AttachError, match=r"attach\(model, \[first, second\]\)"),
+    ):
+        instep.attach(model, second, schedule="backward")
+    with instep.attach(model, [first, second], schedule="backward") as overlap:
         for i in range(2):
             loss_of(model, i).backward()
             first.step()
@@ -228,7 +231,7 @@ def body_refusals() -> bool:
     hooked, optimizer = make()
     hooked.register_comm_hook(None, allreduce_hook)
     with pytest.raises(AttachError, match="already has a communication hook"):
-        instep.attach(hooked, optimizer)
+        instep.attach(hooked, optimizer, schedule="backward")
 
     delayed = Blocks()
     late = [("outer.weight", delayed.outer.weight), ("outer.bias", delayed.outer.bias)]
@@ -236,10 +239,10 @@ def body_refusals() -> bool:
         delayed, delay_all_reduce_named_params=late, param_to_hook_all_reduce=delayed.inner.weight
     )
     with pytest.raises(AttachError, match="delay_all_reduce_named_params"):
-        instep.attach(delaying, torch.optim.SGD(delaying.parameters(), lr=0.1))
+        instep.attach(delaying, torch.optim.SGD(delaying.parameters(), lr=0.1), schedule="backward")
 
     early = Blocks()
-    with instep.attach(early, torch.optim.SGD(early.parameters(), lr=0.1)):
+    with instep.attach(early, torch.optim.SGD(early.parameters(), lr=0.1), schedule="backward"):
         wrapped = DistributedDataParallel(early)
         with pytest.raises(StaleAttachmentError, match="wrap the model first"):
             loss_of(wrapped, 0)
@@ -255,7 +258,7 @@ def body_inside_another_module() -> str | None:
         model = WithOwn(make()[0])
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if attach:
-            overlap = instep.attach(model, optimizer)
+            overlap = instep.attach(model, optimizer, schedule="backward")
             assert {bucket.source for bucket in overlap.plan.buckets} == {"ddp", "local"}
         train(model, optimizer, range(4))
         return model, optimizer
@@ -270,7 +273,7 @@ def test_ddp_inside_another_module(three_ranks: RankPool) -> None:
 
 def body_copies() -> bool:
     model, optimizer = make()
-    instep.attach(model, optimizer)
+    instep.attach(model, optimizer, schedule="backward")
     train(model, optimizer, range(2))
     before = weights(model)
     twin = copy.deepcopy(model.module)
@@ -293,7 +296,7 @@ def test_a_copy_is_not_attached(two_ranks: RankPool) -> None:
 
 def body_plan() -> str:
     model, optimizer = make()
-    with instep.attach(model, optimizer) as overlap:
+    with instep.attach(model, optimizer, schedule="backward") as overlap:
         assert len(overlap.plan.buckets) == 1
         train(model, optimizer, range(2))
         assert sum(len(bucket.parameters) for bucket in overlap.plan.buckets) == len(list(model.parameters()))
@@ -312,7 +315,7 @@ def body_error_beside_ddp() -> bool:
     """An error of a local parameter's update must not come before DDP is done with the same backward."""
     model = WithOwn(make()[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with instep.attach(model, optimizer) as overlap:
+    with instep.attach(model, optimizer, schedule="backward") as overlap:
         train(model, optimizer, range(2))
         decorated: Any = torch.optim.SGD.step
         real = decorated.__wrapped__
@@ -344,7 +347,7 @@ def body_no_sync_of_ddp_itself() -> str | None:
         model = WithOwn(core)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if attach:
-            instep.attach(model, optimizer)
+            instep.attach(model, optimizer, schedule="backward")
         for i in range(3):
             with core.no_sync():
                 loss_of(model, 2 * i).backward()
@@ -370,7 +373,7 @@ def body_thawed_after_wrapping(view: bool) -> str | None:
         model = DistributedDataParallel(inner, gradient_as_bucket_view=view)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if attach:
-            instep.attach(model, optimizer)
+            instep.attach(model, optimizer, schedule="backward")
         for i in range(4):
             inner.outer.requires_grad_(i >= 2)
             loss_of(model, i).backward()
@@ -411,7 +414,7 @@ def body_cleared_after_the_forward(options: dict[str, Any], view: bool) -> str |
 
 
 CLEARED_LATE: dict[str, dict[str, Any]] = {
-    "backward": {},
+    "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward"},
     "undo": {"undo": True},
     "crossing": {"schedule": "forward", "cross_iteration": True},

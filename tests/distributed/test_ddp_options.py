@@ -177,7 +177,7 @@ def test_finalized_by_hand(two_ranks: RankPool, view: bool) -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "backward": {},
+    "backward": {"schedule": "backward"},
     "undo": {"undo": True},
     "shard_state": {"shard_state": True},
     "shard_state, forward": {"shard_state": True, "schedule": "forward"},

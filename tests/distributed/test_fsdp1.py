@@ -210,23 +210,23 @@ def mistakes() -> list[str]:
     optimizer = adamw(model)
     flat = fsdp1(Blocks(), use_orig_params=False)
     found = [
-        said(AttachError, lambda: instep.attach(model, optimizer, bucket_bytes=1000)),
+        said(AttachError, lambda: instep.attach(model, optimizer, bucket_bytes=1000, schedule="backward")),
         said(AttachError, lambda: instep.attach(model, optimizer, clip=instep.ClipNorm(1.0), schedule="forward")),
-        said(AttachError, lambda: instep.attach(flat, torch.optim.SGD(flat.parameters(), lr=0.1))),
+        said(AttachError, lambda: instep.attach(flat, torch.optim.SGD(flat.parameters(), lr=0.1), schedule="backward")),
     ]
     loop = Loop(model, optimizer)
-    with instep.attach(model, optimizer):
+    with instep.attach(model, optimizer, schedule="backward"):
         loop.learn(0)
         loop.backward(1)
         found.append(said(AccumulationError, lambda: loop.backward(2)))
     model = fsdp1(Blocks())
     loop = Loop(model, adamw(model))
-    with instep.attach(model, loop.optimizer):
+    with instep.attach(model, loop.optimizer, schedule="backward"):
         loop.learn(0)
         loop.backward(1)
         found.append(said(SpentGradientError, lambda: model.clip_grad_norm_(1.0)))
     loop.optimizer.zero_grad()
-    found.append(said(AttachError, lambda: instep.attach(model, loop.optimizer)))
+    found.append(said(AttachError, lambda: instep.attach(model, loop.optimizer, schedule="backward")))
     instep.attach(model, loop.optimizer, schedule="forward").detach()
     return found
 

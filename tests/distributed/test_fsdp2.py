@@ -495,20 +495,26 @@ def mistakes() -> list[str]:
     model = nested(Model())
     optimizer = adamw(model)
     found = [
-        said(AttachError, lambda: instep.attach(model, optimizer, bucket_bytes=1000)),
-        said(AttachError, lambda: instep.attach(model, optimizer, mixed_precision=low)),
-        said(AttachError, lambda: instep.attach(model, optimizer, clip=instep.ClipNorm(1.0, mode="two_pass"))),
-        said(AttachError, lambda: instep.attach(model, optimizer, comm_hook=(None, lambda state, bucket: state))),
+        said(AttachError, lambda: instep.attach(model, optimizer, bucket_bytes=1000, schedule="backward")),
+        said(AttachError, lambda: instep.attach(model, optimizer, mixed_precision=low, schedule="backward")),
+        said(
+            AttachError,
+            lambda: instep.attach(model, optimizer, clip=instep.ClipNorm(1.0, mode="two_pass"), schedule="backward"),
+        ),
+        said(
+            AttachError,
+            lambda: instep.attach(model, optimizer, comm_hook=(None, lambda state, bucket: state), schedule="backward"),
+        ),
     ]
     early = Model()
-    overlap = instep.attach(early, adamw(early))
+    overlap = instep.attach(early, adamw(early), schedule="backward")
     nested(early)
     found.append(said(instep.errors.StaleAttachmentError, lambda: early(batch(0)[0])))
     overlap.detach()
     stale = Model()
     before = adamw(stale)
     nested(stale)
-    found.append(said(AttachError, lambda: instep.attach(stale, before)))
+    found.append(said(AttachError, lambda: instep.attach(stale, before, schedule="backward")))
     return found
 
 
@@ -529,7 +535,7 @@ def mistakes_in_the_loop() -> list[str]:
     def fresh() -> Loop:
         model = nested(Model())
         loop = Loop(model, adamw(model))
-        loop.overlap = instep.attach(model, loop.optimizer)
+        loop.overlap = instep.attach(model, loop.optimizer, schedule="backward")
         loop.learn(0)
         return loop
 
@@ -581,7 +587,7 @@ def freed() -> tuple[int, int, int]:
 
     for parameter in model.parameters():  # before attach: before the last of a bucket is stepped
         parameter.register_post_accumulate_grad_hook(look)
-    with instep.attach(model, optimizer):
+    with instep.attach(model, optimizer, schedule="backward"):
         for i in range(2):
             Loop(model, optimizer).backward(i)
             left = sum(ref() is not None for ref in alive)

@@ -240,7 +240,7 @@ def test_training_goes_on_over_four_ranks(four_ranks_for_once: RankPool, name: s
 
 def side_by_side() -> tuple[list[bool], list[bool]]:
     plain, loop = build("nested"), build("nested")
-    loop.overlap = instep.attach(loop.model, loop.optimizer, undo=True)
+    loop.overlap = instep.attach(loop.model, loop.optimizer, undo=True, schedule="backward")
     found = []
     for one in (plain, loop):
         one.learn(0)
@@ -268,7 +268,7 @@ def test_plain_fsdp2_stops_training_without_a_word(two_ranks: RankPool) -> None:
 def torn(name: str, where: str) -> None:
     loop = build(name)
     held = [id(p) for p in loop.model.parameters()]
-    loop.overlap = instep.attach(loop.model, loop.optimizer)
+    loop.overlap = instep.attach(loop.model, loop.optimizer, schedule="backward")
     loop.learn(0)
     with failing(loop.model, where), pytest.raises(BoomError):
         loop.backward(1)
@@ -325,7 +325,7 @@ def update_fails(name: str) -> None:
     plain, loop = build(name), build(name)
     for one in (plain, loop):
         one.optimizer = Fails(two_groups(one.model), lr=0.1, momentum=0.9)
-    loop.overlap = instep.attach(loop.model, loop.optimizer, undo=True)
+    loop.overlap = instep.attach(loop.model, loop.optimizer, undo=True, schedule="backward")
     for i in range(3):
         loop.optimizer.bad = ({id(p) for p in loop.model.get_submodule("blocks.1").parameters()},)
         with pytest.raises(BoomError):
@@ -583,7 +583,7 @@ PATIENCE = 20  # seconds of a collective
 def one_rank_fails() -> tuple[str | None, float, bool, bool]:
     loop = build("nested")
     held = [id(p) for p in loop.model.parameters()]
-    loop.overlap = instep.attach(loop.model, loop.optimizer, undo=True)
+    loop.overlap = instep.attach(loop.model, loop.optimizer, undo=True, schedule="backward")
     loop.learn(0)
     before = values(loop)
     started = time.monotonic()

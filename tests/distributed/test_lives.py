@@ -31,7 +31,7 @@ def fsdp2(model: Any) -> nn.Module:
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": ddp, "replicate": replicated, "fsdp2": fsdp2}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "backward": {},
+    "backward": {"schedule": "backward"},
     "undo": {"undo": True},
     "forward": {"schedule": "forward"},
     "clipped": {"schedule": "forward", "clip": instep.ClipNorm(1.0)},

@@ -103,7 +103,7 @@ def compare(
         trained = [p for p in model.parameters() if p.requires_grad]
         opt = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1, foreach=True)
         if attach:
-            instep.attach(model, opt, mixed_precision=policy)
+            instep.attach(model, opt, mixed_precision=policy, schedule="backward")
         elif options is not None:
             model.register_comm_hook(DTYPES[reduce] or DTYPES[param], send_as)
         return model, opt
@@ -171,7 +171,7 @@ def test_parameters_are_low_inside_the_forward_only() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     before = dict(model.named_parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with instep.attach(model, optimizer, mixed_precision=policy):
+    with instep.attach(model, optimizer, mixed_precision=policy, schedule="backward"):
         out = model(batch(0)[0])
         assert seen == [(torch.bfloat16, torch.bfloat16)]
         assert out.dtype == torch.float32
@@ -189,7 +189,7 @@ def test_parameters_are_low_inside_the_forward_only() -> None:
 def attached_low(model: nn.Module, **options: Any) -> tuple[instep.Attachment, torch.optim.Optimizer]:
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, **options)
-    return instep.attach(model, optimizer, mixed_precision=policy), optimizer
+    return instep.attach(model, optimizer, mixed_precision=policy, schedule="backward"), optimizer
 
 
 def test_a_forward_that_was_interrupted() -> None:
@@ -308,7 +308,7 @@ def test_the_copies_are_freed_by_backward() -> None:
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with instep.attach(model, optimizer, mixed_precision=policy):
+    with instep.attach(model, optimizer, mixed_precision=policy, schedule="backward"):
         model.outer.register_forward_pre_hook(remember)
         loss = model(batch(0)[0]).float().sum()
         # The bias is not needed by backward.
@@ -328,7 +328,7 @@ def test_the_copies_are_freed_by_backward() -> None:
 def test_what_is_no_policy_is_refused(policy: Any, found: str) -> None:
     model = Blocks()
     with pytest.raises(AttachError, match=found):
-        instep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), mixed_precision=policy)
+        instep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), mixed_precision=policy, schedule="backward")
     assert instep.attached(model) is None
 
 

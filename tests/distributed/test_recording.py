@@ -17,7 +17,7 @@ from tests.distributed.pool import RankPool
 BUCKETS = 4  # about
 HOW: dict[str, dict[str, Any]] = {
     "plain": {},
-    "backward": {},
+    "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward"},
     "crossing": {"schedule": "forward", "cross_iteration": True},
     "zero": {"shard_state": True},

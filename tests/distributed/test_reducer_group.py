@@ -56,7 +56,7 @@ def test_what_it_asks_of_the_reducer(two_ranks: RankPool) -> None:
 def body_nothing_is_left() -> None:
     plain, plain_optimizer = make()
     model, optimizer = make()
-    overlap = instep.attach(model, optimizer)
+    overlap = instep.attach(model, optimizer, schedule="backward")
     buckets = set()
     for i in range(4):
         loss_of(model, i).backward()
@@ -85,7 +85,7 @@ def test_nothing_is_left_after_detach(two_ranks: RankPool) -> None:
 
 def body_a_hook_that_came_later() -> None:
     model, optimizer = make()
-    with instep.attach(model, optimizer):
+    with instep.attach(model, optimizer, schedule="backward"):
         train(model, optimizer, range(1))
         model.register_comm_hook(None, allreduce_hook)
         with pytest.raises(AttachError, match=r"register_comm_hook was called on an attached .* comm_hook=\(state"):
@@ -93,7 +93,7 @@ def body_a_hook_that_came_later() -> None:
     builtin, optimizer = make()
     builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     with pytest.raises(AttachError, match="already has a communication hook"):
-        instep.attach(builtin, optimizer)
+        instep.attach(builtin, optimizer, schedule="backward")
 
 
 def test_a_hook_that_came_later_or_was_there(two_ranks: RankPool) -> None:
@@ -153,7 +153,7 @@ class InAnObject(Blocks):
 
 def body_an_output_that_nobody_can_look_into() -> None:
     model, optimizer = make(InAnObject())
-    with instep.attach(model, optimizer) as overlap:
+    with instep.attach(model, optimizer, schedule="backward") as overlap:
         for i in range(4):
             model(batch(i)[0]).loss.backward()
             assert all(type(p.grad) is not torch.Tensor for p in model.parameters()), "stepped in backward"
@@ -169,7 +169,7 @@ def test_an_output_that_nobody_can_look_into(two_ranks: RankPool) -> None:
 def body_a_copy() -> None:
     plain, plain_optimizer = make()
     model, optimizer = make()
-    with instep.attach(model, optimizer):
+    with instep.attach(model, optimizer, schedule="backward"):
         train(model, optimizer, range(2))
         other = copy.deepcopy(model)
         before = [p.detach().clone() for p in model.parameters()]
@@ -189,7 +189,7 @@ def body_other_buckets_where_these_lay(asked_again: bool) -> bool:
     plain, plain_optimizer = make()
     model, optimizer = make()
     train(plain, plain_optimizer, range(4))
-    with instep.attach(model, optimizer):
+    with instep.attach(model, optimizer, schedule="backward"):
         train(model, optimizer, range(2))
         loss = loss_of(model, 2)
         group = _slots[model]

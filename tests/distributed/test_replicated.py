@@ -626,7 +626,7 @@ def body_backward_from_the_inside() -> bool:
     model.core(x, 1).sum().backward()  # from now on its branch comes first, then what is shared
     model.zero_grad()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    overlap = instep.attach(model, optimizer)
+    overlap = instep.attach(model, optimizer, schedule="backward")
     losses = [nn.functional.cross_entropy(model.core(x, which), y) for which in range(2)]
     losses[0].backward()
     before = weights(model)

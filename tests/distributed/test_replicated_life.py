@@ -32,7 +32,11 @@ from tests.distributed.pool import RankPool
 from tests.living import settle
 
 CAP = 0.004
-OPTIONS: dict[str, dict[str, Any]] = {"backward": {}, "forward": {"schedule": "forward"}, "undo": {"undo": True}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "backward": {"schedule": "backward"},
+    "forward": {"schedule": "forward"},
+    "undo": {"undo": True},
+}
 
 
 def make(**options: Any) -> tuple[instep.Replicated, torch.optim.Optimizer]:
@@ -145,7 +149,7 @@ def body_partly_optimized() -> float:
     with LiveBytes(module.parameters()) as live:
         model = instep.replicate(module, bucket_cap_mb=LAYER / 2**20)
         optimizer = torch.optim.SGD(module.layers.parameters(), lr=0.01, foreach=False)
-        overlap = instep.attach(model, optimizer)
+        overlap = instep.attach(model, optimizer, schedule="backward")
         for _ in range(2):
             wait_until(lambda: live.now < LAYER / 2)
             live.reset()
@@ -242,7 +246,7 @@ def body_backward_raises_on_one_rank() -> tuple[str, bool]:
     torch.manual_seed(0)
     model = instep.replicate(BlocksThatStop(), bucket_cap_mb=CAP, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    instep.attach(model, optimizer)
+    instep.attach(model, optimizer, schedule="backward")
     train(model, optimizer, range(2))
     Stops.stops = dist.get_rank() == 1
     try:
@@ -275,7 +279,7 @@ def test_a_backward_that_raises_on_one_rank_does_not_leave_the_others_waiting_fo
 def body_update_raises(ranks: list[int]) -> bool:
     model, _ = make()
     optimizer = Fails(model.parameters(), lr=0.1)
-    overlap = instep.attach(model, optimizer)
+    overlap = instep.attach(model, optimizer, schedule="backward")
     Fails.failing = False
     train(model, optimizer, range(2))
     Fails.failing = dist.get_rank() in ranks
@@ -366,7 +370,7 @@ def test_a_failed_communication_is_never_stepped_from(two_ranks: RankPool, way: 
 
 def body_second_backward() -> bool:
     model, optimizer = make()
-    overlap = instep.attach(model, optimizer)
+    overlap = instep.attach(model, optimizer, schedule="backward")
     train(model, optimizer, range(2))
     loss = loss_of(model, 2)
     loss.backward(retain_graph=True)
@@ -456,7 +460,7 @@ def body_refused() -> None:
         instep.replicate(Blocks(), bucket_cap_mb=1 + rank)
     early = Blocks()
     with (
-        instep.attach(early, torch.optim.SGD(early.parameters(), lr=0.1)),
+        instep.attach(early, torch.optim.SGD(early.parameters(), lr=0.1), schedule="backward"),
         pytest.raises(AttachError, match=r"'inner.weight' is already attached"),
     ):
         instep.replicate(early)
@@ -470,18 +474,21 @@ def test_what_replicate_refuses(two_ranks: RankPool) -> None:
 def body_attach_refused() -> None:
     model, optimizer = make()
     with pytest.raises(AttachError, match="Attach the Replicated instead"):
-        instep.attach(model.module, optimizer)
+        instep.attach(model.module, optimizer, schedule="backward")
     with pytest.raises(AttachError, match=r"replicate\(bucket_cap_mb=…\)"):
-        instep.attach(model, optimizer, bucket_bytes=1024)
+        instep.attach(model, optimizer, bucket_bytes=1024, schedule="backward")
     with pytest.raises(AttachError, match="comm_hook is for DistributedDataParallel"):
-        instep.attach(model, optimizer, comm_hook=(None, lambda state, bucket: state))
+        instep.attach(model, optimizer, comm_hook=(None, lambda state, bucket: state), schedule="backward")
     with pytest.raises(AttachError, match="schedule='forward'"):
-        instep.attach(model, optimizer, clip=ClipNorm(1.0))
+        instep.attach(model, optimizer, clip=ClipNorm(1.0), schedule="backward")
     parts = list(model.parameters())
     first, second = (torch.optim.SGD(part, lr=0.1) for part in (parts[:4], parts[4:]))
-    with instep.attach(model, first), pytest.raises(AttachError, match=r"attach\(model, \[first, second\]\)"):
-        instep.attach(model, second)
-    with instep.attach(model, [first, second]) as overlap:
+    with (
+        instep.attach(model, first, schedule="backward"),
+        pytest.raises(AttachError, match=r"attach\(model, \[first, second\]\)"),
+    ):
+        instep.attach(model, second, schedule="backward")
+    with instep.attach(model, [first, second], schedule="backward") as overlap:
         for i in range(2):
             loss_of(model, i).backward()
             first.step()
@@ -569,7 +576,7 @@ def copied(model: nn.Module, pickled: bool) -> Any:
 def body_copies(pickled: bool) -> str | None:
     """The copy trains on, averaged and unattached; the original neither steps nor gets a gradient from it."""
     plain, original = make(), make()
-    instep.attach(*original)
+    instep.attach(*original, schedule="backward")
     for loop in (plain, original):
         train(*loop, range(2))
     before = weights(original[0])
@@ -601,7 +608,7 @@ def body_group_of_two() -> str | None:
     torch.manual_seed(0)
     plain = DistributedDataParallel(Blocks(), process_group=group)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
-    instep.attach(model, optimizer)
+    instep.attach(model, optimizer, schedule="backward")
     train(plain, plain_optimizer, range(3))
     train(model, optimizer, range(3))
     with pytest.raises(InstepError, match="process_group of its own"):
@@ -616,7 +623,7 @@ def test_a_process_group_of_some_ranks(three_ranks: RankPool) -> None:
 def body_plan() -> tuple[str, list[str]]:
     model, optimizer = make()
     told: list[str] = []
-    with instep.attach(model, optimizer) as overlap:
+    with instep.attach(model, optimizer, schedule="backward") as overlap:
         overlap.recorder = lambda kind, name, start, end: told.append(kind)
         train(model, optimizer, range(2))
         wait_until(lambda: told.count("step") == told.count("communication"))
@@ -639,7 +646,7 @@ def body_inside_another_module(hold: bool) -> str | None:
         model = WithOwn(core)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         if attach:
-            overlap = instep.attach(model, optimizer)
+            overlap = instep.attach(model, optimizer, schedule="backward")
             assert {bucket.source for bucket in overlap.plan.buckets} == {"replicated", "local"}
         for i in range(3):
             with core.no_sync() if hold else nullcontext():
@@ -672,7 +679,7 @@ def body_verified() -> str | None:
 
         return model, optimizer, step
 
-    return instep.verify(build).difference
+    return instep.verify(build, schedule="backward").difference
 
 
 def test_verify(three_ranks: RankPool) -> None:

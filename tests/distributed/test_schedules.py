@@ -211,7 +211,7 @@ def body_refused() -> None:
     model = DistributedDataParallel(Sometimes(), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(AttachError, match=r"per_bucket.*find_unused_parameters"):
-        instep.attach(model, optimizer, clip=ClipNorm(0.05, mode="per_bucket"))
+        instep.attach(model, optimizer, clip=ClipNorm(0.05, mode="per_bucket"), schedule="backward")
 
 
 def test_per_bucket_is_refused_where_ranks_may_use_other_parameters(two_ranks: RankPool) -> None:

@@ -109,7 +109,7 @@ def _another_rank_failed() -> None:
     torch.manual_seed(0)
     model = ddp(Keeps("none"))
     optimizer = adamw(model)
-    overlap = instep.attach(model, optimizer)
+    overlap = instep.attach(model, optimizer, schedule="backward")
     cast = GroupVotes.cast
 
     def fail_on_the_second(votes: GroupVotes, step: int, **said: Any) -> Any:

@@ -315,7 +315,7 @@ def test_resync(two_ranks: RankPool, wrap: str) -> None:
 
 def resync_refused() -> str:
     model, optimizer = make("fsdp2")
-    with instep.attach(model, optimizer) as overlap:
+    with instep.attach(model, optimizer, schedule="backward") as overlap:
         train(model, optimizer, range(1))
         return str(raised_by(lambda: overlap.resync_from(0)))
 
@@ -328,7 +328,7 @@ def test_resync_of_a_sharded_model(two_ranks: RankPool) -> None:
 def stopped_peer() -> tuple[str, bool, float]:
     """Rank 1 stops after its step; rank 0 waits for it no longer than the process group does."""
     model, optimizer = make()
-    overlap = instep.attach(model, optimizer)
+    overlap = instep.attach(model, optimizer, schedule="backward")
     train(model, optimizer, range(2))
     overlap.synchronize()
     before = weights(model)
@@ -359,7 +359,7 @@ def test_a_stopped_peer() -> None:
 def joined() -> None:
     """Ranks with more data than others do not wait for the votes of these."""
     model, optimizer = make()
-    with instep.attach(model, optimizer) as overlap:
+    with instep.attach(model, optimizer, schedule="backward") as overlap:
         with model.join():
             train(model, optimizer, range(2 + 2 * dist.get_rank()))
         overlap.synchronize()
@@ -371,7 +371,7 @@ def test_uneven_inputs(two_ranks: RankPool) -> None:
 
 def attach_fails() -> str:
     model, optimizer = make()
-    return str(raised_by(lambda: instep.attach(model, optimizer, nonfinite="skip")))
+    return str(raised_by(lambda: instep.attach(model, optimizer, nonfinite="skip", schedule="backward")))
 
 
 def test_an_error_in_attach_leaves_no_rank_waiting(two_ranks: RankPool) -> None:

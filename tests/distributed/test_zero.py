@@ -566,7 +566,7 @@ def low_precision(way: str) -> None:
     plain, model = ddp(Odd()), ddp(Odd())
     model.load_state_dict(plain.state_dict())
     loops = [Loop(plain, adamw(plain)), Loop(model, adamw(model))]
-    first = instep.attach(plain, loops[0].optimizer, mixed_precision=policy)
+    first = instep.attach(plain, loops[0].optimizer, mixed_precision=policy, schedule="backward")
     with instep.attach(model, loops[1].optimizer, shard_state=True, mixed_precision=policy, **WAYS[way]) as overlap:
         for i in range(4):
             for loop in loops:
@@ -700,7 +700,7 @@ class Complex(nn.Module):
 def complex_parameters() -> str:
     turned = ddp(Complex())
     optimizer = torch.optim.SGD(turned.parameters(), lr=0.1)
-    return said(AttachError, lambda: instep.attach(turned, optimizer, shard_state=True))
+    return said(AttachError, lambda: instep.attach(turned, optimizer, shard_state=True, schedule="backward"))
 
 
 def test_complex_parameters(two_ranks: RankPool) -> None:
@@ -711,7 +711,7 @@ def test_complex_parameters(two_ranks: RankPool) -> None:
 def left_out() -> str:
     model = ddp(Blocks())
     optimizer = torch.optim.SGD(list(model.parameters())[1:], lr=0.1)
-    return said(AttachError, lambda: instep.attach(model, optimizer, shard_state=True))
+    return said(AttachError, lambda: instep.attach(model, optimizer, shard_state=True, schedule="backward"))
 
 
 def test_a_parameter_in_no_optimizer(two_ranks: RankPool) -> None:
@@ -725,11 +725,20 @@ def mistakes() -> list[str]:
     model = ddp(Blocks())
     attach = partial(instep.attach, shard_state=True)
     found = [
-        said(AttachError, lambda: attach(alone, adamw(alone))),
-        said(AttachError, lambda: attach(model, OfMine(model.parameters()), clip=instep.ClipValue(0.1))),
-        said(AttachError, lambda: attach(model, adamw(model), undo=True)),
-        said(AttachError, lambda: attach(model, adamw(model), comm_hook=(None, lambda state, bucket: state))),
-        said(AttachError, lambda: attach(model, adamw(model), clip=instep.ClipNorm(1.0, mode="two_pass"))),
+        said(AttachError, lambda: attach(alone, adamw(alone), schedule="backward")),
+        said(
+            AttachError,
+            lambda: attach(model, OfMine(model.parameters()), clip=instep.ClipValue(0.1), schedule="backward"),
+        ),
+        said(AttachError, lambda: attach(model, adamw(model), undo=True, schedule="backward")),
+        said(
+            AttachError,
+            lambda: attach(model, adamw(model), comm_hook=(None, lambda state, bucket: state), schedule="backward"),
+        ),
+        said(
+            AttachError,
+            lambda: attach(model, adamw(model), clip=instep.ClipNorm(1.0, mode="two_pass"), schedule="backward"),
+        ),
     ]
     loop = Loop(model, adamw(model))
     with attach(model, loop.optimizer, schedule="forward"):

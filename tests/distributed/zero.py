@@ -17,7 +17,7 @@ from tests.distributed.sharded import Loop, Step
 from tests.late import late_updates
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
-    "backward": {},
+    "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward"},
     "late": {"schedule": "forward"},
 }

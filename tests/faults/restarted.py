@@ -66,7 +66,7 @@ def main(way: str, folder: Path, fault: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
     file, once = folder / "checkpoint", folder / "killed"
     if way == "instep":
-        instep.attach(model, optimizer)
+        instep.attach(model, optimizer, schedule="backward")
     first = load(way, model, optimizer, file)
     if way == "torch":
         overlapped = program.with_torchs_own_overlap(model)  # noqa: F841  # kept for as long as it is used

@@ -226,7 +226,7 @@ def test_d5_the_gradient_of_a_step_that_failed(in_backward: Any) -> None:
 
     model = two_layers()
     optimizer = FailsOnce(model.parameters(), lr=0.1)
-    overlap = instep.attach(model, optimizer, bucket_bytes=1)
+    overlap = instep.attach(model, optimizer, bucket_bytes=1, schedule="backward")
     FailsOnce.updates = 0  # it was tried
     backward(model, 0)
     optimizer.step()
@@ -262,7 +262,7 @@ def test_d6_a_model_that_is_converted(in_backward: Any, convert: str) -> None:
 
     model = two_layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with instep.attach(model, optimizer):
+    with instep.attach(model, optimizer, schedule="backward"):
         backward(model, 0)
         optimizer.step()
         optimizer.zero_grad()

@@ -17,7 +17,7 @@ def main(how: str) -> str:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     if how == "instep":
-        instep.attach(model, optimizer)
+        instep.attach(model, optimizer, schedule="backward")
     elif how == "hook":
         own: dict[torch.Tensor, torch.optim.SGD] = {p: torch.optim.SGD([p], lr=1e-3) for p in model.parameters()}
 

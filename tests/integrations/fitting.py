@@ -14,7 +14,11 @@ import instep
 from instep.integrations.lightning import InstepCallback
 from tests.cases import Blocks
 
-WAYS: dict[str, dict[str, Any]] = {"backward": {}, "forward": {"schedule": "forward"}, "undo": {"undo": True}}
+WAYS: dict[str, dict[str, Any]] = {
+    "backward": {"schedule": "backward"},
+    "forward": {"schedule": "forward"},
+    "undo": {"undo": True},
+}
 BATCHES = 7
 
 

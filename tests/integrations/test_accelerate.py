@@ -196,9 +196,9 @@ def test_a_loss_scale() -> None:
 def test_mistakes() -> None:
     run = Run(None)
     with pytest.raises(UnsupportedOptimizerError, match=r"AcceleratedOptimizer holds another.*Attach the inner"):
-        instep.attach(run.model, run.optimizer)
+        instep.attach(run.model, run.optimizer, schedule="backward")
     with pytest.raises(AttachError, match="two_pass"):
-        instep.attach(run.model, run.optimizer.optimizer, clip=ClipNorm(LIMIT))
+        instep.attach(run.model, run.optimizer.optimizer, clip=ClipNorm(LIMIT), schedule="backward")
     run = Run({})
     with pytest.raises(SpentGradientError):
         run.epoch()

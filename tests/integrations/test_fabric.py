@@ -119,7 +119,7 @@ def test_save_and_load(way: str, tmp_path: Path) -> None:
 def test_the_wrapped_optimizer_is_refused_by_name() -> None:
     model, optimizer = one_device().setup(*build())
     with pytest.raises(UnsupportedOptimizerError, match=r"FabricAdamW holds another .* Attach the inner optimizer"):
-        instep.attach(model, optimizer)
+        instep.attach(model, optimizer, schedule="backward")
 
 
 def _compare(options: Any, ddp: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ def _refused_inside(_: Any = None) -> str:
     model, optimizer = build()
     _, wrapped = one_of_two().setup(model, optimizer)
     with pytest.raises(instep.errors.AttachError) as refused:
-        instep.attach(model, wrapped.optimizer)
+        instep.attach(model, wrapped.optimizer, schedule="backward")
     return str(refused.value)
 
 

@@ -19,7 +19,7 @@ from tests.late import late_updates
 SMALL = 2_000  # bytes: several buckets even in small models
 CLIP = 0.3
 WAYS: Mapping[str, Mapping[str, Any]] = {
-    "backward": {},
+    "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward"},
     "late": {"schedule": "forward"},  # no update runs before somebody waits for it
     "undo": {"undo": True},

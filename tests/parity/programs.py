@@ -100,7 +100,7 @@ class Program:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "backward": {},
+    "backward": {"schedule": "backward"},
     "two_pass": {},
     "forward": {"schedule": "forward"},
     "late": {"schedule": "forward"},  # no update runs before somebody waits for it

@@ -344,7 +344,9 @@ def test_two_pass_measures_once_per_step() -> None:
     passes: list[int] = []
     model.inner.weight.register_hook(lambda g: passes.append(1))
     clip = ClipNorm(CLIP, mode="two_pass")
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, clip=clip, accumulation_steps=COUNT) as overlap:
+    with instep.attach(
+        model, optimizer, bucket_bytes=SMALL, clip=clip, accumulation_steps=COUNT, schedule="backward"
+    ) as overlap:
         for micro in range(COUNT):
             x, y = batch(micro)
             overlap.backward(loss_of(model(x), y))
@@ -396,7 +398,7 @@ def written(build: Callable[[], Any]) -> tuple[Any, Any, Any, list[torch.Tensor]
     """After one backward that has written: the model, optimizer, attachment, and weights by then."""
     torch.manual_seed(0)
     model, optimizer = build()
-    overlap = instep.attach(model, optimizer, bucket_bytes=SMALL)
+    overlap = instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward")
     x, y = batch(0)
     loss_of(model(x), y).backward()
     return model, optimizer, overlap, memory(model)
@@ -420,7 +422,7 @@ def test_a_second_forward_without_accumulate_raises_and_writes_nothing_further()
 def test_a_second_backward_without_accumulate_raises_and_writes_nothing_further() -> None:
     torch.manual_seed(0)
     model, optimizer = blocks()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL):
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward"):
         first, second = (loss_of(model(batch(i)[0]), batch(i)[1]) for i in range(2))
         first.backward()
         after = memory(model)
@@ -455,7 +457,7 @@ def test_accumulation_steps_that_are_more_than_the_loops_step_the_plain_way() ->
 def test_accumulation_steps_that_are_fewer_than_the_loops_raise() -> None:
     torch.manual_seed(0)
     model, optimizer = blocks()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, accumulation_steps=2):
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, accumulation_steps=2, schedule="backward"):
         for i in range(2):
             loss_of(model(batch(i)[0]), batch(i)[1]).backward()
         after = memory(model)

@@ -20,7 +20,7 @@ from tests.parity.changes import Compared, Plain, configured, move_one, through_
 from tests.parity.lockstep import SMALL, UNDO, Contender, Refused, lockstep, loss_of
 
 CHANGED = Refused(HyperparameterChangedError, "torn")
-WAYS: dict[str, dict[str, Any]] = {"backward": {}, "forward": {}, "late": {}, **UNDO}
+WAYS: dict[str, dict[str, Any]] = {"backward": {"schedule": "backward"}, "forward": {}, "late": {}, **UNDO}
 in_these_ways = pytest.mark.parametrize("way", WAYS)
 WHEN = pytest.mark.parametrize("when", ["before step", "while due"])
 Change = Callable[[Any, int], Any]
@@ -110,7 +110,7 @@ def test_groups_moved_in_the_first_step(move: Change) -> None:
 
 def test_an_error_for_moved_parameters_names_what_was_done() -> None:
     model, optimizer = adamw()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL):
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward"):
         loss_of(model(batch(0)[0]), batch(0)[1]).backward()
         move_one(optimizer, 0)
         with pytest.raises(HyperparameterChangedError, match="moved within its param_groups"):
@@ -319,7 +319,10 @@ def test_an_update_that_counts_in_an_object_of_its_group_is_refused() -> None:
 
     model, optimizer = configured(read, in_groups(Plain))()
     match = r"changes param_groups\[.\]\['cfg'\] in place"
-    with pytest.raises(UnsupportedOptimizerError, match=match), instep.attach(model, optimizer, bucket_bytes=SMALL):
+    with (
+        pytest.raises(UnsupportedOptimizerError, match=match),
+        instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward"),
+    ):
         loss_of(model(batch(0)[0]), batch(0)[1]).backward()
 
 
@@ -344,7 +347,7 @@ def test_modules_and_long_lists_are_not_looked_into() -> None:
 def test_a_value_that_the_host_cannot_read_is_compared_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instep._optim.changes._can_be_read", lambda tensor: False)
     model, optimizer = with_tensor_lr()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward") as overlap:
         for i in range(3):
             loss_of(model(batch(i)[0]), batch(i)[1]).backward()
             if i == 1:

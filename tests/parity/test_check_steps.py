@@ -308,7 +308,7 @@ def test_nothing_is_kept_after_the_last(way: str) -> None:
 def test_what_is_not_a_number_of_steps_is_refused(number: Any) -> None:
     model = Blocks()
     with pytest.raises(AttachError, match="check_steps must be a number of steps"):
-        instep.attach(model, adamw(model), check_steps=number)
+        instep.attach(model, adamw(model), check_steps=number, schedule="backward")
 
 
 class Uncopyable(MetTheOdd):

@@ -370,7 +370,7 @@ def test_two_pass_with_hooks_that_change_gradients(hook: Callable[[torch.Tensor]
 def test_two_pass_with_a_hook_that_comes_after_instep(hook: Callable[[torch.Tensor], None]) -> None:
     """The first pass has measured the gradient already; nothing was written, and the step can be run without."""
     model, optimizer = blocks()
-    with instep.attach(model, optimizer, clip=TWO_PASS) as overlap:
+    with instep.attach(model, optimizer, clip=TWO_PASS, schedule="backward") as overlap:
         handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
         x, y = batch(0)
         before = copy.deepcopy(model.state_dict())
@@ -409,7 +409,9 @@ def test_detach_in_a_step_that_was_applied_in_part(clip: ClipNorm | ClipValue, a
     models = [Sometimes(), Sometimes()]
     models[1].load_state_dict(models[0].state_dict())
     plain, attached = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models)
-    overlap = instep.attach(models[1], attached, clip=clip, accumulation_steps=2, bucket_bytes=SMALL)
+    overlap = instep.attach(
+        models[1], attached, clip=clip, accumulation_steps=2, bucket_bytes=SMALL, schedule="backward"
+    )
     for micro, expert in enumerate((0, 1)):
         x, y = batch(micro)
         loss_of(models[0](x, expert), y).backward()
@@ -419,7 +421,7 @@ def test_detach_in_a_step_that_was_applied_in_part(clip: ClipNorm | ClipValue, a
     assert isinstance(models[1].trunk.weight.grad, SpentGradient)
     overlap.detach()
     if again:
-        overlap = instep.attach(models[1], attached, clip=clip)
+        overlap = instep.attach(models[1], attached, clip=clip, schedule="backward")
     plain.step()
     attached.step()
     overlap.detach()
@@ -506,7 +508,7 @@ def test_two_pass_refuses_a_plain_backward_before_any_write(fused: bool) -> None
     torch.manual_seed(0)
     model = Blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, clip=TWO_PASS) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, clip=TWO_PASS, schedule="backward") as overlap:
         for i in range(3):
             x, y = batch(i)
             before = list(copy.deepcopy(dict(training_state(model, optimizer))).items())
@@ -532,7 +534,7 @@ def test_two_pass_never_has_all_gradients_alive() -> None:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(count)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, clip=TWO_PASS) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, clip=TWO_PASS, schedule="backward") as overlap:
         for i in range(3):
             x, y = batch(i)
             overlap.backward(loss_of(model(x), y))
@@ -603,7 +605,7 @@ def test_clip_norm_where_layers_are_frozen_before_and_after_the_forward(way: str
 
 def test_two_pass_where_nothing_attached_gets_a_gradient() -> None:
     model, optimizer = added()
-    with instep.attach(model, optimizer, clip=TWO_PASS) as overlap:
+    with instep.attach(model, optimizer, clip=TWO_PASS, schedule="backward") as overlap:
         for part, frozen in ((model.outer, False), (model, True)):
             model.inner.requires_grad_(not frozen)
             overlap.backward(part(torch.ones(2, 16)).sum())
@@ -658,7 +660,7 @@ def test_two_pass_where_gradients_change_before_the_step(change: Callable[[Any, 
 
     torch.manual_seed(0)
     model, optimizer = build()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, clip=TWO_PASS) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, clip=TWO_PASS, schedule="backward") as overlap:
         x, y = batch(0)
         overlap.backward(loss_of(model(x, 0), y))
         change(model, optimizer)
@@ -739,7 +741,9 @@ def written_out(clip: ClipNorm, by_hand: Callable[[Any, list[list[nn.Parameter]]
         lanes.append(Contender(*blocks(), {}))
     plain, attached = lanes
     previous: torch.Tensor | None = None
-    with instep.attach(attached.model, attached.optimizer, bucket_bytes=SMALL, clip=clip) as overlap:
+    with instep.attach(
+        attached.model, attached.optimizer, bucket_bytes=SMALL, clip=clip, schedule="backward"
+    ) as overlap:
         for i in range(5):
             loss(attached, i).backward()
             attached.optimizer.step()
@@ -828,7 +832,7 @@ def test_a_loop_that_clips_by_itself_after_attach_has(way: str, clip: Callable[[
 @pytest.mark.parametrize("clip", [clip_norm_by_hand, clip_value_by_hand])
 def test_a_loop_that_clips_by_itself_meets_spent_gradients_in_backward(clip: Callable[[Any], Any]) -> None:
     model, optimizer = blocks()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL):
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward"):
         loss_of(model(batch(0)[0]), batch(0)[1]).backward()
         with pytest.raises(SpentGradientError, match=r"attach\(…, clip=…\)"):
             clip(model)

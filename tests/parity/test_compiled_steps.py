@@ -164,7 +164,7 @@ def test_a_compiled_forward_and_backward_with_a_step_that_is_not(way: str) -> No
 
 def test_training_goes_on_after_a_compiled_step_was_refused() -> None:
     model, optimizer = built()()
-    overlap = instep.attach(model, optimizer, bucket_bytes=1)
+    overlap = instep.attach(model, optimizer, bucket_bytes=1, schedule="backward")
     x, y = batch(0)
     loss_of(model(x), y).backward()
     with pytest.raises(UnsupportedOptimizerError, match="outside of what is compiled"):

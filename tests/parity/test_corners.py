@@ -165,7 +165,7 @@ def test_a_write_through_an_alias_before_a_step_is_put_back_is_no_secret() -> No
     model = Blocks()
     alias = model.inner.weight.detach()
     optimizer = torch.optim.AdamW(model.parameters())
-    with instep.attach(model, optimizer, bucket_bytes=1, undo=True):
+    with instep.attach(model, optimizer, bucket_bytes=1, undo=True, schedule="backward"):
         model(batch(0)[0]).sum().backward()
         alias.mul_(0.5)
         with pytest.raises(UncommittedStepError, match=r"'inner.weight'.*put back"):
@@ -176,7 +176,7 @@ def test_parameters_that_share_memory_are_refused() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight.data = model[0].weight.data
     with pytest.raises(AttachError, match=r"'0.weight' and '1.weight' share memory"):
-        instep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        instep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), schedule="backward")
 
 
 class Fails(torch.optim.SGD):
@@ -194,7 +194,7 @@ def test_a_step_that_raises_tears_nothing_with_undo() -> None:
     model = Blocks()
     optimizer = Fails(model.parameters(), lr=0.1)
     before = [p.detach().clone() for p in model.parameters()]
-    with instep.attach(model, optimizer, bucket_bytes=1, undo=True) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=1, undo=True, schedule="backward") as overlap:
         model(batch(0)[0]).sum().backward()
         Fails.failing = True
         try:

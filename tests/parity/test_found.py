@@ -242,7 +242,7 @@ class Interrupted(torch.optim.SGD):
 def test_interrupted_while_a_step_is_done_again(undo: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = Interrupted(model.parameters(), lr=0.1)
-    with instep.attach(model, optimizer, undo=undo, bucket_bytes=1):
+    with instep.attach(model, optimizer, undo=undo, bucket_bytes=1, schedule="backward"):
         before = [p.detach().clone() for p in model.parameters()]
         model(torch.ones(2, 4)).sum().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -261,7 +261,7 @@ def a_step_on_trial() -> tuple[nn.Module, torch.optim.Optimizer, instep.Attachme
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    overlap = instep.attach(model, optimizer, undo=True, bucket_bytes=1)
+    overlap = instep.attach(model, optimizer, undo=True, bucket_bytes=1, schedule="backward")
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.ones(2, 4)).square().sum().backward()

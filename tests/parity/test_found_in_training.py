@@ -80,7 +80,7 @@ def test_another_thread_that_draws_is_no_update() -> None:
             torch.rand(())
             began.set()
 
-    with instep.attach(model, optimizer, bucket_bytes=SMALL) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward") as overlap:
         thread = threading.Thread(target=draw)
         thread.start()
         try:

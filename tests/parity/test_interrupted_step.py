@@ -17,7 +17,7 @@ from tests.parity.interrupts import Interrupter
 Made = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 WAYS: dict[str, dict[str, Any]] = {
-    "backward": {},
+    "backward": {"schedule": "backward"},
     "undo": {"undo": True},
     "forward": {"schedule": "forward"},
     "undo, clipped": {"undo": True, "clip": instep.ClipNorm(0.1)},

@@ -353,7 +353,7 @@ def test_a_loss_that_was_not_scaled_in_some_steps(way: str) -> None:
 def test_backward_refuses_a_scaler_with_the_choices(optimizer: str) -> None:
     model, opt = build(optimizer)()
     with pytest.raises(AttachError, match=r"undo=True.*schedule='forward'"):
-        instep.attach(model, opt, scaler=GradScaler("cpu"))
+        instep.attach(model, opt, scaler=GradScaler("cpu"), schedule="backward")
     assert instep.attached(model) is None
 
 
@@ -361,7 +361,7 @@ def test_backward_refuses_a_scaler_with_the_choices(optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_backward_with_a_scaler_anyway_is_torn_and_says_so(optimizer: str, unscale: bool) -> None:
     model, opt = build(optimizer)()
-    with instep.attach(model, opt, bucket_bytes=SMALL):
+    with instep.attach(model, opt, bucket_bytes=SMALL, schedule="backward"):
         scaler = GradScaler("cpu")
         x, y = batch(0)
         scaler.scale(loss_of(model(x), y)).backward()
@@ -392,7 +392,7 @@ def test_a_bucket_that_was_frozen_after_the_forward() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
         if attached:
-            instep.attach(model, optimizer, undo=True, scaler=scaler, bucket_bytes=1)
+            instep.attach(model, optimizer, undo=True, scaler=scaler, bucket_bytes=1, schedule="backward")
         loss = model(torch.ones(2, 4)).square().sum()
         model[1].requires_grad_(False)  # the first bucket
         scaler.scale(loss).backward()

@@ -1027,7 +1027,7 @@ def test_one_backward_and_two_steps(way: str) -> None:
 @pytest.mark.parametrize("form", [{"foreach": False}, {"foreach": True}, {"fused": True}])
 def test_a_second_step_is_refused_before_it_writes(form: dict[str, Any]) -> None:
     model, optimizer = building(partial(adamw, **form))()
-    with instep.attach(model, optimizer, bucket_bytes=1):
+    with instep.attach(model, optimizer, bucket_bytes=1, schedule="backward"):
         x, y = batch(0)
         loss_of(model(x), y).backward()
         optimizer.step()

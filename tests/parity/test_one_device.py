@@ -132,7 +132,7 @@ def test_a_thawed_parameter_is_stepped_in_backward_again() -> None:
     model = Blocks()
     model.inner.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with instep.attach(model, optimizer) as overlap:
+    with instep.attach(model, optimizer, schedule="backward") as overlap:
         assert "inner.weight" not in str(overlap.plan)
         model.inner.requires_grad_(True)
         model(batch(0)[0]).sum().backward()
@@ -309,7 +309,7 @@ def test_state_kept_outside_of_the_parameters() -> None:
     assert_equal(loop(Blocks, lambda model: GroupStep([{**g, "history": []} for g in two_groups(model)])), steps=6)
     model = Blocks()
     optimizer = GroupStep(model.parameters())
-    with instep.attach(model, optimizer, bucket_bytes=SMALL):
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward"):
         for i in range(3):
             model(batch(i)[0]).sum().backward()
             optimizer.step()
@@ -338,7 +338,7 @@ def test_optimizer_state_goes_both_ways_in_the_middle_of_a_run() -> None:
     saved = None
     for number in range(3):
         model, optimizer = fresh()
-        overlap = instep.attach(model, optimizer, bucket_bytes=SMALL) if number == 1 else None
+        overlap = instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward") if number == 1 else None
         if saved is not None:
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
@@ -357,7 +357,7 @@ def test_state_is_created_in_the_order_of_the_plain_step() -> None:
         model = Blocks()
         optimizer = adamw(model)
         if attach:
-            instep.attach(model, optimizer, bucket_bytes=SMALL)
+            instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward")
         model(batch(0)[0]).sum().backward()
         optimizer.step()
         orders.append(list(optimizer.state_dict()["state"]))
@@ -372,7 +372,7 @@ def test_step_hooks_fire_once_per_step() -> None:
     optimizer.register_step_post_hook(lambda *_: fired.append("post"))
     everywhere = register_optimizer_step_post_hook(lambda *_: fired.append("global"))
     try:
-        with instep.attach(model, optimizer, bucket_bytes=SMALL) as overlap:
+        with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward") as overlap:
             assert len(overlap.plan.buckets) > 3
             model(batch(0)[0]).sum().backward()
             assert fired == []
@@ -502,7 +502,7 @@ def test_buckets_follow_the_order_in_which_gradients_arrive() -> None:
 
     model = Backwards()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with instep.attach(model, optimizer, bucket_bytes=1) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=1, schedule="backward") as overlap:
         names = [bucket.parameters[0].name for bucket in overlap.plan.buckets]
         assert names[0].startswith("first")
         for i in range(2):
@@ -516,7 +516,7 @@ def test_buckets_follow_the_order_in_which_gradients_arrive() -> None:
 def test_only_the_largest_bucket_of_gradients_is_ever_alive() -> None:
     model = Blocks(width=64, depth=6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with instep.attach(model, optimizer, bucket_bytes=20_000) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=20_000, schedule="backward") as overlap:
         alive: list[int] = []
 
         def count(_: torch.Tensor) -> None:
@@ -579,6 +579,6 @@ def test_verify_needs_two_models() -> None:
     model = Blocks(depth=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(AttachError, match=r"build returned parameter 'inner\.weight' twice"):
-        instep.verify(lambda: (model, optimizer, lambda i: None))
+        instep.verify(lambda: (model, optimizer, lambda i: None), schedule="backward")
     with pytest.raises(AttachError, match="same optimizer twice"):
-        instep.verify(lambda: (Blocks(depth=1), optimizer, lambda i: None))
+        instep.verify(lambda: (Blocks(depth=1), optimizer, lambda i: None), schedule="backward")

@@ -188,7 +188,7 @@ def test_equal_to_the_plain_loop(way: str, bucket_bytes: int, what: str) -> None
 
 def test_one_hook_for_each_bucket_until_something_else_comes() -> None:
     model, optimizer = build()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward") as overlap:
         everything = sum(1 for _ in model.parameters())
         found = []
         for i in range(STEPS):
@@ -209,7 +209,7 @@ def test_one_hook_for_each_bucket_until_something_else_comes() -> None:
 def test_nested_backwards_keep_every_hook() -> None:
     model, optimizer = build()
     model.mode = "nested"
-    with instep.attach(model, optimizer, bucket_bytes=SMALL):
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward"):
         for i in range(5):
             x, y = batch(i)
             loss_of(model(x), y).backward()
@@ -221,7 +221,7 @@ def test_nested_backwards_keep_every_hook() -> None:
 def test_a_gradient_in_parts_is_refused_as_before() -> None:
     """Reentrant checkpointing that visits a parameter twice: the first time cannot be told from the last."""
     model, optimizer = build()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL):
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward"):
         for i in range(STEPS):
             model.mode = "" if i < ODD[0] else "nested twice"
             x, y = batch(i)

@@ -264,7 +264,7 @@ def test_a_scripted_module_is_refused(whole: bool) -> None:
     part = torch.jit.script(nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
     model = part if whole else nn.Sequential(part, nn.Linear(16, 10))
     with pytest.raises(AttachError, match=r"[Ss]cript"):
-        attach(model, sgd(model))
+        attach(model, sgd(model), schedule="backward")
 
 
 # Checkpointing.

@@ -76,7 +76,7 @@ def test_rollback_is_bit_for_bit_for_every_optimizer(name: str, before: int) -> 
         return model, cls(two_groups(model), **kwargs)
 
     model, optimizer = fresh(build)
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, undo=True) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, undo=True, schedule="backward") as overlap:
         train(model, optimizer, range(before))
         old = list(state(model, optimizer))
         loss(model, 99).backward()
@@ -202,7 +202,7 @@ def test_rollback_begins_the_count_of_accumulation_steps_anew(way: str) -> None:
 
 def test_rollback_without_undo_raises_and_names_it() -> None:
     model, optimizer = fresh()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward") as overlap:
         loss(model, 0).backward()
         with pytest.raises(InstepError, match="undo=True"):
             overlap.rollback()
@@ -814,7 +814,7 @@ def test_what_is_kept_of_parameters_outside_of_state(place: str, way: str) -> No
     with pytest.raises(UnsupportedOptimizerError, match="keeps values of single parameters"):
         instep.attach(model, optimizer, **UNDO[way])
     if place not in ("id", "function"):  # in backward bucket by bucket, as ever
-        instep.attach(model, optimizer).detach()
+        instep.attach(model, optimizer, schedule="backward").detach()
 
 
 @pytest.mark.parametrize("place", ["attribute", "object", "parameter"])
@@ -824,7 +824,7 @@ def test_what_is_kept_of_parameters_outside_of_state_late(place: str) -> None:
     plain, attached = Blocks(depth=2), Blocks(depth=2)
     attached.load_state_dict(plain.state_dict())
     optimizers = [Remembers(model.parameters(), place, since=20) for model in (plain, attached)]
-    with instep.attach(attached, optimizers[1], undo=True) as overlap:
+    with instep.attach(attached, optimizers[1], undo=True, schedule="backward") as overlap:
         for i in range(20):
             for model, optimizer in zip((plain, attached), optimizers, strict=True):
                 loss(model, i).backward()

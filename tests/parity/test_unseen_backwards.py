@@ -227,7 +227,7 @@ def test_a_hook_that_reads_another_gradient_is_told_so_and_may_go_on() -> None:
         except SpentGradientError as error:
             told.append(str(error))
 
-    with instep.attach(model, optimizer, bucket_bytes=1) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=1, schedule="backward") as overlap:
         first.register_post_accumulate_grad_hook(look)
         for i in range(3):
             x, y = batch(i)
@@ -242,7 +242,7 @@ def test_a_hook_that_reads_another_gradient_is_told_so_and_may_go_on() -> None:
 def test_a_hook_that_reads_another_gradient_and_raises_tears_the_step() -> None:
     model, optimizer = piped()
     first, last = model.stages[0][0].weight, model.stages[1][0].weight
-    with instep.attach(model, optimizer, bucket_bytes=1):
+    with instep.attach(model, optimizer, bucket_bytes=1, schedule="backward"):
         first.register_post_accumulate_grad_hook(lambda _: last.grad.norm())
         x, y = batch(0)
         with pytest.raises(SpentGradientError):

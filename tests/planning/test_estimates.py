@@ -140,7 +140,7 @@ def test_buckets_of_one_device_are_those_of_attach() -> None:
     torch.manual_seed(0)
     model = models.layers()
     optimizer = torch.optim.AdamW(model.parameters())
-    with instep.attach(model, optimizer, bucket_bytes=100) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=100, schedule="backward") as overlap:
         for _ in range(2):
             model(models.rows()).sum().backward()
             optimizer.step()
@@ -172,7 +172,7 @@ def test_what_attach_refuses_is_found_by_asking_it() -> None:
     model = models.layers()
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(instep.errors.AttachError) as refused:
-        instep.attach(model, optimizer, clip=instep.ClipNorm(1.0))
+        instep.attach(model, optimizer, clip=instep.ClipNorm(1.0), schedule="backward")
     assert reasons["clip=ClipNorm(1.0) with schedule='backward'"] == str(refused.value)
     assert "clip=ClipNorm(1.0), undo=True" in found.accepted
     assert "there is none in this model" in reasons["shard_state=True"]

@@ -222,7 +222,7 @@ def test_the_number_of_steps_is_checked(steps: Any) -> None:
 def test_a_recording_keeps_nobody_alive() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
-    instep.attach(model, optimizer)
+    instep.attach(model, optimizer, schedule="backward")
     with instep.record(model, optimizer, steps=1) as recording:
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()

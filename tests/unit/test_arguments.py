@@ -82,8 +82,18 @@ FLAGS = {"a flag"}
 Verb = Callable[[Given, Any], Any]
 # The argument as messages name it, the error, the verb, and the values that are right.
 VERBS: dict[str, tuple[str, type[InstepError], Verb, set[str]]] = {
-    "attach model": ("model", AttachError, lambda g, v: instep.attach(v, g.optimizer), {"the model"}),
-    "attach optimizer": ("optimizer", AttachError, lambda g, v: instep.attach(g.model, v), {"the optimizer"}),
+    "attach model": (
+        "model",
+        AttachError,
+        lambda g, v: instep.attach(v, g.optimizer, schedule="backward"),
+        {"the model"},
+    ),
+    "attach optimizer": (
+        "optimizer",
+        AttachError,
+        lambda g, v: instep.attach(g.model, v, schedule="backward"),
+        {"the optimizer"},
+    ),
     "attached": ("model", AttachError, lambda g, v: instep.attached(v), {"the model"}),
     "record model": ("model", AttachError, lambda g, v: instep.record(v, g.optimizer), {"the model"}),
     "record optimizer": ("optimizer", AttachError, lambda g, v: instep.record(g.model, v), {"the optimizer"}),
@@ -97,18 +107,33 @@ VERBS: dict[str, tuple[str, type[InstepError], Verb, set[str]]] = {
     "verify build": (
         "build",
         AttachError,
-        lambda g, v: instep.verify(v),
+        lambda g, v: instep.verify(v, schedule="backward"),
         {"a function"},
     ),
-    "verify, what build returns": ("build", AttachError, lambda g, v: instep.verify(lambda: v), set()),
-    "verify, the model": ("model", AttachError, lambda g, v: instep.verify(lambda: (v, *g.build()[1:])), {"the model"}),
+    "verify, what build returns": (
+        "build",
+        AttachError,
+        lambda g, v: instep.verify(lambda: v, schedule="backward"),
+        set(),
+    ),
+    "verify, the model": (
+        "model",
+        AttachError,
+        lambda g, v: instep.verify(lambda: (v, *g.build()[1:]), schedule="backward"),
+        {"the model"},
+    ),
     "verify, the optimizer": (
         "optimizer",
         AttachError,
-        lambda g, v: instep.verify(lambda: (g.model, v, print)),
+        lambda g, v: instep.verify(lambda: (g.model, v, print), schedule="backward"),
         {"the optimizer"},
     ),
-    "verify steps": ("steps", AttachError, lambda g, v: instep.verify(g.build, v), {"a number", "a huge number"}),
+    "verify steps": (
+        "steps",
+        AttachError,
+        lambda g, v: instep.verify(g.build, v, schedule="backward"),
+        {"a number", "a huge number"},
+    ),
     "save path": ("path", CheckpointError, lambda g, v: instep.save(v, g.model, g.optimizer, step=1), {"a string"}),
     "save model": (
         "model",
@@ -289,23 +314,35 @@ def test_a_wrong_argument_is_refused_by_name(given: Given, verb: str, value: str
 @pytest.mark.parametrize(
     ("call", "advice"),
     [
-        (lambda g: instep.attach(g.optimizer, g.model), "the model comes first, then its optimizer"),
-        (lambda g: instep.attach(g.model, g.model), "the model comes first, then its optimizer"),
-        (lambda g: instep.attach(g.model, g.scheduler), r"StepLR, which has an optimizer: .*StepLR\.optimizer"),
         (
-            lambda g: instep.attach(g.model, cast(Any, torch.optim.SGD)),
+            lambda g: instep.attach(g.optimizer, g.model, schedule="backward"),
+            "the model comes first, then its optimizer",
+        ),
+        (lambda g: instep.attach(g.model, g.model, schedule="backward"), "the model comes first, then its optimizer"),
+        (
+            lambda g: instep.attach(g.model, g.scheduler, schedule="backward"),
+            r"StepLR, which has an optimizer: .*StepLR\.optimizer",
+        ),
+        (
+            lambda g: instep.attach(g.model, cast(Any, torch.optim.SGD), schedule="backward"),
             r"the class SGD: make an object of it, SGD\(…\)",
         ),
         (
-            lambda g: instep.attach(cast(Any, nn.Linear), g.optimizer),
+            lambda g: instep.attach(cast(Any, nn.Linear), g.optimizer, schedule="backward"),
             r"the class Linear: make an object of it, Linear\(…\)",
         ),
         (
-            lambda g: instep.attach(g.model, g.model.parameters()),
+            lambda g: instep.attach(g.model, g.model.parameters(), schedule="backward"),
             r"optimizer\[0\] must be .*, not Parameter: build an optimizer",
         ),
-        (lambda g: instep.attach(g.model, [g.optimizer, g.model]), r"optimizer\[1\] must be .*, not the model Linear"),
-        (lambda g: instep.attach(g.model, cast(Any, {"a": g.optimizer})), "dict: give its values as a list"),
+        (
+            lambda g: instep.attach(g.model, [g.optimizer, g.model], schedule="backward"),
+            r"optimizer\[1\] must be .*, not the model Linear",
+        ),
+        (
+            lambda g: instep.attach(g.model, cast(Any, {"a": g.optimizer}), schedule="backward"),
+            "dict: give its values as a list",
+        ),
     ],
 )
 def test_the_usual_mistakes_get_advice(given: Given, call: Callable[[Given], Any], advice: str) -> None:

@@ -106,7 +106,7 @@ FROZEN = frozen()
 def test_bad_optimizers_are_refused_and_nothing_is_left_behind(optimizer: Any, words: list[str]) -> None:
     before = hooks_of(MODEL)
     with pytest.raises(AttachError) as refused:
-        instep.attach(MODEL, optimizer())
+        instep.attach(MODEL, optimizer(), schedule="backward")
     for word in words:
         assert word in str(refused.value)
     assert hooks_of(MODEL) == before
@@ -117,12 +117,12 @@ def test_a_parameter_twice_in_one_group() -> None:
     with pytest.warns(UserWarning, match="duplicate parameters"):
         optimizer = sgd([MODEL.outer.weight, MODEL.outer.weight])
     with pytest.raises(AttachError, match=r"'outer.weight'.*twice"):
-        instep.attach(MODEL, optimizer)
+        instep.attach(MODEL, optimizer, schedule="backward")
 
 
 def test_nothing_but_frozen_parameters() -> None:
     with pytest.raises(AttachError, match=r"frozen \('inner.weight'"):
-        instep.attach(FROZEN, sgd(FROZEN.parameters()))
+        instep.attach(FROZEN, sgd(FROZEN.parameters()), schedule="backward")
 
 
 @pytest.mark.parametrize(
@@ -141,26 +141,26 @@ def test_bad_options(options: dict[str, Any], words: str) -> None:
 
 def test_a_model_that_is_no_module() -> None:
     with pytest.raises(AttachError, match="Module"):
-        instep.attach(MODEL.forward, sgd(MODEL.parameters()))  # type: ignore[arg-type]
+        instep.attach(MODEL.forward, sgd(MODEL.parameters()), schedule="backward")  # type: ignore[arg-type]
 
 
 def test_a_lazy_module() -> None:
     model = nn.Sequential(nn.LazyLinear(4))
     with pytest.raises(AttachError, match="lazy"):
-        instep.attach(model, sgd(model.parameters()))
+        instep.attach(model, sgd(model.parameters()), schedule="backward")
 
 
 def test_attaching_twice() -> None:
     model = Blocks()
     optimizer = sgd(model.parameters())
-    with instep.attach(model, optimizer):
+    with instep.attach(model, optimizer, schedule="backward"):
         before = hooks_of(model, optimizer)
         with pytest.raises(AttachError, match=r"'inner.weight' is already attached"):
-            instep.attach(model, sgd(model.parameters()))
+            instep.attach(model, sgd(model.parameters()), schedule="backward")
         with pytest.raises(AttachError, match="already attached"):
-            instep.attach(model.blocks, sgd(model.blocks.parameters()))
+            instep.attach(model.blocks, sgd(model.blocks.parameters()), schedule="backward")
         assert hooks_of(model, optimizer) == before
-    with instep.attach(model, optimizer):
+    with instep.attach(model, optimizer, schedule="backward"):
         pass
 
 
@@ -174,7 +174,7 @@ def test_a_failure_in_the_middle_of_registration_leaves_nothing(monkeypatch: pyt
 
     monkeypatch.setattr(optimizer, "register_step_pre_hook", refuse)
     with pytest.raises(OSError, match="no more hooks"):
-        instep.attach(model, optimizer)
+        instep.attach(model, optimizer, schedule="backward")
     assert hooks_of(model, optimizer) == before
     assert instep.attached(model) is None
 
@@ -230,7 +230,7 @@ def test_an_optimizer_of_unknown_make_is_tried_out_first(cls: Any, words: str) -
     attributes = copy.deepcopy({k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state")})
     random = torch.get_rng_state()
     with pytest.raises(UnsupportedOptimizerError, match=words):
-        instep.attach(model, optimizer)
+        instep.attach(model, optimizer, schedule="backward")
     assert {k: vars(optimizer)[k] for k in attributes} == attributes
     assert torch.equal(torch.get_rng_state(), random)
     assert not optimizer.state
@@ -240,13 +240,13 @@ def test_an_optimizer_of_unknown_make_is_tried_out_first(cls: Any, words: str) -
 def test_an_update_that_couples_parameters_is_refused_at_attach(after: int) -> None:
     model = Blocks()
     with pytest.raises(UnsupportedOptimizerError, match=r"Coupled.*'scale'"):
-        instep.attach(model, Coupled(model.parameters(), after=after))
+        instep.attach(model, Coupled(model.parameters(), after=after), schedule="backward")
 
 
 def test_an_update_that_couples_parameters_later_is_refused_at_the_first_disagreement() -> None:
     model = Blocks()
     optimizer = Coupled(model.parameters(), after=20)
-    with instep.attach(model, optimizer, bucket_bytes=500):
+    with instep.attach(model, optimizer, bucket_bytes=500, schedule="backward"):
         for i in range(20):
             model(batch(i)[0]).sum().backward()
             optimizer.step()
@@ -260,7 +260,10 @@ def test_an_update_that_couples_parameters_later_is_refused_at_the_first_disagre
 def test_parts_of_one_model_are_attached_separately() -> None:
     model = Blocks()
     optimizers = [sgd(model.blocks.parameters()), sgd([*model.inner.parameters(), *model.outer.parameters()])]
-    with instep.attach(model.blocks, optimizers[0]), instep.attach(model, optimizers[1]) as overlap:
+    with (
+        instep.attach(model.blocks, optimizers[0], schedule="backward"),
+        instep.attach(model, optimizers[1], schedule="backward") as overlap,
+    ):
         assert instep.attached(model) is overlap
         for i in range(2):
             model(batch(i)[0]).sum().backward()
@@ -274,7 +277,7 @@ def test_the_state_of_a_step() -> None:
     model = Blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     states = []
-    with instep.attach(model, optimizer) as overlap:
+    with instep.attach(model, optimizer, schedule="backward") as overlap:
         states.append(overlap.state)
         model(batch(0)[0]).sum().backward()
         states.append(overlap.state)
@@ -292,7 +295,7 @@ def test_the_state_of_a_step() -> None:
 def test_what_the_attachment_says_of_itself() -> None:
     model = Blocks()
     optimizer = sgd(model.parameters())
-    overlap = instep.attach(model, optimizer, bucket_bytes=4_000)
+    overlap = instep.attach(model, optimizer, bucket_bytes=4_000, schedule="backward")
     assert repr(overlap).startswith("<instep.Attachment Blocks with SGD: schedule='backward', ")
     assert "0 steps, idle" in repr(overlap)
     table = str(overlap.plan)
@@ -334,7 +337,7 @@ def test_detach_restores_the_model() -> None:
     optimizer = sgd(model.parameters())
     before = hooks_of(model, optimizer)
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
-    overlap = instep.attach(model, optimizer)
+    overlap = instep.attach(model, optimizer, schedule="backward")
     assert hooks_of(model, optimizer) != before
     model(batch(0)[0]).sum().backward()
     overlap.detach()

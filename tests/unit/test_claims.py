@@ -49,7 +49,7 @@ def peak_of_backward(how: str, attach: bool) -> int:
         whole = torch.compile(model, backend="aot_eager")
     for layer in model if how == "by block" else ():
         layer.compile(backend="aot_eager")
-    overlap = instep.attach(whole, optimizer, bucket_bytes=1) if attach else None
+    overlap = instep.attach(whole, optimizer, bucket_bytes=1, schedule="backward") if attach else None
 
     def loss() -> torch.Tensor:
         x = torch.ones(4, WIDTH)
@@ -95,7 +95,7 @@ def test_an_unused_parameter_holds_up_its_own_bucket_alone(bucket_bytes: int, in
     torch.manual_seed(0)
     model = Sometimes()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with instep.attach(model, optimizer, bucket_bytes=bucket_bytes) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=bucket_bytes, schedule="backward") as overlap:
         for i in range(3):
             before = weights(model)
             model(batch(i)[0], 0).square().mean().backward()

@@ -250,7 +250,7 @@ def test_what_it_says_of_itself(caplog: pytest.LogCaptureFixture, tmp_path: Path
 def test_nothing_stays() -> None:
     model = Blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with instep.attach(model, optimizer, clip=ClipValue(MAX_VALUE)):
+    with instep.attach(model, optimizer, clip=ClipValue(MAX_VALUE), schedule="backward"):
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     assert not model._forward_pre_hooks
     assert not model._forward_hooks
@@ -272,5 +272,5 @@ def test_what_the_plain_loop_cannot_have_is_refused(options: dict[str, Any], nam
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(AttachError, match=name):
         instep.attach(model, optimizer, **options)
-    with instep.attach(model, optimizer), pytest.raises(AttachError, match="already attached"):
-        instep.attach(model, optimizer)
+    with instep.attach(model, optimizer, schedule="backward"), pytest.raises(AttachError, match="already attached"):
+        instep.attach(model, optimizer, schedule="backward")

@@ -22,7 +22,7 @@ def live_tensors() -> int:
 
 SMALL = 2_000  # bytes: several buckets even in these models
 OPTIONS: dict[str, dict[str, Any]] = {
-    "backward": {},
+    "backward": {"schedule": "backward"},
     "undo": {"undo": True},
     "host": {"undo": "host"},
     "forward": {"schedule": "forward"},
@@ -162,7 +162,7 @@ def test_lives_do_not_grow(way: str) -> None:
 def test_it_lives_as_long_as_the_model() -> None:
     model = Blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    instep.attach(model, optimizer)
+    instep.attach(model, optimizer, schedule="backward")
     gc.collect()
     model(batch(0)[0]).sum().backward()
     assert "SpentGradient" in repr(model.inner.weight.grad)
@@ -177,7 +177,7 @@ def test_attaching_and_detaching_does_not_grow() -> None:
 
     def cycles(count: int) -> int:
         for i in range(count):
-            with instep.attach(model, optimizer):
+            with instep.attach(model, optimizer, schedule="backward"):
                 if i % 100 == 0:
                     model(torch.ones(1, 4)).sum().backward()
                     optimizer.step()
@@ -199,7 +199,7 @@ def test_many_models_do_not_grow() -> None:
         for _ in range(count):
             model = Blocks()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            instep.attach(model, optimizer)
+            instep.attach(model, optimizer, schedule="backward")
             model(batch(0)[0]).sum().backward()
             optimizer.step()
         del model, optimizer
@@ -212,7 +212,7 @@ def test_many_models_do_not_grow() -> None:
 
 def test_a_dropped_optimizer_is_named() -> None:
     model = Blocks()
-    instep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    instep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), schedule="backward")
     with pytest.raises(StaleAttachmentError, match="SGD no longer exists"):
         model(batch(0)[0]).sum().backward()
     overlap = instep.attached(model)

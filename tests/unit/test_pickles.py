@@ -21,7 +21,11 @@ from instep._autograd.hooks import BoundHook
 from instep.errors import UncommittedStepError
 from tests.cases import Blocks, batch
 
-OPTIONS: dict[str, dict[str, Any]] = {"backward": {}, "undo": {"undo": True}, "forward": {"schedule": "forward"}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "backward": {"schedule": "backward"},
+    "undo": {"undo": True},
+    "forward": {"schedule": "forward"},
+}
 WHAT: dict[str, Callable[[Any, torch.optim.Optimizer], Any]] = {
     "model": lambda model, optimizer: model,
     "a module in it": lambda model, optimizer: model.inner,
@@ -109,7 +113,7 @@ def test_a_file_is_loaded_without_instep_and_as_weights_only(tmp_path: Path) -> 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(model.parameters())
-    instep.attach(model, optimizer)
+    instep.attach(model, optimizer, schedule="backward")
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     torch.save(model, tmp_path / "model.pt")
@@ -136,7 +140,7 @@ class Own(nn.Linear):
 
 def test_a_class_s_own_way_is_kept() -> None:
     model = Own(3, 3)
-    with instep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+    with instep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), schedule="backward"):
         assert pickle.loads(pickle.dumps(model)).said == "itself"
         assert b"instep" not in pickle.dumps(model)
 
@@ -149,7 +153,7 @@ def test_what_was_registered_for_a_class_is_kept_and_put_back() -> None:
     copyreg.pickle(Own, _reduced)
     try:
         model = Own(3, 3)
-        with instep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+        with instep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), schedule="backward"):
             assert pickle.loads(pickle.dumps(model)).said == "copyreg"
             assert b"instep" not in pickle.dumps(model)
         assert copyreg.dispatch_table[Own] is _reduced

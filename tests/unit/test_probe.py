@@ -201,7 +201,7 @@ def test_what_couples_parameters_is_refused_at_attach(make: Any, dtype: torch.dt
     before = [p.detach().clone() for p in model.parameters()]
     state = torch.get_rng_state()
     with pytest.raises(UnsupportedOptimizerError, match=words):
-        instep.attach(model, optimizer)
+        instep.attach(model, optimizer, schedule="backward")
     assert all(map(torch.equal, before, model.parameters()))
     assert not optimizer.state
     assert torch.equal(torch.get_rng_state(), state)
@@ -258,7 +258,7 @@ def test_draws_are_called_draws_and_the_generators_are_put_back(where: str) -> N
     random.seed(0)
     np.random.seed(0)
     with pytest.raises(UnsupportedOptimizerError, match="draws random numbers"):
-        instep.attach(model, optimizer)
+        instep.attach(model, optimizer, schedule="backward")
     drawn = float(torch.rand(())), random.random(), float(np.random.rand())
     torch.manual_seed(0)
     random.seed(0)
@@ -294,7 +294,7 @@ class Adamish(torch.optim.Optimizer):
 @pytest.mark.parametrize("lr", [1e-2, 0.0])
 def test_what_is_separable_is_taken(lr: float, dtype: torch.dtype) -> None:
     model = Blocks().to(dtype)
-    with instep.attach(model, Adamish(two_groups(model), lr=lr)) as overlap:
+    with instep.attach(model, Adamish(two_groups(model), lr=lr), schedule="backward") as overlap:
         assert "unproven" not in repr(overlap)
         assert overlap.plan.unproven == ()
 
@@ -303,7 +303,7 @@ def test_a_learning_rate_of_zero_hides_nothing() -> None:
     """A warm-up begins with it."""
     model = Blocks()
     with pytest.raises(UnsupportedOptimizerError, match="couples parameters"):
-        instep.attach(model, ClipsLargeGradients(model.parameters(), lr=0.0))
+        instep.attach(model, ClipsLargeGradients(model.parameters(), lr=0.0), schedule="backward")
 
 
 class NeedsAFriend(Plain):
@@ -337,7 +337,7 @@ class Pairs(Plain):
 def test_parameters_that_must_fit_one_another() -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(UnsupportedOptimizerError, match="couples parameters"):
-        instep.attach(model, Pairs(model.parameters()))
+        instep.attach(model, Pairs(model.parameters()), schedule="backward")
 
 
 class CountsInState(Plain):
@@ -355,7 +355,7 @@ class CountsInState(Plain):
 def test_what_the_constructor_left_in_state_is_there() -> None:
     model = Blocks(depth=1)
     optimizer = CountsInState(model.parameters())
-    with instep.attach(model, optimizer) as overlap:
+    with instep.attach(model, optimizer, schedule="backward") as overlap:
         assert overlap.plan.unproven == ()
     assert dict(optimizer.state) == {"total": 0}
 
@@ -381,7 +381,7 @@ def with_a_unit(model: Any) -> torch.optim.Optimizer:
 def test_what_could_not_be_tried_is_said(make: Any, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     model = Blocks(depth=1)
     optimizer = make(model)
-    with caplog.at_level(logging.WARNING, "instep"), instep.attach(model, optimizer) as overlap:
+    with caplog.at_level(logging.WARNING, "instep"), instep.attach(model, optimizer, schedule="backward") as overlap:
         assert reason in repr(overlap)
         assert repr(overlap).endswith("idle>")
         assert reason in str(overlap.plan)
@@ -509,7 +509,7 @@ def test_a_value_that_is_always_the_same(options: Any) -> None:
 def test_what_would_fail_in_step_is_refused_before(cls: Any, words: str) -> None:
     model = Blocks(depth=1)
     with pytest.raises(UnsupportedOptimizerError, match=words):
-        instep.attach(model, cls(model.parameters()))
+        instep.attach(model, cls(model.parameters()), schedule="backward")
 
 
 def test_a_class_with_the_same_options_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,8 +526,8 @@ def test_a_class_with_the_same_options_is_tried_once(monkeypatch: pytest.MonkeyP
 
     for make in (lambda p: Fresh(p), lambda p: Fresh(p), lambda p: Fresh(p, lr=0.2), lambda p: Fresh(p, other=1)):
         model = Blocks(depth=1)
-        instep.attach(model, make(model.parameters())).detach()
+        instep.attach(model, make(model.parameters()), schedule="backward").detach()
     assert len(tried) == 3
     model = Blocks(depth=1).double()
-    instep.attach(model, Fresh(model.parameters())).detach()
+    instep.attach(model, Fresh(model.parameters()), schedule="backward").detach()
     assert len(tried) == 4

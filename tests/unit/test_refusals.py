@@ -40,7 +40,7 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.fixture
 def overlap(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    with instep.attach(model, optimizer, bucket_bytes=SMALL) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward") as overlap:
         yield overlap
 
 
@@ -66,7 +66,7 @@ def test_a_second_backward_that_reaches_fresh_parameters_first(overlap: Any, mod
     """Two heads on one trunk: the second head has no gradient yet when the second backward reaches it."""
     heads = nn.ModuleDict({"trunk": nn.Linear(16, 16), "a": nn.Linear(16, 4), "b": nn.Linear(16, 4)})
     optimizer = torch.optim.SGD(heads.parameters(), lr=0.1)
-    with instep.attach(heads, optimizer, bucket_bytes=1):
+    with instep.attach(heads, optimizer, bucket_bytes=1, schedule="backward"):
         trunk = heads["trunk"](batch(0)[0])
         heads["a"](trunk).sum().backward(retain_graph=True)
         before = weights(heads)
@@ -79,7 +79,7 @@ def test_a_second_loss_on_the_same_outputs(model: nn.Module, overlap: Any) -> No
     """No weight lies between the outputs and either loss, so only the second arrival tells."""
     layer = nn.Linear(16, 4)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    with instep.attach(layer, optimizer):
+    with instep.attach(layer, optimizer, schedule="backward"):
         out = {"logits": layer(batch(0)[0])}["logits"]
         out.sum().backward(retain_graph=True)
         before = weights(layer)
@@ -108,7 +108,7 @@ class WithHidden(nn.Module):
 def test_outputs_deep_in_the_graph_are_no_second_backward(reentrant: bool) -> None:
     model = WithHidden(reentrant)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with instep.attach(model, optimizer, bucket_bytes=1) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=1, schedule="backward") as overlap:
         for i in range(3):
             out = model(batch(i)[0].requires_grad_())
             (out["out"].sum() + sum(h.square().sum() for h in out["hidden"])).backward()
@@ -171,7 +171,7 @@ def test_a_spent_gradient_can_be_looked_at_but_not_read(model: Any, overlap: Any
 @pytest.mark.parametrize("form", [{}, {"fused": True}, {"foreach": True}])
 def test_gradscaler(model: nn.Module, form: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **form)
-    with instep.attach(model, optimizer, bucket_bytes=SMALL):
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward"):
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(loss_of(model)).backward()
         with pytest.raises(SpentGradientError, match="GradScaler"):
@@ -185,7 +185,7 @@ def test_gradscaler(model: nn.Module, form: dict[str, Any]) -> None:
 def test_a_clip_in_a_step_pre_hook_sees_spent_gradients_whenever_it_was_registered(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    with instep.attach(model, optimizer, bucket_bytes=SMALL):
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward"):
 
         def clip(*_: object) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -230,7 +230,7 @@ def test_a_hyperparameter_that_holds_much_is_named_in_short(
 
 def test_a_tensor_hyperparameter_changed_in_place(model: nn.Module) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
-    with instep.attach(model, optimizer, bucket_bytes=SMALL):
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward"):
         loss_of(model).backward()
         optimizer.param_groups[0]["lr"].fill_(0.5)
         with pytest.raises(HyperparameterChangedError):
@@ -528,7 +528,7 @@ def test_a_weight_read_outside_of_its_gradient_path_is_noticed_with_a_fused_step
     """torch's fused kernels do not bump the version counter by themselves."""
     layer = nn.Linear(16, 16)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True)
-    with instep.attach(layer, optimizer, bucket_bytes=1):
+    with instep.attach(layer, optimizer, bucket_bytes=1, schedule="backward"):
         hidden = batch(0)[0] @ layer.weight.detach().requires_grad_()
         source = batch(1)[0].requires_grad_()
         out = layer(source @ layer.weight.detach()) + hidden
@@ -572,7 +572,7 @@ def test_a_backward_that_raises_after_a_bucket_was_stepped_is_torn(
 def test_a_backward_that_raises_before_anything_was_stepped_leaves_the_plain_loop(
     model: Any, optimizer: torch.optim.Optimizer
 ) -> None:
-    with instep.attach(model, optimizer) as overlap:  # one bucket: never full
+    with instep.attach(model, optimizer, schedule="backward") as overlap:  # one bucket: never full
         x = Boom.apply(model.inner(batch(0)[0]))
         before = weights(model)
         with pytest.raises(ValueError, match="boom"):
@@ -600,7 +600,7 @@ class Fails(torch.optim.SGD):
 
 def test_an_error_in_the_update_surfaces_from_backward_with_its_own_type(model: Any) -> None:
     optimizer = Fails(model.parameters(), (24, 16))
-    with instep.attach(model, optimizer, bucket_bytes=SMALL) as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward") as overlap:
         with pytest.raises(ZeroDivisionError, match="the update"):
             loss_of(model).backward()
         with pytest.raises(TornStepError, match="ZeroDivisionError: the update") as torn:
@@ -614,7 +614,7 @@ def test_an_error_in_the_flush_is_torn(model: Any) -> None:
     """The unused parameter keeps its bucket from filling, so optimizer.step() itself meets the error."""
     model.extra = nn.Parameter(torch.zeros(3))
     optimizer = Fails(model.parameters(), (24, 16))
-    with instep.attach(model, optimizer):
+    with instep.attach(model, optimizer, schedule="backward"):
         loss_of(model).backward()
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
@@ -628,7 +628,7 @@ def test_an_interrupt_in_the_update_is_not_swallowed(model: Any, monkeypatch: py
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    with instep.attach(model, optimizer, bucket_bytes=SMALL):
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward"):
         monkeypatch.setattr(sys.modules["torch.optim.sgd"], "sgd", interrupt)
         with pytest.raises(KeyboardInterrupt):
             loss_of(model).backward()

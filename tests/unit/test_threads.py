@@ -55,7 +55,7 @@ def test_a_forward_while_the_step_of_another_thread_is_open() -> None:
     plain, plain_optimizer = make()
     train(plain, plain_optimizer, 2)
     model, optimizer = make()
-    with instep.attach(model, optimizer):
+    with instep.attach(model, optimizer, schedule="backward"):
         loss_of(model, 0).backward()
         (error,) = in_thread(lambda: loss_of(model, 9))
         assert isinstance(error, ConcurrentBackwardError)
