@@ -8,8 +8,8 @@ from instep._version import __version__ as __version__
 if TYPE_CHECKING:
     from instep._gradients.policies import ClipNorm as ClipNorm
     from instep._gradients.policies import ClipValue as ClipValue
+    from instep.attaching import attach as attach
     from instep.attachment import Attachment as Attachment
-    from instep.attachment import attach as attach
     from instep.attachment import attached as attached
     from instep.attachment import record as record
     from instep.checkpoint import Checkpoint as Checkpoint
@@ -35,7 +35,7 @@ _ROOMS = {
     "ClipNorm": "_gradients.policies",
     "ClipValue": "_gradients.policies",
     "Attachment": "attachment",
-    "attach": "attachment",
+    "attach": "attaching",
     "attached": "attachment",
     "record": "attachment",
     "Checkpoint": "checkpoint",

@@ -14,6 +14,8 @@ from instep.sources.ddp.hook_slot import CommHook
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+Schedules = Literal["backward", "forward"]
+Defer = Literal["auto"] | bool
 DEFAULT_BUCKET_BYTES = 16 * MIB
 
 
@@ -42,7 +44,8 @@ class Options:
         disabled: ``INSTEP_DISABLE=1``: torch takes every step.
     """
 
-    schedule: str = "backward"
+    schedule: Schedules = "backward"
+    defer: Defer = "auto"
     bucket_bytes: int | None = None
     clip: ClipNorm | ClipValue | None = None
     accumulation_steps: int = 1

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep._arguments import optimizers_of, require_count, require_model
-from instep.attachment import attach
+from instep.attaching import attach
 from instep.errors import AttachError
 from instep.sources.fsdp.wrappers import put_shards_in_place
 

@@ -30,6 +30,7 @@ Rule = Callable[[Target, Options], None]
 OPTIONS: Sequence[Rule] = (
     optimizers.given_twice,
     schedule.unknown,
+    schedule.defer,
     schedule.bucket_bytes,
     crossing.no_flag,
     shard_state.no_flag,

@@ -6,7 +6,8 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from instep.attachment import attach, record
+from instep.attaching import attach
+from instep.attachment import record
 from instep.demo.job import RECORDED_STEPS, WARM_UP_STEPS, Finished, Job, LoopRecord, LoopStep, Progress
 from instep.demo.loop import Loop
 from instep.demo.text import Batches

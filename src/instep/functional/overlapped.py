@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep._optim.dtensor import is_sharded
-from instep.attachment import attach_stepping_itself
+from instep.attaching import attach_stepping_itself
 from instep.errors import AttachError
 from instep.sources.fsdp.wrappers import fsdp1_in
 

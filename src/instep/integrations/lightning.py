@@ -7,8 +7,10 @@ from torch import Tensor
 
 from instep._gradients.finite import Policy
 from instep._gradients.policies import ClipNorm, ClipValue
-from instep.attachment import Attachment, attach
+from instep.attaching import attach
+from instep.attachment import Attachment
 from instep.errors import AttachError, InstepError
+from instep.options import Schedules
 from instep.sources.ddp.hook_slot import CommHook
 
 try:
@@ -55,7 +57,7 @@ class InstepCallback(Callback):
     def __init__(
         self,
         *,
-        schedule: str = "backward",
+        schedule: Schedules = "backward",
         bucket_bytes: int | None = None,
         clip: ClipNorm | ClipValue | None = None,
         undo: bool | Literal["host"] = False,

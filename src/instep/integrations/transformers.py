@@ -24,8 +24,10 @@ except ImportError as error:
 
 from instep._gradients.finite import Policy
 from instep._gradients.policies import ClipNorm
-from instep.attachment import Attachment, attach, attached
+from instep.attaching import attach
+from instep.attachment import Attachment, attached
 from instep.errors import AttachError
+from instep.options import Schedules
 
 __all__ = ["InstepCallback"]
 
@@ -61,7 +63,7 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
     def __init__(
         self,
         *,
-        schedule: str = "forward",
+        schedule: Schedules = "forward",
         bucket_bytes: int | None = None,
         clip: ClipNorm | None = None,
         undo: bool | Literal["host"] = False,

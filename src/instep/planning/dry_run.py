@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
-from instep.attachment import attach
+from instep.attaching import attach
 from instep.planning.errors import PlanError
 from instep.planning.kernels import LiveInside
 from instep.planning.planned_model import PlannedModel

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instep._gradients.policies import ClipNorm, ClipValue
 from instep._optim.plan import MIB
-from instep.attachment import attach
+from instep.attaching import attach
 from instep.errors import AttachError
 from instep.planning.dry_run import MakeOptimizer
 from instep.planning.errors import PlanError

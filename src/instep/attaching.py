@@ -1,0 +1,169 @@
+"""``attach``: the optimizer's step moves behind other work, and the loop stays as it is."""
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from instep._arguments import optimizers_of, require_model
+from instep._gradients.finite import Policy
+from instep._gradients.policies import ClipNorm, ClipValue
+from instep._refusals.rules import DISABLED, MODEL, OPTIONS, PARAMETERS, refuse
+from instep.attachment import Attachment, attached_parameters, register
+from instep.errors import AttachError
+from instep.options import Communication, Defer, Options, Schedules
+from instep.sources.ddp.hook_slot import CommHook
+from instep.sources.fsdp.wrappers import put_shards_in_place
+from instep.target import Target
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+_logger = logging.getLogger("instep")
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    schedule: Schedules = "backward",
+    defer: Defer = "auto",
+    bucket_bytes: int | None = None,
+    clip: ClipNorm | ClipValue | None = None,
+    accumulation_steps: int = 1,
+    scaler: GradScaler | None = None,
+    undo: bool | Literal["host"] = False,
+    nonfinite: Policy = "allow",
+    comm_hook: CommHook | None = None,
+    mixed_precision: "MixedPrecisionPolicy | None" = None,
+    cross_iteration: bool = False,
+    shard_state: bool = False,
+    check_steps: int = 0,
+) -> Attachment:
+    """Step the parameters of ``model`` behind backward, or behind the next forward, with the user's ``optimizer``.
+
+    The loop stays as it is. Parameters, optimizer state and ``param_groups`` are after each step bit for bit those of
+    the plain loop. The optimizer object is neither replaced nor wrapped; schedulers, ``state_dict`` and checkpoints
+    are the plain ones.
+
+    With ``schedule="backward"``, on one device, a bucket is stepped as soon as its last gradient is accumulated, and
+    its gradients are freed; under ``DistributedDataParallel`` DDP's own buckets are stepped as they arrive, while
+    later ones are in flight. ``optimizer.step()`` steps what backward left (parameters whose gradient only DDP's end
+    of backward knows, buckets that were not full) and commits the step.
+
+    With ``schedule="forward"`` everything up to ``optimizer.step()`` is the plain loop, so gradients may be clipped,
+    scaled and accumulated by the loop itself; ``step()`` returns at once, and each bucket is stepped before the module
+    that reads it runs, or before anybody else uses one of its parameters in Python.
+
+    Args:
+        model: any module, already on its device and in its dtype; a ``DistributedDataParallel``; what
+            ``instep.replicate`` returned; a model that ``fully_shard``, ``FullyShardedDataParallel`` (with
+            ``use_orig_params=True``) or tensor parallelism was applied to.
+        optimizer: one ``torch.optim.Optimizer`` or several, of parameters of ``model``. Frozen ones are left alone
+            until they are unfrozen.
+        schedule: when a bucket steps. ``"backward"``: as soon as its gradients are final. ``"forward"``: after
+            ``optimizer.step()``, behind the next forward; on CPU that hides the step of fused optimizers only.
+        defer: with ``schedule="forward"``, whether the step is put off. ``True``: wherever that is possible. ``False``:
+            ``optimizer.step()`` steps at once, as in the plain loop. ``"auto"``: it is put off where that was found to
+            be faster, see ``Attachment.advice``.
+        bucket_bytes: bytes of gradient at which a bucket is full; 16 MiB unless told. Not under DDP and
+            ``replicate``, whose own ``bucket_cap_mb`` decides, nor with FSDP, whose groups are the buckets.
+        clip: clip the gradients of all attached parameters before they are applied.
+        accumulation_steps: every so many backwards step; the others only add to the gradients, under DDP in
+            ``no_sync``. For loops that cannot be given ``with overlap.accumulate():``.
+        scaler: the ``torch.amp.GradScaler`` of the loop. ``schedule="backward"`` needs it, and ``undo``, to apply
+            gradients without the scale; ``"forward"`` does without.
+        undo: with ``schedule="backward"``, keep all gradients, and copies of parameters and their state from before
+            the step (``"host"``: in host memory), until ``optimizer.step()``. Backward then steps on trial. Whatever
+            shows that the plain loop would have done otherwise (clipping, an infinite gradient, a step that is left
+            out, a gradient or weight that is used in between, an error) has it put back bit for bit, and
+            ``optimizer.step()`` steps as the plain loop does.
+        nonfinite: what becomes of a step with a gradient that holds NaN or infinity. ``"allow"``: what the plain loop
+            does. ``"skip"``: it is left out on all ranks, and parameters, state and groups stay bit for bit as they
+            were; with ``schedule="forward"`` or ``undo``. ``"raise"``: ``NonFiniteGradientError``
+            from ``optimizer.step()``, and nothing of the step is applied; with ``schedule="backward"`` and no
+            ``undo`` from ``backward()``, and the bucket that holds it is not applied, but others are: the step is torn.
+        comm_hook: under DDP, ``(state, hook)`` as for ``register_comm_hook``: ``hook(state, bucket)`` reduces each
+            bucket, in place of DDP's own mean, and what its future holds is stepped. The two must be given here: DDP
+            takes one hook. It stays after ``detach()``.
+        mixed_precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``. The forward and backward of ``model`` then
+            compute with copies of its parameters in ``param_dtype``, DDP's mean is computed and sent in
+            ``reduce_dtype`` (``param_dtype`` unless told), and the parameters, their gradients and the step stay as
+            they are, usually float32. Frozen parameters are cast too; buffers and batch normalization are not.
+            Floating-point inputs of ``model`` are cast to ``param_dtype`` unless ``cast_forward_inputs=False``, its
+            outputs to ``output_dtype`` if given.
+        cross_iteration: with ``schedule="forward"`` under DDP, backward does not wait for communication: buckets are
+            reduced and stepped while the next forward runs, each before the module that reads it, in an order that
+            suits that. ``optimizer.step()`` takes over gradients that are still on their way; whoever uses one before
+            waits for all of them. Needs ``gradient_as_bucket_view=True``. All ranks must attach: they make a process
+            group of their own.
+        shard_state: under DDP, each rank keeps the optimizer's state of its own rows of every parameter, steps those,
+            and gets the others' from the other ranks: 1/N of state and step on N ranks (ZeRO-1). Where the update is
+            not elementwise, or not known to be, each parameter is one rank's. ``optimizer.state_dict()`` is the plain
+            optimizer's, and ``detach()`` makes the optimizer so again; all ranks must call them.
+        check_steps: so many of the first steps are taken twice: beside instep's own, copies of parameters and state are
+            stepped by the optimizer's plain ``step()`` with the same gradients, and every parameter, every entry of
+            state and every value of a group is compared bit for bit. For optimizers that ``overlap.plan`` calls
+            unproven. In these steps the gradients and copies of parameters and state are held until
+            ``optimizer.step()`` returns, which with ``schedule="forward"`` waits for the update. Forward and backward
+            run once, and random numbers stay the loop's. ``UnsupportedOptimizerError`` from ``optimizer.step()`` names
+            the first tensor that differs; the step is torn, or with ``undo`` put back.
+
+    Returns:
+        The attachment. It lives as long as the model does, whether or not it is kept.
+
+    Raises:
+        AttachError: something about the arguments, named in the message; a ``ValueError``. No hook was left behind.
+        UnsupportedOptimizerError: the optimizer's update couples parameters, or it wraps another optimizer.
+
+    With ``INSTEP_DISABLE=1`` in the environment the same training runs without overlap, and a warning says so: torch
+    takes each step, and gradients are clipped and looked at where ``optimizer.step()`` begins. What cannot be had that
+    way is refused: ``ClipNorm(mode="per_bucket")``, ``comm_hook`` and ``mixed_precision``.
+    """
+    require_model(model, AttachError)
+    optimizers = optimizers_of(optimizer, AttachError)
+    if isinstance(scaler, GradScaler) and not scaler.is_enabled():
+        scaler = None
+    options = Options(
+        schedule,
+        defer,
+        bucket_bytes,
+        clip,
+        accumulation_steps,
+        scaler,
+        undo,
+        nonfinite,
+        Communication(comm_hook, mixed_precision, cross_iteration, shard_state),
+        check_steps,
+        disabled=os.environ.get("INSTEP_DISABLE", "") not in ("", "0"),
+    )
+    return _attach(Target(model, optimizers, attached_parameters()), options)
+
+
+def attach_stepping_itself(model: nn.Module, optimizer: Optimizer) -> Attachment:
+    """Attach so that nobody has to call ``optimizer.step()``: it is called where each backward ends.
+
+    Gradients that were applied are ``None`` afterwards, and no ``zero_grad()`` is needed. ``model`` may also be one
+    that ``fully_shard`` has been applied to, or a ``FullyShardedDataParallel`` with ``use_orig_params=True``.
+
+    Raises as ``attach`` does.
+    """
+    return _attach(Target(model, [optimizer], attached_parameters()), Options(steps_itself=True))
+
+
+def _attach(target: Target, options: Options) -> Attachment:
+    refuse(OPTIONS, target, options)
+    if options.disabled:
+        refuse(DISABLED, target, options)
+        _logger.warning("INSTEP_DISABLE is set: %s trains without overlap", type(target.model).__name__)
+    else:
+        refuse(MODEL, target, options)
+        put_shards_in_place(target.model)
+        refuse(PARAMETERS, target, options)
+    attachment = Attachment(target, options)
+    register(target.model, attachment)
+    return attachment
