@@ -58,6 +58,18 @@ class Options:
     disabled: bool = False
 
     @property
+    def always_puts_off(self) -> bool:
+        """Whether no trial decides if a step is put off: shards of a step are sent, or gradients still arrive, when
+        ``step()`` returns."""
+        asked = self.defer is True or self.communication.cross_iteration or self.communication.shard_state
+        return self.schedule == "forward" and asked
+
+    @property
+    def splits_steps(self) -> bool:
+        """Whether parts of a step may run apart from ``step()``, so that it matters which updates can be split."""
+        return self.schedule == "backward" or self.always_puts_off
+
+    @property
     def bytes_of_a_bucket(self) -> int:
         return self.bucket_bytes or DEFAULT_BUCKET_BYTES
 

@@ -1,5 +1,7 @@
 """Which optimizers are torch's own, and which of those update every element of a parameter by itself."""
 
+from typing import Any
+
 import torch
 from torch.optim import Optimizer
 
@@ -32,3 +34,25 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether the optimizer updates each element of a parameter from that element's gradient and state alone, so that
     a shard of a parameter may be stepped by itself. Classes of others that inherit from these may do otherwise."""
     return class_of(optimizer) in _ELEMENTWISE
+
+
+def replaced_step(optimizer: Optimizer) -> Any:
+    """The function that this object has in place of its class's ``step``; ``None``: it has none of its own. A learning
+    rate scheduler's only counts the calls."""
+    patch = vars(optimizer).get("step")
+    own = getattr(patch, "__func__", None) is type(optimizer).step  # put back by who had replaced it: accelerate
+    return None if own or getattr(patch, "_wrapped_by_lr_sched", False) else patch
+
+
+def takes_hooks(optimizer: Optimizer) -> bool:
+    """Whether torch calls hooks around its ``step()``: not where a wrapper of another optimizer has left out
+    ``Optimizer.__init__``."""
+    return all(name in vars(optimizer) for name in _HOOKS)
+
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+)

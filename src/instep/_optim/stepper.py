@@ -58,6 +58,12 @@ class Stepper:
         optimizer = self._optimizer()
         return self._call_is_seen and not (optimizer is not None and is_in_step(optimizer))
 
+    @property
+    def runs(self) -> bool:
+        """Whether the ``step()`` that was begun last is running: what is asked this has been called by its closure."""
+        optimizer = self._optimizer()
+        return self._call_is_seen and optimizer is not None and is_in_step(optimizer)
+
     def step(
         self,
         parameters: Sequence[torch.Tensor],

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.kinds import replaced_step, takes_hooks
 from instep.errors import AttachError, UnsupportedOptimizerError
 from instep.options import Options
 from instep.target import Target
@@ -17,16 +18,31 @@ def given_twice(target: Target, options: Options) -> None:
 
 
 def unsupported(target: Target, options: Options) -> None:
-    for optimizer in target.optimizers:
+    """Where ``step()`` is called as it is, it may do what it likes."""
+    for optimizer in target.optimizers if options.splits_steps else ():
         for refuse in (_evaluates_again, _holds_another, _has_overrides, _is_patched, _is_differentiable):
             refuse(optimizer, type(optimizer).__name__)
+
+
+def asked_for_more(target: Target, options: Options) -> None:
+    """``clip`` and ``nonfinite`` come before each update, and ``check_steps`` after: calls that torch tells of."""
+    if options.clip is not None or options.nonfinite != "allow" or options.check_steps:
+        for optimizer in target.optimizers:
+            kind = type(optimizer).__name__
+            _evaluates_again(optimizer, kind)
+            if not takes_hooks(optimizer):
+                raise UnsupportedOptimizerError(
+                    f"{kind} was made without torch.optim.Optimizer.__init__: torch calls no hook around its step(), "
+                    "which clip, nonfinite and check_steps need. Leave them out, or clip in the loop"
+                )
 
 
 def _evaluates_again(optimizer: Optimizer, kind: str) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedOptimizerError(
-            f"{kind} cannot step during backward: it evaluates the loss again within a step, and every update "
-            "depends on all parameters. Use it without instep"
+            f"{kind} evaluates the loss again within a step, and every update depends on all parameters: no part of "
+            "the step can run apart from it. schedule='forward' takes it, with defer='auto' and without clip, "
+            "nonfinite and check_steps"
         )
 
 
@@ -36,8 +52,8 @@ def _holds_another(optimizer: Optimizer, kind: str) -> None:
         attribute, wrapped = inner
         raise UnsupportedOptimizerError(
             f"{kind} holds another optimizer ({attribute}: {type(wrapped).__name__}), so its step is more than an "
-            "update per parameter. Attach the inner optimizer if the wrapper adds nothing to step(), else use "
-            f"{kind} without instep"
+            "update per parameter. Attach the inner optimizer if the wrapper adds nothing to step(), or use "
+            "schedule='forward' with defer='auto', which calls step() as it is"
         )
 
 
@@ -62,12 +78,12 @@ def _has_overrides(optimizer: Optimizer, kind: str) -> None:
 
 
 def _is_patched(optimizer: Optimizer, kind: str) -> None:
-    patch = vars(optimizer).get("step")
-    own = getattr(patch, "__func__", None) is type(optimizer).step  # put back by who had replaced it: accelerate
-    if patch is not None and not own and not getattr(patch, "_wrapped_by_lr_sched", False):
+    patch = replaced_step(optimizer)
+    if patch is not None:
         raise UnsupportedOptimizerError(
             f"the step method of this {kind} object was replaced (by {getattr(patch, '__qualname__', patch)!r}), "
-            "and instep cannot tell what it does. Attach before it is replaced, or use the optimizer without instep"
+            "and instep cannot tell what it does. Attach before it is replaced, or use schedule='forward' with "
+            "defer='auto', which calls step() as it is"
         )
 
 

@@ -52,6 +52,7 @@ OPTIONS: Sequence[Rule] = (
 # The model and its wrappers, with these options.
 MODEL: Sequence[Rule] = (
     optimizers.unsupported,
+    optimizers.asked_for_more,
     fsdp.flat_parameters,
     fsdp.groups_of_its_own,
     fsdp.precision_of_its_own,

@@ -14,7 +14,6 @@ import torch
 from instep._autograd.engine import graph_task
 from instep._autograd.placeholders import HeldGradient
 from instep._gradients.clipping import Clipping
-from instep._gradients.finite import Policy
 from instep._optim.parameters import AttachedParameter
 from instep._optim.plan import Bucket
 from instep._optim.stepper import Stepper
@@ -22,6 +21,7 @@ from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
 from instep._step.agreement import Agreement
 from instep._step.checking import Check
+from instep._step.deferring import Deferring
 from instep._step.hand_over import HandOver
 from instep._step.hand_over_calls import HandOverCalls
 from instep._step.measuring import MeasuringSink
@@ -32,6 +32,7 @@ from instep._step.reading import ReadHook, Reading
 from instep._step.recorder import Recorder
 from instep._step.running_step import HoldsStep, RunningStep
 from instep._step.writes import Gather
+from instep.errors import InstepError
 
 
 class ForwardSchedule(HoldsStep):
@@ -40,6 +41,8 @@ class ForwardSchedule(HoldsStep):
     Args:
         can_wait: the optimizers whose update can be put off. The others are stepped at once, by torch.
         bucket_bytes: bytes of gradient at which a bucket is full.
+        agreement: whether a step is taken.
+        deferring: whether it is put off.
 
     Attributes:
         measuring: what sources tell in backward, where nothing is written yet.
@@ -53,16 +56,30 @@ class ForwardSchedule(HoldsStep):
         accumulation: Accumulation,
         clipping: Clipping,
         bucket_bytes: int,
-        nonfinite: Policy = "allow",
-        check: Check | None = None,
+        agreement: Agreement,
+        check: Check | None,
+        deferring: Deferring,
     ) -> None:
         self._step = RunningStep(StepMembers(steppers), votes, accumulation, clipping, check)
         self.measuring = MeasuringSink(accumulation, clipping)
         self._pending = PendingBuckets(self._step, self)
         self._reading = Reading(bucket_bytes)
-        self._hand_over = HandOver(self._step, self._pending, self._reading, can_wait, Agreement(nonfinite, votes))
+        self._hand_over = HandOver(self._step, self._pending, self._reading, can_wait, agreement, deferring)
         self._calls = HandOverCalls(self._step, self._pending, self._hand_over)
+        self._deferring = deferring
         self._backward: int | None = None  # the last one that was seen to begin
+
+    @property
+    def follows(self) -> bool:
+        """Whether it must know of parameters that are replaced or added, and of threads: not where no step is put off,
+        and nothing is done to gradients."""
+        return self._hand_over.touches_gradients or not self._deferring.never
+
+    def lost(self, error: InstepError) -> None:
+        """The loop does what a step that is put off cannot follow: no further one is, unless that was asked for."""
+        if self._hand_over.touches_gradients or not self._deferring.gives_up:
+            raise error
+        self._deferring.cannot(str(error))
 
     # What the model reads.
 
@@ -72,7 +89,7 @@ class ForwardSchedule(HoldsStep):
         step.backwards.let_go()
         self._reading.forward_begins()
         self._calls.end_commit()
-        if step.round.stepper is not None:
+        if step.round.stepper is not None and not step.round.evaluates_again:
             self._calls.end_raised(step.round.stepper)
         self.before_read(())
         if step.accumulation.distributed:
@@ -83,6 +100,9 @@ class ForwardSchedule(HoldsStep):
     def before_read(self, parameters: Sequence[AttachedParameter]) -> None:
         """These parameters are about to be read."""
         step, pending = self._step, self._pending
+        if self._deferring.never and not pending:
+            step.ledger.require_whole()
+            return
         if torch.is_grad_enabled() and parameters:
             self._reading.reads(parameters)
             step.streams.makers.saw(parameters[0].spec.device)
@@ -118,6 +138,7 @@ class ForwardSchedule(HoldsStep):
         step.accumulation.begin()
         self._calls.drop_round()  # of a step that not all of its optimizers have taken
         if not step.accumulation.holds_next:
+            self._deferring.backward_begins()
             step.ledger.votes.begin_backward(step.ledger.step_count)
             self._hand_over.hear()
         self._hand_over.begin_norms()

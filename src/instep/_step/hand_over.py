@@ -23,6 +23,8 @@ from instep._optim.shadow import is_copied_whole
 from instep._optim.stepper import Stepper
 from instep._ranks.votes import Vote, error_of
 from instep._step.agreement import Agreement
+from instep._step.deferring import Deferring
+from instep._step.exposure import exposed
 from instep._step.pending import HandedOverStep, InFlightBucket, PendingBucket, gradients_in, in_grad, in_grad_if_any
 from instep._step.pending_buckets import PendingBuckets
 from instep._step.reading import Reading
@@ -39,6 +41,7 @@ class HandOver:
     Args:
         can_wait: the optimizers whose update can be put off. The others are stepped at once, by torch.
         agreement: whether a step is taken.
+        deferring: whether it is put off.
 
     Attributes:
         gather: where each rank steps its own shard of parameters: gets the others' shards.
@@ -57,6 +60,7 @@ class HandOver:
         reading: Reading,
         can_wait: Iterable[Stepper],
         agreement: Agreement,
+        deferring: Deferring,
     ) -> None:
         self.gather: Gather | None = None
         self.in_flight: Callable[[], Sequence[InFlightBucket]] = lambda: ()
@@ -69,6 +73,7 @@ class HandOver:
         self._reading = reading
         self._can_wait = frozenset(can_wait)
         self._agreement = agreement
+        self._deferring = deferring
         self.vote: Vote | None = None
 
     def forget_call(self) -> None:
@@ -97,6 +102,11 @@ class HandOver:
         mine = step.members.of(stepper)
         pending.finish([pending.of(a.peek()) for a in mine] if pending else ())
         step.ledger.require_whole()
+        if not step.round.owing:
+            self._deferring.step_begins()
+        if self._is_torchs:
+            self._leave(stepper, mine)
+            return
         with_gradient = _with_gradient(mine)
         in_loop = self._in_loop(stepper.optimizer(), with_gradient)
         if in_loop and not step.round.owing:
@@ -107,6 +117,26 @@ class HandOver:
             return
         self._take(stepper, with_gradient, clip, in_loop=in_loop)
 
+    @property
+    def _is_torchs(self) -> bool:
+        """Whether this step is the plain loop's: nothing is put off, and nothing done to gradients before."""
+        step = self._step
+        asks_nobody = step.ledger.votes.voting is None and not step.checks
+        return not self._deferring.puts_off and not self.touches_gradients and asks_nobody
+
+    @property
+    def touches_gradients(self) -> bool:
+        """Whether ``clip`` or ``nonfinite`` was asked for."""
+        return self._step.passes.clipping.policy is not None or self._agreement.policy != "allow"
+
+    def _leave(self, stepper: Stepper, mine: AttachedParameters) -> None:
+        """``optimizer.step()`` steps all of it. Of the parameters no more is asked than which optimizers will."""
+        step = self._step
+        if not step.round.owing and (step.has_gradients or self._in_loop(stepper.optimizer(), _with_gradient(mine))):
+            step.round.owing = {one for one in step.members.steppers if _finds_gradient(one.optimizer())}
+            step.round.takes_step = True
+        step.round.begins(stepper, step.ledger)
+
     def _take(self, stepper: Stepper, with_gradient: AttachedParameters, clip: Clip | None, *, in_loop: bool) -> None:
         """The step is taken: put off all that can wait, and leave the rest to ``optimizer.step()``."""
         step, mine = self._step, self._step.members.of(stepper)
@@ -114,7 +144,13 @@ class HandOver:
             require_same_in_autocast(stepper.optimizer())  # this rank's shards are updated by instep, put off or not
         in_flight = self._in_flight_of(mine)
         may_wait = in_loop and self._can_be_put_off(stepper)
-        waiting = self._waiting_of(with_gradient, in_flight) if may_wait else dict.fromkeys(with_gradient, False)
+        waiting = dict.fromkeys(with_gradient, False)
+        if may_wait:
+            seen = exposed(
+                stepper.optimizer(), with_gradient, step.members.all, in_flight, in_ddp=step.accumulation.distributed
+            )
+            waiting = self._waiting_of(with_gradient, in_flight)
+            waiting.update(dict.fromkeys(seen, False))
         in_flight = _without_landed(in_flight, waiting)
         later = with_gradient
         if not all(waiting.values()):
@@ -199,7 +235,8 @@ class HandOver:
         """Whether an update of this optimizer can run later, and need not run now."""
         optimizer = stepper.optimizer()
         return (
-            not self.now
+            self._deferring.puts_off
+            and not self.now
             and stepper in self._can_wait
             and not self.at_once()
             and not ending()
@@ -338,6 +375,10 @@ def _with_gradient(parameters: AttachedParameters) -> AttachedParameters:
     if all_there(map(GRADIENT, parameters.tensors())):
         return parameters
     return AttachedParameters(a for a in parameters if a.get().grad is not None)
+
+
+def _finds_gradient(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def _is_sharded(attached: AttachedParameter) -> bool:

@@ -22,6 +22,9 @@ class HandOverCalls:
         self._hand_over = hand_over
 
     def drop_round(self) -> None:
+        """A backward begins: no optimizer owes a step any more, unless one has called its closure once more."""
+        if self._step.round.evaluates_again:
+            return
         self._step.round.owing.clear()
         if self._step.ledger.machine.state is State.OPEN:
             self._step.ledger.happened(Event.DROPPED)

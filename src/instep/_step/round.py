@@ -52,6 +52,11 @@ class Round:
         return stepper is not None and stepper.was_stopped
 
     @property
+    def evaluates_again(self) -> bool:
+        """Whether a ``step()`` that has begun to update has called its closure once more."""
+        return self.stepper is not None and self._returned is None and self.stepper.runs
+
+    @property
     def is_under_way(self) -> bool:
         return self.stepper is not None or self._returned is not None
 

@@ -20,6 +20,7 @@ from instep._step.members import GradientOf, StepMembers
 from instep._step.passes import Passes
 from instep._step.round import Round
 from instep._step.streams import StepStreams
+from instep.errors import InstepError
 
 
 class RunningStep:
@@ -134,6 +135,15 @@ class HoldsStep:
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:
         """One backward does, where nothing is measured before it steps."""
         loss.backward(gradient)
+
+    @property
+    def follows(self) -> bool:
+        """Whether it must know of parameters that are replaced or added, and of threads."""
+        return True
+
+    def lost(self, error: InstepError) -> None:
+        """The loop does what the schedule cannot follow."""
+        raise error
 
     def begin_on_device(self) -> None:
         """A backward has come to an output of the model: on an accelerator another thread may run it."""

@@ -41,6 +41,14 @@ class Schedule(Protocol):
     def state(self) -> str:
         """Hooks and checkpoints ask: ``"idle"``, ``"open"``, ``"pending"``, ``"torn"``, ``"disabled"``."""
 
+    @property
+    def follows(self) -> bool:
+        """Whether it must know of parameters that are replaced or added, and of threads. Where ``step()`` does what the
+        plain loop does, it need not."""
+
+    def lost(self, error: InstepError) -> None:
+        """The loop does what the schedule cannot follow: raise ``error``, or leave all further steps to torch."""
+
     # What torch's hooks call.
 
     def before_forward(self) -> None:

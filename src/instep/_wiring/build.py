@@ -12,11 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instep._gradients.clipping import Clipping
 from instep._life.weak import weakly
-from instep._optim.probe import separability_of
+from instep._optim.probe import not_asked, separability_of
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation, Syncing
 from instep._step.checking import Check
 from instep._step.schedule import Schedule
+from instep._wiring.deferral import deferring_of
 from instep._wiring.gathering import Gathering
 from instep._wiring.held import Handles, Held
 from instep._wiring.hooks import BackwardHooks, ForwardHooks, StepHooks
@@ -79,12 +80,16 @@ def build(target: Target, options: Options) -> Parts:
     accumulation = Accumulation(options.accumulation_steps, _synced(held.wrapped, target))
     clipping, votes = Clipping(options.clip), StepVotes(rank)
     in_backward, on_trial = options.schedule == "backward", bool(options.undo)
-    separability = [
-        separability_of(optimizer, in_backward=in_backward, on_trial=on_trial)
-        for optimizer in ([] if options.disabled else target.optimizers)
-    ]
+    if options.splits_steps or options.check_steps:
+        separability = [
+            separability_of(optimizer, in_backward=in_backward, on_trial=on_trial)
+            for optimizer in ([] if options.disabled else target.optimizers)
+        ]
+    else:
+        separability = list(map(not_asked, target.optimizers))
     check = Check(options.check_steps) if options.check_steps and not options.disabled else None
-    chosen = choose(options, held.steppers, separability, votes, accumulation, clipping, check)
+    deferring = deferring_of(options, target, held)
+    chosen = choose(options, held.steppers, separability, votes, accumulation, clipping, check, deferring)
     schedule = chosen.schedule
     zero = _zero(target.ddps[0]) if options.communication.shard_state and not options.disabled else None
     if zero is not None:

@@ -1,10 +1,11 @@
 """Everything that an attachment puts on the model and the optimizers. All of it is in ``Parts.handles``."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from torch import nn
+from torch.optim import Optimizer
 
 from instep._autograd.hooks import BoundHook, UntracedHook, first_of_post_hooks, last_of_pre_hooks
 from instep._autograd.pickles import PlainPickles
@@ -12,7 +13,9 @@ from instep._autograd.precision import LowPrecision
 from instep._autograd.tracing import Traced
 from instep._life.life import Owners
 from instep._life.weak import weakly
+from instep._optim.kinds import takes_hooks
 from instep._optim.parameters import AttachedParameter
+from instep._optim.stepper import Stepper
 from instep._step.accumulation import Accumulation
 from instep._step.schedule import Schedule
 from instep._wiring.build import Parts
@@ -47,7 +50,8 @@ def connect(parts: Parts, target: Target, options: Options) -> None:
     handles.append(Owners(target.optimizers, weakly(parts.schedule.abandon)))
     handles.append(Owners([model, *target.optimizers], weakly(parts.abandon)))
     handles.append(PlainPickles(model.modules()))
-    parts.votes.voting = voting_of(target, options, parts.schedule)
+    if options.schedule == "backward" or options.always_puts_off or options.nonfinite != "allow":
+        parts.votes.voting = voting_of(target, options, parts.schedule)
     if sharding is None:  # FSDP gathers the weights for autograd.grad, too
         parts.votes.communicates = partial(communicates, weakref.ref(parts.schedule))
 
@@ -68,7 +72,7 @@ def _watch_forwards(parts: Parts, model: nn.Module, *, prepend: bool) -> None:
 
 
 def _watch_steps(parts: Parts, target: Target) -> None:
-    for optimizer, stepper in zip(target.optimizers, parts.held.steppers, strict=True):
+    for optimizer, stepper in _hookable(parts, target):
         handle = optimizer.register_step_post_hook(UntracedHook(partial(parts.steps.after_step, stepper)))
         first_of_post_hooks(optimizer, handle)
         parts.handles.append(handle)
@@ -80,8 +84,15 @@ def _watch_steps(parts: Parts, target: Target) -> None:
         parts.handles.append(handle)
 
 
-def _watch_saving(parts: Parts, target: Target, options: Options) -> None:
+def _hookable(parts: Parts, target: Target) -> Iterator[tuple[Optimizer, Stepper]]:
+    """The optimizers whose calls torch tells of. Of another one's steps nothing is put off, and nothing counted."""
     for optimizer, stepper in zip(target.optimizers, parts.held.steppers, strict=True):
+        if takes_hooks(optimizer):
+            yield optimizer, stepper
+
+
+def _watch_saving(parts: Parts, target: Target, options: Options) -> None:
+    for optimizer, stepper in _hookable(parts, target):
         if not options.steps_itself:
             saving = UntracedHook(partial(parts.steps.before_state, stepper, True))
             loading = UntracedHook(partial(parts.steps.before_state, stepper, False))

@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,15 +129,12 @@ class ForwardHooks:
         # Inside a backward this is a checkpointed segment run again.
         if torch.compiler.is_compiling() or graph_task() is not None:
             return
-        self._refuse_late_ddp()
-        if torch.is_grad_enabled():
-            self._threads.require_one(threading.get_ident(), "forward")
+        follows = self._schedule.follows
+        if follows:
+            _unless_given_up(self._schedule, self._require_alone)
         self._schedule.before_forward()
-        require_unchanged(self._schedule.parameters)
-        if self._schedule.state != "open":
-            self._late.adopt()
-            for source in self._sources:
-                source.refresh()
+        if follows:
+            _unless_given_up(self._schedule, self._look)
         if torch.is_grad_enabled():
             self._begin_micro_batch()
         self._backwards.in_forward = True
@@ -149,6 +146,20 @@ class ForwardHooks:
         self._backwards.in_forward = False
         self._schedule.after_forward()
         self._backwards.see_backward_from(output)
+
+    def _require_alone(self) -> None:
+        """Raise if the model was wrapped since, or is trained by another thread."""
+        self._refuse_late_ddp()
+        if torch.is_grad_enabled():
+            self._threads.require_one(threading.get_ident(), "forward")
+
+    def _look(self) -> None:
+        """Raise if the parameters are not those that were attached any more. Take in those that were added."""
+        require_unchanged(self._schedule.parameters)
+        if self._schedule.state != "open":
+            self._late.adopt()
+            for source in self._sources:
+                source.refresh()
 
     def _begin_micro_batch(self) -> None:
         accumulation = self._accumulation
@@ -216,7 +227,8 @@ class StepHooks:
             self._schedule.commit(stepper)
 
     def _before_update(self, stepper: Stepper) -> None:
-        self._late.adopt()
+        if self._schedule.follows:
+            _unless_given_up(self._schedule, self._late.adopt)
         if self._zero is not None:
             self._zero.require_reduced(a for a in self._schedule.parameters if a.stepper is stepper)
         self._schedule.begin_flush(stepper)
@@ -228,6 +240,13 @@ class StepHooks:
     def before_model_state(self, *_: object) -> None:
         """The model's ``state_dict()`` is called."""
         self._schedule.before_save()
+
+
+def _unless_given_up(schedule: Schedule, look: Callable[[], None]) -> None:
+    try:
+        look()
+    except InstepError as error:
+        schedule.lost(error)
 
 
 def _called_with_arguments(stepper: Stepper) -> InstepError:

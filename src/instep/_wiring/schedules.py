@@ -12,8 +12,10 @@ from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
+from instep._step.agreement import Agreement
 from instep._step.backward_schedule import BackwardSchedule
 from instep._step.checking import Check
+from instep._step.deferring import Deferring
 from instep._step.forward_schedule import ForwardSchedule
 from instep._step.measuring import MeasuringSink
 from instep._step.plain_schedule import PlainSchedule
@@ -49,6 +51,7 @@ def choose(
     accumulation: Accumulation,
     clipping: Clipping,
     check: Check | None,
+    deferring: Deferring,
 ) -> Chosen:
     """The schedule that ``options`` ask for."""
     if options.disabled:
@@ -57,7 +60,8 @@ def choose(
     if options.schedule == "forward":
         contained = [s for s, found in zip(steppers, separability, strict=True) if found.contained]
         size = options.bytes_of_a_bucket
-        forward = ForwardSchedule(steppers, contained, votes, accumulation, clipping, size, options.nonfinite, check)
+        agreement = Agreement(options.nonfinite, votes)
+        forward = ForwardSchedule(steppers, contained, votes, accumulation, clipping, size, agreement, check, deferring)
         measures = isinstance(options.clip, ClipNorm)
         return Chosen(forward, forward.measuring, measures, lambda _: WaitingReaders(forward), None)
     undo = Undo(host=options.undo == "host") if options.undo else None

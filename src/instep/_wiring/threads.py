@@ -35,7 +35,10 @@ class Threads:
     def begin_backward(self, thread: int, end: Callable[[], None], failed: Callable[[], None]) -> None:
         """A backward has come to an output of the model. For the first output ask for the backward's ``end``."""
         with self._lock:
-            self.require_one(thread, "backward")
+            try:
+                self.require_one(thread, "backward")
+            except ConcurrentBackwardError as error:
+                self._schedule.lost(error)
             self._thread = thread
             if not self.in_backward:
                 self.in_backward = True

@@ -1,0 +1,130 @@
+"""Who else has the memory of parameters, gradients and state.
+
+Whoever uses one of these tensors itself is noticed (``_autograd/watch.py``). Another tensor of the same memory, a NumPy
+array, a kept storage or an entry of the state that was taken earlier is not. But each of them counts among the owners
+of the memory, and the owners that belong to the tensors themselves are known.
+
+torch has no public name for the number of a storage's owners. ``tests/unit/test_owners.py`` fails clearly when the
+private one changes.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import chain
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+_OWNERS: Callable[[int], int] = torch._C._storage_Use_Count
+_STORAGE = torch.Tensor.untyped_storage
+_ADDRESS = attrgetter("_cdata")
+_IS_TORCHS = methodcaller("resizable")  # memory of NumPy's, of a mapped file or of another process is not
+_IS_SHARED = methodcaller("is_shared")  # with another process, on a CPU; elsewhere always true
+_VALUES = methodcaller("values")
+
+Owners = Callable[[int], int]
+"""How many owners memory has that so many tensors share, beside the storage's own object in Python."""
+
+
+def by_themselves(tensors: int) -> int:
+    """Each is one owner."""
+    return tensors
+
+
+def in_views_of_ddp(tensors: int) -> int:
+    """DDP's bucket is an owner, and has a view of its own for each of them."""
+    return 2 * tensors + 1
+
+
+def have_other_owners(tensors: Sequence[torch.Tensor], owners: Owners = by_themselves) -> list[bool]:
+    """Of each plain tensor: whether its memory has an owner that is not one of ``tensors``."""
+    storages = list(map(_STORAGE, tensors))
+    known = _known()
+    alone = owners(1) + known.wrapper
+    counts = list(map(_OWNERS, map(_ADDRESS, storages)))
+    references = list(map(sys.getrefcount, storages))
+    on_cpu = storages[0].device.type == "cpu"
+    foreign = not all(map(_IS_TORCHS, storages)) or (on_cpu and any(map(_IS_SHARED, storages)))
+    if not foreign and set(counts) <= {alone} and set(references) <= {known.in_list}:
+        return [False] * len(storages)
+    shared: dict[int, int] = {}
+    for storage in storages:
+        shared[storage._cdata] = shared.get(storage._cdata, 0) + 1
+    return [
+        count != owners(shared[storage._cdata]) + known.wrapper
+        or reference != known.in_list + shared[storage._cdata] - 1
+        or not _IS_TORCHS(storage)
+        or (storage.device.type == "cpu" and _IS_SHARED(storage))
+        for storage, count, reference in zip(storages, counts, references, strict=True)
+    ]
+
+
+def are_kept(tensors: Sequence[object]) -> list[bool]:
+    """Of each tensor that C++ holds, such as a gradient: whether Python refers to it beside ``tensors``."""
+    usual = _known().in_list
+    return [count != usual for count in map(sys.getrefcount, tensors)]
+
+
+def state_is_kept(optimizer: Optimizer) -> bool:
+    """Whether anybody refers to the mapping that ``optimizer`` has as its ``state``."""
+    return _references_to_state(optimizer) != _known().state
+
+
+def entries_are_kept(entries: Sequence[Mapping[Any, Any] | None]) -> list[bool]:
+    """Of each entry of an optimizer's state, in the state and in ``entries`` alone: whether anybody else refers to the
+    entry, to a tensor in the entry, or to the memory of one."""
+    usual = _known().in_list_and_dict
+    counts = list(map(sys.getrefcount, entries))
+    found = [entry is not None and count != usual for entry, count in zip(entries, counts, strict=True)]
+    values = list(chain.from_iterable(map(_VALUES, filter(None, entries))))
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    del values
+    if not tensors:
+        return found
+    kept = [count != usual for count in list(map(sys.getrefcount, tensors))]
+    kept = [one or other for one, other in zip(kept, have_other_owners(tensors), strict=True)]
+    if not any(kept):
+        return found
+    ids = {id(tensor) for tensor, one in zip(tensors, kept, strict=True) if one}
+    return [
+        before or (entry is not None and any(id(value) in ids for value in entry.values()))
+        for before, entry in zip(found, entries, strict=True)
+    ]
+
+
+def _references_to_state(optimizer: Any) -> int:
+    return sys.getrefcount(vars(optimizer)["state"])
+
+
+class _Known:
+    """What is counted where nobody else has anything, as this Python and this torch count.
+
+    Attributes:
+        wrapper: the owners of memory that a storage's object in Python adds.
+        in_list: the references to an object that is in one list.
+        in_list_and_dict: the same, of one that is in a dict, too.
+        state: those to the state of an optimizer.
+    """
+
+    def __init__(self) -> None:
+        tensors = [torch.zeros(1)]
+        storages = list(map(_STORAGE, tensors))
+        self.wrapper = next(map(_OWNERS, map(_ADDRESS, storages))) - 1
+        self.in_list = next(map(sys.getrefcount, storages))
+        entries = {0: {0: torch.zeros(1)}}
+        values = list(entries.values())
+        self.in_list_and_dict = next(map(sys.getrefcount, values))  # ``entries`` is still there
+        self.state = _references_to_state(_Stateful())
+
+
+class _Stateful:
+    def __init__(self) -> None:
+        self.state: dict[Any, Any] = {}
+
+
+@cache
+def _known() -> _Known:
+    return _Known()

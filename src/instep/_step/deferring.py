@@ -1,0 +1,189 @@
+"""``schedule="forward"``: whether a step is put off: where that was found to be faster, or was asked for.
+
+The trial compares iterations in pairs: one whose step was taken at once, and one whose step was put off, in the order
+ABBA ABBA, so that a machine that gets slower or faster favours neither. A clock cannot tell a difference of a percent;
+undecided means at once.
+"""
+
+import logging
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+from typing import Protocol
+
+_logger = logging.getLogger("instep")
+
+WARM_UP = 8
+"""Steps before the trial: optimizers make their state, kernels are chosen, caches fill."""
+PAIRS = 16
+LEAST_GAIN = 0.05
+"""Of an iteration, in the median."""
+LEAST_WINS = 13
+"""Of the pairs. By chance alone so many are won in one trial of a hundred."""
+HEARINGS = (64, 128, 256, 512, 1024)
+"""At these backwards all ranks say what each has found. A rank that has found nothing by the last never puts off."""
+
+Smallest = Callable[[int], int]
+"""The smallest of what all ranks say. All must ask; waits for them."""
+
+
+class Deferring(Protocol):
+    """
+    Attributes:
+        puts_off: whether the running step is put off.
+        never: whether no further step will be put off.
+        gives_up: whether ``cannot`` is heard: else the loop is told.
+        why: of the decision, in words.
+    """
+
+    puts_off: bool
+    gives_up: bool
+    why: str
+
+    @property
+    def never(self) -> bool: ...
+
+    def backward_begins(self) -> None:
+        """One that reduces gradients over all ranks, if there are several."""
+
+    def step_begins(self) -> None:
+        """``optimizer.step()`` of the first optimizer is called."""
+
+    def cannot(self, reason: str) -> None:
+        """The loop does what a step that is put off could not follow."""
+
+
+class Always:
+    """``defer=True``."""
+
+    puts_off = True
+    never = False
+    gives_up = False
+
+    def __init__(self, why: str = "defer=True") -> None:
+        self.why = why
+
+    def backward_begins(self) -> None: ...
+
+    def step_begins(self) -> None: ...
+
+    def cannot(self, reason: str) -> None: ...
+
+
+class Never:
+    """``defer=False``."""
+
+    puts_off = False
+    never = True
+    gives_up = True
+    why = "defer=False"
+
+    def backward_begins(self) -> None: ...
+
+    def step_begins(self) -> None: ...
+
+    def cannot(self, reason: str) -> None: ...
+
+
+class Trial:
+    """``defer="auto"``.
+
+    Args:
+        prevented: why no step can gain from being put off, found out as the first backward begins; ``None``: one may.
+        smallest: asks the other ranks; ``None``: there are none.
+        clock: in seconds.
+    """
+
+    gives_up = True
+
+    def __init__(
+        self,
+        prevented: Callable[[], str | None],
+        smallest: Smallest | None = None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self.puts_off = False
+        self.why = "not decided yet"
+        self.decided = False
+        self._prevented = prevented
+        self._smallest = smallest
+        self._clock = clock
+        self._reason: str | None = None
+        self._backwards = 0
+        self._steps = 0
+        self._began: float | None = None
+        self._seconds: list[float] = []
+
+    @property
+    def never(self) -> bool:
+        return self._reason is not None or (self.decided and not self.puts_off)
+
+    def backward_begins(self) -> None:
+        if self.decided:
+            return
+        self._backwards += 1
+        if self._backwards == 1 and (reason := self._prevented()) is not None:
+            self.cannot(reason)
+        if self._smallest is None:
+            if self._found is not None:
+                self._decide(self._found)
+        elif self._backwards in HEARINGS:
+            found = self._smallest(-1 if self._found is None else int(self._found))
+            if found >= 0 or self._backwards == HEARINGS[-1]:
+                self._decide(found > 0)
+
+    def step_begins(self) -> None:
+        if self.decided or self._reason is not None:
+            return
+        now = self._clock()
+        if self._began is not None and WARM_UP < self._steps <= WARM_UP + 2 * PAIRS:
+            self._seconds.append(now - self._began)
+        self._began = now
+        number = self._steps - WARM_UP
+        self.puts_off = 0 <= number < 2 * PAIRS and number % 4 in (1, 2)
+        self._steps += 1
+
+    def cannot(self, reason: str) -> None:
+        if self.decided and not self.puts_off:
+            return
+        self._reason, self.puts_off = reason, False
+        if self._smallest is None or self.decided:
+            self._decide(False)
+
+    @property
+    def _found(self) -> bool | None:
+        """Whether this rank gains; ``None``: not known yet."""
+        if self._reason is not None:
+            return False
+        if len(self._seconds) < 2 * PAIRS:
+            return None
+        gains = self._gains()
+        return median(gains) >= LEAST_GAIN and sum(gain > 0 for gain in gains) >= LEAST_WINS
+
+    def _gains(self) -> list[float]:
+        """Of each pair: the part of the iteration that is saved by putting the step off."""
+        found: list[float] = []
+        for first, second in zip(self._seconds[::2], self._seconds[1::2], strict=True):
+            at_once, put_off = (first, second) if len(found) % 2 == 0 else (second, first)
+            found.append((at_once - put_off) / at_once)
+        return found
+
+    def _decide(self, gains: bool) -> None:
+        self.decided, self.puts_off, self.why = True, gains, self._words(gains)
+        _logger.info("the step is %s: %s", "put off" if gains else "taken at once", self.why)
+
+    def _words(self, gains: bool) -> str:
+        if self._reason is not None:
+            return self._reason
+        if len(self._seconds) < 2 * PAIRS:
+            return "another rank can gain nothing from putting it off"
+        found = self._gains()
+        measured = (
+            f"in {sum(gain > 0 for gain in found)} of {PAIRS} pairs an iteration was shorter with the step put off, by "
+            f"{100 * median(found):.1f}% in the median"
+        )
+        if gains:
+            return measured
+        least = f"{LEAST_WINS} of {PAIRS} and {100 * LEAST_GAIN:.0f}%"
+        others = "" if self._smallest is None else ", on all ranks"
+        return f"{measured}; it is put off from {least} on{others}"

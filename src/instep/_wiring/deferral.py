@@ -1,0 +1,82 @@
+"""Whether the steps of ``schedule="forward"`` are put off, and what keeps them from gaining by that."""
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from instep._optim.probe import not_asked
+from instep._ranks.group_votes import groups_of, in_join, smallest_of
+from instep._step.deferring import Always, Deferring, Never, Smallest, Trial
+from instep._wiring.held import Held
+from instep.options import Options
+from instep.target import Target
+
+
+def deferring_of(options: Options, target: Target, held: Held) -> Deferring:
+    """Decides of each step."""
+    if options.always_puts_off:
+        return Always()
+    if options.defer is False:
+        return Never()
+    return Trial(partial(_prevented, held), _smallest_of(target))
+
+
+def _smallest_of(target: Target) -> Smallest | None:
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    groups = groups_of([*target.wrapped, *target.fsdp1], target.optimized())
+    return partial(smallest_of, groups) if groups else None
+
+
+def _prevented(held: Held) -> str | None:
+    """Why putting a step off cannot be faster here; ``None``: it can."""
+    reasons: Sequence[Callable[[Held], str | None]] = (_joins, _unknown, _unfused, _one_core, _compiled)
+    return next((found for reason in reasons if (found := reason(held)) is not None), None)
+
+
+def _joins(held: Held) -> str | None:
+    if in_join(one for one in held.living_wrappers() if isinstance(one, nn.parallel.DistributedDataParallel)):
+        return "the loop is in DDP's join(), in which ranks that have no data left cannot be asked"
+    return None
+
+
+def _unknown(held: Held) -> str | None:
+    for optimizer in held.optimizers():
+        if not not_asked(optimizer).contained:
+            return (
+                f"{type(optimizer).__name__} is stepped as a whole: only updates of torch.optim's are put off unasked"
+            )
+    return None
+
+
+def _unfused(held: Held) -> str | None:
+    for optimizer in held.optimizers():
+        if _is_on_cpu(optimizer) and not all(group.get("fused") for group in optimizer.param_groups):
+            return f"on a CPU only fused kernels run beside the loop, and {type(optimizer).__name__} has fused=False"
+    return None
+
+
+def _one_core(held: Held) -> str | None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores < 2 and any(map(_is_on_cpu, held.optimizers())):
+        return "there is one CPU core, which the step and the loop would share"
+    return None
+
+
+def _compiled(held: Held) -> str | None:
+    model = held.model()
+    if model is None:
+        return "the model is gone"
+    if getattr(model, "_compiled_call_impl", None) is not None or isinstance(
+        getattr(model, "_orig_mod", None), nn.Module
+    ):
+        return "the whole model is compiled: its forward reads all weights at once, as soon as it begins"
+    return None
+
+
+def _is_on_cpu(optimizer: Optimizer) -> bool:
+    return any(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
