@@ -89,9 +89,13 @@ def variants(bucket_mib: float) -> dict[str, Callable[[], Loop]]:
         "`DistributedDataParallel(model, gradient_as_bucket_view=True)`": lambda: Loop(ddp_with_views),
         "that one with `attach`": lambda: Loop(ddp_with_views, {}),
         "that one with `attach(…, shard_state=True)`": lambda: Loop(ddp_with_views, {"shard_state": True}),
-        '… and `schedule="forward"`': lambda: Loop(ddp_with_views, {"shard_state": True, "schedule": "forward"}),
+        '… and `schedule="forward"`': lambda: Loop(
+            ddp_with_views, {"shard_state": True, "schedule": "forward", "defer": True}
+        ),
         "`replicate(model)`": lambda: Loop(replicated),
-        '`replicate(model)` with `attach(…, schedule="forward")`': lambda: Loop(replicated, {"schedule": "forward"}),
+        '`replicate(model)` with `attach(…, schedule="forward", defer=True)`': lambda: Loop(
+            replicated, {"schedule": "forward", "defer": True}
+        ),
         "`replicate(model)` with `attach`": lambda: Loop(replicated, {}),
     }
 

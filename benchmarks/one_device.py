@@ -216,7 +216,7 @@ PEERS: dict[str, Callable[[Model], Plain]] = {
     "plain, again": Plain,  # how much of a difference is chance: where tensors happen to lie
     "plain, foreach": lambda model: Plain(model, optimizer=foreach),
     "backward": lambda model: Plain(model, {}),
-    "forward": lambda model: Plain(model, {"schedule": "forward"}),
+    "forward": lambda model: Plain(model, {"schedule": "forward", "defer": True}),
     "empty hooks": EmptyHooks,
     "no checks": NoChecks,
     "instep, per parameter": lambda model: InBackward(model, apply_optimizer_in_backward),

@@ -423,7 +423,7 @@ def forward_too(
     def tried(peer: type[Loop]) -> str:
         found = verdict(peer, train, prepare)
         if peer is Instep and found != "yes":
-            found += f'; `schedule="forward"`: {verdict(peer, train, prepare, schedule="forward")}'
+            found += f'; `schedule="forward"`: {verdict(peer, train, prepare, schedule="forward", defer=True)}'
         return found
 
     return tried

@@ -36,7 +36,7 @@ COUNT = "the steps that count"
 WAYS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "backward": {"bucket_bytes": BUCKET},
-    "forward": {"schedule": "forward", "bucket_bytes": BUCKET},
+    "forward": {"schedule": "forward", "defer": True, "bucket_bytes": BUCKET},
     "backward, undo": {"undo": True, "bucket_bytes": BUCKET},
 }
 

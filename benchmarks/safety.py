@@ -27,7 +27,7 @@ from instep._wiring import connect
 from instep.demo.model import CONTEXT, ByteGPT, Shape
 
 ROWS = 2
-FORWARD = {"schedule": "forward"}
+FORWARD = {"schedule": "forward", "defer": True}
 VARIANTS: dict[str, tuple[str, dict[str, Any] | None, bool]] = {
     # name: what it is compared with, the options of attach, whether ranks vote
     "plain": ("plain", None, True),

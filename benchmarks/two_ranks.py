@@ -112,8 +112,8 @@ def attached(**options: Any) -> Callable[[Shape, float], Plain]:
 VARIANTS: dict[str, Callable[[Shape, float], Plain]] = {
     PLAIN: Plain,
     "backward": attached(),
-    "forward": attached(schedule="forward"),
-    "cross_iteration": attached(schedule="forward", cross_iteration=True),
+    "forward": attached(schedule="forward", defer=True),
+    "cross_iteration": attached(schedule="forward", defer=True, cross_iteration=True),
     "torch _register_fused_optim": Registered,
     "torch ZeroRedundancyOptimizer": Redundancy,
     BOUND: NoOptimizer,

@@ -99,7 +99,7 @@ def main() -> None:
     loops: dict[str, Any] = {
         "plain DDP": Loop(shape, plain),
         "shard_state, backward": Loop(shape, plain, shard_state=True),
-        "shard_state, forward": Loop(shape, plain, shard_state=True, schedule="forward"),
+        "shard_state, forward": Loop(shape, plain, shard_state=True, schedule="forward", defer=True),
         "ZeroRedundancyOptimizer": Loop(shape, redundancy),
     }
     seconds = interleave(loops, batches(ROWS, CONTEXT, dist.get_rank()), options.rounds).quiet()

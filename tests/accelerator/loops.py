@@ -118,7 +118,7 @@ OPTIMIZERS: Mapping[str, Optimizers] = {
 }
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "backward": {"schedule": "backward"},
-    "forward": {"schedule": "forward"},
+    "forward": {"schedule": "forward", "defer": True},
     "undo": {"undo": True},
     "undo on the host": {"undo": "host"},
 }

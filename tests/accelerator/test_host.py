@@ -137,7 +137,7 @@ def test_accumulation(counted: bool, way: str) -> None:
 
 
 CLIPS: Mapping[str, tuple[Mapping[str, Any], int]] = {
-    "forward": ({"schedule": "forward", "clip": instep.ClipNorm(CLIP)}, 0),
+    "forward": ({"schedule": "forward", "defer": True, "clip": instep.ClipNorm(CLIP)}, 0),
     "two passes": ({"clip": instep.ClipNorm(CLIP, mode="two_pass")}, 0),
     "per bucket": ({"clip": instep.ClipNorm(CLIP, mode="per_bucket")}, 0),
     "previous norm": ({"clip": instep.ClipNorm(CLIP, mode="previous_norm")}, 0),
@@ -262,9 +262,9 @@ def _ranks_body(wrapper: str, options: Mapping[str, Any] | None, fused: bool, fi
 
 OF_RANKS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     **{f"{wrapper}, {way}": (wrapper, WAYS[way]) for wrapper in WRAPPERS for way in WAYS},
-    "ddp, clipped": ("ddp", {"schedule": "forward", "clip": instep.ClipNorm(CLIP)}),
+    "ddp, clipped": ("ddp", {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(CLIP)}),
     "ddp, clipped in two passes": ("ddp", {"clip": instep.ClipNorm(CLIP, mode="two_pass")}),
-    "fsdp2, clipped": ("fsdp2", {"schedule": "forward", "clip": instep.ClipNorm(CLIP)}),
+    "fsdp2, clipped": ("fsdp2", {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(CLIP)}),
 }
 
 
@@ -296,7 +296,7 @@ def test_divided_state(two_emulated_ranks: RankPool, schedule: str) -> None:
 
 def test_across_the_iteration(two_emulated_ranks: RankPool) -> None:
     """Where ranks exchange times, twice; in other steps never."""
-    options = {"schedule": "forward", "cross_iteration": True}
+    options = {"schedule": "forward", "defer": True, "cross_iteration": True}
     for first, last in ((10, 16), (18, 32)):
         assert two_emulated_ranks.run(_ranks_body, "ddp", options, False, first, last) == [([], [])] * 2
     for waits, queries in two_emulated_ranks.run(_ranks_body, "ddp", options, False, 3, 10):

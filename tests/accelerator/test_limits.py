@@ -24,7 +24,7 @@ def model() -> nn.Module:
 @pytest.mark.parametrize("synchronizes", [False, True])
 def test_a_stream_that_waits_before_the_forward_and_reads_after_it(model: nn.Module, synchronizes: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    overlap = instep.attach(model, optimizer, schedule="forward")
+    overlap = instep.attach(model, optimizer, schedule="forward", defer=True)
     x = torch.ones(2, 16, device="emu")
     other = torch.Stream("emu")
     with recorded() as log:
@@ -44,7 +44,7 @@ def test_a_stream_that_waits_before_the_forward_and_reads_after_it(model: nn.Mod
 def test_a_forward_on_another_stream_after_buckets_were_read_in_another_order(model: nn.Module) -> None:
     """The last bucket first: whoever comes later must come after that one, too."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    overlap = instep.attach(model, optimizer, schedule="forward", bucket_bytes=1)
+    overlap = instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=1)
     x = torch.ones(2, 16, device="emu")
     other = torch.Stream("emu")
     with recorded() as log:
@@ -107,7 +107,7 @@ def test_ctrl_c(model: nn.Module, way: str) -> None:
 def test_a_write_that_races_with_an_update_under_way(model: nn.Module, what: str) -> None:
     """Whoever waits for it is told, and the step is torn: nobody knows which came first."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    overlap = instep.attach(model, optimizer, schedule="forward", bucket_bytes=1)
+    overlap = instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=1)
     x = torch.ones(2, 16, device="emu")
     last = list(model.parameters())[-1]
     with recorded() as log:
@@ -157,7 +157,7 @@ def test_a_gradient_hook_with_a_stream_of_its_own(model: nn.Module, waits: bool)
 @pytest.mark.parametrize("synchronizes", [False, True])
 def test_a_gradient_of_the_loops_own_that_another_stream_has_allocated(model: nn.Module, synchronizes: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    overlap = instep.attach(model, optimizer, schedule="forward", bucket_bytes=1)
+    overlap = instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=1)
     x = torch.ones(2, 16, device="emu")
     other = torch.Stream("emu")
     with recorded() as log:

@@ -93,7 +93,7 @@ LOOPS: Mapping[str, Train] = {
 MODELS: Mapping[str, Callable[[], nn.Module]] = {"towers": Towers, "branch": Branch, "layers": layers}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     **WAYS,
-    "forward, clipped": {"schedule": "forward", "clip": instep.ClipNorm(1e6)},
+    "forward, clipped": {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(1e6)},
     "undo, clipped": {"undo": True, "clip": instep.ClipNorm(1e6)},
     "backward, finite": {"nonfinite": "raise"},
     "in two passes": {"clip": instep.ClipNorm(1e6, mode="two_pass")},

@@ -71,7 +71,7 @@ def test_two_devices(way: str, happening: str) -> None:
 
 
 CLIPS: Mapping[str, Mapping[str, Any]] = {
-    "forward": {"schedule": "forward", "clip": instep.ClipNorm(CLIP)},
+    "forward": {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(CLIP)},
     "two passes": {"clip": instep.ClipNorm(CLIP, mode="two_pass")},
     "undo": {"undo": True, "clip": instep.ClipNorm(CLIP)},
     "undo on the host": {"undo": "host", "clip": instep.ClipNorm(CLIP)},

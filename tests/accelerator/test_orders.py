@@ -95,7 +95,7 @@ def test_two_streams_read() -> None:
             program.forward(i)
             program.first.wait_stream(program.second)
 
-    compare({"schedule": "forward"}, body)
+    compare({"schedule": "forward", "defer": True}, body)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -151,7 +151,7 @@ def test_synchronize_after_a_forward_on_another_stream() -> None:
             program.first.wait_stream(program.second)
             program.first.wait_stream(program.third)
 
-    compare({"schedule": "forward"}, body)
+    compare({"schedule": "forward", "defer": True}, body)
 
 
 @pytest.mark.parametrize("undo", [True, "host"])
@@ -232,7 +232,7 @@ def test_the_optimizer_is_gone_before_weights_are_read() -> None:
             time.sleep(0.001)
         program.read()
 
-    compare({"schedule": "forward"}, body)
+    compare({"schedule": "forward", "defer": True}, body)
 
 
 def test_backward_does_not_wait_for_the_latest_bucket() -> None:

@@ -70,7 +70,7 @@ def tensor_parallel(model: Any) -> nn.Module:
 
 
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-FORWARD = {"schedule": "forward"}
+FORWARD = {"schedule": "forward", "defer": True}
 SOURCES: Mapping[str, tuple[Wrap, Mapping[str, Mapping[str, Any]]]] = {
     "ddp": (ddp, WAYS),
     "ddp, copies": (lambda model: ddp(model, gradient_as_bucket_view=False), WAYS),

@@ -76,7 +76,7 @@ def test_a_torn_step(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "forward"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"schedule": "forward", "defer": True}], ids=str)
 def test_a_step_that_raised(tmp_path: Path, options: Any) -> None:
     """Half of the update was written: it shows when the save waits for it, if not before."""
     loop = made(lambda model: torch.optim.SGD(two_groups(model), lr=0.1, momentum=0.9, foreach=False))

@@ -21,7 +21,7 @@ from tests.late import late_updates
 CASES = {case[0]: case for case in optimizer_cases()}
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "backward": {"schedule": "backward"},
-    "forward": {"schedule": "forward"},
+    "forward": {"schedule": "forward", "defer": True},
     "undo": {"undo": True},
 }
 
@@ -213,7 +213,7 @@ def test_with_and_without_instep(tmp_path: Path) -> None:
     plain, attached = made(), made(seed=1)
     learn(*plain, range(2))
     instep.save(tmp_path, *plain, step=2)
-    with instep.attach(*attached, schedule="forward") as overlap:
+    with instep.attach(*attached, schedule="forward", defer=True) as overlap:
         instep.load(tmp_path, *attached)
         assert overlap.step_count == 2
         learn(*plain, range(2, 3))
@@ -227,7 +227,7 @@ def test_with_and_without_instep(tmp_path: Path) -> None:
 def test_updates_that_are_still_due(tmp_path: Path) -> None:
     plain, late = made(), made()
     learn(*plain, range(2))
-    with instep.attach(*late, schedule="forward"), late_updates():
+    with instep.attach(*late, schedule="forward", defer=True), late_updates():
         learn(*late, range(2))
         instep.save(tmp_path, *late)
         then = made(seed=1)

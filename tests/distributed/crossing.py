@@ -46,7 +46,7 @@ class Loop:
         self.overlap: Any = None
         if attach:
             self.overlap = instep.attach(
-                self.model, self.optimizer, schedule="forward", cross_iteration=True, **(options or {})
+                self.model, self.optimizer, schedule="forward", defer=True, cross_iteration=True, **(options or {})
             )
 
     def backward(self, i: int) -> None:

@@ -24,7 +24,7 @@ OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
 
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
-    "forward": {"schedule": "forward"},
+    "forward": {"schedule": "forward", "defer": True},
     "undo": {"undo": True},
     "undo on the host": {"undo": "host"},
     "two_pass": {},

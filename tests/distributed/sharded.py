@@ -30,8 +30,8 @@ Shard = Callable[[nn.Module], nn.Module]
 loss_of = nn.functional.cross_entropy
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "backward": {"schedule": "backward"},
-    "forward": {"schedule": "forward"},
-    "late": {"schedule": "forward"},  # no update runs before somebody waits for it
+    "forward": {"schedule": "forward", "defer": True},
+    "late": {"schedule": "forward", "defer": True},  # no update runs before somebody waits for it
     "undo": {"undo": True},
 }
 

@@ -20,7 +20,7 @@ from tests.parity.changes import LATE, MetTheOdd, Odd
 
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
-    "forward": {"schedule": "forward"},
+    "forward": {"schedule": "forward", "defer": True},
     "undo": {"undo": True},
     "host": {"undo": "host"},
 }

@@ -17,8 +17,8 @@ from tests.distributed.pool import RankPool
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
     "undo": {"undo": True},
-    "forward": {"schedule": "forward"},
-    "crossing": {"schedule": "forward", "cross_iteration": True},
+    "forward": {"schedule": "forward", "defer": True},
+    "crossing": {"schedule": "forward", "defer": True, "cross_iteration": True},
 }
 
 

@@ -281,7 +281,9 @@ def detached() -> str | None:
         loop.finish()
         loop.step(5)
     found.append(first_difference(plain.state(), attached.state()))
-    attached.overlap = instep.attach(attached.model, attached.optimizer, schedule="forward", cross_iteration=True)
+    attached.overlap = instep.attach(
+        attached.model, attached.optimizer, schedule="forward", defer=True, cross_iteration=True
+    )
     for i in range(6, 12):
         plain.step(i)
         attached.step(i)
@@ -306,7 +308,9 @@ def two_models() -> str | None:
             torch.optim.AdamW([p for n, p in model[0].named_parameters() if "outer" not in n], fused=True),
             torch.optim.SGD([*model[1].parameters(), *model[2].parameters()], lr=0.1, momentum=0.9),
         ]
-        overlap = instep.attach(model, optimizers, schedule="forward", cross_iteration=True) if attach else None
+        overlap = (
+            instep.attach(model, optimizers, schedule="forward", defer=True, cross_iteration=True) if attach else None
+        )
         for i in range(8):
             x, y = batch(1000 * dist.get_rank() + i)
             h = model[0](x)
@@ -572,7 +576,7 @@ def refused(options: Any, ddp: Any) -> str:
     model = DistributedDataParallel(Blocks(), **{"gradient_as_bucket_view": True, **ddp})
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(AttachError) as raised:
-        instep.attach(model, optimizer, **{"schedule": "forward", "cross_iteration": True, **options})
+        instep.attach(model, optimizer, **{"schedule": "forward", "defer": True, "cross_iteration": True, **options})
     assert "cross_iteration=True" in str(raised.value)
     return str(raised.value)
 
@@ -580,7 +584,9 @@ def refused(options: Any, ddp: Any) -> str:
 def test_a_model_without_ddp_is_refused() -> None:
     model = Blocks()
     with pytest.raises(AttachError, match="DistributedDataParallel"):
-        instep.attach(model, torch.optim.AdamW(model.parameters()), schedule="forward", cross_iteration=True)
+        instep.attach(
+            model, torch.optim.AdamW(model.parameters()), schedule="forward", defer=True, cross_iteration=True
+        )
 
 
 @pytest.mark.parametrize("clip", [instep.ClipValue(0.01)])

@@ -28,7 +28,7 @@ from tests.parity.changes import (
     through_data,
 )
 
-EXACT: list[dict[str, Any]] = [{"undo": True}, {"schedule": "forward"}]
+EXACT: list[dict[str, Any]] = [{"undo": True}, {"schedule": "forward", "defer": True}]
 
 
 def made(optimizer: Any) -> tuple[Any, Any]:
@@ -84,7 +84,7 @@ def test_changes_before_the_step(two_ranks: RankPool, name: str, options: dict[s
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_while_steps_are_due(two_ranks: RankPool, name: str) -> None:
-    assert two_ranks.run(body_changes, name, {"schedule": "forward"}, "after") == [None, None]
+    assert two_ranks.run(body_changes, name, {"schedule": "forward", "defer": True}, "after") == [None, None]
 
 
 def body_refused(name: str) -> bool:

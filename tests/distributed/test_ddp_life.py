@@ -415,9 +415,9 @@ def body_cleared_after_the_forward(options: dict[str, Any], view: bool) -> str |
 
 CLEARED_LATE: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
-    "forward": {"schedule": "forward"},
+    "forward": {"schedule": "forward", "defer": True},
     "undo": {"undo": True},
-    "crossing": {"schedule": "forward", "cross_iteration": True},
+    "crossing": {"schedule": "forward", "defer": True, "cross_iteration": True},
 }
 
 

@@ -90,7 +90,7 @@ def in_a_way(option: dict[str, Any], view: bool, way: dict[str, Any], zeros: boo
     ("way", "zeros"),
     [
         ({}, False),
-        ({"schedule": "forward"}, False),
+        ({"schedule": "forward", "defer": True}, False),
         ({"undo": True}, False),
         ({"undo": "host"}, False),
         ({"undo": True}, True),  # gradients that are kept in DDP's buckets
@@ -108,7 +108,7 @@ def detached(option: dict[str, Any], view: bool) -> None:
         return
     pair = Pair({**option, "gradient_as_bucket_view": view}, shard_state=True)
     pair.overlap.detach()
-    pair.overlap = instep.attach(pair.models[1], pair.optimizers[1], schedule="forward")
+    pair.overlap = instep.attach(pair.models[1], pair.optimizers[1], schedule="forward", defer=True)
     pair.require_equal(4)
 
 
@@ -164,7 +164,7 @@ def set_manual(model: Any) -> None:
 
 
 def finalized_by_hand(view: bool) -> None:
-    pair = Pair({"gradient_as_bucket_view": view}, schedule="forward")
+    pair = Pair({"gradient_as_bucket_view": view}, schedule="forward", defer=True)
     for model in pair.models:
         set_manual(model)
     pair.require_equal(4, finalize)
@@ -180,10 +180,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
     "undo": {"undo": True},
     "shard_state": {"shard_state": True},
-    "shard_state, forward": {"shard_state": True, "schedule": "forward"},
-    "cross_iteration": {"cross_iteration": True, "schedule": "forward"},
-    "comm_hook, forward": {"comm_hook": (None, allreduce_hook), "schedule": "forward"},
-    "clip, forward": {"clip": instep.ClipNorm(1.0), "schedule": "forward"},
+    "shard_state, forward": {"shard_state": True, "schedule": "forward", "defer": True},
+    "cross_iteration": {"cross_iteration": True, "schedule": "forward", "defer": True},
+    "comm_hook, forward": {"comm_hook": (None, allreduce_hook), "schedule": "forward", "defer": True},
+    "clip, forward": {"clip": instep.ClipNorm(1.0), "schedule": "forward", "defer": True},
 }
 
 

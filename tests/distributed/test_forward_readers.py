@@ -42,7 +42,7 @@ def in_lockstep(
         model = DistributedDataParallel(make(), bucket_cap_mb=0.004, gradient_as_bucket_view=view, **options)
         loops.append((model, torch.optim.AdamW(model.parameters(), lr=1e-2)))
     plain, attached = loops
-    with late_updates(), instep.attach(*attached, schedule="forward") as overlap:
+    with late_updates(), instep.attach(*attached, schedule="forward", defer=True) as overlap:
 
         def pending(*_: Any) -> None:
             assert "pending" in repr(overlap)

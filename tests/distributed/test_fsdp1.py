@@ -211,7 +211,10 @@ def mistakes() -> list[str]:
     flat = fsdp1(Blocks(), use_orig_params=False)
     found = [
         said(AttachError, lambda: instep.attach(model, optimizer, bucket_bytes=1000, schedule="backward")),
-        said(AttachError, lambda: instep.attach(model, optimizer, clip=instep.ClipNorm(1.0), schedule="forward")),
+        said(
+            AttachError,
+            lambda: instep.attach(model, optimizer, clip=instep.ClipNorm(1.0), schedule="forward", defer=True),
+        ),
         said(AttachError, lambda: instep.attach(flat, torch.optim.SGD(flat.parameters(), lr=0.1), schedule="backward")),
     ]
     loop = Loop(model, optimizer)
@@ -227,7 +230,7 @@ def mistakes() -> list[str]:
         found.append(said(SpentGradientError, lambda: model.clip_grad_norm_(1.0)))
     loop.optimizer.zero_grad()
     found.append(said(AttachError, lambda: instep.attach(model, loop.optimizer, schedule="backward")))
-    instep.attach(model, loop.optimizer, schedule="forward").detach()
+    instep.attach(model, loop.optimizer, schedule="forward", defer=True).detach()
     return found
 
 

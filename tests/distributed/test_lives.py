@@ -33,11 +33,11 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": ddp, "replicate"
 OPTIONS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
     "undo": {"undo": True},
-    "forward": {"schedule": "forward"},
-    "clipped": {"schedule": "forward", "clip": instep.ClipNorm(1.0)},
-    "cross_iteration": {"schedule": "forward", "cross_iteration": True},
+    "forward": {"schedule": "forward", "defer": True},
+    "clipped": {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(1.0)},
+    "cross_iteration": {"schedule": "forward", "defer": True, "cross_iteration": True},
     "shard_state": {"shard_state": True},
-    "shard_state forward": {"shard_state": True, "schedule": "forward"},
+    "shard_state forward": {"shard_state": True, "schedule": "forward", "defer": True},
     "comm_hook": {"comm_hook": None},
 }
 CASES = [

@@ -18,8 +18,8 @@ BUCKETS = 4  # about
 HOW: dict[str, dict[str, Any]] = {
     "plain": {},
     "backward": {"schedule": "backward"},
-    "forward": {"schedule": "forward"},
-    "crossing": {"schedule": "forward", "cross_iteration": True},
+    "forward": {"schedule": "forward", "defer": True},
+    "crossing": {"schedule": "forward", "defer": True, "cross_iteration": True},
     "zero": {"shard_state": True},
 }
 

@@ -119,7 +119,7 @@ def body_kept_gradients(build: type[nn.Module]) -> str | None:
     for attached in (False, True):
         torch.manual_seed(0)
         model, optimizer = make(build(), gradient_as_bucket_view=True)
-        options: dict[str, Any] = {"schedule": "forward", "cross_iteration": True}
+        options: dict[str, Any] = {"schedule": "forward", "defer": True, "cross_iteration": True}
         overlap = instep.attach(model, optimizer, **options) if attached else None
         for i in range(4):
             loss_of(model, 2 * i).backward()

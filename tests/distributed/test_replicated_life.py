@@ -34,7 +34,7 @@ from tests.living import settle
 CAP = 0.004
 OPTIONS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
-    "forward": {"schedule": "forward"},
+    "forward": {"schedule": "forward", "defer": True},
     "undo": {"undo": True},
 }
 
@@ -115,7 +115,7 @@ def test_gradient_memory_is_that_of_a_few_buckets(two_ranks: RankPool) -> None:
     [
         ("ddp", None, 2 * LAYERS),  # buckets, and what is copied out of them
         ("replicated", None, LAYERS + 1),
-        ("replicated", {"schedule": "forward"}, LAYERS + 1),
+        ("replicated", {"schedule": "forward", "defer": True}, LAYERS + 1),
     ],
     ids=str,
 )

@@ -489,7 +489,7 @@ def asked_for_state_after_the_first_step() -> None:
         model = Blocks()
         loops.append(Loop(model, adamw(model)))
     plain, loop = loops
-    with instep.attach(loop.model, loop.optimizer, schedule="forward"), late_updates():
+    with instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True), late_updates():
         for one in loops:
             loss_of(one.model(batch(0)[0]), batch(0)[1]).backward()
             one.optimizer.step()

@@ -32,12 +32,12 @@ def adamw(model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
 SOURCES: Mapping[str, tuple[Callable[[nn.Module], nn.Module], Mapping[str, Any]]] = {
     "ddp": (ddp, {}),
     "undo": (ddp, {"undo": True}),
-    "forward": (ddp, {"schedule": "forward"}),
-    "crossing": (ddp, {"schedule": "forward", "cross_iteration": True}),
+    "forward": (ddp, {"schedule": "forward", "defer": True}),
+    "crossing": (ddp, {"schedule": "forward", "defer": True, "cross_iteration": True}),
     "replicate": (instep.replicate, {}),
-    "replicate, forward": (instep.replicate, {"schedule": "forward"}),
+    "replicate, forward": (instep.replicate, {"schedule": "forward", "defer": True}),
     "shard_state": (ddp, {"shard_state": True}),
-    "shard_state, forward": (ddp, {"shard_state": True, "schedule": "forward"}),
+    "shard_state, forward": (ddp, {"shard_state": True, "schedule": "forward", "defer": True}),
 }
 EXACT = [name for name in SOURCES if "undo" in name or "forward" in name or "crossing" in name]
 

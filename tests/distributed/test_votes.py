@@ -130,7 +130,7 @@ def test_an_update_that_fails_on_trial(two_ranks: RankPool, wrap: str) -> None:
 def late_update_fails_on_rank_1() -> tuple[str, bool]:
     """Rank 1 fails in a step that rank 0 has taken, and ends."""
     model, optimizer = make()
-    overlap = instep.attach(model, optimizer, schedule="forward")
+    overlap = instep.attach(model, optimizer, schedule="forward", defer=True)
     train(model, optimizer, range(2))
     overlap.synchronize()
     Fails.failing = (1,)

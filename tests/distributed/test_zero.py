@@ -112,7 +112,7 @@ def test_what_was_sent_is_let_go(two_ranks: RankPool) -> None:
 def kept_by_the_loop() -> list[bool]:
     loop = Loop(ddp(Blocks()), None)
     loop.optimizer = adamw(loop.model)
-    with instep.attach(loop.model, loop.optimizer, shard_state=True, schedule="forward"):
+    with instep.attach(loop.model, loop.optimizer, shard_state=True, schedule="forward", defer=True):
         loop.learn(0)
         loop.backward(1)
         kept = [p.grad.to_local() for p in loop.model.parameters()]
@@ -535,7 +535,7 @@ def scaled() -> list[bool]:
     model.load_state_dict(plain.state_dict())
     loops = [Loop(plain, adamw(plain)), Loop(model, adamw(model))]
     scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) for _ in loops]
-    with instep.attach(model, loops[1].optimizer, shard_state=True, schedule="forward"):
+    with instep.attach(model, loops[1].optimizer, shard_state=True, schedule="forward", defer=True):
         for i in range(5):
             for loop, scaler in zip(loops, scalers, strict=True):
                 if i == 2:
@@ -741,7 +741,7 @@ def mistakes() -> list[str]:
         ),
     ]
     loop = Loop(model, adamw(model))
-    with attach(model, loop.optimizer, schedule="forward"):
+    with attach(model, loop.optimizer, schedule="forward", defer=True):
         loop.learn(0)
         loop.backward(1)
         found.append(said(AccumulationError, lambda: loop.backward(2)))

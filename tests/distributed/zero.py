@@ -18,8 +18,8 @@ from tests.late import late_updates
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "backward": {"schedule": "backward"},
-    "forward": {"schedule": "forward"},
-    "late": {"schedule": "forward"},
+    "forward": {"schedule": "forward", "defer": True},
+    "late": {"schedule": "forward", "defer": True},
 }
 
 

@@ -99,7 +99,7 @@ def options(case: Case) -> dict[str, Any]:
     """What ``instep.attach`` is given."""
     chosen: dict[str, Any] = {"undo": case.way == "undo"}
     if case.way in ("forward", "crossing"):
-        chosen = {"schedule": "forward", "cross_iteration": case.way == "crossing"}
+        chosen = {"schedule": "forward", "defer": True, "cross_iteration": case.way == "crossing"}
     if case.source == "local":
         chosen["bucket_bytes"] = int(BUCKET_MB * 2**20)
     if case.nonfinite is not None:

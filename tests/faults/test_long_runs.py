@@ -27,9 +27,9 @@ from tests.distributed.pool import RankPool
 PERIOD = 50  # steps between two attachments
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"schedule": "forward"},
+    {"schedule": "forward", "defer": True},
     {"undo": True},
-    {"schedule": "forward", "clip": instep.ClipNorm(0.5), "nonfinite": "skip"},
+    {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(0.5), "nonfinite": "skip"},
     {"undo": True, "clip": instep.ClipNorm(0.5), "nonfinite": "raise"},
 ]
 

@@ -16,7 +16,7 @@ from tests.cases import Blocks
 
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
-    "forward": {"schedule": "forward"},
+    "forward": {"schedule": "forward", "defer": True},
     "undo": {"undo": True},
 }
 BATCHES = 7

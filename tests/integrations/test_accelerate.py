@@ -92,7 +92,7 @@ def require_same_log(plain: list[Entry], other: list[Entry]) -> None:
 
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
-    "forward": {"schedule": "forward"},
+    "forward": {"schedule": "forward", "defer": True},
     "undo": {"undo": True, "clip": ClipNorm(LIMIT)},
     "undo, clipped by the loop": {"undo": True},
 }
@@ -172,7 +172,7 @@ def test_training_without_clipping(two_ranks: RankPool, world: int) -> None:
 def test_a_loss_scale() -> None:
     """``fp16`` needs an accelerator. What it does to a step does not: one with an infinite gradient is left out."""
     runs, skipped = [], []
-    each: tuple[dict[str, Any] | None, ...] = (None, {"schedule": "forward"})
+    each: tuple[dict[str, Any] | None, ...] = (None, {"schedule": "forward", "defer": True})
     for options in each:
         run = Run(None, gradient_accumulation_steps=1)
         run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2)

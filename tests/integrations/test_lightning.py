@@ -463,7 +463,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         r"InstepCallback\(clip=instep.ClipValue\(1.0\)\) in place of gradient_clip_val",
     ),
     "clipping twice": (
-        {"schedule": "forward", "clip": instep.ClipNorm(1.0)},
+        {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(1.0)},
         {"gradient_clip_val": 1.0},
         "Leave one of them out",
     ),
@@ -477,7 +477,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]},
         r"InstepCallback\(schedule='forward'\) or InstepCallback\(undo=True\), or precision='bf16-mixed'",
     ),
-    "the default dtype": ({"schedule": "forward"}, {"precision": "64-true"}, r"InstepCallback\(schedule='backward'\)"),
+    "the default dtype": (
+        {"schedule": "forward", "defer": True},
+        {"precision": "64-true"},
+        r"InstepCallback\(schedule='backward'\)",
+    ),
     "an option of attach": ({"schedule": "sideways"}, {}, "it is 'backward' or 'forward'"),
     "a step left out": (
         {"nonfinite": "skip"},
@@ -625,14 +629,14 @@ def test_two_ranks_share_the_state(schedule: str, two_ranks: RankPool) -> None:
 
 
 def test_two_ranks_across_the_iteration(two_ranks: RankPool) -> None:
-    two_ranks.run(_compare, {"schedule": "forward", "cross_iteration": True}, 2 * 4, VIEWS, {})
+    two_ranks.run(_compare, {"schedule": "forward", "defer": True, "cross_iteration": True}, 2 * 4, VIEWS, {})
 
 
 def _save_and_resume(directory: Path) -> None:
     def strategy() -> Any:
         return DDPStrategy(process_group_backend="gloo", cluster_environment=PooledRanks(), **VIEWS)
 
-    for options in ({}, {"schedule": "forward", "shard_state": True}):
+    for options in ({}, {"schedule": "forward", "defer": True, "shard_state": True}):
         mine, plain = directory / f"mine{len(options)}", directory / f"plain{len(options)}"
         fit(options, callbacks=saving(mine), strategy=strategy(), devices=2)
         fit(None, callbacks=saving(plain), strategy=strategy(), devices=2)

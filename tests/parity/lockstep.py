@@ -20,8 +20,8 @@ SMALL = 2_000  # bytes: several buckets even in small models
 CLIP = 0.3
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "backward": {"schedule": "backward"},
-    "forward": {"schedule": "forward"},
-    "late": {"schedule": "forward"},  # no update runs before somebody waits for it
+    "forward": {"schedule": "forward", "defer": True},
+    "late": {"schedule": "forward", "defer": True},  # no update runs before somebody waits for it
     "undo": {"undo": True},
     "two_pass": {"clip": instep.ClipNorm(CLIP, mode="two_pass")},
 }

@@ -102,9 +102,9 @@ class Program:
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
     "two_pass": {},
-    "forward": {"schedule": "forward"},
-    "late": {"schedule": "forward"},  # no update runs before somebody waits for it
-    "crossing": {"schedule": "forward", "cross_iteration": True},
+    "forward": {"schedule": "forward", "defer": True},
+    "late": {"schedule": "forward", "defer": True},  # no update runs before somebody waits for it
+    "crossing": {"schedule": "forward", "defer": True, "cross_iteration": True},
     "shard_state": {"shard_state": True},
     "undo": {"undo": True},
     "undo on the host": {"undo": "host"},

@@ -183,7 +183,7 @@ def test_clip_norm_with_a_scheduler_and_frozen_layers(way: str) -> None:
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
-        ("exact", {"schedule": "forward"}),
+        ("exact", {"schedule": "forward", "defer": True}),
         ("exact", {"undo": True}),
         ("two_pass", {}),
         ("per_bucket", {}),
@@ -1145,11 +1145,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"scaler must be a torch\.amp\.GradScaler or None, not float",
     ),
     "undo somewhere": ({"undo": "disk"}, "undo must be True, False or 'host', not 'disk'"),
-    "undo and forward": ({"undo": True, "schedule": "forward"}, r"undo=True is for schedule='backward'.*Leave it out"),
-    "undo on the host and forward": ({"undo": "host", "schedule": "forward"}, "undo='host' is for schedule='backward'"),
+    "undo and forward": (
+        {"undo": True, "schedule": "forward", "defer": True},
+        r"undo=True is for schedule='backward'.*Leave it out",
+    ),
+    "undo on the host and forward": (
+        {"undo": "host", "schedule": "forward", "defer": True},
+        "undo='host' is for schedule='backward'",
+    ),
     **{
         f"{mode} and forward": (
-            {"clip": ClipNorm(1.0, mode=mode), "schedule": "forward"},
+            {"clip": ClipNorm(1.0, mode=mode), "schedule": "forward", "defer": True},
             rf"ClipNorm\(mode='{mode}'\) is for schedule='backward'.*mode='exact'",
         )
         for mode in ("two_pass", "per_bucket", "previous_norm")
@@ -1217,7 +1223,9 @@ def test_forward_clips_what_it_does_not_put_off() -> None:
         first.weight = OwnParameter(first.weight.detach())
         model = nn.Sequential(first, nn.Linear(4, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        overlap = instep.attach(model, optimizer, schedule="forward", clip=ClipNorm(1e-2)) if attached else None
+        overlap = (
+            instep.attach(model, optimizer, schedule="forward", defer=True, clip=ClipNorm(1e-2)) if attached else None
+        )
         for i in range(3):
             model(torch.full((2, 4), 1.0 + i)).square().mean().backward()
             if not attached:

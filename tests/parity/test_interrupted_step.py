@@ -19,14 +19,14 @@ Made = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
     "undo": {"undo": True},
-    "forward": {"schedule": "forward"},
+    "forward": {"schedule": "forward", "defer": True},
     "undo, clipped": {"undo": True, "clip": instep.ClipNorm(0.1)},
-    "forward, clipped": {"schedule": "forward", "clip": instep.ClipNorm(0.1)},
+    "forward, clipped": {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(0.1)},
     "undo, left out": {"undo": True, "nonfinite": "skip"},
-    "forward, left out": {"schedule": "forward", "nonfinite": "skip"},
-    "disabled, left out": {"schedule": "forward", "nonfinite": "skip"},
+    "forward, left out": {"schedule": "forward", "defer": True, "nonfinite": "skip"},
+    "disabled, left out": {"schedule": "forward", "defer": True, "nonfinite": "skip"},
     "undo, checked": {"undo": True, "check_steps": 4},
-    "forward, checked": {"schedule": "forward", "check_steps": 4},
+    "forward, checked": {"schedule": "forward", "defer": True, "check_steps": 4},
 }
 BEFORE, AFTER = 2, 2  # steps
 

@@ -300,7 +300,12 @@ def test_allow_is_the_plain_loop() -> None:
         ({"nonfinite": "stop"}, "nonfinite must be one of allow, skip, raise"),
         ({"nonfinite": "skip"}, "schedule='forward', or undo=True"),
         (
-            {"nonfinite": "skip", "schedule": "forward", "clip": instep.ClipNorm(1.0, error_if_nonfinite=True)},
+            {
+                "nonfinite": "skip",
+                "schedule": "forward",
+                "defer": True,
+                "clip": instep.ClipNorm(1.0, error_if_nonfinite=True),
+            },
             "error_if_nonfinite=True",
         ),
     ],

@@ -142,7 +142,7 @@ def assert_reads_as_plain(
     for one in (plain, loop):
         if before is not None:
             before(one)
-    with instep.attach(loop.model, loop.optimizer, schedule="forward", bucket_bytes=SMALL) as overlap:
+    with instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
         for i in range(steps):
             try:
                 loop.step(i)
@@ -907,7 +907,7 @@ def test_what_needs_synchronize(what: str, tmp_path: Path) -> None:
     """Made before ``optimizer.step()``, read after: the old value; the new one after ``overlap.synchronize()``."""
     make, read = UNSEEN[what]
     plain, loop = Loop(tmp_path), Loop(tmp_path)
-    with instep.attach(loop.model, loop.optimizer, schedule="forward", bucket_bytes=SMALL) as overlap:
+    with instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
         for one in (plain, loop):
             one.step(0)
             one.optimizer.zero_grad()
@@ -925,7 +925,7 @@ def test_what_needs_synchronize(what: str, tmp_path: Path) -> None:
 
 def test_the_state_of_a_first_step_is_there_when_it_is_read(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
-    with instep.attach(loop.model, loop.optimizer, schedule="forward") as overlap:
+    with instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True) as overlap:
         loop.step(0)
         assert "pending" in repr(overlap)
         assert len(loop.optimizer.state) == len(loop.parameters)
@@ -936,7 +936,7 @@ def test_the_state_of_a_first_step_is_there_when_it_is_read(tmp_path: Path) -> N
 def test_a_write_through_an_alias_is_an_error_without_synchronize(tmp_path: Path) -> None:
     plain, loop = Loop(tmp_path), Loop(tmp_path)
     alias = loop.last.detach()
-    with instep.attach(loop.model, loop.optimizer, schedule="forward", bucket_bytes=SMALL) as overlap:
+    with instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
         for one in (plain, loop):
             one.step(0)
         overlap.synchronize()
@@ -967,7 +967,7 @@ def test_an_update_that_raised_half_way_left_no_whole_step(tmp_path: Path) -> No
 
     loop = Loop(tmp_path)
     optimizer = HalfWay(loop.parameters, {})
-    with instep.attach(loop.model, optimizer, schedule="forward") as overlap:
+    with instep.attach(loop.model, optimizer, schedule="forward", defer=True) as overlap:
         for fails in (False, True):
             HalfWay.fails = fails
             loop.backward(0)
@@ -1005,7 +1005,7 @@ def test_accept_torn_gives_up_a_step_that_raised_while_it_was_due(
     plain, loop = Loop(tmp_path), Loop(tmp_path)
     for one in (plain, loop):
         one.optimizer = moody(one.parameters, lr=0.1, momentum=0.9)
-    with instep.attach(loop.model, loop.optimizer, schedule="forward", bucket_bytes=SMALL) as overlap:
+    with instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
         for one in (plain, loop):
             for number in range(before):
                 one.step(number)
@@ -1032,7 +1032,7 @@ def test_a_global_that_step_reads_is_read_when_the_update_runs(moody: type[Moody
     """See docs/forward.md: the plain loop would have refused this step."""
     loop = Loop(tmp_path)
     optimizer = moody(loop.parameters, lr=0.1, momentum=0.9)
-    with instep.attach(loop.model, optimizer, schedule="forward", bucket_bytes=SMALL):
+    with instep.attach(loop.model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL):
         loop.backward(0)
         optimizer.step()
         optimizer.zero_grad()
@@ -1051,7 +1051,7 @@ def test_a_global_that_step_reads_is_read_when_the_update_runs(moody: type[Moody
 def test_a_gradient_held_since_before_the_step_and_written_after(write: Callable[[Any], Any], tmp_path: Path) -> None:
     """The plain loop has applied it already. Exact, or an error."""
     plain, loop = Loop(tmp_path), Loop(tmp_path)
-    with instep.attach(loop.model, loop.optimizer, schedule="forward", bucket_bytes=SMALL) as overlap:
+    with instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
         for one in (plain, loop):
             one.backward(0)
             held = one.gradients
@@ -1071,7 +1071,7 @@ def test_a_gradient_held_since_before_the_step_and_written_after(write: Callable
 
 def test_a_graph_that_saved_the_old_weights_refuses_as_in_the_plain_loop(tmp_path: Path) -> None:
     plain, loop = Loop(tmp_path), Loop(tmp_path)
-    with instep.attach(loop.model, loop.optimizer, schedule="forward", bucket_bytes=SMALL):
+    with instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL):
         for one in (plain, loop):
             late = one.model(batch(3)[0]).sum()
             one.step(0)
@@ -1141,7 +1141,7 @@ class FailsOnce(torch.optim.SGD):
 
 def torn_at(loop: Loop) -> instep.Attachment:
     loop.optimizer = FailsOnce(loop.parameters, lr=0.1, momentum=0.9)
-    overlap = instep.attach(loop.model, loop.optimizer, schedule="forward", bucket_bytes=SMALL)
+    overlap = instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL)
     for i in range(2):
         loop.step(i)
         loop.optimizer.zero_grad()
@@ -1230,7 +1230,7 @@ def test_a_model_dropped_while_an_update_is_due_is_freed_by_reference_count(
 ) -> None:
     model = Blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    overlap = instep.attach(model, optimizer, schedule="forward", bucket_bytes=SMALL)
+    overlap = instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL)
     for i in range(2):
         model(batch(i)[0]).sum().backward()
         optimizer.step()
@@ -1260,7 +1260,7 @@ def test_a_model_dropped_while_an_update_is_due_is_freed_by_reference_count(
 def test_detach_finishes_what_is_due(tmp_path: Path) -> None:
     plain, loop = Loop(tmp_path), Loop(tmp_path)
     aliases = [p.detach() for p in loop.parameters]
-    overlap = instep.attach(loop.model, loop.optimizer, schedule="forward", bucket_bytes=SMALL)
+    overlap = instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL)
     for one in (plain, loop):
         one.step(0)
     assert "pending" in repr(overlap)
@@ -1284,7 +1284,7 @@ def run_script(body: str) -> str:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        overlap = instep.attach(model, optimizer, schedule="forward", bucket_bytes=1)
+        overlap = instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=1)
         def step():
             model(torch.ones(2, 8)).sum().backward()
             optimizer.step()
@@ -1342,7 +1342,7 @@ def test_a_child_that_lets_the_model_alone_ends() -> None:
 
 def test_a_model_is_sent_to_a_spawned_process_while_an_update_is_due(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
-    with instep.attach(loop.model, loop.optimizer, schedule="forward", bucket_bytes=SMALL) as overlap:
+    with instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
         loop.step(0)
         assert "pending" in repr(overlap)
         sent = pickle.dumps(loop.model)
@@ -1355,7 +1355,7 @@ def test_another_default_dtype_in_the_forward(synchronized: bool) -> None:
     """Which waits for the update."""
     model = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(model.parameters())
-    with instep.attach(model, optimizer, schedule="forward") as overlap:
+    with instep.attach(model, optimizer, schedule="forward", defer=True) as overlap:
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -116,7 +116,7 @@ def test_state_read_right_after_the_step(way: str, read: str) -> None:
 
 def test_an_optimizer_is_of_its_own_class_when_nothing_is_due() -> None:
     model, optimizer = build()
-    with late_updates(), instep.attach(model, optimizer, schedule="forward", bucket_bytes=SMALL) as overlap:
+    with late_updates(), instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
         for i in range(3):
             assert type(optimizer) is torch.optim.AdamW
             loss_of(model(batch(i)[0]), batch(i)[1]).backward()
@@ -143,7 +143,7 @@ def test_a_subclass_that_counts_its_subclasses_has_none_more() -> None:
     Registers.__module__ = torch.optim.AdamW.__module__  # taken for torch's own
     model = Blocks(depth=1)
     optimizer = Registers(model.parameters())
-    with late_updates(), instep.attach(model, optimizer, schedule="forward") as overlap:
+    with late_updates(), instep.attach(model, optimizer, schedule="forward", defer=True) as overlap:
         loss_of(model(batch(0)[0]), batch(0)[1]).backward()
         optimizer.step()
         assert "pending" in repr(overlap)

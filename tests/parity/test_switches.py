@@ -91,7 +91,7 @@ def test_a_default_dtype_that_is_set_anew_while_a_step_is_due() -> None:
     """As Lightning's bf16-true has it, around the forward."""
     torch.manual_seed(0)
     model, optimizer = build()
-    with instep.attach(model, optimizer, schedule="forward") as overlap, late_updates():
+    with instep.attach(model, optimizer, schedule="forward", defer=True) as overlap, late_updates():
         loss_of(model(batch(0)[0]), batch(0)[1]).backward()
         optimizer.step()
         x, _ = batch(1)
@@ -108,7 +108,7 @@ def test_a_default_dtype_under_which_a_fused_kernel_would_make_other_state() -> 
     torch.manual_seed(0)
     model = Blocks()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with instep.attach(model, optimizer, schedule="forward") as overlap, late_updates():
+    with instep.attach(model, optimizer, schedule="forward", defer=True) as overlap, late_updates():
         loss_of(model(batch(0)[0]), batch(0)[1]).backward()
         optimizer.step()
         x, _ = batch(1)
@@ -120,7 +120,7 @@ def test_a_default_dtype_under_which_a_fused_kernel_would_make_other_state() -> 
 def test_set_back_in_time_while_a_step_is_due() -> None:
     torch.manual_seed(0)
     model, optimizer = build()
-    with instep.attach(model, optimizer, schedule="forward") as overlap, late_updates():
+    with instep.attach(model, optimizer, schedule="forward", defer=True) as overlap, late_updates():
         loss_of(model(batch(0)[0]), batch(0)[1]).backward()
         optimizer.step()
         with default_dtype():

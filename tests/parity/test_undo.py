@@ -103,7 +103,7 @@ def test_rollback_has_something_to_put_back(way: str) -> None:
 
 
 @pytest.mark.parametrize("clip", [None, ClipNorm(0.1), ClipNorm(1e6)], ids=str)
-@pytest.mark.parametrize("options", [*UNDO.values(), {"schedule": "forward"}], ids=str)
+@pytest.mark.parametrize("options", [*UNDO.values(), {"schedule": "forward", "defer": True}], ids=str)
 def test_training_after_rollback_is_that_of_a_loop_which_never_saw_the_batch(
     options: dict[str, Any], clip: ClipNorm | None
 ) -> None:
@@ -127,7 +127,7 @@ def test_training_after_rollback_is_that_of_a_loop_which_never_saw_the_batch(
     assert_same(model, optimizer, (plain_model, plain_optimizer))
 
 
-@pytest.mark.parametrize("options", [*UNDO.values(), {"schedule": "forward"}], ids=str)
+@pytest.mark.parametrize("options", [*UNDO.values(), {"schedule": "forward", "defer": True}], ids=str)
 def test_rollback_twice_and_with_nothing_to_roll_back(options: dict[str, Any]) -> None:
     model, optimizer = fresh()
     with instep.attach(model, optimizer, bucket_bytes=SMALL, **options) as overlap:
@@ -144,7 +144,7 @@ def test_rollback_twice_and_with_nothing_to_roll_back(options: dict[str, Any]) -
     assert_same(model, optimizer, plain)
 
 
-@pytest.mark.parametrize("options", [*UNDO.values(), {"schedule": "forward"}], ids=str)
+@pytest.mark.parametrize("options", [*UNDO.values(), {"schedule": "forward", "defer": True}], ids=str)
 def test_a_step_that_was_committed_stays(options: dict[str, Any]) -> None:
     model, optimizer = fresh()
     with instep.attach(model, optimizer, bucket_bytes=SMALL, **options) as overlap:
@@ -160,7 +160,7 @@ def test_a_step_that_was_committed_stays(options: dict[str, Any]) -> None:
 
 def test_rollback_under_forward_throws_the_gradients_away() -> None:
     model, optimizer = fresh()
-    with instep.attach(model, optimizer, schedule="forward") as overlap:
+    with instep.attach(model, optimizer, schedule="forward", defer=True) as overlap:
         old = list(state(model, optimizer))
         loss(model, 0).backward()
         overlap.rollback()
@@ -170,7 +170,7 @@ def test_rollback_under_forward_throws_the_gradients_away() -> None:
         assert_same(model, optimizer, old)
 
 
-@pytest.mark.parametrize("options", [*UNDO.values(), {"schedule": "forward"}], ids=str)
+@pytest.mark.parametrize("options", [*UNDO.values(), {"schedule": "forward", "defer": True}], ids=str)
 def test_rollback_of_micro_batches(options: dict[str, Any]) -> None:
     model, optimizer = fresh()
     with instep.attach(model, optimizer, bucket_bytes=SMALL, **options) as overlap:

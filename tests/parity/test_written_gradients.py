@@ -268,7 +268,7 @@ def test_a_gradient_replaced_for_the_first_time_in_a_step_that_was_put_off(way: 
 
 def test_an_optimizer_that_replaces_gradients_is_stepped_at_once() -> None:
     model, optimizer = building(Replaces)()
-    with instep.attach(model, optimizer, schedule="forward", bucket_bytes=SMALL) as overlap:
+    with instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
         loss_of(model(batch(0)[0]), batch(0)[1]).backward()
         optimizer.step()
         assert "pending" not in repr(overlap)

@@ -25,7 +25,7 @@ LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes
 HOW: dict[str, dict[str, Any]] = {
     "plain": {},
     "backward": {"bucket_bytes": LAYER},
-    "forward": {"schedule": "forward", "bucket_bytes": LAYER},
+    "forward": {"schedule": "forward", "defer": True, "bucket_bytes": LAYER},
 }
 
 

@@ -312,7 +312,7 @@ def test_what_the_attachment_says_of_itself() -> None:
     overlap.detach()
 
 
-@pytest.mark.parametrize("options", [{}, {"undo": True}, {"schedule": "forward"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"undo": True}, {"schedule": "forward", "defer": True}], ids=str)
 def test_detach_between_forward_and_backward(options: dict[str, Any]) -> None:
     """The graph is of the attached model, and its backward the plain one."""
     results = []

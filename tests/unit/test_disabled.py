@@ -82,7 +82,7 @@ def by_value(parameters: list[nn.Parameter]) -> None:
 CLIPS: dict[str, tuple[dict[str, Any], Any]] = {
     "no clip": ({}, None),
     "norm, undo": ({"clip": ClipNorm(MAX_NORM), "undo": True}, by_norm),
-    "norm, forward": ({"clip": ClipNorm(MAX_NORM), "schedule": "forward"}, by_norm),
+    "norm, forward": ({"clip": ClipNorm(MAX_NORM), "schedule": "forward", "defer": True}, by_norm),
     "norm, two passes": ({"clip": ClipNorm(MAX_NORM, mode="two_pass")}, by_norm),
     "value": ({"clip": ClipValue(MAX_VALUE)}, by_value),
 }
@@ -145,7 +145,9 @@ def test_the_norm_of_the_step_before() -> None:
 
 
 @pytest.mark.parametrize("optimizers", [1, 2])
-@pytest.mark.parametrize("options", [{"schedule": "forward"}, {"undo": True, "clip": ClipNorm(MAX_NORM)}])
+@pytest.mark.parametrize(
+    "options", [{"schedule": "forward", "defer": True}, {"undo": True, "clip": ClipNorm(MAX_NORM)}]
+)
 def test_steps_that_are_left_out(options: dict[str, Any], optimizers: int) -> None:
     plain = Loop(None, optimizers=optimizers)
     disabled = Loop({**options, "nonfinite": "skip"}, optimizers=optimizers)

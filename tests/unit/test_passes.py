@@ -64,7 +64,7 @@ def calls_in_iteration(count: int, options: dict[str, Any]) -> Counter[str]:
     [
         pytest.param({}, 5, 8, id="backward"),
         # The worker's calls are not among them: sys.setprofile is of one thread.
-        pytest.param({"schedule": "forward"}, 40, 35, id="forward"),
+        pytest.param({"schedule": "forward", "defer": True}, 40, 35, id="forward"),
     ],
 )
 def test_calls_for_each_parameter(options: dict[str, Any], python: int, c: int) -> None:

@@ -24,7 +24,7 @@ from tests.cases import Blocks, batch
 OPTIONS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
     "undo": {"undo": True},
-    "forward": {"schedule": "forward"},
+    "forward": {"schedule": "forward", "defer": True},
 }
 WHAT: dict[str, Callable[[Any, torch.optim.Optimizer], Any]] = {
     "model": lambda model, optimizer: model,

@@ -406,7 +406,7 @@ def test_a_parameter_moved_to_another_device(model: nn.Module, overlap: Any) -> 
         model(batch(0)[0])
 
 
-@pytest.mark.parametrize("way", [{}, {"undo": True}, {"schedule": "forward"}], ids=str)
+@pytest.mark.parametrize("way", [{}, {"undo": True}, {"schedule": "forward", "defer": True}], ids=str)
 def test_another_optimizer_of_the_same_parameters_that_is_not_attached(way: dict[str, Any]) -> None:
     found = []
     for options in (None, way):
@@ -443,7 +443,7 @@ def give_both_another(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
         group["params"] = [new if p is old else p for p in group["params"]]
 
 
-@pytest.mark.parametrize("way", [{}, {"undo": True}, {"schedule": "forward"}], ids=str)
+@pytest.mark.parametrize("way", [{}, {"undo": True}, {"schedule": "forward", "defer": True}], ids=str)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -646,7 +646,7 @@ def test_step_without_backward_is_the_plain_step(model: nn.Module, optimizer: An
 def test_a_step_put_off_in_part_that_raises(model: nn.Module) -> None:
     """A sparse gradient is left to ``optimizer.step()``, which refuses it; the others were handed over by then."""
     optimizer = torch.optim.AdamW(model.parameters())
-    with instep.attach(model, optimizer, schedule="forward", bucket_bytes=SMALL) as overlap:
+    with instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
         loss_of(model).backward()
         weight = next(model.parameters())
         assert weight.grad is not None

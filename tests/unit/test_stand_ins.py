@@ -26,7 +26,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -
 
 def test_one_is_used_again() -> None:
     model, optimizer, x = loop()
-    instep.attach(model, optimizer, schedule="forward")
+    instep.attach(model, optimizer, schedule="forward", defer=True)
     found = []
     for _ in range(4):
         stand_in = train(model, optimizer, x)
@@ -53,7 +53,7 @@ def test_a_gradient_that_somebody_keeps_stays_what_it_was(keeper: str) -> None:
     model, optimizer, x = loop()
     plain = copy.deepcopy(model)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=True)
-    instep.attach(model, optimizer, schedule="forward")
+    instep.attach(model, optimizer, schedule="forward", defer=True)
     kept, expected = [], []
     for _ in range(4):
         expected.append(train(plain, plain_optimizer, x))
@@ -78,7 +78,7 @@ def test_a_gradient_that_somebody_keeps_stays_what_it_was(keeper: str) -> None:
 @pytest.mark.parametrize("iterations", [1, 3])
 def test_the_gradient_is_freed_where_the_loop_clears_it(iterations: int) -> None:
     model, optimizer, x = loop()
-    overlap = instep.attach(model, optimizer, schedule="forward")
+    overlap = instep.attach(model, optimizer, schedule="forward", defer=True)
     for _ in range(iterations):
         model(x).square().sum().backward()
         gradient = weakref.ref(model.weight.grad)
@@ -91,7 +91,7 @@ def test_the_gradient_is_freed_where_the_loop_clears_it(iterations: int) -> None
 
 def test_it_is_laid_out_as_the_gradient() -> None:
     model, optimizer, x = loop()
-    instep.attach(model, optimizer, schedule="forward")
+    instep.attach(model, optimizer, schedule="forward", defer=True)
     for i in range(4):
         model(x).square().sum().backward()
         assert model.weight.grad is not None

@@ -128,7 +128,9 @@ class Held:
         self._lock.release()
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "forward", "clip": instep.ClipNorm(1.0)}], ids=["step", "norms"])
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(1.0)}], ids=["step", "norms"]
+)
 def test_gradients_are_counted_under_the_lock_that_applies_them(options: Any) -> None:
     """The engine has a thread for each accelerator, and the gradients of one model may arrive on several: what the
     hooks count must not change between two lines of theirs. Here there is one thread, and the lock tells."""
@@ -178,7 +180,7 @@ def test_an_update_on_the_thread_of_the_step_does_not_wait_for_itself() -> None:
         pass
 
     optimizer = Looks(model.parameters(), lr=0.1)
-    with instep.attach(model, optimizer, schedule="forward", bucket_bytes=SMALL) as overlap:
+    with instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
         Looks.real = optimizer
         train(model, optimizer, 3)
         overlap.synchronize()

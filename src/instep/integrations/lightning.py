@@ -10,7 +10,7 @@ from instep._gradients.policies import ClipNorm, ClipValue
 from instep.attaching import attach
 from instep.attachment import Attachment
 from instep.errors import AttachError, InstepError
-from instep.options import Schedules
+from instep.options import Defer, Schedules
 from instep.sources.ddp.hook_slot import CommHook
 
 try:
@@ -40,6 +40,7 @@ class InstepCallback(Callback):
 
     Args:
         schedule: ``"backward"`` or ``"forward"``, which takes ``gradient_clip_val`` and every hook that uses gradients.
+        defer: as for ``instep.attach``: whether a step of ``schedule="forward"`` is put off.
         bucket_bytes: as for ``instep.attach``; not under DDP.
         clip: clip all gradients, in place of ``gradient_clip_val``.
         undo: as for ``instep.attach``: step on trial, and put back what turns out otherwise.
@@ -58,6 +59,7 @@ class InstepCallback(Callback):
         self,
         *,
         schedule: Schedules = "backward",
+        defer: Defer = "auto",
         bucket_bytes: int | None = None,
         clip: ClipNorm | ClipValue | None = None,
         undo: bool | Literal["host"] = False,
@@ -67,6 +69,7 @@ class InstepCallback(Callback):
         shard_state: bool = False,
     ) -> None:
         self._schedule = schedule
+        self._defer: Defer = defer
         self._bucket_bytes = bucket_bytes
         self._clip = clip
         self._undo = undo
@@ -108,6 +111,7 @@ class InstepCallback(Callback):
             trainer.model or pl_module,
             [o.optimizer if isinstance(o, LightningOptimizer) else o for o in trainer.optimizers],
             schedule=self._schedule,
+            defer=self._defer,
             bucket_bytes=self._bucket_bytes,
             clip=self._clip,
             scaler=_scaler(trainer) if self._undo else None,

@@ -27,7 +27,7 @@ from instep._gradients.policies import ClipNorm
 from instep.attaching import attach
 from instep.attachment import Attachment, attached
 from instep.errors import AttachError
-from instep.options import Schedules
+from instep.options import Defer, Schedules
 
 __all__ = ["InstepCallback"]
 
@@ -45,6 +45,7 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
     Args:
         schedule: when a bucket steps, as for ``instep.attach``. ``"forward"``, the default here, goes with every
             setting; ``"backward"`` frees gradients while backward runs, and cannot clip without ``undo`` or ``clip``.
+        defer: with ``schedule="forward"``, whether the step is put off, as for ``instep.attach``.
         bucket_bytes: bytes of gradient at which a bucket is full, on one device. Under DDP
             ``TrainingArguments(ddp_bucket_cap_mb=…)`` decides.
         clip: clip by this in place of the ``Trainer``, whose ``max_grad_norm`` must be the same number, or 0. For
@@ -64,6 +65,7 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         self,
         *,
         schedule: Schedules = "forward",
+        defer: Defer = "auto",
         bucket_bytes: int | None = None,
         clip: ClipNorm | None = None,
         undo: bool | Literal["host"] = False,
@@ -73,6 +75,7 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             raise AttachError(f"clip must be an instep.ClipNorm or None, not {clip!r}: the Trainer clips by norm")
         self.overlap: Attachment | None = None
         self._schedule = schedule
+        self._defer: Defer = defer
         self._bucket_bytes = bucket_bytes
         self._clip = clip
         self._undo = undo
@@ -105,6 +108,7 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             model,
             _torch_optimizer(trainer.optimizer),
             schedule=self._schedule,
+            defer=self._defer,
             bucket_bytes=self._bucket_bytes,
             clip=clip,
             # Under DDP the Trainer runs all but the last micro-batch in no_sync(), which tells. With fewer in the last
