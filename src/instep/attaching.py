@@ -30,7 +30,7 @@ def attach(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
     *,
-    schedule: Schedules = "backward",
+    schedule: Schedules = "forward",
     defer: Defer = "auto",
     bucket_bytes: int | None = None,
     clip: ClipNorm | ClipValue | None = None,
@@ -152,7 +152,7 @@ def attach_stepping_itself(model: nn.Module, optimizer: Optimizer) -> Attachment
 
     Raises as ``attach`` does.
     """
-    return _attach(Target(model, [optimizer], attached_parameters()), Options(steps_itself=True))
+    return _attach(Target(model, [optimizer], attached_parameters()), Options("backward", steps_itself=True))
 
 
 def _attach(target: Target, options: Options) -> Attachment:

@@ -44,7 +44,7 @@ class Options:
         disabled: ``INSTEP_DISABLE=1``: torch takes every step.
     """
 
-    schedule: Schedules = "backward"
+    schedule: Schedules = "forward"
     defer: Defer = "auto"
     bucket_bytes: int | None = None
     clip: ClipNorm | ClipValue | None = None

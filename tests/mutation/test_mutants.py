@@ -193,7 +193,7 @@ MUTANTS = [
     ),
     Mutant(
         "do not look at the parameters before a forward",
-        "ForwardHooks.before_forward",
+        "ForwardHooks._look",
         "require_unchanged(self._schedule.parameters)",
         "pass",
         REFUSALS,

@@ -1,39 +1,32 @@
 """``schedule="forward"``: the part of a step that ``optimizer.step()`` hands over, in buckets, and the part that is
 done at once."""
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 
 import torch
 from torch.optim import Optimizer
 
-from instep._autograd.watch import plain_type
 from instep._gradients.clipping import Clip
 from instep._gradients.scaling import found_inf, take_off_here
 from instep._life.worker import ending
 from instep._optim.autocast import autocast_matters, require_same_in_autocast
-from instep._optim.calls import shard_of_gradient
 from instep._optim.initial_state import asks_for_state, begin_state
 from instep._optim.kinds import is_torchs_own
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there, none_there
-from instep._optim.parts import are_plain
 from instep._optim.plan import Bucket
 from instep._optim.shadow import is_copied_whole
 from instep._optim.stepper import Stepper
 from instep._ranks.votes import Vote, error_of
 from instep._step.agreement import Agreement
 from instep._step.deferring import Deferring
-from instep._step.exposure import exposed
-from instep._step.pending import HandedOverStep, InFlightBucket, PendingBucket, gradients_in, in_grad, in_grad_if_any
+from instep._step.pending import HandedOverStep, InFlightBucket, PendingBucket, in_grad, in_grad_if_any
 from instep._step.pending_buckets import PendingBuckets
 from instep._step.reading import Reading
 from instep._step.running_step import RunningStep
+from instep._step.waiting import InFlight, waiting_of
 from instep._step.writes import Gather
 from instep.errors import StepMismatchError
-
-_LAYOUT = attrgetter("layout")
-InFlight = Mapping[AttachedParameter, InFlightBucket]
 
 
 class HandOver:
@@ -146,11 +139,8 @@ class HandOver:
         may_wait = in_loop and self._can_be_put_off(stepper)
         waiting = dict.fromkeys(with_gradient, False)
         if may_wait:
-            seen = exposed(
-                stepper.optimizer(), with_gradient, step.members.all, in_flight, in_ddp=step.accumulation.distributed
-            )
-            waiting = self._waiting_of(with_gradient, in_flight)
-            waiting.update(dict.fromkeys(seen, False))
+            unseen, in_ddp = self._reading.unseen(), step.accumulation.distributed
+            waiting = waiting_of(stepper, with_gradient, step.members.all, in_flight, unseen, in_ddp=in_ddp)
         in_flight = _without_landed(in_flight, waiting)
         later = with_gradient
         if not all(waiting.values()):
@@ -243,32 +233,6 @@ class HandOver:
             and is_copied_whole(optimizer)
             and not autocast_matters(optimizer)
             and self._reading.is_alike()
-        )
-
-    def _waiting_of(self, with_gradient: AttachedParameters, in_flight: InFlight) -> dict[AttachedParameter, bool]:
-        """Of each parameter whether its update can wait."""
-        unseen = self._reading.unseen()
-        if not in_flight and not unseen:
-            tensors = with_gradient.tensors()
-            gradients = gradients_in(with_gradient, tensors)
-            layouts = set(map(_LAYOUT, gradients))
-            if are_plain(tensors) and are_plain(gradients) and layouts == {torch.strided}:
-                return dict.fromkeys(with_gradient, True)
-        return {a: self._can_wait_alone(a, in_flight.get(a), unseen) for a in with_gradient}
-
-    def _can_wait_alone(
-        self, attached: AttachedParameter, flight: InFlightBucket | None, unseen: Container[int]
-    ) -> bool:
-        gradient = in_grad(attached, flight)
-        return (
-            # Some optimizers treat parameters of a class of their own in their own way. Steps that communicate must not
-            # come when one rank waits for them and another does not.
-            (
-                plain_type(attached.get()) in (torch.nn.Parameter, torch.Tensor)
-                or shard_of_gradient(attached, gradient) is not None
-            )
-            and attached.spec.index not in unseen
-            and gradient.layout is torch.strided
         )
 
     def _clip_of(self, stepper: Stepper, with_gradient: Sequence[AttachedParameter]) -> Clip | None:

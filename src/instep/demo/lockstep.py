@@ -27,7 +27,9 @@ def train(job: Job, text: bytes, rank: int, device: torch.device, tell: Callable
     # DDP has made its own buckets of that size.
     bucket_bytes = attached.loop.bucket_bytes if job.placement.ranks == 1 else None
     difference = None
-    with attach(attached.loop.model, attached.loop.optimizer, bucket_bytes=bucket_bytes) as attachment:
+    with attach(
+        attached.loop.model, attached.loop.optimizer, schedule="backward", bucket_bytes=bucket_bytes
+    ) as attachment:
         attachment.recorder = attached.recorder
         for number in range(job.steps):
             inputs, targets = (part.to(device) for part in batches.next())

@@ -58,7 +58,7 @@ class InstepCallback(Callback):
     def __init__(
         self,
         *,
-        schedule: Schedules = "backward",
+        schedule: Schedules = "forward",
         defer: Defer = "auto",
         bucket_bytes: int | None = None,
         clip: ClipNorm | ClipValue | None = None,

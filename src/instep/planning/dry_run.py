@@ -102,7 +102,9 @@ class DryRun:
     def attached(self, bucket_bytes: int | None, *, undo: bool = False) -> Measured:
         """With ``instep.attach``, in ``schedule="backward"``, on one device."""
         with self._planned.fakes.copying():  # it tries optimizers out, on copies of what they have
-            attached = attach(self._planned.model, self._optimizer, undo=undo, bucket_bytes=bucket_bytes)
+            attached = attach(
+                self._planned.model, self._optimizer, schedule="backward", undo=undo, bucket_bytes=bucket_bytes
+            )
         with attached as overlap:
             self._step(self._optimizer.step)  # after which buckets follow the order in which gradients arrived
             seen = self._counted(self._optimizer.step)

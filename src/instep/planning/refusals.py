@@ -27,9 +27,9 @@ from instep.report.estimate import EVERYTHING, Refusal
 
 SIDE = 2
 SCHEDULES: Mapping[str, dict[str, Any]] = {
-    "schedule='backward'": {},
+    "schedule='backward'": {"schedule": "backward"},
     "schedule='forward'": {"schedule": "forward"},
-    "undo=True": {"undo": True},
+    "undo=True": {"schedule": "backward", "undo": True},
 }
 OPTIONS: Mapping[str, dict[str, Any]] = {
     "clip=ClipNorm(1.0)": {"clip": ClipNorm(1.0)},

@@ -1,0 +1,114 @@
+"""``schedule="forward"``: which parameters of a step can wait. Those that somebody may read in a way that nobody sees
+are stepped at once."""
+
+from collections.abc import Collection, Container, Mapping, Sequence
+from operator import attrgetter
+from typing import cast
+
+import torch
+from torch.optim import Optimizer
+
+from instep._autograd.watch import plain_type
+from instep._optim.calls import shard_of_gradient
+from instep._optim.owners import (
+    are_kept,
+    by_themselves,
+    entries_are_kept,
+    have_other_owners,
+    in_views_of_ddp,
+    state_is_kept,
+)
+from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters
+from instep._optim.parts import are_plain
+from instep._optim.stepper import Stepper
+from instep._step.pending import InFlightBucket, gradients_in, in_grad
+
+_LAYOUT = attrgetter("layout")
+InFlight = Mapping[AttachedParameter, InFlightBucket]
+
+
+def waiting_of(
+    stepper: Stepper,
+    mine: AttachedParameters,
+    everybody: AttachedParameters,
+    in_flight: InFlight,
+    unseen: Container[int],
+    *,
+    in_ddp: bool,
+) -> dict[AttachedParameter, bool]:
+    """Of each parameter of ``mine`` whether its update can wait.
+
+    Args:
+        mine: parameters of one optimizer with a gradient.
+        everybody: all attached parameters.
+        in_flight: those whose gradient may still be on its way.
+        unseen: the indices of those whose readers do not wait.
+        in_ddp: whether gradients may be views of DDP's buckets.
+    """
+    seen = _exposed(stepper.optimizer(), mine, everybody, in_flight, in_ddp=in_ddp)
+    if not in_flight and not unseen and _are_usual(mine):
+        return {**dict.fromkeys(mine, True), **dict.fromkeys(seen, False)}
+    return {a: a not in seen and _can_wait_alone(a, in_flight.get(a), unseen) for a in mine}
+
+
+def _are_usual(mine: AttachedParameters) -> bool:
+    tensors = mine.tensors()
+    gradients = gradients_in(mine, tensors)
+    return are_plain(tensors) and are_plain(gradients) and set(map(_LAYOUT, gradients)) == {torch.strided}
+
+
+def _can_wait_alone(attached: AttachedParameter, flight: InFlightBucket | None, unseen: Container[int]) -> bool:
+    gradient = in_grad(attached, flight)
+    return (
+        # Some optimizers treat parameters of a class of their own in their own way. Steps that communicate must not
+        # come when one rank waits for them and another does not.
+        (
+            plain_type(attached.get()) in (torch.nn.Parameter, torch.Tensor)
+            or shard_of_gradient(attached, gradient) is not None
+        )
+        and attached.spec.index not in unseen
+        and gradient.layout is torch.strided
+    )
+
+
+def _exposed(
+    optimizer: Optimizer,
+    mine: AttachedParameters,
+    everybody: AttachedParameters,
+    on_their_way: Collection[AttachedParameter],
+    *,
+    in_ddp: bool,
+) -> set[AttachedParameter]:
+    """Those of ``mine`` whose values, gradient or state others have got hold of, who may read or write them after
+    ``step()``. Called before anything else refers to the gradients."""
+    if state_is_kept(optimizer):
+        return set(mine)
+    with torch._C.DisableTorchFunctionSubclass():
+        tensors = mine.tensors()
+        found = entries_are_kept(list(map(optimizer.state.get, tensors)))
+        if are_plain(tensors):
+            found = _either(found, have_other_owners(tensors))
+            if not on_their_way:
+                found = _either(found, _gradients_have_other_owners(tensors, everybody, in_ddp=in_ddp))
+                found = _either(found, are_kept(list(map(GRADIENT, tensors))))
+    return {attached for attached, one in zip(mine, found, strict=True) if one}
+
+
+def _gradients_have_other_owners(
+    tensors: Sequence[torch.Tensor], everybody: AttachedParameters, *, in_ddp: bool
+) -> list[bool]:
+    """Of each of ``tensors``, which have one: whether its gradient has."""
+    gradients = cast(list[torch.Tensor], list(map(GRADIENT, tensors)))  # each has one
+    if not are_plain(gradients) or set(map(_LAYOUT, gradients)) != {torch.strided}:
+        return [False] * len(tensors)
+    if not in_ddp or not any(map(torch.Tensor._is_view, gradients)):
+        return have_other_owners(gradients)
+    # A bucket may have gradients of several optimizers.
+    in_buckets = [g for g in map(GRADIENT, everybody.tensors()) if type(g) is torch.Tensor and g._is_view()]
+    shared = dict(zip(map(id, in_buckets), have_other_owners(in_buckets, in_views_of_ddp), strict=True))
+    alone = have_other_owners(gradients, by_themselves)
+    return [shared.get(id(gradient), one) for gradient, one in zip(gradients, alone, strict=True)]
+
+
+def _either(one: Sequence[bool], other: Sequence[bool]) -> list[bool]:
+    return [a or b for a, b in zip(one, other, strict=True)]
