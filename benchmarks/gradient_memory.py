@@ -87,16 +87,18 @@ def variants(bucket_mib: float) -> dict[str, Callable[[], Loop]]:
     return {
         "`DistributedDataParallel(model)`": lambda: Loop(ddp),
         "`DistributedDataParallel(model, gradient_as_bucket_view=True)`": lambda: Loop(ddp_with_views),
-        "that one with `attach`": lambda: Loop(ddp_with_views, {}),
-        "that one with `attach(…, shard_state=True)`": lambda: Loop(ddp_with_views, {"shard_state": True}),
+        "that one with `attach`": lambda: Loop(ddp_with_views, {"schedule": "backward"}),
+        "that one with `attach(…, shard_state=True)`": lambda: Loop(
+            ddp_with_views, {"shard_state": True, "schedule": "backward"}
+        ),
         '… and `schedule="forward"`': lambda: Loop(
             ddp_with_views, {"shard_state": True, "schedule": "forward", "defer": True}
         ),
         "`replicate(model)`": lambda: Loop(replicated),
-        '`replicate(model)` with `attach(…, schedule="forward", defer=True)`': lambda: Loop(
+        '`replicate(model)` with `attach(…, schedule="forward")`': lambda: Loop(
             replicated, {"schedule": "forward", "defer": True}
         ),
-        "`replicate(model)` with `attach`": lambda: Loop(replicated, {}),
+        "`replicate(model)` with `attach`": lambda: Loop(replicated, {"schedule": "backward"}),
     }
 
 

@@ -208,14 +208,14 @@ def foreach(parameters: Any) -> torch.optim.Optimizer:
 
 
 def bucket(mib: float) -> Callable[[Model], Plain]:
-    return lambda model: Plain(model, {"bucket_bytes": int(mib * MIB)})
+    return lambda model: Plain(model, {"schedule": "backward", "bucket_bytes": int(mib * MIB)})
 
 
 PEERS: dict[str, Callable[[Model], Plain]] = {
     PLAIN: Plain,
     "plain, again": Plain,  # how much of a difference is chance: where tensors happen to lie
     "plain, foreach": lambda model: Plain(model, optimizer=foreach),
-    "backward": lambda model: Plain(model, {}),
+    "backward": lambda model: Plain(model, {"schedule": "backward"}),
     "forward": lambda model: Plain(model, {"schedule": "forward", "defer": True}),
     "empty hooks": EmptyHooks,
     "no checks": NoChecks,

@@ -163,7 +163,7 @@ class Lomo(Loop):
 class Instep(Loop):
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model)
-        self.overlap = instep.attach(model, self.optimizer, **options)
+        self.overlap = instep.attach(model, self.optimizer, **{"schedule": "backward", **options})
 
     @classmethod
     def oracle(cls) -> type[Loop]:
@@ -418,7 +418,7 @@ def own_way(train: Callable[[Loop], None], *able: type[Loop]) -> Callable[[type[
 def forward_too(
     train: Callable[[Loop], None], prepare: Callable[[nn.Module], nn.Module]
 ) -> Callable[[type[Loop]], str]:
-    """instep with its default schedule, then with "forward"."""
+    """instep with ``schedule="backward"``, then with "forward"."""
 
     def tried(peer: type[Loop]) -> str:
         found = verdict(peer, train, prepare)

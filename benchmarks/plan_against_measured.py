@@ -35,9 +35,9 @@ BUCKET = MIB
 COUNT = "the steps that count"
 WAYS: dict[str, dict[str, Any] | None] = {
     "plain": None,
-    "backward": {"bucket_bytes": BUCKET},
+    "backward": {"schedule": "backward", "bucket_bytes": BUCKET},
     "forward": {"schedule": "forward", "defer": True, "bucket_bytes": BUCKET},
-    "backward, undo": {"undo": True, "bucket_bytes": BUCKET},
+    "backward, undo": {"schedule": "backward", "undo": True, "bucket_bytes": BUCKET},
 }
 
 

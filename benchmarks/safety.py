@@ -27,13 +27,14 @@ from instep._wiring import connect
 from instep.demo.model import CONTEXT, ByteGPT, Shape
 
 ROWS = 2
+BACKWARD = {"schedule": "backward"}
 FORWARD = {"schedule": "forward", "defer": True}
 VARIANTS: dict[str, tuple[str, dict[str, Any] | None, bool]] = {
     # name: what it is compared with, the options of attach, whether ranks vote
     "plain": ("plain", None, True),
-    "backward, without votes": ("backward, without votes", {}, False),
-    "backward": ("backward, without votes", {}, True),
-    "backward, raise": ("backward", {"nonfinite": "raise"}, True),
+    "backward, without votes": ("backward, without votes", BACKWARD, False),
+    "backward": ("backward, without votes", BACKWARD, True),
+    "backward, raise": ("backward", {**BACKWARD, "nonfinite": "raise"}, True),
     "forward, without votes": ("forward, without votes", FORWARD, False),
     "forward": ("forward, without votes", FORWARD, True),
     "forward, skip": ("forward", {**FORWARD, "nonfinite": "skip"}, True),

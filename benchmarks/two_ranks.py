@@ -111,7 +111,7 @@ def attached(**options: Any) -> Callable[[Shape, float], Plain]:
 
 VARIANTS: dict[str, Callable[[Shape, float], Plain]] = {
     PLAIN: Plain,
-    "backward": attached(),
+    "backward": attached(schedule="backward"),
     "forward": attached(schedule="forward", defer=True),
     "cross_iteration": attached(schedule="forward", defer=True, cross_iteration=True),
     "torch _register_fused_optim": Registered,

@@ -98,7 +98,7 @@ def main() -> None:
     shape = Shape(width=options.width, depth=options.depth, heads=6)
     loops: dict[str, Any] = {
         "plain DDP": Loop(shape, plain),
-        "shard_state, backward": Loop(shape, plain, shard_state=True),
+        "shard_state, backward": Loop(shape, plain, shard_state=True, schedule="backward"),
         "shard_state, forward": Loop(shape, plain, shard_state=True, schedule="forward", defer=True),
         "ZeroRedundancyOptimizer": Loop(shape, redundancy),
     }

@@ -119,8 +119,8 @@ OPTIMIZERS: Mapping[str, Optimizers] = {
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward", "defer": True},
-    "undo": {"undo": True},
-    "undo on the host": {"undo": "host"},
+    "undo": {"schedule": "backward", "undo": True},
+    "undo on the host": {"schedule": "backward", "undo": "host"},
 }
 
 

@@ -138,14 +138,14 @@ def test_accumulation(counted: bool, way: str) -> None:
 
 CLIPS: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "forward": ({"schedule": "forward", "defer": True, "clip": instep.ClipNorm(CLIP)}, 0),
-    "two passes": ({"clip": instep.ClipNorm(CLIP, mode="two_pass")}, 0),
-    "per bucket": ({"clip": instep.ClipNorm(CLIP, mode="per_bucket")}, 0),
-    "previous norm": ({"clip": instep.ClipNorm(CLIP, mode="previous_norm")}, 0),
-    "by value": ({"clip": instep.ClipValue(CLIP)}, 0),
+    "two passes": ({"schedule": "backward", "clip": instep.ClipNorm(CLIP, mode="two_pass")}, 0),
+    "per bucket": ({"schedule": "backward", "clip": instep.ClipNorm(CLIP, mode="per_bucket")}, 0),
+    "previous norm": ({"schedule": "backward", "clip": instep.ClipNorm(CLIP, mode="previous_norm")}, 0),
+    "by value": ({"schedule": "backward", "clip": instep.ClipValue(CLIP)}, 0),
     # Whether the trial stands is known to the device alone.
-    "undo": ({"undo": True, "clip": instep.ClipNorm(CLIP)}, 1),
-    "undo, and nothing to clip": ({"undo": True, "clip": instep.ClipNorm(1e6)}, 1),
-    "undo on the host": ({"undo": "host", "clip": instep.ClipNorm(1e6)}, 1),
+    "undo": ({"schedule": "backward", "undo": True, "clip": instep.ClipNorm(CLIP)}, 1),
+    "undo, and nothing to clip": ({"schedule": "backward", "undo": True, "clip": instep.ClipNorm(1e6)}, 1),
+    "undo on the host": ({"schedule": "backward", "undo": "host", "clip": instep.ClipNorm(1e6)}, 1),
 }
 
 
@@ -175,7 +175,7 @@ def test_a_scaler(optimizer: str, way: str) -> None:
 def test_a_scaler_in_a_loop_that_does_not_unscale(optimizer: str) -> None:
     """A fused kernel takes the scale off by itself: whether as it was taken off in backward is asked, too."""
     scalers = [torch.amp.GradScaler("emu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
-    options = {"undo": True, "scaler": scalers[1]}
+    options = {"schedule": "backward", "undo": True, "scaler": scalers[1]}
     how = {"optimizers": optimizer, "scaler": scalers[1], "unscales": False}
     require_waits(options, 5 if optimizer == "fused" else 1, {"scaler": scalers[0]}, **how)
 
@@ -199,7 +199,7 @@ def test_whether_gradients_are_finite_is_asked_once(model: str, way: str, policy
 
 
 def test_whether_gradients_are_finite_is_asked_for_each_bucket_in_backward() -> None:
-    log, buckets = regular_steps({"nonfinite": "raise"})
+    log, buckets = regular_steps({"schedule": "backward", "nonfinite": "raise"})
     assert buckets > 1
     assert len(log.host_waits) == STEPS * buckets
 
@@ -263,7 +263,7 @@ def _ranks_body(wrapper: str, options: Mapping[str, Any] | None, fused: bool, fi
 OF_RANKS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     **{f"{wrapper}, {way}": (wrapper, WAYS[way]) for wrapper in WRAPPERS for way in WAYS},
     "ddp, clipped": ("ddp", {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(CLIP)}),
-    "ddp, clipped in two passes": ("ddp", {"clip": instep.ClipNorm(CLIP, mode="two_pass")}),
+    "ddp, clipped in two passes": ("ddp", {"schedule": "backward", "clip": instep.ClipNorm(CLIP, mode="two_pass")}),
     "fsdp2, clipped": ("fsdp2", {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(CLIP)}),
 }
 
@@ -288,7 +288,7 @@ def test_ranks_vote_behind_one_wait(two_emulated_ranks: RankPool, wrapper: str, 
 @pytest.mark.parametrize("schedule", ["backward", "forward"])
 def test_divided_state(two_emulated_ranks: RankPool, schedule: str) -> None:
     """It is asked whether what was sent has arrived and may be freed; nobody waits."""
-    options = {"schedule": schedule, "shard_state": True}
+    options = {"schedule": schedule, "defer": schedule == "forward", "shard_state": True}
     for waits, queries in two_emulated_ranks.run(_ranks_body, "ddp", options, False, 3, 6):
         assert waits == []
         assert all("state_shards.py" in query for query in queries), "\n".join(queries)

@@ -94,9 +94,9 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {"towers": Towers, "branch": Bra
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     **WAYS,
     "forward, clipped": {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(1e6)},
-    "undo, clipped": {"undo": True, "clip": instep.ClipNorm(1e6)},
-    "backward, finite": {"nonfinite": "raise"},
-    "in two passes": {"clip": instep.ClipNorm(1e6, mode="two_pass")},
+    "undo, clipped": {"schedule": "backward", "undo": True, "clip": instep.ClipNorm(1e6)},
+    "backward, finite": {"schedule": "backward", "nonfinite": "raise"},
+    "in two passes": {"schedule": "backward", "clip": instep.ClipNorm(1e6, mode="two_pass")},
 }
 
 
@@ -189,7 +189,9 @@ def test_weights_read_on_a_stream_that_is_joined_after_backward(
 
 
 def replicated(schedule: str) -> None:
-    compare(lambda: instep.replicate(Towers()), LOOPS["one stream"], {"schedule": schedule})
+    compare(
+        lambda: instep.replicate(Towers()), LOOPS["one stream"], {"schedule": schedule, "defer": schedule == "forward"}
+    )
 
 
 @pytest.mark.parametrize("schedule", ["backward", "forward"])

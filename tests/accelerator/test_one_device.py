@@ -72,10 +72,10 @@ def test_two_devices(way: str, happening: str) -> None:
 
 CLIPS: Mapping[str, Mapping[str, Any]] = {
     "forward": {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(CLIP)},
-    "two passes": {"clip": instep.ClipNorm(CLIP, mode="two_pass")},
-    "undo": {"undo": True, "clip": instep.ClipNorm(CLIP)},
-    "undo on the host": {"undo": "host", "clip": instep.ClipNorm(CLIP)},
-    "undo, and nothing to clip": {"undo": True, "clip": instep.ClipNorm(1e6)},
+    "two passes": {"schedule": "backward", "clip": instep.ClipNorm(CLIP, mode="two_pass")},
+    "undo": {"schedule": "backward", "undo": True, "clip": instep.ClipNorm(CLIP)},
+    "undo on the host": {"schedule": "backward", "undo": "host", "clip": instep.ClipNorm(CLIP)},
+    "undo, and nothing to clip": {"schedule": "backward", "undo": True, "clip": instep.ClipNorm(1e6)},
 }
 
 

@@ -168,7 +168,7 @@ def test_put_back_by_another_stream(undo: Any) -> None:
             program.first.wait_stream(program.second)
             program.step()
 
-    compare({"undo": undo}, body)
+    compare({"schedule": "backward", "undo": undo}, body)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -219,7 +219,7 @@ def test_put_back_in_a_backward_that_another_stream_has_called() -> None:
             program.first.wait_stream(program.second)
 
     scalers = [torch.amp.GradScaler("emu", init_scale=2.0**4)]
-    compare({"undo": True, "scaler": scalers[0]}, body, SparseFirst)
+    compare({"schedule": "backward", "undo": True, "scaler": scalers[0]}, body, SparseFirst)
 
 
 def test_the_optimizer_is_gone_before_weights_are_read() -> None:
@@ -238,7 +238,7 @@ def test_the_optimizer_is_gone_before_weights_are_read() -> None:
 def test_backward_does_not_wait_for_the_latest_bucket() -> None:
     """Each bucket is waited for when the next one has been stepped, and the last one where backward ends."""
     with torch.device("emu"), recorded() as log:
-        program = Program({}, layers())
+        program = Program({"schedule": "backward"}, layers())
         program.learn(0)
         program.overlap.detach()
     stepped: dict[str, int] = {}  # by event: how many kernels of the side stream it holds
@@ -268,7 +268,7 @@ def test_a_backward_that_raised_is_waited_for() -> None:
         raise KeyError
 
     with torch.device("emu"):
-        program = Program({}, layers())
+        program = Program({"schedule": "backward"}, layers())
         next(program.model.parameters()).register_hook(stop)
         with pytest.raises(KeyError):
             program.backward(program.loss(0))
@@ -284,7 +284,7 @@ def test_a_backward_that_raised_keeps_no_gradient() -> None:
         raise KeyError
 
     with torch.device("emu"):
-        program = Program({}, layers())
+        program = Program({"schedule": "backward"}, layers())
         next(program.model.parameters()).register_hook(stop)
         gc.collect()
         before = emu().memory_allocated()

@@ -79,11 +79,11 @@ SOURCES: Mapping[str, tuple[Wrap, Mapping[str, Mapping[str, Any]]]] = {
     "crossing": (ddp, {"forward": {**FORWARD, "cross_iteration": True}}),
     "shard_state": (
         ddp,
-        {"backward": {"shard_state": True}, "forward": {**FORWARD, "shard_state": True}},
+        {"backward": {"schedule": "backward", "shard_state": True}, "forward": {**FORWARD, "shard_state": True}},
     ),
     "shard_state, copies": (
         lambda model: ddp(model, gradient_as_bucket_view=False),
-        {"backward": {"shard_state": True}, "forward": {**FORWARD, "shard_state": True}},
+        {"backward": {"schedule": "backward", "shard_state": True}, "forward": {**FORWARD, "shard_state": True}},
     ),
     "replicate": (lambda model: instep.replicate(model, bucket_cap_mb=0.004), WAYS),
     "fsdp2": (sharded, WAYS),

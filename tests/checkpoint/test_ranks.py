@@ -143,23 +143,24 @@ def resumed(kind: str, optimizer: str, options: Way, directory: str) -> None:
     close(first, then)
 
 
-ZERO = {"shard_state": True}
+BACKWARD = {"schedule": "backward"}
+ZERO = {**BACKWARD, "shard_state": True}
 RESUMED: list[tuple[str, str, Way]] = [
     ("ddp", "adamw", None),
-    ("ddp", "adamw", {}),
+    ("ddp", "adamw", BACKWARD),
     ("ddp", "adafactor", {"schedule": "forward", "defer": True}),
-    ("ddp", "adamw", {"undo": True}),
-    ("replicate", "adamw", {}),
+    ("ddp", "adamw", {"schedule": "backward", "undo": True}),
+    ("replicate", "adamw", BACKWARD),
     ("fsdp2", "adamw", None),
-    ("fsdp2", "adamw", {}),
+    ("fsdp2", "adamw", BACKWARD),
     ("fsdp2", "row-scaled", {"schedule": "forward", "defer": True}),
     ("fsdp2", "row-scaled", None),
-    ("fsdp2", "adamw", {"undo": True}),
+    ("fsdp2", "adamw", {"schedule": "backward", "undo": True}),
     ("ddp", "for-loop", ZERO),
     ("ddp", "adafactor", ZERO),
     ("ddp", "for-loop", {**ZERO, "schedule": "forward", "defer": True}),
     ("tp", "for-loop", None),
-    ("tp", "for-loop", {}),
+    ("tp", "for-loop", BACKWARD),
 ]
 
 
@@ -169,7 +170,7 @@ def test_resumed_training(two_ranks: RankPool, tmp_path: Path, kind: str, optimi
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("options", [None, {}], ids=str)
+@pytest.mark.parametrize("options", [None, BACKWARD], ids=str)
 def test_resumed_training_on_a_mesh_of_two_dimensions(four_ranks: RankPool, tmp_path: Path, options: Way) -> None:
     four_ranks.run(resumed, "hsdp", "adamw", options, str(tmp_path))
     assert sorted(p.name for p in next(tmp_path.iterdir()).iterdir()) == [
@@ -223,12 +224,12 @@ def test_saved_by_two_and_loaded_by_other_numbers(
     two_ranks: RankPool, three_ranks: RankPool, four_ranks: RankPool, tmp_path: Path, optimizer: str
 ) -> None:
     expected = str(tmp_path / "expected")
-    two_ranks.run(saved, "fsdp2", optimizer, {}, str(tmp_path), expected)
+    two_ranks.run(saved, "fsdp2", optimizer, BACKWARD, str(tmp_path), expected)
     alone(optimizer, str(tmp_path), expected, 2)
-    three_ranks.run(loaded, "fsdp2", optimizer, {}, str(tmp_path), expected, 2)
+    three_ranks.run(loaded, "fsdp2", optimizer, BACKWARD, str(tmp_path), expected, 2)
     three_ranks.run(loaded, "ddp", optimizer, None, str(tmp_path), expected, 2)
     four_ranks.run(loaded, "fsdp2", optimizer, None, str(tmp_path), expected, 2)
-    four_ranks.run(loaded, "hsdp", optimizer, {}, str(tmp_path), expected, 2)
+    four_ranks.run(loaded, "hsdp", optimizer, BACKWARD, str(tmp_path), expected, 2)
     two_ranks.run(loaded, "ddp", optimizer, ZERO, str(tmp_path), expected, 2)
 
 
@@ -241,7 +242,7 @@ def test_shard_state_to_other_numbers(
     alone(optimizer, str(tmp_path), expected, 3)
     two_ranks.run(loaded, "ddp", optimizer, ZERO, str(tmp_path), expected, 3)
     if optimizer != "adafactor":  # torch's does not run on DTensors
-        three_ranks.run(loaded, "fsdp2", optimizer, {}, str(tmp_path), expected, 3)
+        three_ranks.run(loaded, "fsdp2", optimizer, BACKWARD, str(tmp_path), expected, 3)
 
 
 def test_two_dimensions_to_one_and_back(two_ranks: RankPool, four_ranks: RankPool, tmp_path: Path) -> None:
@@ -249,7 +250,7 @@ def test_two_dimensions_to_one_and_back(two_ranks: RankPool, four_ranks: RankPoo
     four_ranks.run(saved, "hsdp", "for-loop", None, str(tmp_path), expected)
     alone("for-loop", str(tmp_path), expected, 4)
     two_ranks.run(loaded, "tp", "for-loop", None, str(tmp_path), expected, 4)
-    two_ranks.run(saved, "tp", "for-loop", {}, str(tmp_path / "tp"), expected)
+    two_ranks.run(saved, "tp", "for-loop", BACKWARD, str(tmp_path / "tp"), expected)
     four_ranks.run(loaded, "hsdp", "for-loop", None, str(tmp_path / "tp"), expected, 2)
 
 
@@ -259,7 +260,7 @@ def test_from_one_process_to_shards(three_ranks: RankPool, tmp_path: Path) -> No
         learn(loop, range(2), "bare")
         instep.save(tmp_path / optimizer, loop.model, loop.optimizer, step=2, extra=0)
         torch.save(full(loop), tmp_path / "expected")
-        three_ranks.run(loaded, "fsdp2", optimizer, {}, str(tmp_path / optimizer), str(tmp_path / "expected"), 1)
+        three_ranks.run(loaded, "fsdp2", optimizer, BACKWARD, str(tmp_path / optimizer), str(tmp_path / "expected"), 1)
 
 
 # What goes wrong on one rank.
@@ -267,7 +268,7 @@ def test_from_one_process_to_shards(three_ranks: RankPool, tmp_path: Path) -> No
 
 def fails_on_one(directory: str, what: str) -> None:
     rank = dist.get_rank()
-    loop = build("fsdp2", options={})
+    loop = build("fsdp2", options=BACKWARD)
     learn(loop, range(2))
     instep.save(directory, loop.model, loop.optimizer)
     learn(loop, range(2, 3))
@@ -295,7 +296,7 @@ def test_a_full_disk_of_one_rank(two_ranks: RankPool, tmp_path: Path, what: str)
 def refused_together(directory: str) -> None:
     """Each on all ranks, and without waiting for anybody."""
     rank = dist.get_rank()
-    loop = build("ddp", options={})
+    loop = build("ddp", options=BACKWARD)
     model, optimizer = loop.model, loop.optimizer
     with pytest.raises(CheckpointError, match="'step' is 0 on the one and 1 on the other"):
         instep.save(directory, model, optimizer, step=rank)

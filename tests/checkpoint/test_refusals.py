@@ -22,7 +22,7 @@ NOTHING: Any = None
 
 
 def test_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    each: tuple[dict[str, Any], ...] = ({}, {"undo": True})
+    each: tuple[dict[str, Any], ...] = ({"schedule": "backward"}, {"schedule": "backward", "undo": True})
     for options in each:
         loop = made()
         with instep.attach(*loop, **options) as overlap:
@@ -76,7 +76,7 @@ def test_a_torn_step(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "forward", "defer": True}], ids=str)
+@pytest.mark.parametrize("options", [{"schedule": "backward"}, {"schedule": "forward", "defer": True}], ids=str)
 def test_a_step_that_raised(tmp_path: Path, options: Any) -> None:
     """Half of the update was written: it shows when the save waits for it, if not before."""
     loop = made(lambda model: torch.optim.SGD(two_groups(model), lr=0.1, momentum=0.9, foreach=False))
@@ -93,7 +93,7 @@ def test_a_step_that_raised(tmp_path: Path, options: Any) -> None:
 
 
 def test_between_micro_batches(tmp_path: Path) -> None:
-    each: tuple[dict[str, Any], ...] = ({}, {"accumulation_steps": 2})
+    each: tuple[dict[str, Any], ...] = ({"schedule": "backward"}, {"schedule": "backward", "accumulation_steps": 2})
     for options in each:
         loop = made()
         with instep.attach(*loop, **options) as overlap:

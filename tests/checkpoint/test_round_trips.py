@@ -19,10 +19,11 @@ from tests.checkpoint.loops import adamw, everything, learn, load_from, loss_of,
 from tests.late import late_updates
 
 CASES = {case[0]: case for case in optimizer_cases()}
+BACKWARD = {"schedule": "backward"}
 WAYS: Mapping[str, Mapping[str, Any]] = {
-    "backward": {"schedule": "backward"},
+    "backward": BACKWARD,
     "forward": {"schedule": "forward", "defer": True},
-    "undo": {"undo": True},
+    "undo": {"schedule": "backward", "undo": True},
 }
 
 
@@ -67,7 +68,7 @@ def test_every_way(tmp_path: Path, way: str, name: str) -> None:
 
 def test_optimi(tmp_path: Path) -> None:
     optimi = pytest.importorskip("optimi")
-    resumed(tmp_path, lambda model: optimi.Lion(two_groups(model), lr=1e-3), {})
+    resumed(tmp_path, lambda model: optimi.Lion(two_groups(model), lr=1e-3), BACKWARD)
 
 
 def test_schedule_free(tmp_path: Path) -> None:
@@ -78,7 +79,7 @@ def test_schedule_free(tmp_path: Path) -> None:
         optimizer.train()
         return optimizer
 
-    resumed(tmp_path, make, {})
+    resumed(tmp_path, make, BACKWARD)
 
 
 def test_lbfgs_with_its_history(tmp_path: Path) -> None:
@@ -239,7 +240,7 @@ def test_updates_that_are_still_due(tmp_path: Path) -> None:
 
 
 def test_the_norm_that_the_next_step_clips_by(tmp_path: Path) -> None:
-    resumed(tmp_path, adamw, {"clip": instep.ClipNorm(1e-3, mode="previous_norm")})
+    resumed(tmp_path, adamw, {**BACKWARD, "clip": instep.ClipNorm(1e-3, mode="previous_norm")})
 
 
 def test_extra(tmp_path: Path) -> None:
@@ -296,7 +297,7 @@ def test_tensor_learning_rates(tmp_path: Path) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
 
-    resumed(tmp_path, make, {})
+    resumed(tmp_path, make, BACKWARD)
 
 
 def test_a_value_that_the_checkpoint_lacks_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -353,7 +354,7 @@ def test_after_a_torn_or_open_step(tmp_path: Path) -> None:
         loss_of(loop[0](batch(3)[0]), batch(3)[1]).backward()  # and no step
         assert load_from(tmp_path, *loop).step == overlap.step_count == 2
         assert all(p.grad is None for p in loop[0].parameters())
-        if not options:
+        if options == BACKWARD:
             broken = loop[0].blocks[1].register_full_backward_pre_hook(interrupt)
             with pytest.raises(KeyboardInterrupt):
                 loss_of(loop[0](batch(3)[0]), batch(3)[1]).backward()

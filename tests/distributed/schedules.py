@@ -25,9 +25,9 @@ OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward", "defer": True},
-    "undo": {"undo": True},
-    "undo on the host": {"undo": "host"},
-    "two_pass": {},
+    "undo": {"schedule": "backward", "undo": True},
+    "undo on the host": {"schedule": "backward", "undo": "host"},
+    "two_pass": {"schedule": "backward"},
 }
 
 

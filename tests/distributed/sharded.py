@@ -32,7 +32,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward", "defer": True},
     "late": {"schedule": "forward", "defer": True},  # no update runs before somebody waits for it
-    "undo": {"undo": True},
+    "undo": {"schedule": "backward", "undo": True},
 }
 
 

@@ -21,8 +21,8 @@ from tests.parity.changes import LATE, MetTheOdd, Odd
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward", "defer": True},
-    "undo": {"undo": True},
-    "host": {"undo": "host"},
+    "undo": {"schedule": "backward", "undo": True},
+    "host": {"schedule": "backward", "undo": "host"},
 }
 
 

@@ -16,7 +16,7 @@ from tests.distributed.pool import RankPool
 
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
-    "undo": {"undo": True},
+    "undo": {"schedule": "backward", "undo": True},
     "forward": {"schedule": "forward", "defer": True},
     "crossing": {"schedule": "forward", "defer": True, "cross_iteration": True},
 }
@@ -101,7 +101,7 @@ def test_a_compiled_step(two_ranks: RankPool, way: str, how: str) -> None:
 
 
 def body_refused(how: str) -> str:
-    loop = Loop(how, {})
+    loop = Loop(how, WAYS["backward"])
     assert loop.overlap is not None
     with pytest.raises(UnsupportedOptimizerError, match=r"AdamW\.step\(\) was compiled"):
         loop.step(0)

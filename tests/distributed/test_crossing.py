@@ -559,7 +559,7 @@ def test_a_backward_that_raises_on_all_ranks(brief: RankPool) -> None:
 @pytest.mark.parametrize(
     ("options", "ddp", "match"),
     [
-        ({"schedule": "backward"}, {}, "schedule='forward'"),
+        ({"schedule": "backward", "defer": False}, {}, "schedule='forward'"),
         ({"clip": instep.ClipNorm(1.0)}, {}, "clip="),
         ({"nonfinite": "skip"}, {}, "nonfinite="),
         ({"comm_hook": (None, send_as)}, {}, "comm_hook"),

@@ -28,7 +28,7 @@ from tests.parity.changes import (
     through_data,
 )
 
-EXACT: list[dict[str, Any]] = [{"undo": True}, {"schedule": "forward", "defer": True}]
+EXACT: list[dict[str, Any]] = [{"schedule": "backward", "undo": True}, {"schedule": "forward", "defer": True}]
 
 
 def made(optimizer: Any) -> tuple[Any, Any]:

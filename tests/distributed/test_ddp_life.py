@@ -416,7 +416,7 @@ def body_cleared_after_the_forward(options: dict[str, Any], view: bool) -> str |
 CLEARED_LATE: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward", "defer": True},
-    "undo": {"undo": True},
+    "undo": {"schedule": "backward", "undo": True},
     "crossing": {"schedule": "forward", "defer": True, "cross_iteration": True},
 }
 
@@ -430,5 +430,5 @@ def test_gradients_cleared_after_the_forward(three_ranks: RankPool, how: str, vi
 
 @pytest.mark.parametrize("schedule", ["backward", "forward"])
 def test_gradients_cleared_after_the_forward_of_divided_state(two_ranks: RankPool, schedule: str) -> None:
-    options = {"schedule": schedule, "shard_state": True}
+    options = {"schedule": schedule, "defer": schedule == "forward", "shard_state": True}
     assert two_ranks.run(body_cleared_after_the_forward, options, True) == [None] * 2

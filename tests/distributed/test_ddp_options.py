@@ -89,11 +89,11 @@ def in_a_way(option: dict[str, Any], view: bool, way: dict[str, Any], zeros: boo
 @pytest.mark.parametrize(
     ("way", "zeros"),
     [
-        ({}, False),
+        ({"schedule": "backward"}, False),
         ({"schedule": "forward", "defer": True}, False),
-        ({"undo": True}, False),
-        ({"undo": "host"}, False),
-        ({"undo": True}, True),  # gradients that are kept in DDP's buckets
+        ({"schedule": "backward", "undo": True}, False),
+        ({"schedule": "backward", "undo": "host"}, False),
+        ({"schedule": "backward", "undo": True}, True),  # gradients that are kept in DDP's buckets
     ],
 )
 def test_each_way(three_ranks: RankPool, option: dict[str, Any], view: bool, way: dict[str, Any], zeros: bool) -> None:
@@ -104,9 +104,9 @@ def detached(option: dict[str, Any], view: bool) -> None:
     """The hook that stays computes the mean, and must do so as DDP does."""
     if view and option.get("lazy_bucket_allocation"):
         with pytest.raises(AttachError, match="lazy_bucket_allocation=True, gradient_as_bucket_view=True"):
-            Pair({**option, "gradient_as_bucket_view": view}, shard_state=True)
+            Pair({**option, "gradient_as_bucket_view": view}, schedule="backward", shard_state=True)
         return
-    pair = Pair({**option, "gradient_as_bucket_view": view}, shard_state=True)
+    pair = Pair({**option, "gradient_as_bucket_view": view}, schedule="backward", shard_state=True)
     pair.overlap.detach()
     pair.overlap = instep.attach(pair.models[1], pair.optimizers[1], schedule="forward", defer=True)
     pair.require_equal(4)
@@ -178,8 +178,8 @@ def test_finalized_by_hand(two_ranks: RankPool, view: bool) -> None:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
-    "undo": {"undo": True},
-    "shard_state": {"shard_state": True},
+    "undo": {"schedule": "backward", "undo": True},
+    "shard_state": {"schedule": "backward", "shard_state": True},
     "shard_state, forward": {"shard_state": True, "schedule": "forward", "defer": True},
     "cross_iteration": {"cross_iteration": True, "schedule": "forward", "defer": True},
     "comm_hook, forward": {"comm_hook": (None, allreduce_hook), "schedule": "forward", "defer": True},

@@ -66,7 +66,12 @@ class Loop:
 
 
 def body(kind: str, held_by: str) -> str | None:
-    options: dict[str, Any] = {"clip": instep.ClipNorm(MAX_NORM), "undo": True, "nonfinite": "skip"}
+    options: dict[str, Any] = {
+        "schedule": "backward",
+        "clip": instep.ClipNorm(MAX_NORM),
+        "undo": True,
+        "nonfinite": "skip",
+    }
     if held_by == "accumulation_steps":
         options["accumulation_steps"] = MICRO
     with patch.dict("os.environ", INSTEP_DISABLE="1"):

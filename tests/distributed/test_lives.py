@@ -32,13 +32,13 @@ def fsdp2(model: Any) -> nn.Module:
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": ddp, "replicate": replicated, "fsdp2": fsdp2}
 OPTIONS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
-    "undo": {"undo": True},
+    "undo": {"schedule": "backward", "undo": True},
     "forward": {"schedule": "forward", "defer": True},
     "clipped": {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(1.0)},
     "cross_iteration": {"schedule": "forward", "defer": True, "cross_iteration": True},
-    "shard_state": {"shard_state": True},
+    "shard_state": {"schedule": "backward", "shard_state": True},
     "shard_state forward": {"shard_state": True, "schedule": "forward", "defer": True},
-    "comm_hook": {"comm_hook": None},
+    "comm_hook": {"schedule": "backward", "comm_hook": None},
 }
 CASES = [
     (wrapper, way)

@@ -343,7 +343,7 @@ def refused_under_ddp() -> list[str]:
         with own_precision.constructor():
             ddp = DistributedDataParallel(Blocks(), **options)
         with pytest.raises(AttachError) as caught:
-            instep.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), **kwargs)
+            instep.attach(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), schedule="backward", **kwargs)
         texts.append(str(caught.value))
     return texts
 

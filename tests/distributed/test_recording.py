@@ -20,7 +20,7 @@ HOW: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward", "defer": True},
     "crossing": {"schedule": "forward", "defer": True, "cross_iteration": True},
-    "zero": {"shard_state": True},
+    "zero": {"schedule": "backward", "shard_state": True},
 }
 
 

@@ -35,7 +35,7 @@ CAP = 0.004
 OPTIONS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward", "defer": True},
-    "undo": {"undo": True},
+    "undo": {"schedule": "backward", "undo": True},
 }
 
 
@@ -106,7 +106,7 @@ FEW = 3 + 2 + 0.5
 
 
 def test_gradient_memory_is_that_of_a_few_buckets(two_ranks: RankPool) -> None:
-    for peaks in two_ranks.run(body_memory, "replicated", deep, {}):
+    for peaks in two_ranks.run(body_memory, "replicated", deep, OPTIONS["backward"]):
         assert all(2.5 < peak < FEW for peak in peaks), peaks
 
 
@@ -125,7 +125,7 @@ def test_gradient_memory_where_gradients_stay(two_ranks: RankPool, kind: str, at
 
 
 def test_what_nobody_uses_does_not_keep_the_rest_waiting(two_ranks: RankPool) -> None:
-    for first, *later in two_ranks.run(body_memory, "replicated", SkipsSome, {}):
+    for first, *later in two_ranks.run(body_memory, "replicated", SkipsSome, OPTIONS["backward"]):
         assert first > 6  # nobody knew yet
         assert all(peak < FEW + 1 for peak in later), later
 

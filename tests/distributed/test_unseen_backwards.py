@@ -30,13 +30,13 @@ def adamw(model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
 
 
 SOURCES: Mapping[str, tuple[Callable[[nn.Module], nn.Module], Mapping[str, Any]]] = {
-    "ddp": (ddp, {}),
-    "undo": (ddp, {"undo": True}),
+    "ddp": (ddp, {"schedule": "backward"}),
+    "undo": (ddp, {"schedule": "backward", "undo": True}),
     "forward": (ddp, {"schedule": "forward", "defer": True}),
     "crossing": (ddp, {"schedule": "forward", "defer": True, "cross_iteration": True}),
-    "replicate": (instep.replicate, {}),
+    "replicate": (instep.replicate, {"schedule": "backward"}),
     "replicate, forward": (instep.replicate, {"schedule": "forward", "defer": True}),
-    "shard_state": (ddp, {"shard_state": True}),
+    "shard_state": (ddp, {"schedule": "backward", "shard_state": True}),
     "shard_state, forward": (ddp, {"shard_state": True, "schedule": "forward", "defer": True}),
 }
 EXACT = [name for name in SOURCES if "undo" in name or "forward" in name or "crossing" in name]
@@ -136,7 +136,7 @@ def _reduced_never(schedule: str, how: str) -> None:
     torch.manual_seed(0)
     model: Any = ddp(Keeps("none" if how == "unseen" else "named tuple"))
     optimizer = adamw(model)
-    overlap = instep.attach(model, optimizer, schedule=schedule, shard_state=True)
+    overlap = instep.attach(model, optimizer, schedule=schedule, defer=schedule == "forward", shard_state=True)
     loop = Loop(model, optimizer)
 
     def iteration(i: int, *, reduced: bool) -> None:

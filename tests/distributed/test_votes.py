@@ -185,7 +185,7 @@ def test_a_step_that_one_rank_leaves_out(two_ranks: RankPool, way: str) -> None:
 def attached_in_other_ways() -> str:
     model, optimizer = make()
     options: dict[str, Any] = [{}, {"nonfinite": "raise"}][dist.get_rank()]
-    with instep.attach(model, optimizer, **options) as overlap:
+    with instep.attach(model, optimizer, schedule="backward", **options) as overlap:
 
         def once() -> None:
             train(model, optimizer, range(1))

@@ -82,7 +82,7 @@ def _begun(source: str, way: str, directory: str) -> tuple[Loop, list[torch.Tens
     torch.manual_seed(0)
     model = wrap(Blocks())
     loop = Alike(model, torch.optim.AdamW(two_groups(model), lr=1e-2))
-    loop.overlap = instep.attach(model, loop.optimizer, **options)
+    loop.overlap = instep.attach(model, loop.optimizer, schedule="backward", **options)
     for i in range(2):
         loop.learn(i)
     if way == "load":
@@ -169,7 +169,7 @@ def _tear_one_rank(source: str) -> None:
     torch.manual_seed(0)
     model = wrap(Blocks())
     loop = Loop(model, torch.optim.AdamW(two_groups(model), lr=1e-2))
-    overlap = instep.attach(model, loop.optimizer, **options)
+    overlap = instep.attach(model, loop.optimizer, schedule="backward", **options)
     loop.learn(0)
     if dist.get_rank() == 1:
         with pytest.raises(ValueError, match="the update failed"), torn():

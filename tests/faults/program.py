@@ -97,7 +97,7 @@ def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def options(case: Case) -> dict[str, Any]:
     """What ``instep.attach`` is given."""
-    chosen: dict[str, Any] = {"undo": case.way == "undo"}
+    chosen: dict[str, Any] = {"schedule": "backward", "undo": case.way == "undo"}
     if case.way in ("forward", "crossing"):
         chosen = {"schedule": "forward", "defer": True, "cross_iteration": case.way == "crossing"}
     if case.source == "local":

@@ -17,7 +17,7 @@ from tests.cases import Blocks
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward", "defer": True},
-    "undo": {"undo": True},
+    "undo": {"schedule": "backward", "undo": True},
 }
 BATCHES = 7
 

@@ -93,8 +93,8 @@ def require_same_log(plain: list[Entry], other: list[Entry]) -> None:
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "forward": {"schedule": "forward", "defer": True},
-    "undo": {"undo": True, "clip": ClipNorm(LIMIT)},
-    "undo, clipped by the loop": {"undo": True},
+    "undo": {"schedule": "backward", "undo": True, "clip": ClipNorm(LIMIT)},
+    "undo, clipped by the loop": {"schedule": "backward", "undo": True},
 }
 in_every_way = pytest.mark.parametrize("way", list(WAYS))
 on_one_and_two_ranks = pytest.mark.parametrize("world", [1, 2])
@@ -151,7 +151,7 @@ def test_checkpoints(tmp_path: Path, two_ranks: RankPool, way: str, world: int) 
 
 def steps_during_backward() -> None:
     """Without clipping: the plain ``schedule="backward"``."""
-    plain, other = Run(None), Run({})
+    plain, other = Run(None), Run({"schedule": "backward"})
     plain.clips = other.clips = False
     for run in (plain, other):
         for inputs, labels in run.loader:
@@ -199,7 +199,7 @@ def test_mistakes() -> None:
         instep.attach(run.model, run.optimizer, schedule="backward")
     with pytest.raises(AttachError, match="two_pass"):
         instep.attach(run.model, run.optimizer.optimizer, clip=ClipNorm(LIMIT), schedule="backward")
-    run = Run({})
+    run = Run({"schedule": "backward"})
     with pytest.raises(SpentGradientError):
         run.epoch()
     run.close()

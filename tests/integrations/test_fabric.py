@@ -101,7 +101,7 @@ def test_clip_gradients(way: str) -> None:
 
 def test_clip_gradients_meets_spent_gradients_in_backward() -> None:
     with pytest.raises(SpentGradientError, match="schedule='forward'"):
-        loop(one_device(), {}, limit=0.5)
+        loop(one_device(), WAYS["backward"], limit=0.5)
 
 
 @ways

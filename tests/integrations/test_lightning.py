@@ -113,7 +113,7 @@ class SpentBy(Classifier):
 @pytest.mark.parametrize("batches", [BATCHES, 5])
 def test_the_last_backward_of_each_window_steps(batches: int) -> None:
     """Also of a window that is shorter."""
-    _, model = fit({}, SpentBy, accumulate_grad_batches=3, limit_train_batches=batches)
+    _, model = fit(WAYS["backward"], SpentBy, accumulate_grad_batches=3, limit_train_batches=batches)
     assert model.spent == 2 * [i % 3 == 2 or i == batches - 1 for i in range(batches)]
 
 
@@ -230,7 +230,7 @@ def test_hooks_that_use_gradients(way: str) -> None:
 
 def test_hooks_that_use_gradients_meet_spent_ones_in_backward() -> None:
     with pytest.raises(SpentGradientError, match="Between backward"):
-        fit({}, LogsNorms)
+        fit(WAYS["backward"], LogsNorms)
 
 
 class Wrapped(Classifier):
@@ -431,7 +431,7 @@ def test_an_error_leaves_the_weights_of_the_trainer_without_instep(where: str, t
 def test_an_error_amid_a_step_leaves_nothing_that_could_be_saved(where: str, tmp_path: Path) -> None:
     fit(None, callbacks=saving(tmp_path))
     wanted = left_by(*fit(None, ckpt_path=saved_at(tmp_path, 2)))
-    trainer = trainer_of({"bucket_bytes": 1000}, [])
+    trainer = trainer_of({**WAYS["backward"], "bucket_bytes": 1000}, [])
     pl.seed_everything(0, verbose=False)
     model = stopping(where)()
     with pytest.raises(StopError):
@@ -453,12 +453,12 @@ def test_an_error_amid_a_step_leaves_nothing_that_could_be_saved(where: str, tmp
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "clipping by norm": (
-        {},
+        WAYS["backward"],
         {"gradient_clip_val": 1.0},
         r"schedule='forward'\), or InstepCallback\(clip=instep.ClipNorm\(1.0\), undo=True",
     ),
     "clipping by value": (
-        {},
+        WAYS["backward"],
         {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
         r"InstepCallback\(clip=instep.ClipValue\(1.0\)\) in place of gradient_clip_val",
     ),
@@ -468,12 +468,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "Leave one of them out",
     ),
     "two passes": (
-        {"clip": instep.ClipNorm(1.0, mode="two_pass")},
+        {**WAYS["backward"], "clip": instep.ClipNorm(1.0, mode="two_pass")},
         {},
         r"Lightning runs it once. Use InstepCallback\(schedule='forward'\)",
     ),
     "a loss scale": (
-        {},
+        WAYS["backward"],
         {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]},
         r"InstepCallback\(schedule='forward'\) or InstepCallback\(undo=True\), or precision='bf16-mixed'",
     ),
@@ -484,7 +484,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "an option of attach": ({"schedule": "sideways"}, {}, "it is 'backward' or 'forward'"),
     "a step left out": (
-        {"nonfinite": "skip"},
+        {**WAYS["backward"], "nonfinite": "skip"},
         {},
         "Use schedule='forward', or undo=True",
     ),
@@ -499,22 +499,22 @@ def test_what_does_not_go_together_is_refused_with_what_does() -> None:
 
 def test_other_strategies_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP's and DeepSpeed's need a GPU to be built at all."""
-    trainer = trainer_of({}, [])
+    trainer = trainer_of(WAYS["backward"], [])
 
     class FSDPStrategy:
         pass
 
     monkeypatch.setattr(pl.Trainer, "strategy", FSDPStrategy())
     with pytest.raises(AttachError, match=r"FSDPStrategy is not supported by InstepCallback.*ModelParallelStrategy"):
-        InstepCallback().setup(trainer, Classifier(), "fit")
+        InstepCallback(schedule="backward").setup(trainer, Classifier(), "fit")
 
 
 def test_micro_batches_of_a_sharded_model_are_refused_in_backward() -> None:
-    trainer = trainer_of({}, [], strategy=ModelParallelStrategy(), accumulate_grad_batches=2)
+    trainer = trainer_of(WAYS["backward"], [], strategy=ModelParallelStrategy(), accumulate_grad_batches=2)
     for options in (WAYS["forward"], WAYS["undo"]):
         InstepCallback(**options).setup(trainer, Classifier(), "fit")
     with pytest.raises(AttachError, match=r"accumulate_grad_batches=2: .* Use InstepCallback\(schedule='forward'\)"):
-        InstepCallback().setup(trainer, Classifier(), "fit")
+        InstepCallback(schedule="backward").setup(trainer, Classifier(), "fit")
 
 
 def test_without_an_optimizer_that_it_can_attach() -> None:
@@ -523,12 +523,12 @@ def test_without_an_optimizer_that_it_can_attach() -> None:
             return torch.optim.LBFGS(self.parameters())
 
     with pytest.raises(UnsupportedOptimizerError, match="LBFGS cannot step during backward"):
-        fit({}, LBFGS)
+        fit(WAYS["backward"], LBFGS)
 
 
 def test_two_callbacks() -> None:
     with pytest.raises(AttachError, match="already attached"):
-        fit({}, callbacks=lambda: [InstepCallback()])
+        fit(WAYS["backward"], callbacks=lambda: [InstepCallback(schedule="backward")])
 
 
 def test_the_trainer_of_the_other_package() -> None:
@@ -536,7 +536,11 @@ def test_the_trainer_of_the_other_package() -> None:
     from pytorch_lightning.demos.boring_classes import BoringModel
 
     trainer = other.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[InstepCallback()]
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=[InstepCallback(schedule="backward")],
     )
     with pytest.raises(AttachError, match=r"import lightning.pytorch as pl` in place of `import pytorch_lightning"):
         trainer.fit(BoringModel())
@@ -607,7 +611,7 @@ def test_two_ranks_with_one_optimizer_by_hand(way: str, two_ranks: RankPool) -> 
 def _alternate_in_backward() -> None:
     strategy = DDPStrategy(process_group_backend="gloo", cluster_environment=PooledRanks(), find_unused_parameters=True)
     with pytest.raises(UncommittedStepError, match=r"between backward|has not been called since"):
-        fit({}, ClearsLate, strategy=strategy, devices=2)
+        fit(WAYS["backward"], ClearsLate, strategy=strategy, devices=2)
 
 
 class ClearsLate(Alternating):
@@ -625,7 +629,9 @@ def test_two_ranks_with_two_optimizers_in_turn_in_backward(two_ranks: RankPool) 
 
 @pytest.mark.parametrize("schedule", ["backward", "forward"])
 def test_two_ranks_share_the_state(schedule: str, two_ranks: RankPool) -> None:
-    two_ranks.run(_compare, {"schedule": schedule, "shard_state": True}, 2 * 4, VIEWS, {})
+    two_ranks.run(
+        _compare, {"schedule": schedule, "defer": schedule == "forward", "shard_state": True}, 2 * 4, VIEWS, {}
+    )
 
 
 def test_two_ranks_across_the_iteration(two_ranks: RankPool) -> None:
@@ -636,7 +642,7 @@ def _save_and_resume(directory: Path) -> None:
     def strategy() -> Any:
         return DDPStrategy(process_group_backend="gloo", cluster_environment=PooledRanks(), **VIEWS)
 
-    for options in ({}, {"schedule": "forward", "defer": True, "shard_state": True}):
+    for options in (WAYS["backward"], {"schedule": "forward", "defer": True, "shard_state": True}):
         mine, plain = directory / f"mine{len(options)}", directory / f"plain{len(options)}"
         fit(options, callbacks=saving(mine), strategy=strategy(), devices=2)
         fit(None, callbacks=saving(plain), strategy=strategy(), devices=2)

@@ -52,7 +52,7 @@ in_every_way = pytest.mark.parametrize("way", ["forward", "undo", "backward"])
 def callback(way: str, limit: float = LIMIT, world: int = 1) -> InstepCallback:
     bucket_bytes = SMALL if world == 1 else None  # DDP's buckets are given in SETTINGS
     if way == "forward":
-        return InstepCallback(bucket_bytes=bucket_bytes)
+        return InstepCallback(schedule="forward", defer=True, bucket_bytes=bucket_bytes)
     if way == "undo":
         return InstepCallback(schedule="backward", undo=True, bucket_bytes=bucket_bytes)
     clip = ClipNorm(limit, mode="two_pass") if limit else None
@@ -340,7 +340,7 @@ def test_a_loss_scale(tmp_path: Path) -> None:
     """``fp16`` needs an accelerator. What it does to a step does not: one in which the scaler finds infinity is left
     out."""
     found = []
-    for inside in (None, InstepCallback(bucket_bytes=SMALL)):
+    for inside in (None, InstepCallback(schedule="forward", defer=True, bucket_bytes=SMALL)):
         made = trainer(tmp_path, inside)
         made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2)
         made.train()
@@ -351,7 +351,12 @@ def test_a_loss_scale(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "limit"), [({"schedule": "backward"}, 0.0), ({}, 1.5), ({"schedule": "backward", "undo": True}, 1.5)]
+    ("options", "limit"),
+    [
+        ({"schedule": "backward"}, 0.0),
+        ({"schedule": "forward", "defer": True}, 1.5),
+        ({"schedule": "backward", "undo": True}, 1.5),
+    ],
 )
 def test_disabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], limit: float) -> None:
     """Gradients are clipped once: by the Trainer, or in its place."""

@@ -22,10 +22,13 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward", "defer": True},
     "late": {"schedule": "forward", "defer": True},  # no update runs before somebody waits for it
-    "undo": {"undo": True},
-    "two_pass": {"clip": instep.ClipNorm(CLIP, mode="two_pass")},
+    "undo": {"schedule": "backward", "undo": True},
+    "two_pass": {"schedule": "backward", "clip": instep.ClipNorm(CLIP, mode="two_pass")},
 }
-UNDO: dict[str, dict[str, Any]] = {"undo": {"undo": True}, "undo on the host": {"undo": "host"}}
+UNDO: dict[str, dict[str, Any]] = {
+    "undo": {"schedule": "backward", "undo": True},
+    "undo on the host": {"schedule": "backward", "undo": "host"},
+}
 EXACT = ("forward", "late", "undo")  # whatever the plain loop does
 in_every_way = pytest.mark.parametrize("way", list(WAYS))
 in_exact_ways = pytest.mark.parametrize("way", EXACT)

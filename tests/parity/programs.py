@@ -101,13 +101,13 @@ class Program:
 
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
-    "two_pass": {},
+    "two_pass": {"schedule": "backward"},
     "forward": {"schedule": "forward", "defer": True},
     "late": {"schedule": "forward", "defer": True},  # no update runs before somebody waits for it
     "crossing": {"schedule": "forward", "defer": True, "cross_iteration": True},
-    "shard_state": {"shard_state": True},
-    "undo": {"undo": True},
-    "undo on the host": {"undo": "host"},
+    "shard_state": {"schedule": "backward", "shard_state": True},
+    "undo": {"schedule": "backward", "undo": True},
+    "undo on the host": {"schedule": "backward", "undo": "host"},
 }
 SPENDING = ("backward", "two_pass", "shard_state")
 RIGHT = ("backward", "two_pass", "forward", "undo", "undo on the host")

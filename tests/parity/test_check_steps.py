@@ -21,7 +21,9 @@ from tests.parity.lockstep import CLIP, WAYS, Contender, in_every_way, in_exact_
 pytestmark = pytest.mark.timeout(600, method="signal")
 
 BUCKET = 2_000
-SCHEDULES = {name: options for name, options in WAYS.items() if name != "late"} | {"host": {"undo": "host"}}
+SCHEDULES = {name: options for name, options in WAYS.items() if name != "late"} | {
+    "host": {"schedule": "backward", "undo": "host"}
+}
 in_every_schedule = pytest.mark.parametrize("way", list(SCHEDULES))
 
 

@@ -184,10 +184,10 @@ def test_clip_norm_with_a_scheduler_and_frozen_layers(way: str) -> None:
     ("mode", "options"),
     [
         ("exact", {"schedule": "forward", "defer": True}),
-        ("exact", {"undo": True}),
-        ("two_pass", {}),
-        ("per_bucket", {}),
-        ("previous_norm", {}),
+        ("exact", {"schedule": "backward", "undo": True}),
+        ("two_pass", {"schedule": "backward"}),
+        ("per_bucket", {"schedule": "backward"}),
+        ("previous_norm", {"schedule": "backward"}),
     ],
 )
 def test_grad_norm_is_none_before_the_first_step(mode: Any, options: dict[str, Any]) -> None:
@@ -1182,7 +1182,7 @@ def test_what_does_not_go_together_is_refused_with_the_choices(case: str) -> Non
     model, optimizer = blocks()
     before = list(parameters_of(model))
     with pytest.raises(AttachError, match=message):
-        instep.attach(model, optimizer, **options)
+        instep.attach(model, optimizer, **{"schedule": "backward", **options})
     assert list(parameters_of(model)) == before
     assert instep.attached(model) is None
     assert not optimizer._optimizer_step_pre_hooks

@@ -124,7 +124,11 @@ class DecaysAllLater(torch.optim.Optimizer):
 
 @pytest.mark.parametrize(
     ("options", "right"),  # what is put off counts after step() has looked
-    [({}, LATER - 1), ({"undo": True}, LATER - 1), ({"schedule": "forward", "defer": True}, LATER)],
+    [
+        ({"schedule": "backward"}, LATER - 1),
+        ({"schedule": "backward", "undo": True}, LATER - 1),
+        ({"schedule": "forward", "defer": True}, LATER),
+    ],
     ids=str,
 )
 def test_a_step_that_begins_to_write_parameters_without_gradient(options: dict[str, Any], right: int) -> None:

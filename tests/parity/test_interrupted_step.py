@@ -18,14 +18,14 @@ Made = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
-    "undo": {"undo": True},
+    "undo": {"schedule": "backward", "undo": True},
     "forward": {"schedule": "forward", "defer": True},
-    "undo, clipped": {"undo": True, "clip": instep.ClipNorm(0.1)},
+    "undo, clipped": {"schedule": "backward", "undo": True, "clip": instep.ClipNorm(0.1)},
     "forward, clipped": {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(0.1)},
-    "undo, left out": {"undo": True, "nonfinite": "skip"},
+    "undo, left out": {"schedule": "backward", "undo": True, "nonfinite": "skip"},
     "forward, left out": {"schedule": "forward", "defer": True, "nonfinite": "skip"},
     "disabled, left out": {"schedule": "forward", "defer": True, "nonfinite": "skip"},
-    "undo, checked": {"undo": True, "check_steps": 4},
+    "undo, checked": {"schedule": "backward", "undo": True, "check_steps": 4},
     "forward, checked": {"schedule": "forward", "defer": True, "check_steps": 4},
 }
 BEFORE, AFTER = 2, 2  # steps

@@ -297,8 +297,8 @@ def test_allow_is_the_plain_loop() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"nonfinite": "stop"}, "nonfinite must be one of allow, skip, raise"),
-        ({"nonfinite": "skip"}, "schedule='forward', or undo=True"),
+        ({"schedule": "backward", "nonfinite": "stop"}, "nonfinite must be one of allow, skip, raise"),
+        ({"schedule": "backward", "nonfinite": "skip"}, "schedule='forward', or undo=True"),
         (
             {
                 "nonfinite": "skip",

@@ -160,7 +160,7 @@ def test_what_is_stepped_on_trial() -> None:
 def test_a_gradient_that_is_not_finite(way: str, policy: Any, call: str) -> None:
     torch.manual_seed(0)
     model, optimizer = built("none")()
-    options = {"undo": True} if way == "undo" else {"schedule": "forward", "defer": True}
+    options = {"schedule": "backward", "undo": True} if way == "undo" else {"schedule": "forward", "defer": True}
     with instep.attach(model, optimizer, nonfinite=policy, **options) as overlap:
         for i in range(3):
             CALLS[call](model, i).backward()

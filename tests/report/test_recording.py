@@ -24,7 +24,7 @@ WIDTH, DEPTH, ROWS = 128, 6, 4
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes
 HOW: dict[str, dict[str, Any]] = {
     "plain": {},
-    "backward": {"bucket_bytes": LAYER},
+    "backward": {"schedule": "backward", "bucket_bytes": LAYER},
     "forward": {"schedule": "forward", "defer": True, "bucket_bytes": LAYER},
 }
 
@@ -74,7 +74,8 @@ def test_a_loop(how: str, tmp_path: Path) -> None:
     assert len(rank.iterations) == 3
     assert run.setup.nbytes["parameters"] == run.setup.nbytes["gradients"] == DEPTH * LAYER
     assert DEPTH * LAYER * 2 <= run.setup.nbytes["optimizer state"] < DEPTH * LAYER * 2 + 1000
-    assert run.setup.label == ("plain" if how == "plain" else f"instep, schedule={how!r}, bucket_bytes={LAYER}")
+    defer = ", defer=True" if how == "forward" else ""
+    assert run.setup.label == ("plain" if how == "plain" else f"instep, schedule={how!r}{defer}, bucket_bytes={LAYER}")
     assert found.forward > 0
     assert found.backward > 0
     assert found.step.total > 0

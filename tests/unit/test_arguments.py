@@ -30,7 +30,7 @@ class Given:
         return self.model, self.optimizer, lambda i: None
 
     def attach(self, **options: Any) -> instep.Attachment:
-        return instep.attach(self.model, self.optimizer, **options)
+        return instep.attach(self.model, self.optimizer, **{"schedule": "backward", **options})
 
 
 class StepsNothing:

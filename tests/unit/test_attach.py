@@ -136,7 +136,7 @@ def test_nothing_but_frozen_parameters() -> None:
 )
 def test_bad_options(options: dict[str, Any], words: str) -> None:
     with pytest.raises(AttachError, match=words):
-        instep.attach(MODEL, sgd(MODEL.parameters()), **options)
+        instep.attach(MODEL, sgd(MODEL.parameters()), **{"schedule": "backward", **options})
 
 
 def test_a_model_that_is_no_module() -> None:
@@ -312,7 +312,11 @@ def test_what_the_attachment_says_of_itself() -> None:
     overlap.detach()
 
 
-@pytest.mark.parametrize("options", [{}, {"undo": True}, {"schedule": "forward", "defer": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"schedule": "backward"}, {"schedule": "backward", "undo": True}, {"schedule": "forward", "defer": True}],
+    ids=str,
+)
 def test_detach_between_forward_and_backward(options: dict[str, Any]) -> None:
     """The graph is of the attached model, and its backward the plain one."""
     results = []
@@ -353,6 +357,6 @@ def test_verify_refuses_what_changes_the_numbers(option: str) -> None:
     def build() -> Any:
         raise AssertionError("nothing is built")
 
-    options: dict[str, Any] = {option: object()}
+    options: dict[str, Any] = {"schedule": "backward", option: object()}
     with pytest.raises(AttachError, match=f"{option} changes the numbers"):
         instep.verify(build, **options)

@@ -38,7 +38,11 @@ class Loop:
         self.micro, self.scaled = micro, scaled
         self.scaler = GradScaler("cpu", init_scale=2.0**10, enabled=bool(scaled))
         self.plain = options is None
-        self.overlap = None if options is None else instep.attach(self.model, self.optimizers, **options)
+        self.overlap = (
+            None
+            if options is None
+            else instep.attach(self.model, self.optimizers, **{"schedule": "backward", **options})
+        )
 
     def step(self, i: int, clip: Callable[[list[nn.Parameter]], Any] | None, *, infinite: bool = False) -> None:
         for micro in range(self.micro):
@@ -146,7 +150,8 @@ def test_the_norm_of_the_step_before() -> None:
 
 @pytest.mark.parametrize("optimizers", [1, 2])
 @pytest.mark.parametrize(
-    "options", [{"schedule": "forward", "defer": True}, {"undo": True, "clip": ClipNorm(MAX_NORM)}]
+    "options",
+    [{"schedule": "forward", "defer": True}, {"schedule": "backward", "undo": True, "clip": ClipNorm(MAX_NORM)}],
 )
 def test_steps_that_are_left_out(options: dict[str, Any], optimizers: int) -> None:
     plain = Loop(None, optimizers=optimizers)
@@ -227,7 +232,7 @@ def test_parameters_that_are_added_are_clipped_too() -> None:
 
 def test_what_it_says_of_itself(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     with caplog.at_level(logging.WARNING):
-        loop = Loop({"undo": True})
+        loop = Loop({"schedule": "backward", "undo": True})
     assert "INSTEP_DISABLE is set: Blocks trains without overlap" in caplog.text
     overlap = loop.overlap
     assert overlap is not None
@@ -273,6 +278,6 @@ def test_what_the_plain_loop_cannot_have_is_refused(options: dict[str, Any], nam
     model = Blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(AttachError, match=name):
-        instep.attach(model, optimizer, **options)
+        instep.attach(model, optimizer, **{"schedule": "backward", **options})
     with instep.attach(model, optimizer, schedule="backward"), pytest.raises(AttachError, match="already attached"):
         instep.attach(model, optimizer, schedule="backward")

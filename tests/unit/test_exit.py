@@ -35,7 +35,11 @@ import instep
 torch.set_num_threads(1)
 LOOP = sys.argv[1]
 FUSED = {"fused": True} if sys.argv[2] == "fused" else {}
-OPTIONS = {"forward": {"schedule": "forward", "defer": True}, "undo": {"undo": True}, "backward": {}}.get(LOOP)
+OPTIONS = {
+    "forward": {"schedule": "forward", "defer": True},
+    "undo": {"schedule": "backward", "undo": True},
+    "backward": {"schedule": "backward"},
+}.get(LOOP)
 def make():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))

@@ -23,14 +23,14 @@ def live_tensors() -> int:
 SMALL = 2_000  # bytes: several buckets even in these models
 OPTIONS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
-    "undo": {"undo": True},
-    "host": {"undo": "host"},
+    "undo": {"schedule": "backward", "undo": True},
+    "host": {"schedule": "backward", "undo": "host"},
     "forward": {"schedule": "forward", "defer": True},
     "clipped": {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(1.0)},
     "nonfinite": {"schedule": "forward", "defer": True, "nonfinite": "skip"},
-    "undo clipped": {"undo": True, "clip": instep.ClipNorm(1.0), "nonfinite": "skip"},
-    "two_pass": {"clip": instep.ClipNorm(1.0, mode="two_pass")},
-    "accumulation": {"accumulation_steps": 2},
+    "undo clipped": {"schedule": "backward", "undo": True, "clip": instep.ClipNorm(1.0), "nonfinite": "skip"},
+    "two_pass": {"schedule": "backward", "clip": instep.ClipNorm(1.0, mode="two_pass")},
+    "accumulation": {"schedule": "backward", "accumulation_steps": 2},
 }
 
 

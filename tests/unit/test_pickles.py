@@ -23,7 +23,7 @@ from tests.cases import Blocks, batch
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
-    "undo": {"undo": True},
+    "undo": {"schedule": "backward", "undo": True},
     "forward": {"schedule": "forward", "defer": True},
 }
 WHAT: dict[str, Callable[[Any, torch.optim.Optimizer], Any]] = {

@@ -406,7 +406,11 @@ def test_a_parameter_moved_to_another_device(model: nn.Module, overlap: Any) -> 
         model(batch(0)[0])
 
 
-@pytest.mark.parametrize("way", [{}, {"undo": True}, {"schedule": "forward", "defer": True}], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [{"schedule": "backward"}, {"schedule": "backward", "undo": True}, {"schedule": "forward", "defer": True}],
+    ids=str,
+)
 def test_another_optimizer_of_the_same_parameters_that_is_not_attached(way: dict[str, Any]) -> None:
     found = []
     for options in (None, way):
@@ -416,7 +420,7 @@ def test_another_optimizer_of_the_same_parameters_that_is_not_attached(way: dict
         overlap = None if options is None else instep.attach(model, first, **options)
         nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
         first.step()
-        if options == {}:
+        if options == {"schedule": "backward"}:
             with pytest.raises(SpentGradientError, match=r"another optimizer .*, use undo=True or schedule='forward'"):
                 second.step()
             return
@@ -443,7 +447,11 @@ def give_both_another(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
         group["params"] = [new if p is old else p for p in group["params"]]
 
 
-@pytest.mark.parametrize("way", [{}, {"undo": True}, {"schedule": "forward", "defer": True}], ids=str)
+@pytest.mark.parametrize(
+    "way",
+    [{"schedule": "backward"}, {"schedule": "backward", "undo": True}, {"schedule": "forward", "defer": True}],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("change", "said"),
     [

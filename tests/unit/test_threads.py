@@ -129,7 +129,9 @@ class Held:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(1.0)}], ids=["step", "norms"]
+    "options",
+    [{"schedule": "backward"}, {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(1.0)}],
+    ids=["step", "norms"],
 )
 def test_gradients_are_counted_under_the_lock_that_applies_them(options: Any) -> None:
     """The engine has a thread for each accelerator, and the gradients of one model may arrive on several: what the
