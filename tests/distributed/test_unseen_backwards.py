@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 from instep._ranks.group_votes import GroupVotes
 from instep.errors import AccumulationError, TornStepError
+from instep.options import Schedules
 from instep.verification import first_difference
 from tests.cases import batch, two_groups, weights
 from tests.distributed.pool import RankPool
@@ -132,7 +133,7 @@ def test_another_rank_failed(two_ranks: RankPool) -> None:
     two_ranks.run(_another_rank_failed)
 
 
-def _reduced_never(schedule: str, how: str) -> None:
+def _reduced_never(schedule: Schedules, how: str) -> None:
     torch.manual_seed(0)
     model: Any = ddp(Keeps("none" if how == "unseen" else "named tuple"))
     optimizer = adamw(model)
@@ -162,5 +163,7 @@ def _reduced_never(schedule: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["no_sync", "accumulate", "unseen"])
 @pytest.mark.parametrize("schedule", ["backward", "forward"])
-def test_shard_state_refuses_gradients_that_were_never_reduced(two_ranks: RankPool, schedule: str, how: str) -> None:
+def test_shard_state_refuses_gradients_that_were_never_reduced(
+    two_ranks: RankPool, schedule: Schedules, how: str
+) -> None:
     two_ranks.run(_reduced_never, schedule, how)

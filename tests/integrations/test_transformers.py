@@ -389,7 +389,7 @@ def test_settings_that_do_not_fit(tmp_path: Path) -> None:
     late.add_callback(eager)  # which tells no callback of the arguments
     with pytest.raises(AttachError, match="max_grad_norm=1"):
         late.train()
-    late = trainer(tmp_path, InstepCallback(schedule="sideways"))
+    late = trainer(tmp_path, InstepCallback(schedule="sideways"))  # type: ignore[arg-type]
     with pytest.raises(AttachError, match="schedule='sideways' is not known"):
         late.train()
 

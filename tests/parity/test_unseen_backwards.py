@@ -11,7 +11,7 @@ import instep
 from instep._autograd.outputs import nodes_of
 from instep.errors import InstepError, NonFiniteGradientError, SpentGradientError, TornStepError
 from tests.cases import batch, weights
-from tests.parity.lockstep import EXACT, Contender, in_every_way, in_exact_ways, lockstep, loss_of
+from tests.parity.lockstep import EXACT, WAYS, Contender, in_every_way, in_exact_ways, lockstep, loss_of
 from tests.parity.unseen import OUTPUTS, Keeps
 
 FOUND = ("slotted dataclass", "slotted", "slotted in slotted", "named tuple", "set")
@@ -160,8 +160,7 @@ def test_what_is_stepped_on_trial() -> None:
 def test_a_gradient_that_is_not_finite(way: str, policy: Any, call: str) -> None:
     torch.manual_seed(0)
     model, optimizer = built("none")()
-    options = {"schedule": "backward", "undo": True} if way == "undo" else {"schedule": "forward", "defer": True}
-    with instep.attach(model, optimizer, nonfinite=policy, **options) as overlap:
+    with instep.attach(model, optimizer, nonfinite=policy, **WAYS[way]) as overlap:
         for i in range(3):
             CALLS[call](model, i).backward()
             optimizer.step()
