@@ -39,8 +39,15 @@ def in_views_of_ddp(tensors: int) -> int:
     return 2 * tensors + 1
 
 
+def in_views_of_replicate(tensors: int) -> int:
+    """The buffer that a bucket was reduced in is an owner, and each of its views."""
+    return tensors + 1
+
+
 def have_other_owners(tensors: Sequence[torch.Tensor], owners: Owners = by_themselves) -> list[bool]:
-    """Of each plain tensor: whether its memory has an owner that is not one of ``tensors``."""
+    """Of each plain strided tensor: whether its memory has an owner that is not one of ``tensors``."""
+    if not tensors:
+        return []
     storages = list(map(_STORAGE, tensors))
     known = _known()
     alone = owners(1) + known.wrapper
