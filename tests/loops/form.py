@@ -64,11 +64,15 @@ class Run:
         if self._every_step:
             self.steps[-1] |= _state(parts)
 
+    def detach(self) -> None:
+        """The line's counterpart, where a loop goes on with another optimizer."""
+        for overlap in self._overlaps:
+            overlap.detach()
+
     def end(self) -> None:
         """Read everything once more, and detach."""
         self.steps.append(_state(self._parts))
-        for overlap in self._overlaps:
-            overlap.detach()
+        self.detach()
 
     @property
     def stepped(self) -> int:
@@ -85,7 +89,6 @@ class Form:
         what: one line for the table.
         found_in: the kind of code base that writes the loop so.
         fails: why the loop cannot be equal with the line; empty where the loops are equal.
-        slow: more than three seconds.
         by_itself: the form attaches through a callback of instep's, not through ``Run.attach``.
     """
 
@@ -93,7 +96,6 @@ class Form:
     what: str
     found_in: str
     fails: str
-    slow: bool
     by_itself: bool
 
     @property
@@ -109,12 +111,12 @@ _FORMS: list[Form] = []
 
 
 def form(
-    what: str, found_in: str, *, fails: str = "", slow: bool = False, by_itself: bool = False
+    what: str, found_in: str, *, fails: str = "", by_itself: bool = False
 ) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
     """Add a function to the forms."""
 
     def add(run: Callable[[Run], None]) -> Callable[[Run], None]:
-        _FORMS.append(Form(run, what, found_in, fails, slow, by_itself))
+        _FORMS.append(Form(run, what, found_in, fails, by_itself))
         return run
 
     return add
