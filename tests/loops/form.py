@@ -160,6 +160,8 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple, deque)):
         for i, item in enumerate(value):
             yield from _leaves(f"{name}[{i}]", item)
+    elif hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, type)) and not callable(value):
+        yield from _leaves(name, vars(value))
     else:
         yield name, _copy(value)
 

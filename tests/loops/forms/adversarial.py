@@ -166,6 +166,7 @@ def biggan(run: Run) -> None:
                 if p.ndim == 2:
                     w = p.view(p.shape[0], -1)
                     grad = 2 * torch.mm(torch.mm(w, w.t()) * (1.0 - torch.eye(len(w))), w)
+                    assert p.grad is not None
                     p.grad.data += 1e-2 * grad.view(p.shape)
         of_g.step()
         run.saw(generator, discriminator, of_g, of_d, loss=loss.item())

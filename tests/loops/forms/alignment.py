@@ -42,13 +42,14 @@ def dpo(run: Run) -> None:
 @form("DPO with adapters: the reference is the model itself with the adapters switched off", "TRL with PEFT")
 def dpo_without_reference(run: Run) -> None:
     model = Text().requires_grad_(False)
-    model.adapter = nn.Sequential(nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False))
-    optimizer = torch.optim.AdamW(model.adapter.parameters(), lr=1e-2)
+    adapter = nn.Sequential(nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False))
+    model.add_module("adapter", adapter)
+    optimizer = torch.optim.AdamW(adapter.parameters(), lr=1e-2)
     run.attach(model, optimizer)
 
     def log_chance(text: torch.Tensor, adapted: bool) -> torch.Tensor:
         h = model.features(text[:, :-1])
-        h = h + model.adapter(h) if adapted else h
+        h = h + adapter(h) if adapted else h
         return model.head(h).log_softmax(-1).gather(2, text[:, 1:, None]).sum((1, 2))
 
     for good, bad in tokens():
@@ -121,7 +122,8 @@ def grpo(run: Run) -> None:
 
 @form("a reward model on pairs, linear warm-up, no decay for biases and norms", "TRL, BERT fine-tuning")
 def reward_model(run: Run) -> None:
-    model = nn.ModuleDict({"body": Text(), "score": nn.Linear(16, 1)})
+    body = Text()
+    model = nn.ModuleDict({"body": body, "score": nn.Linear(16, 1)})
     groups = [
         {
             "params": [p for n, p in model.named_parameters() if "bias" not in n and "norm" not in n],
@@ -133,7 +135,7 @@ def reward_model(run: Run) -> None:
     run.attach(model, optimizer)
     schedule = get_linear_schedule_with_warmup(optimizer, 1, 6)
     for good, bad in tokens():
-        score = model["score"](model["body"].features(torch.cat([good, bad]))[:, -1]).squeeze(1)
+        score = model["score"](body.features(torch.cat([good, bad]))[:, -1]).squeeze(1)
         loss = -F.logsigmoid(score[:4] - score[4:]).mean()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -65,8 +65,13 @@ def trainer(run: Run) -> None:
 
 @form("`Trainer`: accumulation, bfloat16, evaluation, the best model loaded in the end", "transformers", by_itself=True)
 def trainer_with_evaluation(run: Run) -> None:
-    often = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    more = {"gradient_accumulation_steps": 2, "bf16": True, "load_best_model_at_end": True, "max_grad_norm": 0.5}
+    often: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    more: dict[str, Any] = {
+        "gradient_accumulation_steps": 2,
+        "bf16": True,
+        "load_best_model_at_end": True,
+        "max_grad_norm": 0.5,
+    }
     hugging_face(run, max_steps=6, per_device_train_batch_size=2, lr_scheduler_type="cosine", **often, **more)
 
 
@@ -169,7 +174,7 @@ class Lit(pl.LightningModule):
 
 
 def lightning(run: Run, module: pl.LightningModule, **settings: Any) -> None:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     callbacks: list[pl.Callback] = [] if run.options is None else [of_lightning.InstepCallback(**run.options)]
     loader = DataLoader(TensorDataset(*map(torch.cat, zip(*images(7), strict=True))), batch_size=4)
     with lightnings_own_warnings():
@@ -193,7 +198,8 @@ class LitGan(Lit):
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, i: int) -> None:
-        of_g, of_d = self.optimizers()  # type: ignore[misc]  # of two
+        optimizers: Any = self.optimizers()
+        of_g, of_d = optimizers
         x, net = batch[0].flatten(1), self.net
         assert isinstance(net, nn.ModuleDict)
         self.toggle_optimizer(of_g)

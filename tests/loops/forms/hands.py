@@ -181,7 +181,7 @@ def numpy_view(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.attach(model, optimizer)
-    view = model[0].weight.detach().numpy()
+    view = model.get_parameter("0.weight").detach().numpy()
     for x, y in rows():
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -198,7 +198,7 @@ def detached_alias(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run.attach(model, optimizer)
-    watched = model[-1].weight.detach()
+    watched = model.get_parameter("4.weight").detach()
     for x, y in rows():
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -221,7 +221,7 @@ def state_alias(run: Run) -> None:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         if watched is None:
-            watched = optimizer.state[model[0].weight]["exp_avg_sq"]
+            watched = optimizer.state[model.get_parameter("0.weight")]["exp_avg_sq"]
         run.saw(model, optimizer, size=watched.sqrt().mean().item())
 
 
@@ -257,10 +257,10 @@ def changed_gradients(run: Run) -> None:
         p.grad.mul_(0.5)
 
     model = mlp()
-    model[2].weight.register_post_accumulate_grad_hook(halve)
+    model.get_parameter("2.weight").register_post_accumulate_grad_hook(halve)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     run.attach(model, optimizer)
-    model[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    model.get_parameter("0.weight").register_hook(lambda g: g.clamp(-0.01, 0.01))
     for i, (x, y) in enumerate(rows()):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
@@ -384,7 +384,7 @@ def shared_layer(run: Run) -> None:
 )
 def ensemble(run: Run) -> None:
     models = [mlp() for _ in range(3)]
-    stacked, buffers = stack_module_state(models)  # type: ignore[arg-type]  # of modules
+    stacked, buffers = stack_module_state(models)
     parameters = {name: nn.Parameter(p.detach()) for name, p in stacked.items()}
     optimizer = torch.optim.Adam(parameters.values(), lr=1e-2)
     run.attach(nn.ParameterList(parameters.values()), optimizer)

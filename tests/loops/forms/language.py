@@ -54,7 +54,8 @@ def nano_gpt(run: Run) -> None:
         if i % 2 == 0:
             model.eval()
             with torch.no_grad():
-                validation = next_token_loss(*(lambda x, y: (model(x), y))(*next(batches))).item()
+                x, y = next(batches)
+                validation = next_token_loss(model(x), y).item()
             model.train()
             if validation < best:
                 best = validation
@@ -80,7 +81,7 @@ class SmallMuon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:

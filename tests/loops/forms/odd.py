@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from pytorch_optimizer import Lamb, Prodigy
-from schedulefree import AdamWScheduleFree
+from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped]
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F  # noqa: N812
@@ -23,7 +23,7 @@ def maml(run: Run) -> None:
     for x, y in rows():
         total = torch.zeros(())
         for task in range(2):
-            fast = dict(model.named_parameters())
+            fast: dict[str, torch.Tensor] = dict(model.named_parameters())
             for _ in range(2):
                 loss = F.cross_entropy(functional_call(model, fast, (x[:4] + task,)), y[:4])
                 slopes = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
@@ -52,6 +52,7 @@ def first_order_maml(run: Run) -> None:
             losses.append(F.cross_entropy(learner(x[4:] + task), y[4:]))
             losses[-1].backward()
             for p, q in zip(model.parameters(), learner.parameters(), strict=True):
+                assert q.grad is not None
                 p.grad = q.grad if p.grad is None else p.grad + q.grad
         optimizer.step()
         run.saw(model, optimizer, losses=losses)
@@ -124,14 +125,15 @@ def consolidation(run: Run) -> None:
 @form("differentiable architecture search: weights and architecture in turn, each with its own batch", "DARTS")
 def architecture_search(run: Run) -> None:
     model = nn.ModuleDict({"one": mlp(), "two": nn.Linear(12, 4)})
-    model.choice = nn.Parameter(1e-3 * torch.randn(2))
+    choice = nn.Parameter(1e-3 * torch.randn(2))
+    model.register_parameter("choice", choice)
     weights = [p for name, p in model.named_parameters() if name != "choice"]
     optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9, weight_decay=3e-4)
-    architect = torch.optim.Adam([model.choice], lr=1e-2, betas=(0.5, 0.999))
+    architect = torch.optim.Adam([choice], lr=1e-2, betas=(0.5, 0.999))
     run.attach(model, [optimizer, architect])
 
     def output(x: torch.Tensor) -> torch.Tensor:
-        mix = model.choice.softmax(0)
+        mix = choice.softmax(0)
         return mix[0] * model["one"](x) + mix[1] * model["two"](x)
 
     for x, y in rows():
@@ -143,7 +145,7 @@ def architecture_search(run: Run) -> None:
         loss.backward()
         nn.utils.clip_grad_norm_(weights, 5.0)
         optimizer.step()
-        run.saw(model, optimizer, architect, loss=loss.item(), mix=model.choice.softmax(0))
+        run.saw(model, optimizer, architect, loss=loss.item(), mix=choice.softmax(0))
 
 
 @form("Lookahead by hand: slow weights, every three steps", "tricks in the loop")
@@ -174,7 +176,7 @@ class Lookahead(torch.optim.Optimizer):
         self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.base.step()
         self.count += 1
         if self.count % 3 == 0:
@@ -229,7 +231,7 @@ class Rounded(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

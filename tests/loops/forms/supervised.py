@@ -207,6 +207,8 @@ def closure_sgd(run: Run) -> None:
 class Graph(nn.Module):
     """Two graph convolutions with a dense adjacency, or two attentions over it."""
 
+    edges: torch.Tensor
+
     def __init__(self, attention: bool) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(12, 16), nn.Linear(16, 4)
@@ -225,8 +227,8 @@ class Graph(nn.Module):
 @form("GCN: one full batch, weight decay for one layer, train, validate and test every epoch", "PyG")
 def gcn(run: Run) -> None:
     model = Graph(attention=False)
-    groups = [{"params": model.first.parameters(), "weight_decay": 5e-4}, {"params": model.second.parameters()}]
-    optimizer = torch.optim.Adam(groups, lr=1e-2)
+    decayed: dict[str, Any] = {"params": model.first.parameters(), "weight_decay": 5e-4}
+    optimizer = torch.optim.Adam([decayed, {"params": model.second.parameters()}], lr=1e-2)
     run.attach(model, optimizer)
     x, y = next(rows(1, size=10))
     best = 0.0

@@ -20,7 +20,8 @@ def timm_ema(run: Run) -> None:
     model = ConvNet()
     decayed = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.05}, {"params": rest}], lr=1e-2)
+    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": 0.05}, {"params": rest}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
     run.attach(model, optimizer)
     ema = copy.deepcopy(model).eval()
     for update, (x, y) in enumerate(images()):
