@@ -17,11 +17,11 @@ from instep import ClipNorm
 from instep.errors import UnsupportedOptimizerError
 from instep.verification import first_difference, training_state
 from tests.integrations.hugging_face import tiny
+from tests.loops.compare import require_same
 from tests.loops.form import Run
 from tests.loops.forms.frameworks import hugging_face
 from tests.loops.line import LINE
 from tests.loops.parts import Text, next_token_loss, tokens
-from tests.loops.test_loops import require_same
 
 SETTINGS: dict[str, Any] = {"max_steps": 6, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
 
