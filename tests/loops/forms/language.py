@@ -149,7 +149,10 @@ def word_language_model(run: Run) -> None:
     run.saw(model, optimizer, words=model["words"](torch.arange(3)))
 
 
-@form("AWD-LSTM: SGD, then ASGD, whose averages are put in as `p.data` to evaluate, and taken out again", "AWD-LSTM")
+@form(
+    "AWD-LSTM: SGD, then `detach()`, ASGD and the line; averages put in as `p.data` to evaluate, and taken out",
+    "AWD-LSTM",
+)
 def averaged_sgd(run: Run) -> None:
     model = nn.ModuleDict({"words": nn.Embedding(20, 8), "rnn": nn.GRU(8, 8), "out": nn.Linear(8, 20)})
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=1e-4)

@@ -310,7 +310,7 @@ def schedule_free(run: Run) -> None:
 
 
 @form(
-    "Adam for the first epochs, then a new SGD for the same model, with the line once more",
+    "Adam for the first epochs, then `detach()`, a new SGD for the same model, and the line once more",
     "SWATS, papers' fine-tuning",
 )
 def second_optimizer(run: Run) -> None:
