@@ -2,5 +2,5 @@
 
 from typing import Any
 
-LINE: dict[str, Any] = {"schedule": "forward"}
+LINE: dict[str, Any] = {}
 """The options of ``instep.attach(model, optimizer, **LINE)``."""

@@ -224,7 +224,6 @@ class Splats(nn.Module):
 @form(
     "Gaussian splatting: parameters and their state are replaced by longer ones in the middle of training",
     "Gaussian splatting",
-    fails="a parameter that is replaced after `attach` is refused; attach again after it",
 )
 def splatting(run: Run) -> None:
     model = Splats()

@@ -82,7 +82,6 @@ def zeroed_in_place(run: Run) -> None:
 @form(
     "gradients in views of one flat buffer, which is clipped as a whole, and zeroed before the next forward",
     "apex, DeepSpeed-like",
-    fails="the flat buffer is zeroed while the update is due: `UncommittedStepError`",
 )
 def flat_gradients(run: Run) -> None:
     model = mlp()
@@ -133,7 +132,6 @@ def flat_parameters(run: Run) -> None:
 @form(
     "parameters that are views of one flat tensor, whose average is taken after each step",
     "flat EMA",
-    fails="the flat tensor was made before `attach`, and is read without waiting",
 )
 def flat_average(run: Run) -> None:
     model = mlp()
@@ -152,7 +150,6 @@ def flat_average(run: Run) -> None:
 @form(
     "one flat parameter is stepped, and the modules' weights are views of it",
     "flat master weights",
-    fails="the modules read the flat parameter's memory, which they do not name, without waiting",
 )
 def flat_master(run: Run) -> None:
     model = mlp()
@@ -175,7 +172,6 @@ def flat_master(run: Run) -> None:
 @form(
     "a NumPy view of a weight, made once and read after each step",
     "plots and notebooks",
-    fails="the view was made before `optimizer.step()`, and is read without waiting",
 )
 def numpy_view(run: Run) -> None:
     model = mlp()
@@ -192,7 +188,6 @@ def numpy_view(run: Run) -> None:
 @form(
     "a detached weight, made once and read after each step",
     "monitors of one layer",
-    fails="the tensor was made before `optimizer.step()`, and is read without waiting",
 )
 def detached_alias(run: Run) -> None:
     model = mlp()
@@ -209,7 +204,6 @@ def detached_alias(run: Run) -> None:
 @form(
     "a tensor of the optimizer's state, taken once and read after each step",
     "monitors of the second moment",
-    fails="the tensor was taken before `optimizer.step()`, and is read without waiting",
 )
 def state_alias(run: Run) -> None:
     model = mlp()
@@ -380,7 +374,6 @@ def shared_layer(run: Run) -> None:
 @form(
     "an ensemble: `stack_module_state`, one optimizer of the stacked weights, `vmap` over `functional_call`",
     "torch.func tutorials",
-    fails="`vmap` takes a parameter itself in C++, and does not wait",
 )
 def ensemble(run: Run) -> None:
     models = [mlp() for _ in range(3)]

@@ -200,7 +200,6 @@ def plain_loop(run: Run, optimizer_of: Any) -> None:
 @form(
     "Lookahead as an optimizer around another one",
     "timm",
-    fails="an optimizer around another one is refused at `attach`",
 )
 def lookahead(run: Run) -> None:
     plain_loop(run, lambda model: Lookahead(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)))
@@ -209,7 +208,6 @@ def lookahead(run: Run) -> None:
 @form(
     "LAMB, which clips by the norm of all gradients",
     "timm, large-batch training",
-    fails="the update couples parameters, and `attach` refuses it",
 )
 def lamb(run: Run) -> None:
     plain_loop(run, lambda model: Lamb(model.parameters(), lr=1e-2, pre_norm=True))
@@ -218,7 +216,6 @@ def lamb(run: Run) -> None:
 @form(
     "Prodigy, which finds its own rate from all parameters",
     "sd-scripts, OneTrainer",
-    fails="the update couples parameters, and `attach` refuses it",
 )
 def prodigy(run: Run) -> None:
     plain_loop(run, lambda model: Prodigy(model.parameters(), lr=1.0))
@@ -243,7 +240,6 @@ class Rounded(torch.optim.Optimizer):
 @form(
     "stochastic rounding of bfloat16 weights",
     "OneTrainer, musubi-tuner, torchao",
-    fails="the update draws random numbers, and `attach` refuses it",
 )
 def stochastic_rounding(run: Run) -> None:
     model = mlp().bfloat16()
@@ -260,7 +256,7 @@ def stochastic_rounding(run: Run) -> None:
 @form(
     "an optimizer whose `step` was replaced on the object by another function",
     "sd-scripts' patched Adafactor",
-    fails="`attach` cannot tell what the new `step` does, and refuses it",
+    by_itself=True,
 )
 def patched_step(run: Run) -> None:
     model = mlp()

@@ -165,7 +165,6 @@ def forward_forward(run: Run) -> None:
 @form(
     "a time sequence: LSTM cells in float64, L-BFGS with a closure",
     "pytorch/examples",
-    fails="L-BFGS couples all parameters, and `attach` refuses it",
 )
 def time_sequence(run: Run) -> None:
     model = nn.ModuleDict({"cell": nn.LSTMCell(1, 8), "out": nn.Linear(8, 1)}).double()
