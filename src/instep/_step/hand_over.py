@@ -156,6 +156,9 @@ class HandOver:
             step.check.keep_rest(stepper, mine, set(later), in_grad_if_any)
         self.now = False
         if not later:
+            # Whoever has asked for a step that is put off is told of one that is torn, wherever it runs.
+            told = may_wait and not self._deferring.gives_up
+            self.rest = [a.spec.name for a in with_gradient] if told else []
             step.round.begins(stepper, step.ledger)
             return
         self.rest = [] if later is with_gradient else [a.spec.name for a in with_gradient if a not in later]
