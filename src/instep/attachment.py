@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -151,6 +151,30 @@ class Attachment:
         Under DDP this is ``no_sync()`` too.
         """
         return self._parts.accumulation.hold()
+
+    def keep_gradients(self) -> AbstractContextManager[None]:
+        """With ``schedule="backward"``, around a backward: the step is left to ``optimizer.step()``, as in the plain
+        loop. For a loop that looks at its gradients now and then.
+
+        Gradients stay in ``.grad``, to be read, clipped, written or thrown away, and no parameter is updated before
+        ``optimizer.step()``. DDP, ``replicate`` and FSDP reduce as ever: this is not ``no_sync()``. That step saves
+        no memory. With ``clip=`` they are clipped in ``optimizer.step()``, as one bucket. The block may end when
+        ``backward()`` has returned, or later. The next backward outside of it steps again. With ``shard_state`` all
+        ranks must do this in the same steps.
+
+        With ``schedule="forward"`` gradients are kept in every step, and this does nothing.
+
+        Raises:
+            InstepError: nobody calls ``optimizer.step()``: a verb of the functional API has attached the model.
+        """
+        if self._options.disabled or self._options.schedule == "forward":
+            return nullcontext()
+        if self._options.steps_itself:
+            raise InstepError(
+                "keep_gradients() leaves a step to optimizer.step(), and here the end of each backward is the step. "
+                "Attach the model with instep.attach(model, optimizer, schedule='backward')"
+            )
+        return self._parts.accumulation.keep()
 
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """``loss.backward(gradient)``; with ``ClipNorm(mode="two_pass")`` twice, first to measure and then to step.

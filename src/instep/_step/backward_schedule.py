@@ -93,7 +93,7 @@ class BackwardSchedule(BucketSink):
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:
         """With ``ClipNorm(mode="two_pass")``: a backward that measures, and one that steps. See ``Passes``."""
         passes, accumulation = self._step.passes, self._step.accumulation
-        if passes.clipping.mode != "two_pass" or accumulation.holds_next:
+        if passes.clipping.mode != "two_pass" or accumulation.holds_next or self.keeps_gradients:
             loss.backward(gradient)
             return
         if self.state != "open":

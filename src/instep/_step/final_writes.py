@@ -184,7 +184,9 @@ class FinalWrites(Writes):
         try:
             self._require_finite(left)
         except NonFiniteGradientError as error:
-            self.tear(error)
+            # Nothing was offered: nothing is written. Another rank may find only finite gradients in its shards.
+            if self._step.members.offered or self._step.ledger.votes.voting is not None:
+                self.tear(error)
             raise
         self.clip_rest(left)
         if self._step.check is not None:

@@ -186,7 +186,12 @@ class Writes(ABC):
             error = changed_after_measuring(changed)
             self.tear(error)
             raise error
-        passes.clipping.compute_total_norm(self._step.members.all, gradient_of)
+        try:
+            passes.clipping.compute_total_norm(self._step.members.all, gradient_of)
+        except RuntimeError:
+            if not self._step.members.applied:
+                passes.clipping.forget_norms()  # the loop may change these gradients, and call step() again
+            raise
         passes.clipping.clip([a.get() for a in left if gradient_of(a) is not None])
 
     def require_at_rest(self, stepper: Stepper) -> None:
