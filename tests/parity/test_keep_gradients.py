@@ -146,7 +146,7 @@ def test_clip_is_that_of_the_whole_step(clip: ClipNorm | ClipValue, build: Any) 
         return read
 
     exact = isinstance(clip, ClipNorm) and clip.mode == "exact"
-    lockstep("backward", build, step, clip=None, **{"clip": clip, "undo": True} if exact else {"clip": clip})
+    lockstep("undo" if exact else "backward", build, step, clip=clip)
 
 
 def test_a_norm_that_is_not_finite_is_taken_anew() -> None:
@@ -158,7 +158,7 @@ def test_a_norm_that_is_not_finite_is_taken_anew() -> None:
     weights = [p.detach().clone() for p in model.parameters()]
     with overlap.keep_gradients():
         (model(batch(0)[0]).sum() * math.inf).backward()
-    with pytest.raises(RuntimeError, match="non-finite"):
+    with pytest.raises(RuntimeError, match="cannot be clipped"):
         optimizer.step()
     assert all(map(torch.equal, weights, model.parameters()))
     for parameter in model.parameters():
@@ -305,13 +305,11 @@ def test_with_a_scaler(way: str) -> None:
         lane.zero_grad()
         return [norm.nan_to_num(), torch.tensor(scaler.get_scale())]
 
-    lane = lockstep(way, blocks, step)
-    assert lane.overlap.step_count == 4
+    lockstep(way, blocks, step)
 
 
 @pytest.mark.parametrize("unscales", [True, False])
 def test_with_a_scaler_that_undo_knows(unscales: bool) -> None:
-    torch.manual_seed(0)
     results = []
     for attach in (False, True):
         torch.manual_seed(0)
@@ -332,7 +330,6 @@ def test_with_a_scaler_that_undo_knows(unscales: bool) -> None:
             scaler.update()
             optimizer.zero_grad()
         if overlap is not None:
-            assert overlap.step_count == 4
             overlap.detach()
         results.append([p.detach().clone() for p in model.parameters()])
     assert all(map(torch.equal, *results))
