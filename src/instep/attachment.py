@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -167,8 +167,6 @@ class Attachment:
         Raises:
             InstepError: nobody calls ``optimizer.step()``: a verb of the functional API has attached the model.
         """
-        if self._options.disabled or self._options.schedule == "forward":
-            return nullcontext()
         if self._options.steps_itself:
             raise InstepError(
                 "keep_gradients() leaves a step to optimizer.step(), and here the end of each backward is the step. "

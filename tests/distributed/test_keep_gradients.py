@@ -116,9 +116,7 @@ def test_with_micro_batches(two_ranks: RankPool, way: str, source: str) -> None:
 
 
 def two_passes(source: str) -> None:
-    loop = both(
-        "backward", SOURCES[source], adamw, _clipped, clip=ClipNorm(0.1, mode="two_pass"), steps=2 * EVERY
-    )
+    loop = both("backward", SOURCES[source], adamw, _clipped, clip=ClipNorm(0.1, mode="two_pass"), steps=2 * EVERY)
     assert loop.overlap.grad_norm is not None
 
 

@@ -49,6 +49,8 @@ INTERRUPTED = "tests/parity/test_interrupted_step.py"
 IN_TRAINING = "tests/parity/test_found_in_training.py"
 PROBE = "tests/unit/test_probe.py"
 CHECK_STEPS = "tests/parity/test_check_steps.py"
+KEEP = "tests/parity/test_keep_gradients.py"
+KEEP_RANKS = "tests/distributed/test_keep_gradients.py"
 
 MUTANTS = [
     Mutant(
@@ -2006,6 +2008,104 @@ MUTANTS = [
         " or self._step.checks",
         "",
         "tests/distributed/test_check_steps.py",
+    ),
+    Mutant(
+        "a step whose gradients are kept is taken in backward",
+        "BucketSink.arrive",
+        "if step.accumulation.holding or self.keeps_gradients:",
+        "if step.accumulation.holding:",
+        KEEP,
+    ),
+    Mutant(
+        "gradients are kept after the block",
+        "Accumulation.keep",
+        "            self._kept -= 1\n",
+        "            pass\n",
+        KEEP,
+    ),
+    Mutant(
+        "an error in the block keeps gradients from then on",
+        "Accumulation.keep",
+        "        try:\n            yield\n        finally:\n            self._kept -= 1\n",
+        "        yield\n        self._kept -= 1\n",
+        KEEP,
+    ),
+    Mutant(
+        "kept gradients are not reduced",
+        "Accumulation.decide",
+        "        if (self._backwards + 1) % self.steps:\n",
+        "        if self._kept or (self._backwards + 1) % self.steps:\n",
+        KEEP_RANKS,
+    ),
+    Mutant(
+        "a kept step leaves the short road",
+        "LocalSource._count_bucket",
+        "self._in_order &= self._sink.keeps_gradients",
+        "self._in_order = False",
+        KEEP,
+    ),
+    Mutant(
+        "a kept first step leaves the short road",
+        "LocalSource._count",
+        "self._in_order &= self._sink.keeps_gradients",
+        "self._in_order = False",
+        KEEP,
+    ),
+    Mutant(
+        "optimizers that are left all of a step do not owe it",
+        "StepCalls.before_update",
+        "if not step.round.owing:",
+        "if not step.has_gradients:",
+        KEEP,
+    ),
+    Mutant(
+        "a first step with gradients of zero is a tool's",
+        "RunningStep.count_gradients",
+        "if self.has_gradients or not asks_for_state(",
+        "if not asks_for_state(",
+        KEEP,
+    ),
+    Mutant(
+        "a kept step that is not finite is torn",
+        "FinalWrites.before_step",
+        "if self._step.members.offered or self._step.ledger.votes.voting is not None:",
+        "if True:",
+        KEEP,
+    ),
+    Mutant(
+        "norms of gradients that the loop mends are kept",
+        "Writes.clip_rest",
+        "                passes.clipping.forget_norms()",
+        "                pass",
+        KEEP,
+    ),
+    Mutant(
+        "kept gradients are measured in a backward of their own",
+        "BackwardSchedule.backward",
+        " or self.keeps_gradients:",
+        ":",
+        KEEP,
+    ),
+    Mutant(
+        "the loop finds a part of the kept gradients",
+        "ZeroSource.communicate",
+        "        if self._sink.keeps_gradients:\n",
+        "        if False:\n",
+        KEEP_RANKS,
+    ),
+    Mutant(
+        "the mean of kept gradients is computed in their own dtype",
+        "ZeroSource.communicate",
+        "cast_mean_allreduce(buffer, group, divisor, self._reduce_dtype)",
+        "cast_mean_allreduce(buffer, group, divisor, None)",
+        KEEP_RANKS,
+    ),
+    Mutant(
+        "keep_gradients() where nobody calls step()",
+        "Attachment.keep_gradients",
+        "        if self._options.steps_itself:\n",
+        "        if False:\n",
+        KEEP,
     ),
 ]
 

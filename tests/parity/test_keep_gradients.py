@@ -384,6 +384,17 @@ def test_nothing_is_written_before_step() -> None:
     overlap.detach()
 
 
+def test_a_first_step_with_gradients_of_zero_is_counted() -> None:
+    """A tool that wants an optimizer's state steps with such gradients, and without a backward."""
+    model, optimizer = blocks()
+    overlap = instep.attach(model, optimizer, schedule="backward")
+    with overlap.keep_gradients():
+        (model(batch(0)[0]).sum() * 0).backward()
+    optimizer.step()
+    assert overlap.step_count == 1
+    overlap.detach()
+
+
 def test_settings_may_change_before_step() -> None:
     def step(lane: Contender, i: int) -> None:
         with kept(lane) if i % 2 else nullcontext():
@@ -407,10 +418,12 @@ def test_nested_blocks_and_errors_leave_nothing() -> None:
         optimizer.zero_grad()
         return found
 
-    with pytest.raises(ValueError, match="in between"), overlap.keep_gradients():
+    with overlap.keep_gradients():
         with overlap.keep_gradients():
             assert kept_now()
         assert kept_now()
+    assert not kept_now()
+    with pytest.raises(ValueError, match="in between"), overlap.keep_gradients():
         raise ValueError("in between")
     assert not kept_now()
     with overlap.keep_gradients():
