@@ -174,7 +174,7 @@ def test_shard_state(two_ranks: RankPool, view: bool, unused: bool) -> None:
 def hooked(hook: str, view: bool) -> str | None:
     rank = dist.get_rank()
     make_state, function = HOOKS[hook]
-    lanes: list[tuple[nn.Module, torch.optim.Optimizer, Any]] = []
+    lanes: list[tuple[DistributedDataParallel, torch.optim.AdamW, Any]] = []
     for attach in (False, True):
         torch.manual_seed(0)
         model = DistributedDataParallel(Blocks().to(here()), bucket_cap_mb=25, gradient_as_bucket_view=view)
@@ -185,7 +185,7 @@ def hooked(hook: str, view: bool) -> str | None:
         else:
             model.register_comm_hook(make_state(), function)
         lanes.append((model, optimizer, overlap))
-    differences = []
+    differences: list[str | None] = []
     for i in range(2 * EVERY):
         found = []
         for model, optimizer, overlap in lanes:

@@ -254,7 +254,8 @@ def test_with_micro_batches(way: str, counted: bool) -> None:
         lane.zero_grad()
         return read
 
-    lane = lockstep(way, blocks, step, **{"accumulation_steps": 3} if counted else {})
+    options: dict[str, Any] = {"accumulation_steps": 3} if counted else {}
+    lane = lockstep(way, blocks, step, **options)
     assert lane.overlap.step_count == 5
 
 
