@@ -249,7 +249,7 @@ class Attachment:
         if schedule.state == "open" or (self._parts.accumulation.holding and gradients):
             raise UncommittedStepError(
                 f"step {self.step_count + 1} is under way: a checkpoint is of committed steps. Save after "
-                "optimizer.step(), or before the backward"
+                "optimizer.step(), or before the first backward of the step"
             )
 
     @property

@@ -137,6 +137,9 @@ class HoldsStep:
         """One backward does, where nothing is measured before it steps."""
         loss.backward(gradient)
 
+    def before_load(self, model: str) -> None:
+        """The model's ``load_state_dict()`` is called. Where nothing is written in backward, that may be."""
+
     @property
     def follows(self) -> bool:
         """Whether it must know of parameters that are replaced or added, and of threads."""

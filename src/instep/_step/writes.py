@@ -17,6 +17,7 @@ from instep._step.members import first_written, gradient_of, versions_of
 from instep._step.passes import changed_after_measuring
 from instep._step.running_step import RunningStep
 from instep._step.states import Event
+from instep._step.ways_out import ANY_LOOP
 from instep.errors import InstepError, StepMismatchError, UncommittedStepError
 
 GIVE_UP = "To give this step up, as after an interrupt: overlap.accept_torn(), and then load a checkpoint"
@@ -106,6 +107,9 @@ class Writes(ABC):
     @abstractmethod
     def before_state(self, stepper: Stepper) -> None:
         """The state of an optimizer that backward has updated is about to be saved or loaded."""
+
+    def before_load(self, model: str) -> None:
+        """``load_state_dict()`` of a model of this class is called."""
 
     @abstractmethod
     def real_gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
@@ -215,7 +219,7 @@ class Writes(ABC):
             raise UncommittedStepError(
                 f"parameter {written.spec.name!r} was written between backward() and optimizer.step(), but "
                 "backward had already updated it: the plain loop would have updated what was written. Change "
-                "or load weights after optimizer.step() or before the forward"
+                f"or load weights after optimizer.step() or before the forward. {ANY_LOOP}"
             )
 
     def _keep_for_check(self, check: Check, stepper: Stepper) -> None:
@@ -277,3 +281,9 @@ def require_settings_as_left(stepper: Stepper) -> None:
     """Raise if ``step()`` would update in another way than backward has."""
     require_same_in_autocast(stepper.optimizer())
     stepper.require_unchanged()
+
+
+def owed_steps(step: RunningStep) -> str:
+    """The calls that the running step waits for: ``"AdamW.step()"``."""
+    owing = [stepper.name for stepper in step.members.steppers if stepper in step.round.owing]
+    return " and ".join(f"{name}.step()" for name in owing) or "optimizer.step()"

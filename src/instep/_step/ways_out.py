@@ -1,0 +1,17 @@
+"""How messages end that say what the plain loop does and ``schedule="backward"`` does not: with what works instead."""
+
+KEEP = "`with overlap.keep_gradients():`"
+
+ANY_LOOP = (
+    f"Or put {KEEP} around that backward, which leaves its step to optimizer.step(). Or attach with "
+    "schedule='forward', which takes the loop as it is; so does undo=True, with copies"
+)
+"""Ways that work whatever the loop has done with the gradients or weights of one backward."""
+
+KEEP_ALL = (
+    f"Or put {KEEP} around all backwards of the step, which leaves them to optimizer.step(). Or attach with "
+    "schedule='forward', which takes the loop as it is; so does undo=True, with copies"
+)
+"""The same, for a step of several backwards."""
+
+MICRO_BATCHES = "Wrap all but the last micro-batch in `with overlap.accumulate():` (DDP: no_sync())"
