@@ -3,7 +3,7 @@
 from instep._autograd.callers import user_call
 from instep._autograd.engine import graph_task
 from instep._autograd.placeholders import ACCUMULATE
-from instep._step.ways_out import ANY_LOOP, KEEP, KEEP_ALL, MICRO_BATCHES
+from instep._step.ways_out import ANY_LOOP, KEEP, KEEP_ALL, LEAVE_IT, MICRO_BATCHES
 from instep.errors import AccumulationError, InstepError, SpentGradientError
 
 
@@ -75,9 +75,11 @@ def _in_place_of(call: str, *, clips: bool) -> str:
 
 def never_cleared(name: str, operation: str) -> SpentGradientError:
     """In the step after that."""
+    call = user_call(operation)
+    other = " That optimizer is not attached." if call.endswith(".step()") else ""
     return SpentGradientError(
-        f"{user_call(operation)} met the gradient of {name!r} from a step that is over: it was applied during backward "
-        "and freed, so it can neither be added to nor zeroed in place nor read. Call zero_grad() with "
+        f"{call} met the gradient of {name!r} from a step that is over: it was applied during backward "
+        f"and freed, so it can neither be added to nor zeroed in place nor read.{other} Call zero_grad() with "
         "set_to_none=True, the default, between optimizer.step() and the next backward(). Where something else needs "
-        f"the gradient (another optimizer of that parameter, a log): {ANY_LOOP}"
+        f"the gradient (another optimizer of that parameter, a log), {LEAVE_IT}"
     )

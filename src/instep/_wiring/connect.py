@@ -94,14 +94,16 @@ def _hookable(parts: Parts, target: Target) -> Iterator[tuple[Optimizer, Stepper
 def _watch_saving(parts: Parts, target: Target, options: Options) -> None:
     for optimizer, stepper in _hookable(parts, target):
         if not options.steps_itself:
-            saving = UntracedHook(partial(parts.steps.before_state, stepper, True))
-            loading = UntracedHook(partial(parts.steps.before_state, stepper, False))
-            parts.handles.append(optimizer.register_state_dict_pre_hook(saving))
-            parts.handles.append(optimizer.register_load_state_dict_pre_hook(loading))
+            before_save = UntracedHook(partial(parts.steps.before_state, stepper, True))
+            before_load = UntracedHook(partial(parts.steps.before_state, stepper, False))
+            parts.handles.append(optimizer.register_state_dict_pre_hook(before_save))
+            parts.handles.append(optimizer.register_load_state_dict_pre_hook(before_load))
     wrapped: set[nn.Module] = {one.module for one in target.wrapped}
     for saved in {target.model, *wrapped}:
         parts.handles.append(saved.register_state_dict_pre_hook(BoundHook(parts.steps.before_model_state)))
-        parts.handles.append(saved.register_load_state_dict_pre_hook(BoundHook(parts.steps.before_load)))
+        if options.schedule == "backward":
+            loading = BoundHook(parts.steps.before_load)
+            parts.handles.append(saved.register_load_state_dict_pre_hook(loading))
 
 
 def _parameters_of(schedule: Schedule) -> Sequence[AttachedParameter]:
