@@ -90,12 +90,15 @@ def test_blocks_say_what_they_are_and_few_are_left_out() -> None:
     assert len(CODE) > 35
 
 
+ATTACHED = 'overlap = instep.attach(model, optimizer, schedule="backward")\n'
+
+
 @pytest.mark.parametrize(
     "code",
     [
         "overlap = instep.attach(model, optimiser)",
         "overlap = instep.attach(model, optimizer, schedule='sideways')",
-        "overlap = instep.attach(model, optimizer)\nfor batch in loader:\n    model(batch).backward()",
+        ATTACHED + "for batch in loader:\n    model(batch).backward()",
         "overlap = instep.attach(model, optimizer)\n# or: overlap = instep.attach(model, optimizer, clip=1.0)",
         "overlap = instep.attach(model, optimizer)\noverlap = instep.attach(model, optimizer, undo='disk')",
         "def loop():\n    return weight\nloop()",

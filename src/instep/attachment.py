@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from instep._arguments import optimizers_of, require_model
 from instep._optim.plan import MIB, Plan
 from instep._step.recorder import Recorder
+from instep._wiring.advice import advice
 from instep._wiring.build import build
 from instep._wiring.connect import connect
 from instep._wiring.held import living_parameters
@@ -122,6 +123,13 @@ class Attachment:
         """With ``clip=ClipNorm(…)``: the norm of all gradients of the last step before they were clipped, 0-dim, as
         ``clip_grad_norm_`` returns it; ``None`` before the first step."""
         return self._parts.clipping.grad_norm
+
+    @property
+    def advice(self) -> str:
+        """With ``schedule="forward"``: whether steps are put off, and why; after a few steps also what this loop could
+        gain by ``schedule="backward"``, in bytes and milliseconds. One sentence a line; empty where there is nothing to
+        say."""
+        return advice(self._parts.schedule, divided=bool(self._parts.held.wrapped) or self._parts.sharding is not None)
 
     @property
     def recorder(self) -> Recorder | None:
@@ -314,9 +322,10 @@ class Attachment:
 
     def __repr__(self) -> str:
         optimizers = ", ".join(stepper.name for stepper in self._parts.held.steppers)
-        plan = self.plan
+        plan, deferral = self.plan, self._parts.schedule.deferral
         return (
             f"<instep.Attachment {self._parts.held.name} with {optimizers}: schedule={self._options.schedule!r}, "
+            f"{'' if deferral is None else f'steps {deferral}, '}"
             f"{len(plan.buckets)} buckets of {plan.nbytes / MIB:.2f} MiB, {self.step_count} steps, "
             f"{''.join(f'{said}, ' for said in self._parts.planned.said())}{self.state}>"
         )

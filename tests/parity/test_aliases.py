@@ -107,7 +107,7 @@ GRADIENTS: dict[str, tuple[Take, Read]] = {
     "its data": (lambda loop: loop.weight.grad.data, zero),  # type: ignore[union-attr]
     "a row": (lambda loop: loop.weight.grad[1], zero),  # type: ignore[index]
     "NumPy": (lambda loop: _numpy(loop.weight.grad), lambda kept: kept.fill(0)),  # type: ignore[arg-type]
-    "a list": (lambda loop: [p.grad for p in loop.model.parameters()], lambda kept: [zero(g) for g in kept]),
+    "a list": (lambda loop: [p.grad for p in loop.model.parameters()], lambda kept: list(map(zero, kept))),
 }
 
 

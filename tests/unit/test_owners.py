@@ -37,6 +37,11 @@ class Trained:
         return have_other_owners(self.parameters), shared, in_state
 
 
+def _gradient(trained: Trained) -> torch.Tensor:
+    assert trained.model.weight.grad is not None
+    return trained.model.weight.grad
+
+
 NOBODY, FIRST, ALL = [False, False], [True, False], [True, True]
 Take = Callable[[Trained], Any]
 TAKEN: dict[str, tuple[Take, tuple[list[bool], list[bool], list[bool]]]] = {
@@ -49,7 +54,7 @@ TAKEN: dict[str, tuple[Take, tuple[list[bool], list[bool], list[bool]]]] = {
     "the storage": (lambda t: t.model.weight.untyped_storage(), (FIRST, NOBODY, NOBODY)),
     "state_dict": (lambda t: t.model.state_dict(), (ALL, NOBODY, NOBODY)),
     "the gradient": (lambda t: t.model.weight.grad, (NOBODY, FIRST, NOBODY)),
-    "an alias of the gradient": (lambda t: t.model.weight.grad.data, (NOBODY, FIRST, NOBODY)),
+    "an alias of the gradient": (lambda t: _gradient(t).data, (NOBODY, FIRST, NOBODY)),
     "an entry of the state": (lambda t: t.optimizer.state[t.model.weight], (NOBODY, NOBODY, FIRST)),
     "a tensor of the state": (lambda t: t.optimizer.state[t.model.weight]["exp_avg"], (NOBODY, NOBODY, FIRST)),
     "an alias in the state": (lambda t: t.optimizer.state[t.model.weight]["step"].numpy(), (NOBODY, NOBODY, FIRST)),

@@ -26,6 +26,7 @@ from instep._step.hand_over import HandOver
 from instep._step.hand_over_calls import HandOverCalls
 from instep._step.measuring import MeasuringSink
 from instep._step.members import StepMembers
+from instep._step.observed import Gains, Observed
 from instep._step.pending import InFlightBucket
 from instep._step.pending_buckets import PendingBuckets
 from instep._step.reading import ReadHook, Reading
@@ -45,6 +46,7 @@ class ForwardSchedule(HoldsStep):
         deferring: whether it is put off.
 
     Attributes:
+        observed: what ordinary steps show of what the loop could gain.
         measuring: what sources tell in backward, where nothing is written yet.
     """
 
@@ -67,6 +69,7 @@ class ForwardSchedule(HoldsStep):
         self._hand_over = HandOver(self._step, self._pending, self._reading, can_wait, agreement, deferring)
         self._calls = HandOverCalls(self._step, self._pending, self._hand_over)
         self._deferring = deferring
+        self.observed = Observed(self._step.members.living)
         self._backward: int | None = None  # the last one that was seen to begin
 
     @property
@@ -74,6 +77,16 @@ class ForwardSchedule(HoldsStep):
         """Whether it must know of parameters that are replaced or added, and of threads: not where no step is put off,
         and nothing is done to gradients."""
         return self._hand_over.touches_gradients or not self._deferring.never
+
+    @property
+    def deferral(self) -> str:
+        """Whether steps are put off, and why."""
+        return f"{'put off' if self._deferring.puts_off else 'taken at once'} ({self._deferring.why})"
+
+    @property
+    def gains(self) -> Gains | None:
+        """What the loop could gain by another schedule; ``None``: not known yet."""
+        return self.observed.gains
 
     def lost(self, error: InstepError) -> None:
         """The loop does what a step that is put off cannot follow: no further one is, unless that was asked for."""
@@ -87,6 +100,7 @@ class ForwardSchedule(HoldsStep):
         """The model is about to run."""
         step = self._step
         step.backwards.let_go()
+        self.observed.let_go()
         self._reading.forward_begins()
         self._calls.end_commit()
         if step.round.stepper is not None and not step.round.evaluates_again:
@@ -146,6 +160,7 @@ class ForwardSchedule(HoldsStep):
 
     def end_backward(self) -> None:
         """Nothing was written in it."""
+        self.observed.backward_ended()
 
     # What optimizer.step() does.
 
@@ -155,16 +170,20 @@ class ForwardSchedule(HoldsStep):
 
     def begin_step(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is called."""
+        self.observed.let_go()
         self._calls.begin(stepper)
 
     def begin_flush(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to update."""
         self.measuring.close()
+        if not self._step.round.owing:
+            self.observed.step_begins()
         self._calls.before_update(stepper)
 
     def commit(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to return."""
         self._calls.returned(stepper)
+        self.observed.step_returned(is_last=not self._step.round.owing)
 
     def end_stopped(self) -> None:
         """An error or Ctrl-C may have ended ``optimizer.step()``: the buckets that it has handed over stand."""
@@ -234,6 +253,7 @@ class ForwardSchedule(HoldsStep):
         """Finish what is due, and end the thread."""
         try:
             self.measuring.close()
+            self.observed.let_go()
             self.end_stopped()
             self._pending.close()
         finally:

@@ -17,6 +17,7 @@ from instep._step.accumulation import Accumulation
 from instep._step.checking import Check
 from instep._step.ledger import Ledger
 from instep._step.members import GradientOf, StepMembers
+from instep._step.observed import Gains
 from instep._step.passes import Passes
 from instep._step.round import Round
 from instep._step.streams import StepStreams
@@ -144,6 +145,16 @@ class HoldsStep:
     def follows(self) -> bool:
         """Whether it must know of parameters that are replaced or added, and of threads."""
         return True
+
+    @property
+    def deferral(self) -> str | None:
+        """Whether steps are put off, and why: that is not the question."""
+        return None
+
+    @property
+    def gains(self) -> Gains | None:
+        """What the loop could gain by another schedule: nobody looks."""
+        return None
 
     def lost(self, error: InstepError) -> None:
         """The loop does what the schedule cannot follow."""

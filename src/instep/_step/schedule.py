@@ -8,6 +8,7 @@ import torch
 from instep._optim.parameters import AttachedParameter
 from instep._optim.plan import Bucket
 from instep._optim.stepper import Stepper
+from instep._step.observed import Gains
 from instep._step.pending import InFlightBucket
 from instep._step.recorder import Recorder
 from instep._step.writes import Gather
@@ -45,6 +46,14 @@ class Schedule(Protocol):
     def follows(self) -> bool:
         """Whether it must know of parameters that are replaced or added, and of threads. Where ``step()`` does what the
         plain loop does, it need not."""
+
+    @property
+    def deferral(self) -> str | None:
+        """Whether steps are put off, and why; ``None``: that is not the question."""
+
+    @property
+    def gains(self) -> Gains | None:
+        """What the loop could gain by another schedule, as far as its steps show."""
 
     def lost(self, error: InstepError) -> None:
         """The loop does what the schedule cannot follow: raise ``error``, or leave all further steps to torch."""
