@@ -51,6 +51,7 @@ PROBE = "tests/unit/test_probe.py"
 CHECK_STEPS = "tests/parity/test_check_steps.py"
 KEEP = "tests/parity/test_keep_gradients.py"
 KEEP_RANKS = "tests/distributed/test_keep_gradients.py"
+WAYS_OUT = "tests/unit/test_ways_out.py"
 
 MUTANTS = [
     Mutant(
@@ -2059,13 +2060,6 @@ MUTANTS = [
         KEEP,
     ),
     Mutant(
-        "a first step with gradients of zero is a tool's",
-        "RunningStep.count_gradients",
-        "if self.has_gradients or not asks_for_state(",
-        "if not asks_for_state(",
-        KEEP,
-    ),
-    Mutant(
         "a kept step that is not finite is torn",
         "FinalWrites.before_step",
         "if self._step.members.offered or self._step.ledger.votes.voting is not None:",
@@ -2106,6 +2100,48 @@ MUTANTS = [
         "        if self._options.steps_itself:\n",
         "        if False:\n",
         KEEP,
+    ),
+    Mutant(
+        "a message names torch's operation in place of the user's call",
+        "user_call",
+        "    return operation if found is None else _name_of(found)",
+        "    return operation",
+        WAYS_OUT,
+    ),
+    Mutant(
+        "a message names the innermost call of torch's",
+        "user_call",
+        "            found = frame\n",
+        "            found = found or frame\n",
+        WAYS_OUT,
+    ),
+    Mutant(
+        "a message names the wrapper of the call",
+        "user_call",
+        " and frame.f_code.co_name not in _WRAPPERS:",
+        ":",
+        WAYS_OUT,
+    ),
+    Mutant(
+        "a message names each parameter that load_state_dict() may not write",
+        "FinalWrites.before_load",
+        "if self._step.members.applied and self._step.ledger.torn is None:",
+        "if False:",
+        WAYS_OUT,
+    ),
+    Mutant(
+        "a copy of a model has the hook of load_state_dict()",
+        "_is_ours",
+        'isinstance(getattr(hook, "hook", hook), BoundHook)',
+        "isinstance(hook, BoundHook)",
+        "tests/unit/test_pickles.py",
+    ),
+    Mutant(
+        "a message does not say whose step() is missing",
+        "owed_steps",
+        "if stepper in step.round.owing]",
+        "if False]",
+        WAYS_OUT,
     ),
 ]
 

@@ -149,6 +149,20 @@ def test_clip_is_that_of_the_whole_step(clip: ClipNorm | ClipValue, build: Any) 
     lockstep("undo" if exact else "backward", build, step, clip=clip)
 
 
+def test_backward_runs_once() -> None:
+    """Also where the norm would be measured in a backward of its own."""
+    model, optimizer = blocks()
+    overlap = instep.attach(model, optimizer, schedule="backward", clip=ClipNorm(0.1, mode="two_pass"))
+    runs: list[torch.Tensor] = []
+    out = model(batch(0)[0])
+    out.register_hook(runs.append)
+    with overlap.keep_gradients():
+        overlap.backward(out.sum())
+    optimizer.step()
+    assert len(runs) == 1
+    overlap.detach()
+
+
 def test_a_norm_that_is_not_finite_is_taken_anew() -> None:
     """The loop mends the gradients, and calls ``step()`` again."""
     torch.manual_seed(0)

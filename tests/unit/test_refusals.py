@@ -422,7 +422,9 @@ def test_another_optimizer_of_the_same_parameters_that_is_not_attached(way: dict
         nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
         first.step()
         if options == {"schedule": "backward"}:
-            with pytest.raises(SpentGradientError, match=r"SGD.step\(\) met .*not attached.*schedule='forward'.*undo=True"):
+            with pytest.raises(
+                SpentGradientError, match=r"SGD.step\(\) met .*not attached.*schedule='forward'.*undo=True"
+            ):
                 second.step()
             return
         second.step()

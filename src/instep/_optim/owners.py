@@ -41,6 +41,8 @@ def in_views_of_ddp(tensors: int) -> int:
 
 def have_other_owners(tensors: Sequence[torch.Tensor], owners: Owners = by_themselves) -> list[bool]:
     """Of each plain tensor: whether its memory has an owner that is not one of ``tensors``."""
+    if not tensors:
+        return []
     storages = list(map(_STORAGE, tensors))
     known = _known()
     alone = owners(1) + known.wrapper

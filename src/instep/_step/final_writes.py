@@ -168,10 +168,11 @@ class FinalWrites(Writes):
         between = graph_task() is None
         where = "between backward() and optimizer.step()" if between else "in backward"
         how = "" if between else ", and checkpoint with use_reentrant=False"
+        other = " That optimizer is not the attached one." if call.endswith(".step()") else ""
         raise UncommittedStepError(
             f"parameter {name!r} was used {where}, by {call}, but backward has already updated it: the plain loop "
-            f"would find the old value. Use weights before backward() or after optimizer.step(){how}. {ANY_LOOP}. "
-            f"{GIVE_UP}"
+            f"would find the old value.{other} Use weights before backward() or after optimizer.step(){how}. "
+            f"{ANY_LOOP}. {GIVE_UP}"
         )
 
     # step() of an optimizer.

@@ -10,4 +10,7 @@ ANY_LOOP = f"Or {LEAVE_IT}"
 KEEP_ALL = f"Or put {KEEP} around all backwards of the step, which leaves them to optimizer.step(). Or {_AS_IT_IS}"
 """The same, for a step of several backwards."""
 
+WRITE_LATER = f"Or put {KEEP} around that backward, or attach with schedule='forward': nothing is written before step()"
+"""For writes of which nobody is told, and which ``undo`` does not know of in time."""
+
 MICRO_BATCHES = "Wrap all but the last micro-batch in `with overlap.accumulate():` (DDP: no_sync())"

@@ -17,7 +17,7 @@ from instep._step.members import first_written, gradient_of, versions_of
 from instep._step.passes import changed_after_measuring
 from instep._step.running_step import RunningStep
 from instep._step.states import Event
-from instep._step.ways_out import ANY_LOOP
+from instep._step.ways_out import WRITE_LATER
 from instep.errors import InstepError, StepMismatchError, UncommittedStepError
 
 GIVE_UP = "To give this step up, as after an interrupt: overlap.accept_torn(), and then load a checkpoint"
@@ -108,6 +108,7 @@ class Writes(ABC):
     def before_state(self, stepper: Stepper) -> None:
         """The state of an optimizer that backward has updated is about to be saved or loaded."""
 
+    @abstractmethod
     def before_load(self, model: str) -> None:
         """``load_state_dict()`` of a model of this class is called."""
 
@@ -219,7 +220,7 @@ class Writes(ABC):
             raise UncommittedStepError(
                 f"parameter {written.spec.name!r} was written between backward() and optimizer.step(), but "
                 "backward had already updated it: the plain loop would have updated what was written. Change "
-                f"or load weights after optimizer.step() or before the forward. {ANY_LOOP}"
+                f"or load weights after optimizer.step() or before the forward. {WRITE_LATER}"
             )
 
     def _keep_for_check(self, check: Check, stepper: Stepper) -> None:
