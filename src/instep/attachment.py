@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
@@ -42,9 +42,10 @@ def attached(model: nn.Module) -> "Attachment | None":
     return _attachments.get(model)
 
 
-def register(model: nn.Module, attachment: "Attachment") -> None:
-    """``model`` has this attachment until that is detached."""
-    _attachments[model] = attachment
+def register(models: Iterable[nn.Module], attachment: "Attachment") -> None:
+    """Each of ``models`` has this attachment until that is detached."""
+    for model in models:
+        _attachments[model] = attachment
 
 
 def record(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], steps: int = 5) -> "Recording":
@@ -70,8 +71,8 @@ def record(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], steps: 
 
 
 def attachments() -> "list[Attachment]":
-    """Of every model that is attached."""
-    return list(_attachments.values())
+    """Of every model that is attached. Several models may have one."""
+    return list(dict.fromkeys(_attachments.values()))
 
 
 def attached_parameters() -> "dict[int, Attachment]":
@@ -148,6 +149,11 @@ class Attachment:
         model, optimizers = self._parts.held.model(), self._parts.held.optimizers()
         if model is None or not optimizers:
             raise InstepError("there is nothing to record: the model or the optimizer is gone")
+        if len(self._parts.held.called()) > 1:
+            raise InstepError(
+                "record() of several models: an iteration of a recording begins where one model's forward does. Attach "
+                "the module that holds them, and call that"
+            )
         if self._options.disabled:
             return record_plain(model, optimizers, steps)
         listen = partial(setattr, self, "recorder")
@@ -301,9 +307,9 @@ class Attachment:
         if parts.zero is not None:
             parts.schedule.synchronize()
             parts.zero.close()
-        model = parts.held.model()
-        if model is not None and _attachments.get(model) is self:
-            del _attachments[model]
+        for model in parts.held.called():
+            if _attachments.get(model) is self:
+                del _attachments[model]
         try:
             parts.schedule.close()
         finally:
