@@ -193,7 +193,7 @@ def test_a_loss_scale() -> None:
     runs[1].close()
 
 
-class Adds(AcceleratedOptimizer):
+class Adds(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate is not typed
     """A wrapper of somebody else's, which does more."""
 
     def step(self, closure: Any = None) -> None:

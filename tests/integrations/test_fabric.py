@@ -2,13 +2,12 @@
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.wrappers import _FabricOptimizer
 from torch import nn
 
 import instep
@@ -50,7 +49,7 @@ def loop(
     """Weights, state and losses after a loop that uses all of Fabric; from ``checkpoint``, or saved there midway."""
     model, optimizer = fabric.setup(*build())
     state = {"model": model, "optimizer": optimizer}
-    overlap = None if options is None else instep.attach(model, optimizer, **options)
+    overlap = None if options is None else instep.attach(model, cast(Any, optimizer), **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
     losses = []
     if resume:
@@ -117,10 +116,14 @@ def test_save_and_load(way: str, tmp_path: Path) -> None:
     assert not torch.equal(wanted[0][0], resumed[0][0])
 
 
-def test_a_wrapped_optimizer_is_taken_through_several_layers() -> None:
-    model, optimizer = one_device().setup(*build())
-    with instep.attach(model, _FabricOptimizer(optimizer, one_device().strategy), schedule="backward") as overlap:
-        assert "with AdamW" in repr(overlap)
+def test_what_fabric_has_prepared_is_taken() -> None:
+    """The user's own optimizer is attached, beside one that Fabric does not know."""
+    model, prepared = one_device().setup(*build())
+    optimizer: Any = prepared
+    other = nn.Linear(2, 2)
+    optimizers = [optimizer, torch.optim.SGD(other.parameters(), lr=0.1)]
+    with instep.attach([model, other], optimizers, schedule="backward") as overlap:
+        assert "[_FabricModule, Linear] with AdamW, SGD" in repr(overlap)
 
 
 def _compare(options: Any, ddp: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -52,6 +52,7 @@ CHECK_STEPS = "tests/parity/test_check_steps.py"
 KEEP = "tests/parity/test_keep_gradients.py"
 KEEP_RANKS = "tests/distributed/test_keep_gradients.py"
 WAYS_OUT = "tests/unit/test_ways_out.py"
+SEVERAL = "tests/parity/test_several_models.py"
 
 MUTANTS = [
     Mutant(
@@ -2142,6 +2143,69 @@ MUTANTS = [
         "if stepper in step.round.owing]",
         "if False]",
         WAYS_OUT,
+    ),
+    Mutant(
+        "of several models one is watched",
+        "_watch_forwards",
+        "for model in target.called:",
+        "for model in target.called[:1]:",
+        SEVERAL,
+    ),
+    Mutant(
+        "nobody's forward is watched of several models",
+        "_watch_forwards",
+        "for model in target.called:",
+        "for model in [target.model]:",
+        SEVERAL,
+    ),
+    Mutant(
+        "of several models one is attached",
+        "register",
+        "for model in models:",
+        "for model in list(models)[:1]:",
+        SEVERAL,
+    ),
+    Mutant(
+        "several models are detached in part",
+        "Attachment.detach",
+        "for model in parts.held.called():",
+        "for model in parts.held.called()[:1]:",
+        SEVERAL,
+    ),
+    Mutant(
+        "several models are as one that nobody keeps",
+        "Held.__init__",
+        "if isinstance(target.model, Models):",
+        "if False:",
+        SEVERAL,
+    ),
+    Mutant(
+        "the state of an attachment goes with the first of several models",
+        "connect",
+        "Owners([*target.called, *target.optimizers]",
+        "Owners([model, *target.optimizers]",
+        SEVERAL,
+    ),
+    Mutant(
+        "a module inside of another one is taken",
+        "models_of",
+        "if other == position or id(one) not in inside:",
+        "if other == position or one is not outer:",
+        "tests/unit/test_arguments.py",
+    ),
+    Mutant(
+        "every wrapper of an optimizer is taken for it",
+        "_unwrapped",
+        'while type(optimizer).__module__.partition(".")[0] in _WRAP_ONLY:',
+        "while True:",
+        "tests/integrations/test_accelerate.py",
+    ),
+    Mutant(
+        "one layer of wrappers is taken off",
+        "_unwrapped",
+        "        optimizer = inner\n",
+        "        return inner\n",
+        "tests/integrations/test_accelerate.py",
     ),
 ]
 

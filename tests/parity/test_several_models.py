@@ -29,12 +29,12 @@ class Pair(nn.Module):
         self.q1, self.q2 = Blocks(depth=2), Blocks(depth=2)
 
 
-def pair() -> tuple[nn.Module, torch.optim.Optimizer]:
+def pair() -> tuple[Pair, torch.optim.Optimizer]:
     model = Pair()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
-def one_each() -> tuple[nn.Module, Any]:
+def one_each() -> tuple[Pair, Any]:
     model = Pair()
     return model, [
         torch.optim.AdamW(model.q1.parameters(), lr=1e-2, fused=True),
