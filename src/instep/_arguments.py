@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from instep.errors import InstepError
 
 Error = type[InstepError]
+_WRAP_ONLY = frozenset({"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"})
+"""Libraries whose prepared optimizers have the user's own in ``optimizer``, and call its ``step()``."""
 
 
 def require_model(model: object, error: Error, name: str = "model") -> nn.Module:
@@ -21,15 +23,38 @@ def require_model(model: object, error: Error, name: str = "model") -> nn.Module
     return model
 
 
+def models_of(model: object, error: Error) -> list[nn.Module]:
+    """The model, or those of a list, none of which is a part of another."""
+    if not isinstance(model, (list, tuple)):
+        if not isinstance(model, nn.Module):
+            raise error(f"model must be a torch.nn.Module or a list of them, not {_found(model)}")
+        return [model]
+    if not model:
+        raise error("model is an empty list: give one module or more")
+    found = [require_model(one, error, f"model[{position}]") for position, one in enumerate(model)]
+    for position, outer in enumerate(found):
+        inside = {id(module): name for name, module in outer.named_modules()}
+        for other, one in enumerate(found):
+            if other == position or id(one) not in inside:
+                continue
+            if one is outer:
+                raise error(f"model[{position}] and model[{other}] are the same {type(one).__name__}: give it once")
+            raise error(
+                f"model[{other}] is inside of model[{position}], as {inside[id(one)]!r}: give model[{position}] alone"
+            )
+    return found
+
+
 def optimizers_of(optimizer: object, error: Error, name: str = "optimizer") -> list[Optimizer]:
-    """The optimizer, or those of a list."""
+    """The optimizer, or those of a list; without the wrappers that accelerate and Fabric put around one."""
+    optimizer = _unwrapped(optimizer)
     if isinstance(optimizer, Optimizer):
         return [optimizer]
     no_list = str, bytes, type, Mapping, nn.Module, torch.Tensor
     if not isinstance(optimizer, Iterable) or isinstance(optimizer, no_list):
         raise error(f"{name} must be a torch.optim.Optimizer or a list of them, not {_found(optimizer)}")
     found: list[Optimizer] = []
-    for position, one in enumerate(optimizer):
+    for position, one in enumerate(map(_unwrapped, optimizer)):
         if not isinstance(one, Optimizer):
             raise error(f"{name}[{position}] must be a torch.optim.Optimizer, not {_found(one)}")
         found.append(one)
@@ -55,6 +80,18 @@ def path_of(path: object, error: Error) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not isinstance(found := os.fspath(path), str):
         raise error(f"path must be a str or an os.PathLike, not {path!r}")
     return Path(found)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The user's own optimizer: a wrapper of these libraries steps that, and others may do more."""
+    seen = {id(optimizer)}
+    while type(optimizer).__module__.partition(".")[0] in _WRAP_ONLY:
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, Optimizer) or id(inner) in seen:
+            break
+        seen.add(id(inner))
+        optimizer = inner
+    return optimizer
 
 
 def _found(value: Any) -> str:

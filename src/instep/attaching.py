@@ -9,7 +9,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from instep._arguments import optimizers_of, require_model
+from instep._arguments import models_of, optimizers_of
 from instep._gradients.finite import Policy
 from instep._gradients.policies import ClipNorm, ClipValue
 from instep._refusals.rules import DISABLED, MODEL, OPTIONS, PARAMETERS, refuse
@@ -18,7 +18,7 @@ from instep.errors import AttachError
 from instep.options import Communication, Defer, Options, Schedules
 from instep.sources.ddp.hook_slot import CommHook
 from instep.sources.fsdp.wrappers import put_shards_in_place
-from instep.target import Target
+from instep.target import Target, as_one
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -27,7 +27,7 @@ _logger = logging.getLogger("instep")
 
 
 def attach(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer],
     *,
     schedule: Schedules = "forward",
@@ -62,9 +62,10 @@ def attach(
     Args:
         model: any module, already on its device and in its dtype; a ``DistributedDataParallel``; what
             ``instep.replicate`` returned; a model that ``fully_shard``, ``FullyShardedDataParallel`` (with
-            ``use_orig_params=True``) or tensor parallelism was applied to.
+            ``use_orig_params=True``) or tensor parallelism was applied to. Or a list of modules, each of which the
+            loop calls by itself, with parameters in one optimizer: ``"0.weight"`` is a parameter of the first.
         optimizer: one ``torch.optim.Optimizer`` or several, of parameters of ``model``. Frozen ones are left alone
-            until they are unfrozen.
+            until they are unfrozen. What accelerate or Fabric has prepared is taken, too.
         schedule: when a bucket steps. ``"backward"``: as soon as its gradients are final. ``"forward"``: after
             ``optimizer.step()``, behind the next forward; on CPU that hides the step of fused optimizers only.
         defer: with ``schedule="forward"``, whether the step is put off. ``True``: wherever that is possible. ``False``:
@@ -114,7 +115,7 @@ def attach(
             the first tensor that differs; the step is torn, or with ``undo`` put back.
 
     Returns:
-        The attachment. It lives as long as the model does, whether or not it is kept.
+        The attachment. It lives as long as the model does, or any of several, whether or not it is kept.
 
     Raises:
         AttachError: something about the arguments, named in the message; a ``ValueError``. No hook was left behind.
@@ -124,7 +125,7 @@ def attach(
     takes each step, and gradients are clipped and looked at where ``optimizer.step()`` begins. What cannot be had that
     way is refused: ``ClipNorm(mode="per_bucket")``, ``comm_hook`` and ``mixed_precision``.
     """
-    require_model(model, AttachError)
+    models = models_of(model, AttachError)
     optimizers = optimizers_of(optimizer, AttachError)
     if isinstance(scaler, GradScaler) and not scaler.is_enabled():
         scaler = None
@@ -141,7 +142,7 @@ def attach(
         check_steps,
         disabled=os.environ.get("INSTEP_DISABLE", "") not in ("", "0"),
     )
-    return _attach(Target(model, optimizers, attached_parameters()), options)
+    return _attach(Target(as_one(models), optimizers, attached_parameters()), options)
 
 
 def attach_stepping_itself(model: nn.Module, optimizer: Optimizer) -> Attachment:
@@ -165,5 +166,5 @@ def _attach(target: Target, options: Options) -> Attachment:
         put_shards_in_place(target.model)
         refuse(PARAMETERS, target, options)
     attachment = Attachment(target, options)
-    register(target.model, attachment)
+    register(target.called, attachment)
     return attachment

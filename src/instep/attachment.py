@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
@@ -42,9 +42,10 @@ def attached(model: nn.Module) -> "Attachment | None":
     return _attachments.get(model)
 
 
-def register(model: nn.Module, attachment: "Attachment") -> None:
-    """``model`` has this attachment until that is detached."""
-    _attachments[model] = attachment
+def register(models: Iterable[nn.Module], attachment: "Attachment") -> None:
+    """Each of ``models`` has this attachment until that is detached."""
+    for model in models:
+        _attachments[model] = attachment
 
 
 def record(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], steps: int = 5) -> "Recording":
@@ -70,8 +71,8 @@ def record(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], steps: 
 
 
 def attachments() -> "list[Attachment]":
-    """Of every model that is attached."""
-    return list(_attachments.values())
+    """Of every model that is attached. Several models may have one."""
+    return list(dict.fromkeys(_attachments.values()))
 
 
 def attached_parameters() -> "dict[int, Attachment]":
@@ -148,6 +149,11 @@ class Attachment:
         model, optimizers = self._parts.held.model(), self._parts.held.optimizers()
         if model is None or not optimizers:
             raise InstepError("there is nothing to record: the model or the optimizer is gone")
+        if len(self._parts.held.called()) > 1:
+            raise InstepError(
+                "record() of several models: an iteration of a recording begins where one model's forward does. Attach "
+                "the module that holds them, and call that"
+            )
         if self._options.disabled:
             return record_plain(model, optimizers, steps)
         listen = partial(setattr, self, "recorder")
@@ -159,6 +165,28 @@ class Attachment:
         Under DDP this is ``no_sync()`` too.
         """
         return self._parts.accumulation.hold()
+
+    def keep_gradients(self) -> AbstractContextManager[None]:
+        """With ``schedule="backward"``, around a backward: the step is left to ``optimizer.step()``, as in the plain
+        loop. For a loop that looks at its gradients now and then.
+
+        Gradients stay in ``.grad``, to be read, clipped, written or thrown away, and no parameter is updated before
+        ``optimizer.step()``. DDP, ``replicate`` and FSDP reduce as ever: this is not ``no_sync()``. That step saves
+        no memory. With ``clip=`` they are clipped in ``optimizer.step()``, as one bucket. The block may end when
+        ``backward()`` has returned, or later. The next backward outside of it steps again. With ``shard_state`` all
+        ranks must do this in the same steps.
+
+        With ``schedule="forward"`` gradients are kept in every step, and this does nothing.
+
+        Raises:
+            InstepError: nobody calls ``optimizer.step()``: a verb of the functional API has attached the model.
+        """
+        if self._options.steps_itself:
+            raise InstepError(
+                "keep_gradients() leaves a step to optimizer.step(), and here the end of each backward is the step. "
+                "Attach the model with instep.attach(model, optimizer, schedule='backward')"
+            )
+        return self._parts.accumulation.keep()
 
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """``loss.backward(gradient)``; with ``ClipNorm(mode="two_pass")`` twice, first to measure and then to step.
@@ -235,7 +263,7 @@ class Attachment:
         if schedule.state == "open" or (self._parts.accumulation.holding and gradients):
             raise UncommittedStepError(
                 f"step {self.step_count + 1} is under way: a checkpoint is of committed steps. Save after "
-                "optimizer.step(), or before the backward"
+                "optimizer.step(), or before the first backward of the step"
             )
 
     @property
@@ -279,9 +307,9 @@ class Attachment:
         if parts.zero is not None:
             parts.schedule.synchronize()
             parts.zero.close()
-        model = parts.held.model()
-        if model is not None and _attachments.get(model) is self:
-            del _attachments[model]
+        for model in parts.held.called():
+            if _attachments.get(model) is self:
+                del _attachments[model]
         try:
             parts.schedule.close()
         finally:

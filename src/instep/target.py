@@ -18,9 +18,30 @@ Names = Mapping[int, tuple[torch.Tensor, tuple[Attribute, ...]]]
 """By ``id``: each parameter of a model, in order, with every place that holds it."""
 
 
+class Models(nn.Module):
+    """Several models that are attached together, each of which the loop calls by itself. Nobody keeps this one: it is
+    made of the models whenever it is asked for."""
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, model in models.items():
+            self.add_module(name, model)
+
+
+def as_one(models: Sequence[nn.Module]) -> nn.Module:
+    """The model; of several, one with the parameters of all."""
+    return models[0] if len(models) == 1 else Models({str(number): model for number, model in enumerate(models)})
+
+
+def called_in(model: nn.Module) -> list[nn.Module]:
+    """The modules of ``model`` that the loop calls: ``model`` itself, or each of several."""
+    return list(model.children()) if isinstance(model, Models) else [model]
+
+
 class Target:
     """
     Attributes:
+        called: the modules that the loop calls: the model, or each of several.
         wrapped: the instances of ``DistributedDataParallel`` and ``Replicated`` in the model.
         fsdp1: its instances of ``FullyShardedDataParallel``.
         fsdp2: its modules that ``fully_shard`` was applied to.
@@ -29,6 +50,7 @@ class Target:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], taken: Mapping[int, object]) -> None:
         self.model = model
+        self.called = called_in(model)
         self.optimizers = optimizers
         self.wrapped: list[Wrapped] = [
             module for module in model.modules() if isinstance(module, (DistributedDataParallel, Replicated))

@@ -50,7 +50,7 @@ class Run:
             if options.get("schedule") != "forward":
                 # Where there is no DDP, no_sync() tells nobody that gradients only add up.
                 alone |= {"accumulation_steps": MICRO_BATCHES} if alone else {}
-            self.overlap = instep.attach(self.model, self.optimizer.optimizer, **alone, **options)
+            self.overlap = instep.attach(self.model, self.optimizer, **alone, **options)
 
     def epoch(self) -> list[Entry]:
         """What each micro-batch has to log."""
@@ -193,10 +193,25 @@ def test_a_loss_scale() -> None:
     runs[1].close()
 
 
+class Adds(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate is not typed
+    """A wrapper of somebody else's, which does more."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] *= 0.9
+
+
+def test_a_prepared_optimizer_is_taken_and_an_unknown_wrapper_is_not() -> None:
+    run = Run(None)
+    with instep.attach(run.model, [AcceleratedOptimizer(run.optimizer)], schedule="backward"):
+        pass
+    with pytest.raises(UnsupportedOptimizerError, match=r"Adds holds another.*Attach the inner"):
+        instep.attach(run.model, Adds(run.optimizer.optimizer), schedule="backward")
+
+
 def test_mistakes() -> None:
     run = Run(None)
-    with pytest.raises(UnsupportedOptimizerError, match=r"AcceleratedOptimizer holds another.*Attach the inner"):
-        instep.attach(run.model, run.optimizer, schedule="backward")
     with pytest.raises(AttachError, match="two_pass"):
         instep.attach(run.model, run.optimizer.optimizer, clip=ClipNorm(LIMIT), schedule="backward")
     run = Run({"schedule": "backward"})

@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 
 import instep
-from instep.errors import SpentGradientError, UnsupportedOptimizerError
+from instep.errors import SpentGradientError
 from tests.cases import Blocks
 from tests.distributed.pool import RankPool
 from tests.integrations.fitting import WAYS, assert_same, loader
@@ -49,7 +49,7 @@ def loop(
     """Weights, state and losses after a loop that uses all of Fabric; from ``checkpoint``, or saved there midway."""
     model, optimizer = fabric.setup(*build())
     state = {"model": model, "optimizer": optimizer}
-    overlap = None if options is None else instep.attach(model, optimizer.optimizer, **options)
+    overlap = None if options is None else instep.attach(model, cast(Any, optimizer), **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
     losses = []
     if resume:
@@ -116,10 +116,14 @@ def test_save_and_load(way: str, tmp_path: Path) -> None:
     assert not torch.equal(wanted[0][0], resumed[0][0])
 
 
-def test_the_wrapped_optimizer_is_refused_by_name() -> None:
-    model, optimizer = one_device().setup(*build())
-    with pytest.raises(UnsupportedOptimizerError, match=r"FabricAdamW holds another .* Attach the inner optimizer"):
-        instep.attach(model, optimizer, schedule="backward")
+def test_what_fabric_has_prepared_is_taken() -> None:
+    """The user's own optimizer is attached, beside one that Fabric does not know."""
+    model, prepared = one_device().setup(*build())
+    optimizer: Any = prepared
+    other = nn.Linear(2, 2)
+    optimizers = [optimizer, torch.optim.SGD(other.parameters(), lr=0.1)]
+    with instep.attach([model, other], optimizers, schedule="backward") as overlap:
+        assert "[_FabricModule, Linear] with AdamW, SGD" in repr(overlap)
 
 
 def _compare(options: Any, ddp: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -229,7 +229,7 @@ def test_hooks_that_use_gradients(way: str) -> None:
 
 
 def test_hooks_that_use_gradients_meet_spent_ones_in_backward() -> None:
-    with pytest.raises(SpentGradientError, match="Between backward"):
+    with pytest.raises(SpentGradientError, match="between backward"):
         fit(WAYS["backward"], LogsNorms)
 
 

@@ -49,6 +49,10 @@ INTERRUPTED = "tests/parity/test_interrupted_step.py"
 IN_TRAINING = "tests/parity/test_found_in_training.py"
 PROBE = "tests/unit/test_probe.py"
 CHECK_STEPS = "tests/parity/test_check_steps.py"
+KEEP = "tests/parity/test_keep_gradients.py"
+KEEP_RANKS = "tests/distributed/test_keep_gradients.py"
+WAYS_OUT = "tests/unit/test_ways_out.py"
+SEVERAL = "tests/parity/test_several_models.py"
 
 OWNERS = "tests/unit/test_owners.py"
 ALIASES = "tests/parity/test_aliases.py"
@@ -2107,6 +2111,202 @@ MUTANTS = [
         " or self._step.checks",
         "",
         "tests/distributed/test_check_steps.py",
+    ),
+    Mutant(
+        "a step whose gradients are kept is taken in backward",
+        "BucketSink.arrive",
+        "if step.accumulation.holding or self.keeps_gradients:",
+        "if step.accumulation.holding:",
+        KEEP,
+    ),
+    Mutant(
+        "gradients are kept after the block",
+        "Accumulation.keep",
+        "            self._kept -= 1\n",
+        "            pass\n",
+        KEEP,
+    ),
+    Mutant(
+        "an error in the block keeps gradients from then on",
+        "Accumulation.keep",
+        "        try:\n            yield\n        finally:\n            self._kept -= 1\n",
+        "        yield\n        self._kept -= 1\n",
+        KEEP,
+    ),
+    Mutant(
+        "kept gradients are not reduced",
+        "Accumulation.decide",
+        "        if (self._backwards + 1) % self.steps:\n",
+        "        if self._kept or (self._backwards + 1) % self.steps:\n",
+        KEEP_RANKS,
+    ),
+    Mutant(
+        "a kept step leaves the short road",
+        "LocalSource._count_bucket",
+        "self._in_order &= self._sink.keeps_gradients",
+        "self._in_order = False",
+        KEEP,
+    ),
+    Mutant(
+        "a kept first step leaves the short road",
+        "LocalSource._count",
+        "self._in_order &= self._sink.keeps_gradients",
+        "self._in_order = False",
+        KEEP,
+    ),
+    Mutant(
+        "optimizers that are left all of a step do not owe it",
+        "StepCalls.before_update",
+        "if not step.round.owing:",
+        "if not step.has_gradients:",
+        KEEP,
+    ),
+    Mutant(
+        "a kept step that is not finite is torn",
+        "FinalWrites.before_step",
+        "if self._step.members.offered or self._step.ledger.votes.voting is not None:",
+        "if True:",
+        KEEP,
+    ),
+    Mutant(
+        "norms of gradients that the loop mends are kept",
+        "Writes.clip_rest",
+        "                passes.clipping.forget_norms()",
+        "                pass",
+        KEEP,
+    ),
+    Mutant(
+        "kept gradients are measured in a backward of their own",
+        "BackwardSchedule.backward",
+        " or self.keeps_gradients:",
+        ":",
+        KEEP,
+    ),
+    Mutant(
+        "the loop finds a part of the kept gradients",
+        "ZeroSource.communicate",
+        "        if self._sink.keeps_gradients:\n",
+        "        if False:\n",
+        KEEP_RANKS,
+    ),
+    Mutant(
+        "the mean of kept gradients is computed in their own dtype",
+        "ZeroSource.communicate",
+        "cast_mean_allreduce(buffer, group, divisor, self._reduce_dtype)",
+        "cast_mean_allreduce(buffer, group, divisor, None)",
+        KEEP_RANKS,
+    ),
+    Mutant(
+        "keep_gradients() where nobody calls step()",
+        "Attachment.keep_gradients",
+        "        if self._options.steps_itself:\n",
+        "        if False:\n",
+        KEEP,
+    ),
+    Mutant(
+        "a message names torch's operation in place of the user's call",
+        "user_call",
+        "    return operation if found is None else _name_of(found)",
+        "    return operation",
+        WAYS_OUT,
+    ),
+    Mutant(
+        "a message names the innermost call of torch's",
+        "user_call",
+        "            found = frame\n",
+        "            found = found or frame\n",
+        WAYS_OUT,
+    ),
+    Mutant(
+        "a message names the wrapper of the call",
+        "user_call",
+        " and frame.f_code.co_name not in _WRAPPERS:",
+        ":",
+        WAYS_OUT,
+    ),
+    Mutant(
+        "a message names each parameter that load_state_dict() may not write",
+        "FinalWrites.before_load",
+        "if self._step.members.applied and self._step.ledger.torn is None:",
+        "if False:",
+        WAYS_OUT,
+    ),
+    Mutant(
+        "a copy of a model has the hook of load_state_dict()",
+        "_is_ours",
+        'isinstance(getattr(hook, "hook", hook), BoundHook)',
+        "isinstance(hook, BoundHook)",
+        "tests/unit/test_pickles.py",
+    ),
+    Mutant(
+        "a message does not say whose step() is missing",
+        "owed_steps",
+        "if stepper in step.round.owing]",
+        "if False]",
+        WAYS_OUT,
+    ),
+    Mutant(
+        "of several models one is watched",
+        "_watch_forwards",
+        "for model in target.called:",
+        "for model in target.called[:1]:",
+        SEVERAL,
+    ),
+    Mutant(
+        "nobody's forward is watched of several models",
+        "_watch_forwards",
+        "for model in target.called:",
+        "for model in [target.model]:",
+        SEVERAL,
+    ),
+    Mutant(
+        "of several models one is attached",
+        "register",
+        "for model in models:",
+        "for model in list(models)[:1]:",
+        SEVERAL,
+    ),
+    Mutant(
+        "several models are detached in part",
+        "Attachment.detach",
+        "for model in parts.held.called():",
+        "for model in parts.held.called()[:1]:",
+        SEVERAL,
+    ),
+    Mutant(
+        "several models are as one that nobody keeps",
+        "Held.__init__",
+        "if isinstance(target.model, Models):",
+        "if False:",
+        SEVERAL,
+    ),
+    Mutant(
+        "the state of an attachment goes with the first of several models",
+        "connect",
+        "Owners([*target.called, *target.optimizers]",
+        "Owners([model, *target.optimizers]",
+        SEVERAL,
+    ),
+    Mutant(
+        "a module inside of another one is taken",
+        "models_of",
+        "if other == position or id(one) not in inside:",
+        "if other == position or one is not outer:",
+        "tests/unit/test_arguments.py",
+    ),
+    Mutant(
+        "every wrapper of an optimizer is taken for it",
+        "_unwrapped",
+        'while type(optimizer).__module__.partition(".")[0] in _WRAP_ONLY:',
+        "while True:",
+        "tests/integrations/test_accelerate.py",
+    ),
+    Mutant(
+        "one layer of wrappers is taken off",
+        "_unwrapped",
+        "        optimizer = inner\n",
+        "        return inner\n",
+        "tests/integrations/test_accelerate.py",
     ),
 ]
 

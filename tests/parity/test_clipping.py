@@ -834,7 +834,7 @@ def test_a_loop_that_clips_by_itself_meets_spent_gradients_in_backward(clip: Cal
     model, optimizer = blocks()
     with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward"):
         loss_of(model(batch(0)[0]), batch(0)[1]).backward()
-        with pytest.raises(SpentGradientError, match=r"attach\(…, clip=…\)"):
+        with pytest.raises(SpentGradientError, match=r"attach with clip="):
             clip(model)
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from typer.testing import CliRunner
 
 import instep
@@ -342,6 +343,39 @@ def test_a_wrong_argument_is_refused_by_name(given: Given, verb: str, value: str
         (
             lambda g: instep.attach(g.model, cast(Any, {"a": g.optimizer}), schedule="backward"),
             "dict: give its values as a list",
+        ),
+        (
+            lambda g: instep.attach(g.model, g.optimizer, schedule="sideways"),  # type: ignore[arg-type]
+            "schedule='sideways' is not known",
+        ),
+        (lambda g: instep.attach([], g.optimizer), "model is an empty list"),
+        (
+            lambda g: instep.attach(cast(Any, {"a": g.model}), g.optimizer),
+            "model must be .*, not dict: give its values",
+        ),
+        (
+            lambda g: instep.attach([g.model, cast(Any, g.optimizer)], g.optimizer),
+            r"model\[1\] must be a torch.nn.Module, not the optimizer SGD",
+        ),
+        (
+            lambda g: instep.attach([nn.Linear(3, 3), g.model, g.model], g.optimizer),
+            r"model\[1\] and model\[2\] are the same Linear",
+        ),
+        (
+            lambda g: instep.attach([g.model, nn.Sequential(nn.ReLU(), g.model)], g.optimizer),
+            r"model\[0\] is inside of model\[1\], as '1': give model\[1\] alone",
+        ),
+        (
+            lambda g: instep.attach([nn.Linear(3, 3), nn.Linear(3, 3)], g.optimizer),
+            r"SGD.param_groups\[0\]\['params'\]\[0\], of shape \(3, 3\), is not a parameter of the model",
+        ),
+        (
+            lambda g: instep.attach(
+                [g.model, nn.Linear(3, 3)],
+                g.optimizer,
+                mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+            ),
+            "mixed_precision casts inside the forward of one model, and model is a list",
         ),
     ],
 )

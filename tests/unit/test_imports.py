@@ -34,7 +34,7 @@ ALLOWED = {
         "sources",
         "sources.ddp",
     },
-    "sources.zero": {"errors", "_autograd", "_optim", "_ranks", "_step", "sources", "sources.ddp"},
+    "sources.zero": {"errors", "comm_hooks", "_autograd", "_optim", "_ranks", "_step", "sources", "sources.ddp"},
     "sources.replicate": {
         "errors",
         "comm_hooks",

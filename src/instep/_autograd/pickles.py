@@ -23,6 +23,7 @@ _TABLES = (
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
     "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
 )
 # The one that torch.save uses, of those that know __reduce_ex__: copyreg does not say which is asked for.
 _PROTOCOL = 2
@@ -77,10 +78,15 @@ def _without_hooks(part: Any) -> Any:
     if type(part) is not dict:
         return part
     tables = {name: part[name] for name in _TABLES if isinstance(part.get(name), Mapping)}
-    ours = {number for table in tables.values() for number, hook in table.items() if isinstance(hook, BoundHook)}
+    ours = {number for table in tables.values() for number, hook in table.items() if _is_ours(hook)}
     left = {
         name: type(table)((number, hook) for number, hook in table.items() if number not in ours)
         for name, table in tables.items()
         if not ours.isdisjoint(table)
     }
     return {**part, **left} if left else part
+
+
+def _is_ours(hook: Any) -> bool:
+    """torch wraps the hooks of ``load_state_dict()`` in an object with the hook in it."""
+    return isinstance(getattr(hook, "hook", hook), BoundHook)

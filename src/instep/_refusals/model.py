@@ -15,3 +15,19 @@ def scripted(target: Target, options: Options) -> None:
                 "it, so instep cannot tell when its parameters are read. Use the module it was made from, or "
                 "torch.compile"
             )
+
+
+def sharded_among_several(target: Target, options: Options) -> None:
+    if len(target.called) > 1 and (target.fsdp1 or target.fsdp2):
+        raise AttachError(
+            "model is a list, and FSDP shards one of its modules: it gathers and reduces for the module that the loop "
+            "calls. Attach each sharded module with an optimizer of its own, or the module that holds them all"
+        )
+
+
+def cast_among_several(target: Target, options: Options) -> None:
+    if len(target.called) > 1 and options.communication.mixed_precision is not None:
+        raise AttachError(
+            "mixed_precision casts inside the forward of one model, and model is a list. Attach each module with an "
+            "optimizer of its own, or the module that holds them all"
+        )

@@ -53,6 +53,8 @@ OPTIONS: Sequence[Rule] = (
 MODEL: Sequence[Rule] = (
     optimizers.unsupported,
     optimizers.asked_for_more,
+    model.sharded_among_several,
+    model.cast_among_several,
     fsdp.flat_parameters,
     fsdp.groups_of_its_own,
     fsdp.precision_of_its_own,
@@ -91,6 +93,7 @@ PARAMETERS: Sequence[Rule] = (
 # With INSTEP_DISABLE=1, in place of the last two.
 DISABLED: Sequence[Rule] = (
     optimizers.unsupported,
+    model.sharded_among_several,
     disabled.clipped_buckets,
     disabled.other_numbers,
     parameters.unsteppable,

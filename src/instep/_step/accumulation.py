@@ -1,4 +1,5 @@
-"""Micro-batches: when gradients only add up, and when a backward is the last of its step."""
+"""Micro-batches: when gradients only add up, and when a backward is the last of its step. Steps whose gradients are
+kept for the loop to read."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -31,6 +32,7 @@ class Accumulation:
         self.steps = steps
         self._wrapped = wrapped
         self._held = 0
+        self._kept = 0
         self._backwards = 0
         self._outermost: int | None = None
         self._counted: int | None = None
@@ -42,6 +44,11 @@ class Accumulation:
         return self._held > 0 or any(
             not ddp.require_backward_grad_sync for ddp in self._wrapped() if ddp not in self._held_back
         )
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether this is inside of ``keep``: gradients are reduced as ever, and are left to ``optimizer.step()``."""
+        return self._kept > 0
 
     @property
     def is_partial(self) -> bool:
@@ -73,6 +80,14 @@ class Accumulation:
                 yield
             finally:
                 self._held -= 1
+
+    @contextmanager
+    def keep(self) -> Iterator[None]:
+        self._kept += 1
+        try:
+            yield
+        finally:
+            self._kept -= 1
 
     def decide(self) -> None:
         """Whether the next backward communicates. DDP asks in its forward; FSDP in backward, before which there may

@@ -31,7 +31,8 @@ from instep._step.spent_uses import after_update, never_cleared, while_measuring
 from instep._step.states import Event
 from instep._step.step_calls import StepCalls
 from instep._step.trial_writes import TrialWrites
-from instep._step.writes import Gather, Writes
+from instep._step.ways_out import KEEP_ALL, MICRO_BATCHES
+from instep._step.writes import Gather, Writes, owed_steps
 from instep.errors import AccumulationError, InstepError
 
 
@@ -77,9 +78,8 @@ class BackwardSchedule(BucketSink):
         self._writes.hear(wait=True)
         if step.members.applied:
             raise AccumulationError(
-                "a second backward began before optimizer.step(), but the first has already updated the weights. Wrap "
-                "all but the last micro-batch in `with overlap.accumulate():` (DDP: no_sync()), or add the losses and "
-                "call backward() once"
+                f"a second backward began before {owed_steps(step)}, but the first has already updated the weights. "
+                f"{MICRO_BATCHES}, or add the losses and call backward() once. {KEEP_ALL}"
             )
         self._seen.steps(task)
         return True
@@ -93,7 +93,7 @@ class BackwardSchedule(BucketSink):
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:
         """With ``ClipNorm(mode="two_pass")``: a backward that measures, and one that steps. See ``Passes``."""
         passes, accumulation = self._step.passes, self._step.accumulation
-        if passes.clipping.mode != "two_pass" or accumulation.holds_next:
+        if passes.clipping.mode != "two_pass" or accumulation.holds_next or self.keeps_gradients:
             loss.backward(gradient)
             return
         if self.state != "open":
@@ -233,6 +233,11 @@ class BackwardSchedule(BucketSink):
         self._writes.hear(wait=True)
         self._step.ledger.require_whole()
 
+    def before_load(self, model: str) -> None:
+        """The model's ``load_state_dict()`` is called, which would name each parameter that it may not write."""
+        self._step.backwards.let_go()
+        self._writes.before_load(model)
+
     def rollback(self) -> None:
         """Put the step back, and clear its gradients: the loop is where it was after the last ``optimizer.step()``."""
         self._writes.rollback_if_any()
@@ -247,7 +252,7 @@ class BackwardSchedule(BucketSink):
             return while_measuring(spec.name, operation)
         if spec.index not in self._step.members.applied:
             return None if operation == CONVERSION else never_cleared(spec.name, operation)
-        error, is_wrong = after_update(spec.name, operation)
+        error, is_wrong = after_update(spec.name, operation, clips=self._step.passes.clipping.policy is not None)
         if is_wrong and self._step.ledger.torn is None:
             self._writes.tear(error)
         return error

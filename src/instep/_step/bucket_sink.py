@@ -69,7 +69,7 @@ class BucketSink(HoldsStep):
         if step.passes.running != "measuring":
             step.accumulation.count()
             step.has_gradients = True
-            if step.accumulation.holding:
+            if step.accumulation.holding or self.keeps_gradients:
                 return False
         with step.lock:
             if step.ledger.torn is not None:
@@ -156,6 +156,11 @@ class BucketSink(HoldsStep):
     def by_bucket(self) -> bool:
         """Whether buckets must not be applied together: their norms are their own, or a difference would not show."""
         return self._step.passes.clipping.mode == "per_bucket" or self._step.checks
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether all of the running step is left to ``optimizer.step()``. Not where backward has begun to apply it."""
+        return self._step.accumulation.is_kept and not self._step.members.applied
 
     @property
     def frees_gradients(self) -> bool:

@@ -6,6 +6,7 @@ from operator import is_
 
 import torch
 
+from instep._autograd.callers import user_call
 from instep._autograd.engine import graph_task
 from instep._autograd.watch import Watch
 from instep._gradients.finite import Policy, all_finite, nonfinite_error
@@ -14,7 +15,8 @@ from instep._optim.stepper import Stepper
 from instep._step.members import gradient_of
 from instep._step.running_step import RunningStep
 from instep._step.spent_uses import never_cleared
-from instep._step.writes import GIVE_UP, Writes
+from instep._step.ways_out import ANY_LOOP, KEEP_ALL, MICRO_BATCHES
+from instep._step.writes import GIVE_UP, Writes, owed_steps
 from instep.errors import (
     AccumulationError,
     InstepError,
@@ -54,9 +56,8 @@ class FinalWrites(Writes):
 
     def second_gradient(self, attached: AttachedParameter) -> InstepError | None:
         return AccumulationError(
-            f"a second gradient for {attached.spec.name!r} arrived before optimizer.step(). Wrap all but "
-            "the last micro-batch in `with overlap.accumulate():` (DDP: no_sync()). Reentrant "
-            "checkpointing that visits a parameter twice needs use_reentrant=False"
+            f"a second gradient for {attached.spec.name!r} arrived before optimizer.step(). {MICRO_BATCHES}. Reentrant "
+            f"checkpointing that visits a parameter twice needs use_reentrant=False. {KEEP_ALL}"
         )
 
     def may_write(self, *, seen: bool) -> bool:
@@ -121,11 +122,9 @@ class FinalWrites(Writes):
     def before_forward(self) -> None:
         if self._step.members.applied:
             raise UncommittedStepError(
-                f"backward has updated {len(self._step.members.applied)} parameters, and optimizer.step() has not been "
-                "called since: the plain loop would still read the old weights here. Call optimizer.step() after each "
-                "backward; to accumulate, wrap all but the last micro-batch in `with overlap.accumulate():`; a loop "
-                "that leaves out step() on some iterations needs undo=True or schedule='forward'. "
-                f"{GIVE_UP}"
+                f"backward has updated {len(self._step.members.applied)} parameters, and {owed_steps(self._step)} has "
+                "not been called since: the plain loop would still read the old weights here. Call step() of every "
+                f"attached optimizer after each backward. To accumulate: {MICRO_BATCHES}. {KEEP_ALL}. {GIVE_UP}"
             )
 
     def before_state(self, stepper: Stepper) -> None:
@@ -133,8 +132,7 @@ class FinalWrites(Writes):
             raise UncommittedStepError(
                 f"state_dict() or load_state_dict() of {stepper.name} was called between backward() and "
                 "optimizer.step(), but backward has already updated its state: the plain loop would find the old one. "
-                "Call it after optimizer.step() or before backward(), or use undo=True or schedule='forward'. "
-                f"{GIVE_UP}"
+                f"Call it after optimizer.step() or before backward(). {ANY_LOOP}. {GIVE_UP}"
             )
 
     def real_gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
@@ -153,17 +151,28 @@ class FinalWrites(Writes):
     def release(self) -> None:
         self._watch.stop(self._step.members.living())
 
+    def before_load(self, model: str) -> None:
+        if self._step.members.applied and self._step.ledger.torn is None:
+            raise UncommittedStepError(
+                f"{model}.load_state_dict() was called between backward() and optimizer.step(), but backward has "
+                "already updated the weights: the plain loop would update those that are loaded. Load after "
+                f"optimizer.step() or before backward(). {ANY_LOOP}. {GIVE_UP}"
+            )
+
     def _used(self, parameter: torch.Tensor, func: object) -> None:
         """An applied parameter is about to be read or written."""
         self._step.backwards.let_go()
         if self._step.ledger.torn is not None:
             return  # there to be read
-        where = "between backward() and optimizer.step()" if graph_task() is None else "in backward"
+        name, call = self._step.members.name_of(parameter), user_call(getattr(func, "__name__", str(func)))
+        between = graph_task() is None
+        where = "between backward() and optimizer.step()" if between else "in backward"
+        how = "" if between else ", and checkpoint with use_reentrant=False"
+        other = " That optimizer is not the attached one." if call.endswith(".step()") else ""
         raise UncommittedStepError(
-            f"parameter {self._step.members.name_of(parameter)!r} was used {where}, but backward has already updated "
-            "it: the plain loop would find the old value. Use weights before backward() or after optimizer.step(), and "
-            "checkpoint with use_reentrant=False; or use undo=True or schedule='forward'. "
-            f"{GIVE_UP}"
+            f"parameter {name!r} was used {where}, by {call}, but backward has already updated it: the plain loop "
+            f"would find the old value.{other} Use weights before backward() or after optimizer.step(){how}. "
+            f"{ANY_LOOP}. {GIVE_UP}"
         )
 
     # step() of an optimizer.
@@ -184,7 +193,9 @@ class FinalWrites(Writes):
         try:
             self._require_finite(left)
         except NonFiniteGradientError as error:
-            self.tear(error)
+            # Nothing was offered: nothing is written. Another rank may find only finite gradients in its shards.
+            if self._step.members.offered or self._step.ledger.votes.voting is not None:
+                self.tear(error)
             raise
         self.clip_rest(left)
         if self._step.check is not None:
@@ -207,7 +218,7 @@ class FinalWrites(Writes):
                 raise SpentGradientError(
                     f"the gradient of {attached.spec.name!r} was cleared or replaced between backward() and "
                     "optimizer.step(), but backward had already applied it. Call zero_grad() after "
-                    "optimizer.step() or before backward()"
+                    f"optimizer.step() or before backward(). {ANY_LOOP}"
                 )
 
     def step_stopped(self, stepper: Stepper) -> None:

@@ -25,7 +25,7 @@ class MeasuringSink:
         on_open: called when the first gradient of a step arrives.
     """
 
-    waits_for_all = by_bucket = frees_gradients = False
+    waits_for_all = by_bucket = frees_gradients = keeps_gradients = False
 
     def __init__(self, accumulation: Accumulation, clipping: Clipping) -> None:
         self.streams = StepStreams()

@@ -13,6 +13,7 @@ from instep._optim.generators import Generators
 from instep._optim.parameters import AttachedParameter
 from instep._optim.parts import version_of
 from instep._step.members import StepMembers, gradient_of
+from instep._step.ways_out import ANY_LOOP
 from instep.errors import InstepError, SpentGradientError
 
 
@@ -129,8 +130,7 @@ def changed_after_measuring(name: str) -> SpentGradientError:
     return SpentGradientError(
         f"the gradient of {name!r} was set, written or cleared, or the parameter was added to the optimizer, "
         "between overlap.backward() and optimizer.step(), but backward had already clipped other gradients by the "
-        "norm without that, and applied them. Do it before overlap.backward() or after optimizer.step(), or use "
-        "undo=True or schedule='forward'"
+        f"norm without that, and applied them. Do it before overlap.backward() or after optimizer.step(). {ANY_LOOP}"
     )
 
 

@@ -14,6 +14,7 @@ from instep._step.kept import KeptGradients
 from instep._step.members import StepMembers, versions_of
 from instep._step.running_step import RunningStep
 from instep._step.states import Event
+from instep._step.ways_out import WRITE_LATER
 from instep.errors import HyperparameterChangedError, InstepError, UncommittedStepError
 
 
@@ -141,7 +142,7 @@ def _lost(written: str | None, overwritten: Sequence[str]) -> InstepError | None
         return UncommittedStepError(
             f"parameter {overwritten[0]!r} was written between backward() and optimizer.step(), through "
             "another tensor of the same memory, when it held the value of a trial step. The step was put back, "
-            "and the write with it: write weights after optimizer.step() or before backward()"
+            f"and the write with it. Write weights after optimizer.step() or before backward(). {WRITE_LATER}"
         )
     if written is not None:
         return HyperparameterChangedError(

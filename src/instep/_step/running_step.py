@@ -72,10 +72,11 @@ class RunningStep:
         return self.check is not None and self.check.due
 
     def count_gradients(self, stepper: Stepper, gradient_of: GradientOf) -> None:
-        """``optimizer.step()`` finds gradients that no source has offered: they make a step, too, unless the call only
-        asks for state."""
+        """``optimizer.step()`` finds gradients that no source has offered, or that were left to it: they make a step,
+        too, unless no backward is known of, and the call only asks for state."""
         found = [(a.stepper, g) for a in self.members.all if (g := gradient_of(a)) is not None]
-        if not asks_for_state(stepper.optimizer(), (g for _, g in found), first=self.ledger.step_count == 0):
+        first = self.ledger.step_count == 0
+        if self.has_gradients or not asks_for_state(stepper.optimizer(), (g for _, g in found), first=first):
             self.has_gradients = bool(found)
             self.round.owing.update(one for one, _ in found)
 
@@ -137,6 +138,9 @@ class HoldsStep:
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:
         """One backward does, where nothing is measured before it steps."""
         loss.backward(gradient)
+
+    def before_load(self, model: str) -> None:
+        """The model's ``load_state_dict()`` is called. Where nothing is written in backward, that may be."""
 
     @property
     def follows(self) -> bool:

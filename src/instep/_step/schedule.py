@@ -100,6 +100,9 @@ class Schedule(Protocol):
     def before_save(self) -> None:
         """``state_dict()`` of the model is called."""
 
+    def before_load(self, model: str) -> None:
+        """``load_state_dict()`` of the model, of this class, is called."""
+
     # What the user's verbs, checkpoints and recordings call.
 
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:

@@ -1,7 +1,9 @@
 """Errors for uses of a gradient that backward has applied and freed."""
 
+from instep._autograd.callers import user_call
 from instep._autograd.engine import graph_task
 from instep._autograd.placeholders import ACCUMULATE
+from instep._step.ways_out import ANY_LOOP, KEEP, KEEP_ALL, LEAVE_IT, MICRO_BATCHES
 from instep.errors import AccumulationError, InstepError, SpentGradientError
 
 
@@ -10,48 +12,74 @@ def while_measuring(name: str, operation: str) -> InstepError:
     if operation in ACCUMULATE:
         return AccumulationError(
             f"the gradient of {name!r} arrived twice in one backward, which ClipNorm(mode='two_pass') "
-            "cannot measure. A parameter that reentrant checkpointing visits twice needs use_reentrant=False"
+            "cannot measure. A parameter that reentrant checkpointing visits twice needs use_reentrant=False. "
+            f"{ANY_LOOP}"
         )
     return SpentGradientError(
-        f"{operation} was called, in a hook during backward, on the gradient of {name!r}, which the first "
+        f"{user_call(operation)} was called, in a hook during backward, on the gradient of {name!r}, which the first "
         "of two passes has already measured and freed. Read each gradient in a hook on its own parameter that "
-        "is registered before attach, or use undo=True or schedule='forward'"
+        f"is registered before attach. {ANY_LOOP}"
     )
 
 
-def after_update(name: str, operation: str) -> tuple[InstepError, bool]:
-    """In the step that has applied it: the error, and whether weights are known to be wrong by now."""
+def after_update(name: str, operation: str, *, clips: bool) -> tuple[InstepError, bool]:
+    """In the step that has applied it: the error, and whether weights are known to be wrong by now.
+
+    Args:
+        clips: whether ``clip=`` was given.
+    """
     if graph_task() is not None and operation in ACCUMULATE:
         return AccumulationError(
             f"the gradient of {name!r} arrived again before optimizer.step(), but this step has already "
-            "applied it. Wrap all but the last micro-batch in `with overlap.accumulate():` (DDP: no_sync(); "
-            "losses that share a graph: add them and call backward() once). A parameter that reentrant "
-            "checkpointing visits twice needs use_reentrant=False"
+            f"applied it. {MICRO_BATCHES}. Losses that share a graph: add them and call backward() once. A parameter "
+            f"that reentrant checkpointing visits twice needs use_reentrant=False. {KEEP_ALL}"
         ), True
+    call = user_call(operation)
     if "unscale" in operation:
         return SpentGradientError(
-            f"GradScaler found the gradient of {name!r} already applied, still scaled: this step's "
-            "weights are wrong. Give the scaler to attach(…, scaler=scaler, undo=True), use schedule='forward', or "
-            "train in bfloat16 without a scaler"
+            f"{call} found the gradient of {name!r} already applied, still scaled: this step's "
+            "weights are wrong. Give the scaler to attach(…, scaler=scaler, undo=True), or attach with "
+            "schedule='forward', which needs no scaler; or train in bfloat16 without a scaler; or put "
+            f"{KEEP} around every scaled backward"
         ), True
     if graph_task() is not None:
         return SpentGradientError(
-            f"{operation} was called, in a hook during backward, on the gradient of {name!r}, which this "
+            f"{call} was called, in a hook during backward, on the gradient of {name!r}, which this "
             "backward has already applied and freed. Read each gradient in a hook on its own parameter that is "
-            "registered before attach, or use undo=True or schedule='forward'"
+            f"registered before attach. {ANY_LOOP}"
         ), False
     return SpentGradientError(
-        f"{operation} was called on the gradient of {name!r}, which was applied during backward and "
-        "freed. Between backward() and optimizer.step() there is nothing left to read, clip or change: "
-        "use attach(…, clip=…), schedule='forward' or undo=True, or move the operation into a gradient hook"
+        f"{call} was called on the gradient of {name!r}, which was applied during backward and "
+        "freed: between backward() and optimizer.step() there is nothing left to read, clip or change. "
+        f"{_in_place_of(call, clips=clips)}{ANY_LOOP}"
     ), False
+
+
+def _in_place_of(call: str, *, clips: bool) -> str:
+    """What to do in place of some calls."""
+    if call.startswith("clip_grad"):
+        if clips:
+            return "It was clipped as clip= says: remove the loop's own clipping. "
+        if "value" in call:
+            return "Remove the loop's own clipping, and attach with clip=instep.ClipValue(…). "
+        return (
+            "Remove the loop's own clipping, and attach with clip=instep.ClipNorm(…, mode='two_pass'), with which "
+            "overlap.backward(loss) takes the place of loss.backward(). "
+        )
+    if call.endswith(".zero_grad()"):
+        return "Call zero_grad() after optimizer.step(), with set_to_none=True, the default. "
+    if call.endswith(".step()"):
+        return "This optimizer is not the attached one: attach the optimizer whose step() the loop calls. "
+    return ""
 
 
 def never_cleared(name: str, operation: str) -> SpentGradientError:
     """In the step after that."""
+    call = user_call(operation)
+    other = " That optimizer is not attached." if call.endswith(".step()") else ""
     return SpentGradientError(
-        f"{operation} met the gradient of {name!r} from a step that is over: it was applied during backward and freed, "
-        "so it can neither be added to nor zeroed in place nor read. Call zero_grad() with set_to_none=True, the "
-        "default, between optimizer.step() and the next backward(). Where something else needs the gradient (another "
-        "optimizer of that parameter, a log), use undo=True or schedule='forward'"
+        f"{call} met the gradient of {name!r} from a step that is over: it was applied during backward "
+        f"and freed, so it can neither be added to nor zeroed in place nor read.{other} Call zero_grad() with "
+        "set_to_none=True, the default, between optimizer.step() and the next backward(). Where something else needs "
+        f"the gradient (another optimizer of that parameter, a log), {LEAVE_IT}"
     )

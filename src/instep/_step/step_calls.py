@@ -56,7 +56,7 @@ class StepCalls:
         for attached in left:
             if attached.spent is not None and attached.get().grad is attached.spent:
                 raise never_cleared(attached.spec.name, f"{stepper.name}.step()")
-        if not step.has_gradients:
+        if not step.round.owing:
             step.count_gradients(stepper, self._writes.real_gradient)
         self._writes.before_step(stepper, left)
 

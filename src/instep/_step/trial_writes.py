@@ -176,6 +176,9 @@ class TrialWrites(Writes):
     def before_state(self, stepper: Stepper) -> None:
         self._rollback()
 
+    def before_load(self, model: str) -> None:
+        """The first weight that is written puts the step back."""
+
     def real_gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
         return self._judgement.real_gradient(attached)
 

@@ -17,6 +17,7 @@ from instep._step.members import first_written, gradient_of, versions_of
 from instep._step.passes import changed_after_measuring
 from instep._step.running_step import RunningStep
 from instep._step.states import Event
+from instep._step.ways_out import WRITE_LATER
 from instep.errors import InstepError, StepMismatchError, UncommittedStepError
 
 GIVE_UP = "To give this step up, as after an interrupt: overlap.accept_torn(), and then load a checkpoint"
@@ -108,6 +109,10 @@ class Writes(ABC):
         """The state of an optimizer that backward has updated is about to be saved or loaded."""
 
     @abstractmethod
+    def before_load(self, model: str) -> None:
+        """``load_state_dict()`` of a model of this class is called."""
+
+    @abstractmethod
     def real_gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
         """The gradient that the plain loop has in ``.grad``, as far as it is still there."""
 
@@ -186,7 +191,12 @@ class Writes(ABC):
             error = changed_after_measuring(changed)
             self.tear(error)
             raise error
-        passes.clipping.compute_total_norm(self._step.members.all, gradient_of)
+        try:
+            passes.clipping.compute_total_norm(self._step.members.all, gradient_of)
+        except RuntimeError:
+            if not self._step.members.applied:
+                passes.clipping.forget_norms()  # the loop may change these gradients, and call step() again
+            raise
         passes.clipping.clip([a.get() for a in left if gradient_of(a) is not None])
 
     def require_at_rest(self, stepper: Stepper) -> None:
@@ -210,7 +220,7 @@ class Writes(ABC):
             raise UncommittedStepError(
                 f"parameter {written.spec.name!r} was written between backward() and optimizer.step(), but "
                 "backward had already updated it: the plain loop would have updated what was written. Change "
-                "or load weights after optimizer.step() or before the forward"
+                f"or load weights after optimizer.step() or before the forward. {WRITE_LATER}"
             )
 
     def _keep_for_check(self, check: Check, stepper: Stepper) -> None:
@@ -272,3 +282,9 @@ def require_settings_as_left(stepper: Stepper) -> None:
     """Raise if ``step()`` would update in another way than backward has."""
     require_same_in_autocast(stepper.optimizer())
     stepper.require_unchanged()
+
+
+def owed_steps(step: RunningStep) -> str:
+    """The calls that the running step waits for: ``"AdamW.step()"``."""
+    owing = [stepper.name for stepper in step.members.steppers if stepper in step.round.owing]
+    return " and ".join(f"{name}.step()" for name in owing) or "optimizer.step()"

@@ -154,6 +154,6 @@ def _zero(ddp: DistributedDataParallel) -> "Zero":
     return Zero(ddp)
 
 
-def _reading_streams(model: "weakref.ref[nn.Module]") -> list[torch.Stream]:
+def _reading_streams(model: Callable[[], nn.Module | None]) -> list[torch.Stream]:
     found = model()
     return [] if found is None else list(fsdp2_reading_streams(found))

@@ -35,7 +35,7 @@ def connect(parts: Parts, target: Target, options: Options) -> None:
         source.connect()
     sharding = parts.sharding
     # Before FSDP2's, which gathers the weights.
-    _watch_forwards(parts, model, prepend=sharding is not None)
+    _watch_forwards(parts, target, prepend=sharding is not None)
     parts.late.watch(model, parts.schedule.parameters)
     if sharding is not None:
         sharding.connect(parts.late.readers, handles)
@@ -48,7 +48,7 @@ def connect(parts: Parts, target: Target, options: Options) -> None:
     if options.communication.mixed_precision is not None:
         handles.append(LowPrecision(model, options.communication.mixed_precision))
     handles.append(Owners(target.optimizers, weakly(parts.schedule.abandon)))
-    handles.append(Owners([model, *target.optimizers], weakly(parts.abandon)))
+    handles.append(Owners([*target.called, *target.optimizers], weakly(parts.abandon)))
     handles.append(PlainPickles(model.modules()))
     if options.schedule == "backward" or options.always_puts_off or options.nonfinite != "allow":
         parts.votes.voting = voting_of(target, options, parts.schedule)
@@ -57,7 +57,7 @@ def connect(parts: Parts, target: Target, options: Options) -> None:
 
 
 def _connect_plainly(parts: Parts, target: Target, options: Options) -> None:
-    _watch_forwards(parts, target.model, prepend=False)
+    _watch_forwards(parts, target, prepend=False)
     _watch_steps(parts, target)
     parts.handles.append(PlainPickles(target.model.modules()))
     _count_in_no_sync(parts, target, options)
@@ -65,10 +65,11 @@ def _connect_plainly(parts: Parts, target: Target, options: Options) -> None:
         parts.votes.voting = voting_of(target, options, parts.schedule)
 
 
-def _watch_forwards(parts: Parts, model: nn.Module, *, prepend: bool) -> None:
+def _watch_forwards(parts: Parts, target: Target, *, prepend: bool) -> None:
     before, after = BoundHook(parts.forwards.before_forward), BoundHook(parts.forwards.after_forward)
-    parts.handles.append(model.register_forward_pre_hook(before, prepend=prepend))
-    parts.handles.append(model.register_forward_hook(after))
+    for model in target.called:
+        parts.handles.append(model.register_forward_pre_hook(before, prepend=prepend))
+        parts.handles.append(model.register_forward_hook(after))
 
 
 def _watch_steps(parts: Parts, target: Target) -> None:
@@ -94,13 +95,16 @@ def _hookable(parts: Parts, target: Target) -> Iterator[tuple[Optimizer, Stepper
 def _watch_saving(parts: Parts, target: Target, options: Options) -> None:
     for optimizer, stepper in _hookable(parts, target):
         if not options.steps_itself:
-            saving = UntracedHook(partial(parts.steps.before_state, stepper, True))
-            loading = UntracedHook(partial(parts.steps.before_state, stepper, False))
-            parts.handles.append(optimizer.register_state_dict_pre_hook(saving))
-            parts.handles.append(optimizer.register_load_state_dict_pre_hook(loading))
+            before_save = UntracedHook(partial(parts.steps.before_state, stepper, True))
+            before_load = UntracedHook(partial(parts.steps.before_state, stepper, False))
+            parts.handles.append(optimizer.register_state_dict_pre_hook(before_save))
+            parts.handles.append(optimizer.register_load_state_dict_pre_hook(before_load))
     wrapped: set[nn.Module] = {one.module for one in target.wrapped}
-    for saved in {target.model, *wrapped}:
+    for saved in {*target.called, *wrapped}:
         parts.handles.append(saved.register_state_dict_pre_hook(BoundHook(parts.steps.before_model_state)))
+        if options.schedule == "backward":
+            loading = BoundHook(parts.steps.before_load)
+            parts.handles.append(saved.register_load_state_dict_pre_hook(loading))
 
 
 def _parameters_of(schedule: Schedule) -> Sequence[AttachedParameter]:

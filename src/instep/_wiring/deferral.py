@@ -68,14 +68,17 @@ def _one_core(held: Held) -> str | None:
 
 
 def _compiled(held: Held) -> str | None:
-    model = held.model()
-    if model is None:
+    called = held.called()
+    if not called:
         return "the model is gone"
-    if getattr(model, "_compiled_call_impl", None) is not None or isinstance(
-        getattr(model, "_orig_mod", None), nn.Module
-    ):
+    if all(map(_is_compiled, called)):
         return "the whole model is compiled: its forward reads all weights at once, as soon as it begins"
     return None
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    compiled = getattr(model, "_compiled_call_impl", None) is not None
+    return compiled or isinstance(getattr(model, "_orig_mod", None), nn.Module)
 
 
 def _is_on_cpu(optimizer: Optimizer) -> bool:

@@ -1,7 +1,8 @@
 """What an attachment refers to without keeping it alive, and what is to be taken off again."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 
 from instep._optim.stepper import Stepper
 from instep._step.schedule import Schedule
-from instep.target import Target, Wrapped
+from instep.target import Models, Target, Wrapped, called_in
 
 
 class Handle(Protocol):
@@ -28,17 +29,26 @@ class Held:
     """The model, its wrappers and the optimizers.
 
     Attributes:
-        name: of the model's class.
+        name: of the model's class, or the classes of several.
+        model: the model, or several as one, as far as they are still there; ``None``: none is.
         wrapped: the instances of ``DistributedDataParallel`` and ``Replicated``.
         steppers: one of each optimizer, in their order.
     """
 
     def __init__(self, target: Target) -> None:
-        self.name = type(target.model).__name__
-        self.model: weakref.ref[nn.Module] = weakref.ref(target.model)
+        names = [type(model).__name__ for model in target.called]
+        self.name = names[0] if target.called == [target.model] else f"[{', '.join(names)}]"
+        self.model: Callable[[], nn.Module | None] = weakref.ref(target.model)
+        if isinstance(target.model, Models):
+            self.model = partial(_living, [weakref.ref(model) for model in target.called])
         self.wrapped: list[weakref.ref[Wrapped]] = [weakref.ref(one) for one in target.wrapped]
         self.steppers = [Stepper(optimizer) for optimizer in target.optimizers]
         self._optimizers = [weakref.ref(optimizer) for optimizer in target.optimizers]
+
+    def called(self) -> list[nn.Module]:
+        """The modules that the loop calls, and that are still there."""
+        model = self.model()
+        return [] if model is None else called_in(model)
 
     def optimizers(self) -> list[Optimizer]:
         """Those that are still there."""
@@ -47,6 +57,12 @@ class Held:
     def living_wrappers(self) -> list[Wrapped]:
         """Those that are still there."""
         return [one for ref in self.wrapped if (one := ref()) is not None]
+
+
+def _living(models: "Sequence[weakref.ref[nn.Module]]") -> Models | None:
+    """Each under the name that it had among all of them."""
+    found = {str(number): model for number, ref in enumerate(models) if (model := ref()) is not None}
+    return Models(found) if found else None
 
 
 def living_parameters(schedule: Schedule) -> Iterator[torch.Tensor]:

@@ -237,6 +237,10 @@ class StepHooks:
         """The optimizer's ``state_dict()`` or ``load_state_dict()`` is called."""
         self._schedule.before_state(stepper, saving=saving)
 
+    def before_load(self, module: nn.Module, *_: object) -> None:
+        """The model's ``load_state_dict()`` is called."""
+        self._schedule.before_load(type(module).__name__)
+
     def before_model_state(self, *_: object) -> None:
         """The model's ``state_dict()`` is called."""
         self._schedule.before_save()

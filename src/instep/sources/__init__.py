@@ -26,6 +26,7 @@ class Sink(Protocol):
         waits_for_all: whether nothing may be stepped before all gradients are there.
         by_bucket: whether no two buckets may be stepped in one call of the optimizer.
         frees_gradients: whether an applied gradient is needed no more.
+        keeps_gradients: whether the loop is to find all gradients of the running backward in ``.grad``.
     """
 
     @property
@@ -42,6 +43,8 @@ class Sink(Protocol):
     def by_bucket(self) -> bool: ...
     @property
     def frees_gradients(self) -> bool: ...
+    @property
+    def keeps_gradients(self) -> bool: ...
     def arrive(self, parameters: Sequence[AttachedParameter]) -> bool: ...
     def apply(
         self, bucket: Sequence[AttachedParameter], fetch: Callable[[], None] | None = None, *, final: bool = True

@@ -136,7 +136,7 @@ class LocalSource:
         if can_wait:
             self._to_offer.append(attached)
         elif not (self._offer() and self._sink.arrive((attached,))):
-            self._in_order = False
+            self._in_order &= self._sink.keeps_gradients
             return
         self._arrived.add(index)
         number = self._layout.bucket_of.get(index)
@@ -167,7 +167,7 @@ class LocalSource:
             members = AttachedParameters((self._hooks.parameters[last],))
         self._offered.update(members.indices)
         if not self._sink.arrive(members):
-            self._in_order = False
+            self._in_order &= self._sink.keeps_gradients
         elif self._backwards.may_write() and self._in_order:
             step_bucket(self._sink, members)
 

@@ -22,6 +22,7 @@ from instep._autograd.hooks import BoundHook
 from instep._optim.parameters import AttachedParameter
 from instep._optim.plan import Bucket
 from instep._step.accumulation import Accumulation
+from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AccumulationError, InstepError
 from instep.sources import Sink
 from instep.sources.ddp.hook_slot import before_backward, release, take
@@ -109,9 +110,12 @@ class ZeroSource:
     def communicate(
         self, bucket: SomeBucket, group: dist.ProcessGroup, divisor: int
     ) -> torch.futures.Future[torch.Tensor] | None:
+        buffer = bucket.buffer()
         if self._accumulation.is_held:
             return None  # gradients add up, and the forward was outside of accumulate(): DDP takes its own mean
-        buffer = bucket.buffer()
+        if self._sink.keeps_gradients:
+            # The loop is to find the mean of all ranks, and optimizer.step() steps this rank's part of that.
+            return cast_mean_allreduce(buffer, group, divisor, self._reduce_dtype)
         if buffer.is_sparse:
             raise InstepError("shard_state=True does not take sparse gradients: use sparse=False, or no shard_state")
         members = bucket.parameters()
