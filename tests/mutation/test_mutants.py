@@ -79,7 +79,7 @@ MUTANTS = [
     Mutant(
         "put off the update from a gradient of which the loop has an alias",
         "_exposed",
-        "                found = _either(found, _gradients_have_other_owners(tensors, everybody, in_ddp=in_ddp))\n",
+        "                found = _either(found, _gradients_have_other_owners(tensors, everybody, in_views=in_views))\n",
         "",
         ALIASES,
         marks="not full",
