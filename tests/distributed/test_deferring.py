@@ -1,5 +1,6 @@
 """``defer="auto"`` on several ranks: one decision, and the plain loop's numbers before, in and after the trial."""
 
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 from unittest.mock import patch
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
@@ -131,3 +134,48 @@ def wrapped_later() -> str | None:
 
 def test_a_model_that_is_wrapped_later(two_ranks: RankPool) -> None:
     assert two_ranks.run(wrapped_later) == [None] * 2
+
+
+SHARED: dict[str, Callable[[Any, Any], Any]] = {
+    "nothing": lambda weight, optimizer: None,
+    "a local tensor": lambda weight, optimizer: weight.to_local(),
+    "a row of one": lambda weight, optimizer: weight.to_local().detach()[:1],
+    "a local gradient": lambda weight, optimizer: weight.grad.to_local(),
+    "a local tensor of the state": lambda weight, optimizer: optimizer.state[weight]["exp_avg"].to_local(),
+}
+
+
+def readers_of_shards(taken: str) -> list[str]:
+    """What differs from the plain loop of FSDP2, and in which state the steps were."""
+    loops: list[Loop] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 10))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for part in (*(part for part in model if isinstance(part, nn.Linear)), model):
+            fully_shard(part, mesh=mesh)
+        loops.append((model, torch.optim.AdamW(model.parameters(), lr=1e-2)))
+    plain, attached = loops
+    found, kept = [], [None, None]
+    with instep.attach(*attached, defer=True) as overlap:
+        for i in range(4):
+            for number, (model, optimizer) in enumerate(loops):
+                x, y = batch(100 * dist.get_rank() + i)
+                nn.functional.cross_entropy(model(x), y).backward()
+                if i >= 2:
+                    kept[number] = SHARED[taken](model[0].weight, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(overlap.state)
+            if kept[0] is not None and not torch.equal(*(one.detach() for one in kept)):
+                found.append("another value")
+        overlap.synchronize()
+        if (difference := differs(plain, attached)) is not None:
+            found.append(difference)
+    return found
+
+
+@pytest.mark.parametrize("taken", SHARED)
+def test_readers_of_shards_who_took_them_earlier(two_ranks: RankPool, taken: str) -> None:
+    for found in two_ranks.run(readers_of_shards, taken):
+        assert found == ["pending"] * 4  # the other parameters are put off

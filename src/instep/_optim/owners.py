@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.parts import memory_of
+
 _OWNERS: Callable[[int], int] = torch._C._storage_Use_Count
 _STORAGE = torch.Tensor.untyped_storage
 _ADDRESS = attrgetter("_cdata")
@@ -40,8 +42,13 @@ def in_views_of_ddp(tensors: int) -> int:
 
 
 def in_views_of_replicate(tensors: int) -> int:
-    """The buffer that a bucket was reduced in is an owner, and each of its views."""
+    """The buffer that a bucket was reduced in is an owner, and each of its views. So it is with FSDP2's gradients."""
     return tensors + 1
+
+
+def in_shards_of_fsdp2(tensors: int) -> int:
+    """FSDP2 keeps the padded shard and a flat view of it beside the local tensor of the parameter."""
+    return 3 * tensors
 
 
 def have_other_owners(tensors: Sequence[torch.Tensor], owners: Owners = by_themselves) -> list[bool]:
@@ -95,13 +102,29 @@ def entries_are_kept(entries: Sequence[Mapping[Any, Any] | None]) -> list[bool]:
     ids = {id(tensor) for tensor, one in zip(tensors, kept, strict=True) if one}
     strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
     ids.update(id(tensor) for tensor in tensors if tensor.layout is not torch.strided)  # cannot be asked
-    ids.update(id(tensor) for tensor, one in zip(strided, have_other_owners(strided), strict=True) if one)
+    ids.update(id(tensor) for tensor, one in zip(strided, _state_has_other_owners(strided), strict=True) if one)
     if not ids:
         return found
     return [
         before or (entry is not None and any(id(value) in ids for value in entry.values()))
         for before, entry in zip(found, entries, strict=True)
     ]
+
+
+def _state_has_other_owners(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    memory = list(map(memory_of, tensors))
+    # The local tensor of a DTensor that was made by ``from_local`` is a view of the one that was given.
+    from_local = [local is not tensor and local._is_view() for local, tensor in zip(memory, tensors, strict=True)]
+    return in_two_parts(memory, from_local, in_views_of_replicate)
+
+
+def in_two_parts(tensors: Sequence[torch.Tensor], are_special: Sequence[bool], owners: Owners) -> list[bool]:
+    """``have_other_owners``, of which the special ones have so many."""
+    if not any(are_special):
+        return have_other_owners(tensors)
+    usual = iter(have_other_owners([t for t, special in zip(tensors, are_special, strict=True) if not special]))
+    others = iter(have_other_owners([t for t, special in zip(tensors, are_special, strict=True) if special], owners))
+    return [next(others if special else usual) for special in are_special]
 
 
 def _references_to_state(optimizer: Any) -> int:

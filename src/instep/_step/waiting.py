@@ -3,11 +3,11 @@ are stepped at once."""
 
 from collections.abc import Collection, Container, Mapping, Sequence
 from operator import attrgetter
-from typing import cast
 
 import torch
 from torch.optim import Optimizer
 
+from instep._autograd.placeholders import HeldGradient, Placeholder
 from instep._autograd.watch import plain_type
 from instep._optim.calls import shard_of_gradient
 from instep._optim.owners import (
@@ -16,10 +16,12 @@ from instep._optim.owners import (
     by_themselves,
     entries_are_kept,
     have_other_owners,
+    in_shards_of_fsdp2,
+    in_two_parts,
     state_is_kept,
 )
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters
-from instep._optim.parts import are_plain
+from instep._optim.parts import are_plain, memory_of
 from instep._optim.stepper import Stepper
 from instep._step.pending import InFlightBucket, gradients_in, in_grad
 
@@ -86,28 +88,41 @@ def _exposed(
     with torch._C.DisableTorchFunctionSubclass():
         tensors = mine.tensors()
         found = entries_are_kept(list(map(optimizer.state.get, tensors)))
-        if are_plain(tensors):
-            found = _either(found, have_other_owners(tensors))
-            if not on_their_way:
-                found = _either(found, _gradients_have_other_owners(tensors, everybody, in_views=in_views))
-                found = _either(found, are_kept(list(map(GRADIENT, tensors))))
+        found = _either(found, _have_other_owners(mine, tensors))
+        if not on_their_way:
+            found = _either(found, _gradients_have_other_owners(tensors, everybody, in_views=in_views))
+            found = _either(found, are_kept(list(map(GRADIENT, tensors))))
     return {attached for attached, one in zip(mine, found, strict=True) if one}
+
+
+def _have_other_owners(mine: AttachedParameters, tensors: Sequence[torch.Tensor]) -> list[bool]:
+    if are_plain(tensors):
+        return have_other_owners(tensors)
+    memory = list(map(memory_of, tensors))
+    # FSDP2's shards are in no module while it computes.
+    in_fsdp2 = [a.mesh is not None and not a.places for a in mine]
+    return in_two_parts(memory, in_fsdp2, in_shards_of_fsdp2)
 
 
 def _gradients_have_other_owners(
     tensors: Sequence[torch.Tensor], everybody: AttachedParameters, *, in_views: Owners | None
 ) -> list[bool]:
     """Of each of ``tensors``, which have one: whether its gradient has."""
-    gradients = cast(list[torch.Tensor], list(map(GRADIENT, tensors)))  # each has one
-    if not are_plain(gradients) or set(map(_LAYOUT, gradients)) != {torch.strided}:
+    gradients = [memory_of(gradient) for gradient in map(GRADIENT, tensors) if gradient is not None]
+    if set(map(_LAYOUT, gradients)) != {torch.strided}:
         return [True] * len(tensors)
     if in_views is None or not any(map(torch.Tensor._is_view, gradients)):
         return have_other_owners(gradients)
     # A bucket may have gradients of several optimizers.
-    in_buckets = [g for g in map(GRADIENT, everybody.tensors()) if type(g) is torch.Tensor and g._is_view()]
+    found = [memory_of(g) for g in map(GRADIENT, everybody.tensors()) if g is not None and not _stands_in(g)]
+    in_buckets = [gradient for gradient in found if gradient._is_view()]
     shared = dict(zip(map(id, in_buckets), have_other_owners(in_buckets, in_views), strict=True))
     alone = have_other_owners(gradients, by_themselves)
     return [shared.get(id(gradient), one) for gradient, one in zip(gradients, alone, strict=True)]
+
+
+def _stands_in(gradient: torch.Tensor) -> bool:
+    return isinstance(gradient, (HeldGradient, Placeholder))
 
 
 def _either(one: Sequence[bool], other: Sequence[bool]) -> list[bool]:

@@ -35,7 +35,6 @@ from instep.options import Options
 from instep.sources import Source
 from instep.sources.fsdp.wrappers import FSDP1Sync, FSDP2Sync, fsdp2_reading_streams
 from instep.sources.local.parts import ForwardCounts
-from instep.sources.replicate.source import Replicated
 from instep.target import Target, Wrapped
 
 if TYPE_CHECKING:
@@ -102,9 +101,9 @@ def build(target: Target, options: Options) -> Parts:
     uses = ForwardCounts()
     sources = make_sources(target, options, chosen, accumulation, zero, uses)
     connect_crossing(sources, schedule)
-    if target.wrapped:
-        replicated = any(isinstance(one, Replicated) for one in target.wrapped)
-        schedule.divides(in_views_of_replicate if replicated else in_views_of_ddp)
+    if target.wrapped or target.fsdp2:
+        in_ddp = bool(target.ddps)
+        schedule.divides(in_views_of_ddp if in_ddp else in_views_of_replicate)
     if target.groups and not target.fsdp1:
         schedule.read_by(partial(_reading_streams, held.model))
 
