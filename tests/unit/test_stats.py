@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import instep
+from instep._step.times import StepTimes
 from tests.cases import Blocks, batch
 from tests.distributed.pool import RankPool
 from tests.inside import schedule_of
@@ -89,6 +90,26 @@ def test_what_is_waited_for_is_exposed() -> None:
     times = schedule_of(overlap).times
     assert times.hidden < times.exposed
     overlap.detach()
+
+
+def test_times_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("instep._step.times.perf_counter", lambda: now)
+    times = StepTimes()
+    found = []
+    for in_step, waited, waited_in_step, ran in [(2.0, 3.0, 0.5, 7.0), (1.0, 0.0, 0.0, 4.0), (1.0, 6.0, 0.0, 5.0)]:
+        now += ran
+        times.ran(now - ran)
+        now += waited
+        times.waited(now - waited)
+        times.step_begins()
+        now += in_step
+        times.waited(now - waited_in_step)
+        times.step_returns()
+        times.step_returns()
+        times.committed()
+        found.append((times.exposed, times.hidden))
+    assert found == [(5.0, 4.0), (1.0, 4.0), (7.0, 0.0)]
 
 
 def test_an_accelerator_s_work_is_not_timed_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
