@@ -34,6 +34,7 @@ LIGHT = (
     "tests/checkpoint/",
     "tests/faults/",
     "tests/accelerator/",
+    "tests/loops/",
     "tests/test_",
 )
 

@@ -156,8 +156,15 @@ def _same_value(a: Any, b: Any) -> bool:
         pass  # of an array, and of an object that holds a tensor, torch and NumPy have no single answer
     try:
         # NaN equals NaN here too, and so do two objects of equal content that are compared by identity.
-        return pickle.dumps(a) == pickle.dumps(b)
+        if pickle.dumps(a) == pickle.dumps(b):
+            return True
     except Exception:  # its class decides how, and whether, an object is pickled
+        pass
+    # Equal tensors need not be pickled alike. An object without attributes does not show what it holds.
+    mine, theirs = getattr(a, "__dict__", None), getattr(b, "__dict__", None)
+    try:
+        return bool(mine) and first_difference(_leaves("", mine), _leaves("", theirs)) is None
+    except RecursionError:
         return False
 
 

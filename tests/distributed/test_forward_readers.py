@@ -42,10 +42,12 @@ def in_lockstep(
         model = DistributedDataParallel(make(), bucket_cap_mb=0.004, gradient_as_bucket_view=view, **options)
         loops.append((model, torch.optim.AdamW(model.parameters(), lr=1e-2)))
     plain, attached = loops
+    # DDP's bucket has a view for each of its parameters, used or not: who else may have one cannot be told.
+    at_once = view and options.get("find_unused_parameters", False)
     with late_updates(), instep.attach(*attached, schedule="forward", defer=True) as overlap:
 
         def pending(*_: Any) -> None:
-            assert "pending" in repr(overlap)
+            assert at_once or "pending" in repr(overlap)
 
         # Ours has run by then: it is the first.
         handle = attached[1].register_step_post_hook(pending)

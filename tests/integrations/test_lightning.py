@@ -522,7 +522,7 @@ def test_without_an_optimizer_that_it_can_attach() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters())
 
-    with pytest.raises(UnsupportedOptimizerError, match="LBFGS cannot step during backward"):
+    with pytest.raises(UnsupportedOptimizerError, match="LBFGS evaluates the loss again within a step"):
         fit(WAYS["backward"], LBFGS)
 
 

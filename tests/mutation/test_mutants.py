@@ -55,7 +55,108 @@ WAYS_OUT = "tests/unit/test_ways_out.py"
 STATS = "tests/unit/test_stats.py"
 SEVERAL = "tests/parity/test_several_models.py"
 
+OWNERS = "tests/unit/test_owners.py"
+ALIASES = "tests/parity/test_aliases.py"
+DEFERRING = "tests/unit/test_deferring.py"
+DEFAULT = "tests/parity/test_default.py"
+
 MUTANTS = [
+    Mutant(
+        "put off what has owners that are not known",
+        "_exposed",
+        "            found = _either(found, have_other_owners(tensors))\n",
+        "",
+        ALIASES,
+        marks="not full",
+    ),
+    Mutant(
+        "put off the update from a gradient that the loop has kept",
+        "_exposed",
+        "                found = _either(found, are_kept(list(map(GRADIENT, tensors))))\n",
+        "",
+        ALIASES,
+        marks="not full",
+    ),
+    Mutant(
+        "put off the update from a gradient of which the loop has an alias",
+        "_exposed",
+        "                found = _either(found, _gradients_have_other_owners(tensors, everybody, in_views=in_views))\n",
+        "",
+        ALIASES,
+        marks="not full",
+    ),
+    Mutant(
+        "put off updates while the loop has the optimizer's state",
+        "_exposed",
+        "if state_is_kept(optimizer):",
+        "if False:",
+        ALIASES,
+        marks="not full",
+    ),
+    Mutant(
+        "put off updates while the loop has entries of the state",
+        "_exposed",
+        "found = entries_are_kept(list(map(optimizer.state.get, tensors)))",
+        "found = [False] * len(tensors)",
+        ALIASES,
+        marks="not full",
+    ),
+    Mutant(
+        "do not look whether a storage is kept",
+        "have_other_owners",
+        "        or reference != known.in_list + shared[storage._cdata] - 1\n",
+        "",
+        OWNERS,
+        marks="not full",
+    ),
+    Mutant(
+        "take memory of other processes for one's own",
+        "have_other_owners",
+        '        or (storage.device.type == "cpu" and _IS_SHARED(storage))\n',
+        "",
+        OWNERS,
+        marks="not full",
+    ),
+    Mutant("put off steps without a gain", "Trial._found", "median(gains) >= LEAST_GAIN and ", "", DEFERRING),
+    Mutant(
+        "put off steps where the pairs disagree",
+        "Trial._found",
+        " and sum(gain > 0 for gain in gains) >= LEAST_WINS",
+        "",
+        DEFERRING,
+    ),
+    Mutant(
+        "take the first of each pair for the one that is at once",
+        "Trial._gains",
+        "len(found) % 2 == 0",
+        "True",
+        DEFERRING,
+    ),
+    Mutant("decide alone", "Trial.backward_begins", "found >= 0 or", "True or", DEFERRING),
+    Mutant(
+        "give up nothing that cannot be followed",
+        "ForwardSchedule.lost",
+        "self._hand_over.touches_gradients or not self._deferring.gives_up",
+        "True",
+        DEFAULT,
+        marks="not full",
+    ),
+    Mutant(
+        "count each evaluation of a closure",
+        "HandOverCalls.drop_round",
+        "if self._step.round.evaluates_again:",
+        "if False:",
+        DEFAULT,
+        marks="not full",
+    ),
+    Mutant(
+        "put off a step whose update was replaced",
+        "not_asked",
+        " and replaced_step(optimizer) is None",
+        "",
+        DEFAULT,
+        marks="not full",
+    ),
     Mutant(
         "what an update that raises has changed in place is not looked at",
         "OptimizerStep.step",

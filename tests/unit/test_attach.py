@@ -360,3 +360,42 @@ def test_verify_refuses_what_changes_the_numbers(option: str) -> None:
     options: dict[str, Any] = {"schedule": "backward", option: object()}
     with pytest.raises(AttachError, match=f"{option} changes the numbers"):
         instep.verify(build, **options)
+
+
+class Box:
+    """As the projectors of GaLore: an object in the state that holds a tensor."""
+
+    tensor: torch.Tensor
+
+
+class Boxed(torch.optim.Optimizer):
+    def __init__(self, params: Any, scale: list[float]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.scale = scale.pop(0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    box = self.state[p].setdefault("box", Box())
+                    box.tensor = p.grad * self.scale
+                    p.sub_(p.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("scales", [[1.0, 1.0], [1.0, 2.0]], ids=str)
+def test_verify_compares_what_objects_in_the_state_hold(scales: list[float]) -> None:
+    equal, scales = scales[0] == scales[1], list(scales)
+
+    def build() -> Any:
+        model = nn.Linear(4, 4)
+        optimizer = Boxed(model.parameters(), scales)
+
+        def step(i: int) -> None:
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return model, optimizer, step
+
+    assert instep.verify(build).equal is equal

@@ -39,8 +39,13 @@ def in_views_of_ddp(tensors: int) -> int:
     return 2 * tensors + 1
 
 
+def in_views_of_replicate(tensors: int) -> int:
+    """The buffer that a bucket was reduced in is an owner, and each of its views."""
+    return tensors + 1
+
+
 def have_other_owners(tensors: Sequence[torch.Tensor], owners: Owners = by_themselves) -> list[bool]:
-    """Of each plain tensor: whether its memory has an owner that is not one of ``tensors``."""
+    """Of each plain strided tensor: whether its memory has an owner that is not one of ``tensors``."""
     if not tensors:
         return []
     storages = list(map(_STORAGE, tensors))
@@ -87,10 +92,12 @@ def entries_are_kept(entries: Sequence[Mapping[Any, Any] | None]) -> list[bool]:
     if not tensors:
         return found
     kept = [count != usual for count in list(map(sys.getrefcount, tensors))]
-    kept = [one or other for one, other in zip(kept, have_other_owners(tensors), strict=True)]
-    if not any(kept):
-        return found
     ids = {id(tensor) for tensor, one in zip(tensors, kept, strict=True) if one}
+    strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
+    ids.update(id(tensor) for tensor in tensors if tensor.layout is not torch.strided)  # cannot be asked
+    ids.update(id(tensor) for tensor, one in zip(strided, have_other_owners(strided), strict=True) if one)
+    if not ids:
+        return found
     return [
         before or (entry is not None and any(id(value) in ids for value in entry.values()))
         for before, entry in zip(found, entries, strict=True)

@@ -1,6 +1,6 @@
 """Whether the attached parameters are still the model's, and as they were."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 import torch
@@ -29,6 +29,20 @@ def _what_became_of(attached: AttachedParameter, place: Attribute) -> str:
         f"parameter {place.name!r} was replaced after attach: the optimizer still holds the old one, so the new one "
         "would silently not train. detach(), rebuild the optimizer, and attach again; with fully_shard: shard first, "
         "then build the optimizer, then attach"
+    )
+
+
+def require_in_place(parameters: AttachedParameters, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ``StaleAttachmentError`` if one of ``parameters``, which are these ``tensors``, has left its device: blocks
+    that are swapped are elsewhere during backward."""
+    if list(map(_DEVICE, tensors)) == parameters.devices:
+        return
+    attached, tensor = next((a, t) for a, t in zip(parameters, tensors, strict=True) if t.device != a.spec.device)
+    raise StaleAttachmentError(
+        f"parameter {attached.spec.name!r} is on {tensor.device} in backward, and was on {attached.spec.device} when "
+        "it was attached: it is moved while the model runs (block swap, offloading). schedule='backward' does not step "
+        "such parameters. Keep them on one device, or step them in the hooks of the trainer that moves them, without "
+        "instep"
     )
 
 

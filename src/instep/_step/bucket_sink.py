@@ -9,6 +9,7 @@ import torch
 
 from instep._autograd.engine import graph_task
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there
+from instep._optim.unchanged import require_in_place
 from instep._step.first_error import FirstError
 from instep._step.members import gradient_of
 from instep._step.recorder import Recorder
@@ -130,6 +131,7 @@ class BucketSink(HoldsStep):
                     members, parameters, gradients = _with_gradient(AttachedParameters.of(bucket))
                     if not members:
                         return True
+                    require_in_place(members, parameters)
                     started = perf_counter()
                     if not writes.update(members, parameters, gradients, final=final):
                         return False

@@ -14,6 +14,7 @@ import torch
 from instep._autograd.engine import graph_task
 from instep._autograd.placeholders import HeldGradient
 from instep._gradients.clipping import Clipping
+from instep._optim.owners import Owners
 from instep._optim.parameters import AttachedParameter
 from instep._optim.plan import Bucket
 from instep._optim.stepper import Stepper
@@ -298,6 +299,10 @@ class ForwardSchedule(HoldsStep):
             a for a in self.parameters if a.spec.index not in inside and (p := a.peek()) is not None and p.requires_grad
         )
         return *sent, *self._hand_over.buckets_of(others)
+
+    def divides(self, owners_in_views: Owners) -> None:
+        """Gradients may be views of buckets, whose memory has so many owners."""
+        self._hand_over.owners_in_views = owners_in_views
 
     def read_by(self, streams: Callable[[], Iterable[torch.Stream]]) -> None:
         """``streams``: on which parameters are read, beside the one that is current."""

@@ -13,6 +13,7 @@ from instep._life.worker import ending
 from instep._optim.autocast import autocast_matters, require_same_in_autocast
 from instep._optim.initial_state import asks_for_state, begin_state
 from instep._optim.kinds import is_torchs_own
+from instep._optim.owners import Owners
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there, none_there
 from instep._optim.plan import Bucket
 from instep._optim.shadow import is_copied_whole
@@ -39,6 +40,7 @@ class HandOver:
     Attributes:
         gather: where each rank steps its own shard of parameters: gets the others' shards.
         in_flight: the buckets that may still be on their way.
+        owners_in_views: of the buckets of which gradients are views; ``None``: they are none.
         at_once: whether nothing is to be put off at present: it would take more time than it saves.
         now: whether nothing of the running call is to be put off: it does otherwise than a plain update.
         rest: names of the parameters that are left to ``step()`` itself, beside those that are handed over.
@@ -57,6 +59,7 @@ class HandOver:
     ) -> None:
         self.gather: Gather | None = None
         self.in_flight: Callable[[], Sequence[InFlightBucket]] = lambda: ()
+        self.owners_in_views: Owners | None = None
         self.at_once: Callable[[], bool] = lambda: False
         self.now = False
         self.rest: list[str] = []
@@ -139,8 +142,8 @@ class HandOver:
         may_wait = in_loop and self._can_be_put_off(stepper)
         waiting = dict.fromkeys(with_gradient, False)
         if may_wait:
-            unseen, in_ddp = self._reading.unseen(), step.accumulation.distributed
-            waiting = waiting_of(stepper, with_gradient, step.members.all, in_flight, unseen, in_ddp=in_ddp)
+            unseen, in_views = self._reading.unseen(), self.owners_in_views
+            waiting = waiting_of(stepper, with_gradient, step.members.all, in_flight, unseen, in_views=in_views)
         in_flight = _without_landed(in_flight, waiting)
         later = with_gradient
         if not all(waiting.values()):
@@ -153,6 +156,9 @@ class HandOver:
             step.check.keep_rest(stepper, mine, set(later), in_grad_if_any)
         self.now = False
         if not later:
+            # Whoever has asked for a step that is put off is told of one that is torn, wherever it runs.
+            told = may_wait and not self._deferring.gives_up
+            self.rest = [a.spec.name for a in with_gradient] if told else []
             step.round.begins(stepper, step.ledger)
             return
         self.rest = [] if later is with_gradient else [a.spec.name for a in with_gradient if a not in later]

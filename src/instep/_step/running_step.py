@@ -10,6 +10,7 @@ import torch
 from instep._autograd.engine import Backwards
 from instep._gradients.clipping import Clipping
 from instep._optim.initial_state import asks_for_state
+from instep._optim.owners import Owners
 from instep._optim.parameters import AttachedParameter
 from instep._optim.stepper import Stepper
 from instep._ranks.votes import StepVotes
@@ -172,6 +173,9 @@ class HoldsStep:
     def lost(self, error: InstepError) -> None:
         """The loop does what the schedule cannot follow."""
         raise error
+
+    def divides(self, owners_in_views: Owners) -> None:
+        """Gradients may be views of buckets: that does not matter where none is put off."""
 
     def begin_on_device(self) -> None:
         """A backward has come to an output of the model: on an accelerator another thread may run it."""

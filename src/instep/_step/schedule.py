@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from instep._optim.owners import Owners
 from instep._optim.parameters import AttachedParameter
 from instep._optim.plan import Bucket
 from instep._optim.stepper import Stepper
@@ -148,6 +149,9 @@ class Schedule(Protocol):
 
     def read_by(self, streams: Callable[[], Iterable[torch.Stream]]) -> None:
         """FSDP2 reads shards on these streams."""
+
+    def divides(self, owners_in_views: Owners) -> None:
+        """Under DDP and ``replicate``: gradients may be views of buckets, whose memory has so many owners."""
 
     def crosses(self, in_flight: Callable[[], Sequence[InFlightBucket]], at_once: Callable[[], bool]) -> None:
         """With ``cross_iteration``: the buckets in flight, and whether nothing is to be put off."""

@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from instep._autograd.watch import plain_type
 from instep._optim.calls import shard_of_gradient
 from instep._optim.owners import (
+    Owners,
     are_kept,
     by_themselves,
     entries_are_kept,
     have_other_owners,
-    in_views_of_ddp,
     state_is_kept,
 )
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters
@@ -34,7 +34,7 @@ def waiting_of(
     in_flight: InFlight,
     unseen: Container[int],
     *,
-    in_ddp: bool,
+    in_views: Owners | None,
 ) -> dict[AttachedParameter, bool]:
     """Of each parameter of ``mine`` whether its update can wait.
 
@@ -43,9 +43,9 @@ def waiting_of(
         everybody: all attached parameters.
         in_flight: those whose gradient may still be on its way.
         unseen: the indices of those whose readers do not wait.
-        in_ddp: whether gradients may be views of DDP's buckets.
+        in_views: the owners of the buckets of which gradients are views; ``None``: they are none.
     """
-    seen = _exposed(stepper.optimizer(), mine, everybody, in_flight, in_ddp=in_ddp)
+    seen = _exposed(stepper.optimizer(), mine, everybody, in_flight, in_views=in_views)
     if not in_flight and not unseen and _are_usual(mine):
         return {**dict.fromkeys(mine, True), **dict.fromkeys(seen, False)}
     return {a: a not in seen and _can_wait_alone(a, in_flight.get(a), unseen) for a in mine}
@@ -77,7 +77,7 @@ def _exposed(
     everybody: AttachedParameters,
     on_their_way: Collection[AttachedParameter],
     *,
-    in_ddp: bool,
+    in_views: Owners | None,
 ) -> set[AttachedParameter]:
     """Those of ``mine`` whose values, gradient or state others have got hold of, who may read or write them after
     ``step()``. Called before anything else refers to the gradients."""
@@ -89,23 +89,23 @@ def _exposed(
         if are_plain(tensors):
             found = _either(found, have_other_owners(tensors))
             if not on_their_way:
-                found = _either(found, _gradients_have_other_owners(tensors, everybody, in_ddp=in_ddp))
+                found = _either(found, _gradients_have_other_owners(tensors, everybody, in_views=in_views))
                 found = _either(found, are_kept(list(map(GRADIENT, tensors))))
     return {attached for attached, one in zip(mine, found, strict=True) if one}
 
 
 def _gradients_have_other_owners(
-    tensors: Sequence[torch.Tensor], everybody: AttachedParameters, *, in_ddp: bool
+    tensors: Sequence[torch.Tensor], everybody: AttachedParameters, *, in_views: Owners | None
 ) -> list[bool]:
     """Of each of ``tensors``, which have one: whether its gradient has."""
     gradients = cast(list[torch.Tensor], list(map(GRADIENT, tensors)))  # each has one
     if not are_plain(gradients) or set(map(_LAYOUT, gradients)) != {torch.strided}:
-        return [False] * len(tensors)
-    if not in_ddp or not any(map(torch.Tensor._is_view, gradients)):
+        return [True] * len(tensors)
+    if in_views is None or not any(map(torch.Tensor._is_view, gradients)):
         return have_other_owners(gradients)
     # A bucket may have gradients of several optimizers.
     in_buckets = [g for g in map(GRADIENT, everybody.tensors()) if type(g) is torch.Tensor and g._is_view()]
-    shared = dict(zip(map(id, in_buckets), have_other_owners(in_buckets, in_views_of_ddp), strict=True))
+    shared = dict(zip(map(id, in_buckets), have_other_owners(in_buckets, in_views), strict=True))
     alone = have_other_owners(gradients, by_themselves)
     return [shared.get(id(gradient), one) for gradient, one in zip(gradients, alone, strict=True)]
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instep._gradients.clipping import Clipping
 from instep._life.weak import weakly
+from instep._optim.owners import in_views_of_ddp, in_views_of_replicate
 from instep._optim.probe import not_asked, separability_of
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation, Syncing
@@ -34,6 +35,7 @@ from instep.options import Options
 from instep.sources import Source
 from instep.sources.fsdp.wrappers import FSDP1Sync, FSDP2Sync, fsdp2_reading_streams
 from instep.sources.local.parts import ForwardCounts
+from instep.sources.replicate.source import Replicated
 from instep.target import Target, Wrapped
 
 if TYPE_CHECKING:
@@ -100,6 +102,9 @@ def build(target: Target, options: Options) -> Parts:
     uses = ForwardCounts()
     sources = make_sources(target, options, chosen, accumulation, zero, uses)
     connect_crossing(sources, schedule)
+    if target.wrapped:
+        replicated = any(isinstance(one, Replicated) for one in target.wrapped)
+        schedule.divides(in_views_of_replicate if replicated else in_views_of_ddp)
     if target.groups and not target.fsdp1:
         schedule.read_by(partial(_reading_streams, held.model))
 

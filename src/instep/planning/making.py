@@ -75,7 +75,8 @@ class _Planning:
         make = next(iter(self._makers.values()))
         refusals, accepted = try_options(self._planned, make, job)
         self._order = order_of_gradients(self._planned)
-        self._refused = next((refusal.reason for refusal in refusals if refusal.options == EVERYTHING), None)
+        # The default schedule takes every optimizer: then only it has a row.
+        self._refused = next((one.reason for one in refusals if one.options.startswith(EVERYTHING)), None)
         peaks = self._peaks()
         plain = self._first
         assert plain is not None
@@ -124,6 +125,7 @@ class _Planning:
         self._first = self._first or plain
         yield "plain", plain
         if self._refused is not None:
+            yield "forward", plain
             return
         attached = run.attached(size)
         if not self._first.buckets:
@@ -139,6 +141,7 @@ class _Planning:
         self._first = self._first or plain
         yield "plain", plain
         if self._refused is not None:
+            yield "forward", plain
             return
         transient = run.attached(self._sizes.rest)
         backward = run.by_bucket(ddp, ddp, view=view)

@@ -1,0 +1,133 @@
+"""``defer="auto"`` on several ranks: one decision, and the plain loop's numbers before, in and after the trial."""
+
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import instep
+from instep._step import deferring
+from instep.verification import first_difference, training_state
+from tests.cases import Blocks, batch
+from tests.distributed.pool import RankPool
+
+PAIRS = 4
+HEARINGS = (2 * PAIRS + 4, 4 * PAIRS)
+STEPS = 4 * PAIRS + 3
+
+
+Loop = tuple[Any, torch.optim.Optimizer]
+
+
+def both(view: bool) -> tuple[Loop, Loop]:
+    loops: list[Loop] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Blocks(), bucket_cap_mb=0.004, gradient_as_bucket_view=view)
+        loops.append((model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)))
+    return loops[0], loops[1]
+
+
+def step(model: Any, optimizer: Any, i: int) -> None:
+    x, y = batch(100 * dist.get_rank() + i)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def differs(plain: Loop, attached: Loop) -> str | None:
+    return first_difference(training_state(*plain), training_state(*attached))
+
+
+def trial(gains: list[bool], view: bool) -> tuple[str | None, list[bool], str]:
+    """Whether ranks differ from plain DDP, which steps were put off, and how ``repr`` ends.
+
+    Args:
+        gains: of each rank, whether its iterations are shorter with the step put off.
+    """
+    plain, attached = both(view)
+    made = deferring.Trial
+    ticks = count()
+
+    def clock() -> float:
+        # Each call is one iteration later: as long as its step was put off, or not.
+        now = next(ticks)
+        return sum(seconds(i) for i in range(now))
+
+    def seconds(i: int) -> float:
+        put_off = 1 <= i <= 2 * PAIRS and (i - 1) % 4 in (1, 2)
+        return 0.5 if put_off and gains[dist.get_rank()] else 1.0
+
+    def make(prevented: Any, smallest: Any) -> Any:
+        return made(lambda: None, smallest, clock)
+
+    put_off, difference = [], None
+    with (
+        patch.multiple(deferring, WARM_UP=1, PAIRS=PAIRS, HEARINGS=HEARINGS, LEAST_WINS=PAIRS),
+        patch("instep._wiring.deferral.Trial", make),
+        instep.attach(*attached) as overlap,
+    ):
+        for i in range(STEPS):
+            step(*plain, i)
+            step(*attached, i)
+            put_off.append(overlap.state == "pending")
+            overlap.synchronize()
+            difference = difference or differs(plain, attached)
+        said = overlap.advice.splitlines()[0]
+    return difference, put_off, said
+
+
+@pytest.mark.parametrize("view", [True, False], ids=["gradient_as_bucket_view", "copies"])
+@pytest.mark.parametrize(("gains", "decided"), [([True, True], True), ([True, False], False), ([False, True], False)])
+def test_all_ranks_decide_alike(two_ranks: RankPool, gains: list[bool], decided: bool, view: bool) -> None:
+    (first, *_), (second, *_) = found = two_ranks.run(trial, gains, view)
+    assert (first, second) == (None, None)
+    assert found[0][1] == found[1][1]
+    put_off = found[0][1]
+    assert put_off[:5] == [False, False, True, True, False]
+    assert put_off[-3:] == [decided] * 3
+    for _, _, said in found:
+        assert said.startswith("Steps are put off (" if decided else "Steps are taken at once (")
+        assert "on all ranks" in said or decided
+
+
+def uneven() -> str | None:
+    """A rank that has no data left shadows the others, in DDP's ``join()``."""
+    plain, attached = both(view=True)
+    with patch.object(deferring, "HEARINGS", (3, 5)), instep.attach(*attached) as overlap:
+        for one in (plain, attached):
+            with Join([one[0]]):
+                for i in range(4 + 3 * dist.get_rank()):
+                    step(*one, i)
+        assert "join()" in overlap.advice
+    return differs(plain, attached)
+
+
+def test_uneven_inputs(two_ranks: RankPool) -> None:
+    assert two_ranks.run(uneven) == [None] * 2
+
+
+def wrapped_later() -> str | None:
+    """The loop attaches its model, and wraps it in DDP after that."""
+    loops: list[Loop] = []
+    for attach in (False, True):
+        torch.manual_seed(0)
+        model = Blocks()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        if attach:
+            instep.attach(model, optimizer)
+        ddp: nn.Module = DistributedDataParallel(model)
+        for i in range(4):
+            step(ddp, optimizer, i)
+        loops.append((model, optimizer))
+    return differs(*loops)
+
+
+def test_a_model_that_is_wrapped_later(two_ranks: RankPool) -> None:
+    assert two_ranks.run(wrapped_later) == [None] * 2

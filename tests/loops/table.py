@@ -1,0 +1,33 @@
+"""The table of ``docs/loops.md``, made from the forms: ``python -m tests.loops.table`` writes it."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.loops.form import Form, forms
+
+PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
+HEAD = "| form | found in | equal with the line |\n|---|---|---|\n"
+
+
+def rendered(all_forms: Sequence[Form]) -> str:
+    """One row for each form."""
+    rows = [f"| {one.what} | {one.found_in} | {f'**no**: {one.fails}' if one.fails else 'yes'} |" for one in all_forms]
+    return HEAD + "\n".join(rows) + "\n"
+
+
+def written(page: str, table: str) -> str:
+    """The page with ``table`` in the place of its own."""
+    before, after = re.escape("<!-- table -->\n"), re.escape("<!-- end of the table -->\n")
+    text, count = re.subn(f"(?s)({before}).*({after})", lambda match: match[1] + table + match[2], page)
+    if count != 1:
+        raise ValueError("the page has no place for the table")
+    return text
+
+
+def main() -> None:
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), rendered(forms())), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

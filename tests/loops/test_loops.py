@@ -1,0 +1,53 @@
+"""Every form of a loop, plain and with the line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instep._step import deferring
+from tests.late import late_updates
+from tests.loops.compare import logged, require_same, trained
+from tests.loops.form import FIELDS, Form, forms
+from tests.loops.line import LINE
+from tests.loops.table import PAGE, rendered, written
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning"),
+    # Of torch's names, which Lightning uses.
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+]
+SMALL = 2_000  # bytes: several buckets even in small models
+FORMS = forms()
+
+
+def cases() -> list[Any]:
+    found = []
+    for one in FORMS:
+        marks = [pytest.mark.xfail(strict=True, reason=one.fails)] if one.fails else []
+        found.append(pytest.param(one, marks=marks, id=f"{one.field}-{one.name}"))
+    return found
+
+
+@pytest.mark.parametrize("form", cases())
+def test_a_loop_with_the_line_is_the_plain_loop(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = trained(form, None)
+    require_same(plain, trained(form, LINE))
+    # The trial begins with the first step, so that steps are put off in turns, whatever is known of the loop. Only the
+    # loop itself looks at weights, and no update runs before somebody waits for it.
+    monkeypatch.setattr(deferring, "WARM_UP", 0)
+    monkeypatch.setattr("instep._wiring.deferral._prevented", lambda held: None)
+    late = trained(form, {**LINE, "bucket_bytes": SMALL}, every_step=False, during=late_updates())
+    require_same(logged(plain), late)
+
+
+def test_names_of_forms_are_unique_and_every_file_is_read() -> None:
+    names = [one.name for one in FORMS]
+    assert len(set(names)) == len(names)
+    files = {path.stem for path in (Path(__file__).parent / "forms").glob("*.py")}
+    assert files - {"__init__"} == set(FIELDS)
+
+
+def test_the_table_of_the_page_is_that_of_the_forms() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == written(page, rendered(FORMS)), "make it anew: python -m tests.loops.table"
