@@ -2310,7 +2310,7 @@ MUTANTS = [
         "tests/integrations/test_accelerate.py",
     ),
     Mutant(
-        "bytes of gradients that are kept count as freed",
+        "bytes of gradients that were not applied count as freed",
         "BucketSink.freed",
         "bucket = AttachedParameters(filter(step.members.is_applied, bucket))",
         "pass",

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import instep
+from instep._optim.stepper import Stepper
 from instep._step.times import StepTimes
 from tests.cases import Blocks, batch
 from tests.distributed.pool import RankPool
@@ -66,6 +67,18 @@ def test_bytes_that_backward_has_freed() -> None:
         train(model, optimizer, 1)
     assert overlap.stats()["freed_bytes"] == 3 * size
     assert overlap.stats()["steps"] == 4
+    overlap.detach()
+
+
+def test_a_bucket_whose_update_fails_is_not_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("the update failed")
+
+    model, _, overlap = attached(schedule="backward")
+    monkeypatch.setattr(Stepper, "step", fail)
+    with pytest.raises(ValueError, match="the update failed"):
+        model(batch(0)[0]).sum().backward()
+    assert overlap.stats()["freed_bytes"] == 0
     overlap.detach()
 
 
