@@ -144,6 +144,20 @@ class Scheduler:
         return {"lr": [group["lr"] for group in self.optimizer.param_groups]}
 
 
+class _Writer:
+    """In place of TensorBoard's ``SummaryWriter``."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        assert isinstance(scalar_value, (int, float)), tag
+
+
+class _Run:
+    """In place of a run of W&B."""
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        assert all(isinstance(value, (int, float)) for value in data.values()), data
+
+
 def _train(names: Names) -> Callable[[int], None]:
     def train(step: int) -> None:
         names["model"](names["loader"][step % 4]).backward()
@@ -192,6 +206,8 @@ _STAND_INS: Mapping[str, Callable[[Names], Any]] = {
     "batch": lambda names: names["loader"][0],
     "loss": lambda names: lambda output: output,
     "train": _train,
+    "writer": lambda names: _Writer(),
+    "run": lambda names: _Run(),
     "steps": lambda names: 4,
     "DistributedDataParallel": lambda names: DistributedDataParallel,
     "fully_shard": _of("torch.distributed.fsdp", "fully_shard"),

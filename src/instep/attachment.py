@@ -21,6 +21,7 @@ from instep._wiring.connect import connect
 from instep._wiring.held import living_parameters
 from instep._wiring.recorded import record_attached, record_plain
 from instep._wiring.resyncing import resync_from
+from instep._wiring.shown import Stats, stats_of, table_of
 from instep.errors import AttachError, InstepError, UncommittedStepError
 from instep.options import Options
 from instep.target import Target
@@ -124,6 +125,16 @@ class Attachment:
         """With ``clip=ClipNorm(…)``: the norm of all gradients of the last step before they were clipped, 0-dim, as
         ``clip_grad_norm_`` returns it; ``None`` before the first step."""
         return self._parts.clipping.grad_norm
+
+    def stats(self) -> Stats:
+        """Plain numbers for a log: ``wandb.log(overlap.stats())``.
+
+        ``steps``, ``redos`` and ``skips`` are ``step_count``, ``redo_count`` and ``skip_count``; ``votes`` those that
+        this rank has cast; ``freed_bytes`` of gradients that backward has freed before ``optimizer.step()``, in all
+        steps. On a CPU, after the first step: ``exposed_ms``, milliseconds within ``optimizer.step()`` and of waiting
+        for updates, and ``hidden_ms``, of updates that ran elsewhere (in backward, or beside the loop), both from one
+        commit to the next."""
+        return stats_of(self._parts.schedule, self._parts.votes)
 
     @property
     def advice(self) -> str:
@@ -335,6 +346,17 @@ class Attachment:
             f"{len(plan.buckets)} buckets of {plan.nbytes / MIB:.2f} MiB, {self.step_count} steps, "
             f"{''.join(f'{said}, ' for said in self._parts.planned.said())}{self.state}>"
         )
+
+    def _repr_html_(self) -> str:
+        held, plan = self._parts.held, self.plan
+        rows = {
+            "optimizers": ", ".join(stepper.name for stepper in held.steppers),
+            **self._options.said(),
+            "state": self.state,
+            "buckets": f"{len(plan.buckets)} of {plan.nbytes / MIB:.2f} MiB",
+            **self.stats(),
+        }
+        return table_of(f"instep.Attachment of {held.name}", rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a model is not attached: what refers to its attachment refers to nothing."""

@@ -52,6 +52,7 @@ CHECK_STEPS = "tests/parity/test_check_steps.py"
 KEEP = "tests/parity/test_keep_gradients.py"
 KEEP_RANKS = "tests/distributed/test_keep_gradients.py"
 WAYS_OUT = "tests/unit/test_ways_out.py"
+STATS = "tests/unit/test_stats.py"
 SEVERAL = "tests/parity/test_several_models.py"
 
 OWNERS = "tests/unit/test_owners.py"
@@ -2307,6 +2308,48 @@ MUTANTS = [
         "        optimizer = inner\n",
         "        return inner\n",
         "tests/integrations/test_accelerate.py",
+    ),
+    Mutant(
+        "bytes of gradients that were not applied count as freed",
+        "BucketSink.freed",
+        "bucket = AttachedParameters(filter(step.members.is_applied, bucket))",
+        "pass",
+        STATS,
+    ),
+    Mutant(
+        "bytes of gradients that undo holds count as freed",
+        "BucketSink.freed",
+        "        if not self.frees_gradients:\n            return\n",
+        "",
+        STATS,
+    ),
+    Mutant(
+        "waiting within step() is counted twice",
+        "StepTimes.waited",
+        "        if self._began is None:",
+        "        if True:",
+        STATS,
+    ),
+    Mutant(
+        "waiting for an update hides it",
+        "StepTimes.committed",
+        "max(0.0, sum(ran) - self._waited)",
+        "sum(ran)",
+        STATS,
+    ),
+    Mutant(
+        "times add up over steps",
+        "StepTimes.committed",
+        "        self._in_step = self._waited = 0.0\n",
+        "",
+        STATS,
+    ),
+    Mutant(
+        "the table of an attachment is not escaped",
+        "table_of",
+        "{escape(title)}",
+        "{title}",
+        STATS,
     ),
 ]
 

@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.attachment import attachments
-from instep.errors import InstepError, UncommittedStepError
+from instep.errors import AccumulationError, InstepError, UncommittedStepError
 from tests.cases import Blocks, batch
+from tests.inside import source_of
 from tests.parity.lockstep import SMALL, Contender, in_every_way, in_exact_ways, lockstep, loss_of
 
 
@@ -135,6 +136,28 @@ def test_backward_is_seen_to_begin_at_each() -> None:
             member.load_state_dict(saved)
     optimizer.step()
     assert repr(overlap).startswith("<instep.Attachment [Blocks, Blocks] with AdamW")
+    overlap.detach()
+
+
+@pytest.mark.parametrize("name", ["q1", "q2"])
+def test_a_second_backward_of_one_is_refused_before_it_begins(name: str) -> None:
+    model, optimizer = pair()
+    overlap = instep.attach([model.q1, model.q2], optimizer, schedule="backward", bucket_bytes=SMALL)
+    loss = model.get_submodule(name)(batch(0)[0]).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(AccumulationError, match="a second backward began before AdamW"):
+        loss.backward()
+    optimizer.step()
+    overlap.detach()
+
+
+def test_the_optimizer_is_dropped_first() -> None:
+    """Nothing is given up while one of the modules is there."""
+    model, optimizer = pair()
+    overlap = instep.attach([model.q1, model.q2], optimizer, schedule="backward", bucket_bytes=SMALL)
+    del optimizer
+    gc.collect()
+    assert source_of(overlap)
     overlap.detach()
 
 

@@ -139,6 +139,11 @@ class AttachedParameters(tuple[AttachedParameter, ...]):
         return [attached.spec.name for attached in self]
 
     @cached_property
+    def nbytes(self) -> int:
+        """Of all their gradients."""
+        return sum(attached.spec.nbytes for attached in self)
+
+    @cached_property
     def steppers(self) -> tuple[Stepper, ...]:
         """One for each optimizer that one of them belongs to."""
         return tuple(dict.fromkeys(attached.stepper for attached in self))

@@ -76,12 +76,14 @@ class StepVotes:
 
     Attributes:
         voting: how they vote; ``None``: there is only one.
+        count: how many this rank has cast.
         communicates: whether the running backward is one that all ranks run, and not ``autograd.grad`` of one of them.
     """
 
     def __init__(self, rank: Callable[[], int]) -> None:
         self.rank = rank
         self.voting: Voting | None = None
+        self.count = 0
         self.communicates: Callable[[], bool] = lambda: True
         self._vote: Vote | None = None
         self._owes = False
@@ -97,7 +99,10 @@ class StepVotes:
     def say(self, step: int, *, nonfinite: bool = False) -> Vote | None:
         """This rank stands behind ``step``, so far."""
         self._owes = False
-        return None if self.voting is None else self.voting.cast(step, nonfinite=nonfinite)
+        if self.voting is None:
+            return None
+        self.count += 1
+        return self.voting.cast(step, nonfinite=nonfinite)
 
     def committed(self, step: int) -> None:
         """This rank has taken ``step``. What the others say is heard later."""
@@ -108,6 +113,7 @@ class StepVotes:
         self._vote = None
         self._owes = False
         if self.voting is not None:
+            self.count += 1
             with suppress(Exception):  # of what may have failed it: the communication
                 self.voting.cast(step, failed=True)
 

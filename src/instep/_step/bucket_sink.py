@@ -141,9 +141,19 @@ class BucketSink(HoldsStep):
                 return False
             step.members.apply(members, parameters)
             writes.updated(members, gradients)
+            step.times.ran(started)
             if self.recorder is not None:
                 self.recorder("step", [attached.spec.name for attached in members], started, perf_counter())
             return True
+
+    def freed(self, bucket: Sequence[AttachedParameter]) -> None:
+        """Of those that were applied nobody has the gradients any more."""
+        step, bucket = self._step, AttachedParameters.of(bucket)
+        if not self.frees_gradients:
+            return
+        if not step.members.applied.issuperset(bucket.indices):
+            bucket = AttachedParameters(filter(step.members.is_applied, bucket))
+        step.freed_bytes += bucket.nbytes
 
     def retire(self, bucket: Iterable[AttachedParameter]) -> None:
         """Nobody but instep needs ``.grad`` of these any more, as far as they were applied."""

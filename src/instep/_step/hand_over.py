@@ -292,7 +292,7 @@ class HandOver:
     ) -> list[PendingBucket]:
         """Take the gradients off."""
         step, optimizer = self._step, stepper.optimizer()
-        handed_over = HandedOverStep(optimizer, parameters, step.number, self.vote, self._pending.recorder)
+        handed_over = HandedOverStep(optimizer, parameters, step.number, self.vote, self._pending.recorder, step.times)
         begin_state(optimizer, parameters.tensors())
         keep = partial(step.check.keep, stepper) if step.check is not None and step.checks else None
         buckets = []

@@ -104,6 +104,8 @@ class HandOverCalls:
         step.ledger.happened(Event.COMMITTED)
         if taken:
             step.ledger.step_count = step_count
+            step.times.step_returns()
+            step.times.committed()
             if step.check is not None:
                 step.check.stepped()
         else:

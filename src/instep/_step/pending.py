@@ -27,6 +27,7 @@ from instep._optim.switches import DEFAULT_DTYPE, MKLDNN, default_dtype, switche
 from instep._ranks.votes import Vote, error_of
 from instep._step.recorder import Recorder
 from instep._step.streams import Mark
+from instep._step.times import StepTimes
 from instep._step.writes import Gather
 from instep.errors import InstepError, UncommittedStepError, UnsupportedOptimizerError
 
@@ -117,6 +118,7 @@ class HandedOverStep:
         unapplied: its buckets that are still to be applied.
         outstanding: its buckets that nobody has waited for.
         recorder: told of each update.
+        times: are told of each update's.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class HandedOverStep:
         number: int,
         vote: Vote | None,
         recorder: Recorder | None,
+        times: StepTimes,
     ) -> None:
         self.number = number
         self.optimizer = weakref.ref(optimizer)
@@ -137,6 +140,7 @@ class HandedOverStep:
         self.unapplied: list[PendingBucket] = []
         self.outstanding: list[PendingBucket] = []
         self.recorder = recorder
+        self.times = times
         self._vote = vote
         self._parameters = tuple(parameters)
 
@@ -282,6 +286,7 @@ class PendingBucket:
             self._as_left, self.gradients = None, []
         # Else the side stream still reads them: they stay until it was waited for, and who writes them races with it.
         outcome.applied += self.names
+        step.times.ran(started)
         if step.recorder is not None:
             step.recorder("step", self.names, started, perf_counter())
 

@@ -134,6 +134,7 @@ class PendingBuckets:
                 bucket.done = bucket.done or self.worker.run(bucket.finish)
                 started = perf_counter()
                 bucket.done.wait()
+                self._step.times.waited(started)
                 if self.recorder is not None:
                     self.recorder("waiting", bucket.names, started, perf_counter())
         self._let_go(bucket)

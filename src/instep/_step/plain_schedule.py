@@ -139,6 +139,8 @@ class PlainSchedule(HoldsStep):
             if not step.round.owing:
                 left_out = step.round.takes_step is False
                 step.ledger.step_count += not left_out
+                step.times.step_returns()
+                step.times.committed()
                 step.ledger.skip_count += left_out
 
     def leave_to_optimizer(self, stepper: Stepper, error: object) -> None: ...

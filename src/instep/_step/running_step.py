@@ -22,6 +22,7 @@ from instep._step.observed import Gains
 from instep._step.passes import Passes
 from instep._step.round import Round
 from instep._step.streams import StepStreams
+from instep._step.times import StepTimes
 from instep.errors import InstepError
 
 
@@ -36,6 +37,8 @@ class RunningStep:
         streams: on which buckets are stepped.
         backwards: those that were seen to begin.
         check: the comparison with a plain step, in the first ones; ``None``: none was asked for.
+        times: how long it takes the loop.
+        freed_bytes: of gradients that backward has freed before ``optimizer.step()``, in all steps.
         has_gradients: whether sources have offered gradients since the last step, or, with ``schedule="forward"``, a
             backward was seen to begin.
         lock: held while gradients are offered and applied. On accelerators the engine runs one thread per device, each
@@ -58,6 +61,8 @@ class RunningStep:
         self.streams = StepStreams()
         self.backwards = Backwards()
         self.check = check
+        self.times = StepTimes()
+        self.freed_bytes = 0
         self.has_gradients = False
         self.lock = threading.RLock()
 
@@ -121,6 +126,14 @@ class HoldsStep:
     @property
     def skip_count(self) -> int:
         return self._step.ledger.skip_count
+
+    @property
+    def times(self) -> StepTimes:
+        return self._step.times
+
+    @property
+    def freed_bytes(self) -> int:
+        return self._step.freed_bytes
 
     @property
     def streams(self) -> StepStreams:

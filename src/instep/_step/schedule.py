@@ -12,6 +12,7 @@ from instep._optim.stepper import Stepper
 from instep._step.observed import Gains
 from instep._step.pending import InFlightBucket
 from instep._step.recorder import Recorder
+from instep._step.times import StepTimes
 from instep._step.writes import Gather
 from instep.errors import InstepError
 
@@ -38,6 +39,14 @@ class Schedule(Protocol):
     @property
     def skip_count(self) -> int:
         """The user asks how many steps were left out."""
+
+    @property
+    def times(self) -> StepTimes:
+        """The user asks, and ``optimizer.step()`` tells, how long steps take the loop."""
+
+    @property
+    def freed_bytes(self) -> int:
+        """The user asks how many bytes of gradients backward has freed before ``optimizer.step()``."""
 
     @property
     def state(self) -> str:

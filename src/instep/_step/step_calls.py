@@ -96,6 +96,8 @@ class StepCalls:
             self._writes.forget()
             return
         ledger.step_count = step_count
+        step.times.step_returns()
+        step.times.committed()
         if step.check is not None:
             step.check.stepped()
         self._writes.forget()

@@ -225,8 +225,10 @@ class StepHooks:
         """``optimizer.step()`` is about to return."""
         if not is_called_by_step(optimizer):
             self._schedule.commit(stepper)
+            self._schedule.times.step_returns()
 
     def _before_update(self, stepper: Stepper) -> None:
+        self._schedule.times.step_begins()
         if self._schedule.follows:
             _unless_given_up(self._schedule, self._late.adopt)
         if self._zero is not None:

@@ -33,6 +33,7 @@ def step_bucket(sink: Sink, gradients: Sequence[AttachedParameter]) -> bool:
     """The ``step`` of gradients that nothing but instep needs any more: step them in one call, and free them."""
     done = sink.apply(gradients)
     sink.retire(gradients)
+    sink.freed(gradients)
     return done
 
 
@@ -40,4 +41,6 @@ def step_all(sink: Sink, gradients: Sequence[AttachedParameter]) -> bool:
     """The ``step`` of a sink that ``waits_for_all``: all gradients of the model are in ``.grad``, and clipped by the
     norm that they have together."""
     sink.compute_total_norm()
-    return step_bucket(sink, gradients)
+    done = sink.apply(gradients)
+    sink.retire(gradients)
+    return done
