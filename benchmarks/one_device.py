@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from time import process_time
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ from instep.planning.live_bytes import LiveBytes
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 PLAIN = "plain, fused"
+SETTLED = 45
+"""Rounds after which the default has decided whether steps are put off."""
 BUCKETS_MIB = (0.25, 1.0, 4.0, 16.0, 64.0)
 
 
@@ -216,6 +218,7 @@ PEERS: dict[str, Callable[[Model], Plain]] = {
     "plain, again": Plain,  # how much of a difference is chance: where tensors happen to lie
     "plain, foreach": lambda model: Plain(model, optimizer=foreach),
     "backward": lambda model: Plain(model, {"schedule": "backward"}),
+    "default": lambda model: Plain(model, {}),
     "forward": lambda model: Plain(model, {"schedule": "forward", "defer": True}),
     "empty hooks": EmptyHooks,
     "no checks": NoChecks,
@@ -230,21 +233,24 @@ PEERS: dict[str, Callable[[Model], Plain]] = {
 NEEDS = {"optimi gradient release": "optimi", "torchtune, fused": "torchtune", "LOMO (gradient descent)": "lomo_optim"}
 PEERS = {name: make for name, make in PEERS.items() if name not in NEEDS or find_spec(NEEDS[name]) is not None}
 SIZES = {f"buckets of {mib:g} MiB": bucket(mib) for mib in BUCKETS_MIB}
-EQUAL = {PLAIN, "plain, again", "empty hooks", "no checks", "backward", "forward", *SIZES}
+EQUAL = {PLAIN, "plain, again", "empty hooks", "no checks", "backward", "default", "forward", *SIZES}
 
 
 def processor_times(model: Model, variants: dict[str, Callable[[Model], Plain]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of processor time of each round, per variant."""
+    """Seconds of each round, per variant: of processor time on one core, of the clock on the wall on several, where a
+    step may run beside the loop."""
+    alone = len(os.sched_getaffinity(0)) == 1
+    clock, warm_up = (process_time, 3) if alone else (perf_counter, SETTLED)
     loops = {name: make(model) for name, make in variants.items()}
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     names = list(loops)
-    for number, tokens in zip(range(rounds + 3), model.batches(), strict=False):
+    for number, tokens in zip(range(rounds + warm_up), model.batches(), strict=False):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            started = process_time()
+            started = clock()
             loops[name].step(tokens)
             loops[name].drain()
-            if number >= 3:
-                seconds[name].append(process_time() - started)
+            if number >= warm_up:
+                seconds[name].append(clock() - started)
     require_equal(loops, PLAIN, [name for name in loops if name not in EQUAL])
     return seconds
 
@@ -267,7 +273,7 @@ def peak(model: Model, make: Callable[[Model], Plain]) -> tuple[int, int]:
 
 
 def say_times(title: str, seconds: dict[str, list[float]]) -> dict[str, Spread]:
-    print(f"\n{title}: processor time, plain / variant")
+    print(f"\n{title}: {'processor' if len(os.sched_getaffinity(0)) == 1 else 'wall'} time, plain / variant")
     found = {name: ratio(seconds[PLAIN], times) for name, times in seconds.items()}
     for name, one in found.items():
         print(f"  {name:28} {1e3 * spread(seconds[name]).median:8.1f} ms   {one}", flush=True)
@@ -297,11 +303,14 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=PEERS, default=list(PEERS), help="beside the plain loop")
     dtypes = ["float32", "bfloat16"]
     parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes, help="of the GPT")
+    parser.add_argument(
+        "--cores", type=int, default=1, help="more than one: the clock on the wall, one thread in torch"
+    )
     parser.add_argument("--times-only", action="store_true", help="no sizes of buckets, no memory")
     parser.add_argument("--picture", type=picture_path, help="draw the time and size of buckets there, as SVG")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
     shape = Shape(options.width, options.depth, heads=8)
     variants = {name: PEERS[name] for name in dict.fromkeys([PLAIN, *options.variants])}
     say_times(

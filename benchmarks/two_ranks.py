@@ -111,7 +111,9 @@ def attached(**options: Any) -> Callable[[Shape, float], Plain]:
 
 VARIANTS: dict[str, Callable[[Shape, float], Plain]] = {
     PLAIN: Plain,
+    "plain, again": Plain,
     "backward": attached(schedule="backward"),
+    "default": attached(),
     "forward": attached(schedule="forward", defer=True),
     "cross_iteration": attached(schedule="forward", defer=True, cross_iteration=True),
     "torch _register_fused_optim": Registered,
