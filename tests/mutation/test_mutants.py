@@ -316,7 +316,7 @@ MUTANTS = [
         "BoundHook.__deepcopy__",
         '    def __deepcopy__(self, memo: dict[int, Any]) -> "BoundHook":\n        return BoundHook(None)',
         '    def __deepcopy__(self, memo: dict[int, Any]) -> "BoundHook":\n        return self',
-        REFUSALS,
+        "tests/unit/test_pickles.py",
     ),
     Mutant(
         "hold the parameters strongly",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import instep
-from instep.errors import HyperparameterChangedError
+from instep.errors import HyperparameterChangedError, UncommittedStepError
 from tests.cases import Blocks, batch, two_groups
 from tests.late import late_updates
 from tests.parity.changes import first, pop, put_another_tensor
@@ -19,6 +19,7 @@ from tests.parity.lockstep import SMALL, UNDO, Contender, Refused, lockstep, los
 CHANGED = Refused(HyperparameterChangedError, "torn")
 PUT_BACK = Refused(HyperparameterChangedError, "open", match="put back")
 in_forward = pytest.mark.parametrize("way", ["forward", "late"])
+LATE = Refused(UncommittedStepError, "torn", match="overlap.synchronize()")
 
 
 def build() -> Any:
@@ -174,6 +175,28 @@ def test_state_written_through_an_older_reference_after_a_step(change: Any) -> N
         lane.zero_grad()
 
     lockstep("late", build, step)
+
+
+@pytest.mark.races
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entry: entry.update(exp_avg=torch.zeros_like(entry["exp_avg"])),
+        lambda entry: entry["exp_avg"].zero_(),
+        lambda entry: entry.update(step=torch.tensor(0.0)),
+    ],
+)
+def test_state_written_behind_the_property_while_a_step_is_due(change: Any) -> None:
+    """The attribute is taken from the object's own dict: nobody is asked, and nobody else had the state before."""
+
+    def step(lane: Contender, i: int) -> Any:
+        lane.backward(loss_of(lane.model(batch(i)[0]), batch(i)[1]))
+        lane.step()
+        if i == 2:
+            change(vars(lane.optimizer)["state"][first(lane.optimizer)])
+        lane.zero_grad()
+
+    lockstep("late", build, step, refused={"late": LATE})
 
 
 def test_state_written_through_data_is_not_seen() -> None:

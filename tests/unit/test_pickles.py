@@ -10,7 +10,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -171,3 +171,35 @@ def test_nothing_is_registered_once_all_attachments_of_a_class_are_gone() -> Non
     assert b"instep" not in pickle.dumps(second[0])
     del second
     assert copyreg.dispatch_table == before
+
+
+class CopiesItself(nn.Sequential):
+    """Says itself how it is copied: with all that it has, hooks too."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CopiesItself":
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, CopiesItself])
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+def test_a_copy_of_an_attached_model_trains_by_itself(
+    schedule: Literal["backward", "forward"], kind: type[nn.Sequential]
+) -> None:
+    """Its hooks do nothing: they ask nothing of the original, whose step is open."""
+    model, x = kind(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instep.attach(model, optimizer, schedule=schedule, defer=schedule == "forward") as overlap:
+        copied = copy.deepcopy(model)
+        theirs = torch.optim.SGD(copied.parameters(), lr=0.1)
+        model(x).sum().backward()
+        for _ in range(2):
+            copied(x).sum().backward()
+            theirs.step()
+            theirs.zero_grad()
+        assert overlap.step_count == 0
+        optimizer.step()
+        assert overlap.step_count == 1
+    assert instep.attached(copied) is None
