@@ -1,6 +1,6 @@
 """Which tests a plain ``pytest`` runs: all of them, but for those that are left out here.
 
-- A test that kills a seeded defect, as ``tests/mutation/killers.json`` has them, always runs.
+- A test that kills a seeded defect, as ``tests/mutation/killers.json`` has them, always runs on a CPU.
 - Of a test with many cases a few run, chosen by their names. The others are ``nightly``.
 - Of what is left, ``tests/full.txt`` lists the tests that are slow and kill no defect that a quicker one doesn't kill.
   They are ``full``. ``python -m tests.mutation.matrix`` makes both files.
@@ -64,7 +64,8 @@ def mark(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     config.stash[COLLECTED] = frozenset(function_of(item.nodeid) for item in items)
     if os.environ.get("INSTEP_TEST_ALL_CASES"):
         return
-    always = {nodeid for tests in killers().values() for nodeid in tests}
+    on_cpu = "accelerator" not in config.option.markexpr.replace("not accelerator", "")  # where defects are put in
+    always = {nodeid for tests in killers().values() for nodeid in tests if on_cpu}
     full = listed()
     of_one_test = Counter(function_of(item.nodeid) for item in items)
     for item in items:

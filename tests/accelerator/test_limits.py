@@ -104,8 +104,8 @@ def test_ctrl_c(model: nn.Module, way: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["weight", "gradient", "state"])
-def test_a_write_that_races_with_an_update_under_way(model: nn.Module, what: str) -> None:
-    """Whoever waits for it is told, and the step is torn: nobody knows which came first."""
+def test_a_write_through_what_was_taken_before_the_step(model: nn.Module, what: str) -> None:
+    """Such a parameter is stepped at once, on the loop's stream: nobody races."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     overlap = instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=1)
     x = torch.ones(2, 16, device="emu")
@@ -116,9 +116,32 @@ def test_a_write_that_races_with_an_update_under_way(model: nn.Module, what: str
         overlap.synchronize()
         model(x).sum().backward()
         held = {"weight": last.detach(), "gradient": last.grad, "state": optimizer.state[last]["momentum_buffer"]}
+        taken = held.pop(what)
+        held.clear()
+        optimizer.step()
+        assert overlap.state == "pending"  # of the others
+        optimizer.zero_grad()
+        taken.mul_(2.0)
+        model(x)
+    log.assert_ordered()
+    overlap.detach()
+
+
+@pytest.mark.races
+def test_a_write_that_races_with_an_update_under_way(model: nn.Module) -> None:
+    """Whoever waits for it is told, and the step is torn: nobody knows which came first."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    overlap = instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=1)
+    x = torch.ones(2, 16, device="emu")
+    last = list(model.parameters())[-1]
+    with recorded() as log:
+        model(x).sum().backward()
+        optimizer.step()
+        overlap.synchronize()
+        model(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        held[what].mul_(2.0)
+        vars(optimizer)["state"][last]["momentum_buffer"].mul_(2.0)  # behind the property, which would wait
         with pytest.raises(UncommittedStepError, match=r"while the update was due.*overlap\.synchronize\(\)"):
             model(x)
         with pytest.raises(TornStepError, match=r"3 parameters were updated .* and 1 were left"):

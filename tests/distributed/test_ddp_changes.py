@@ -79,6 +79,8 @@ def body_changes(name: str, options: dict[str, Any], when: str) -> str | None:
 @pytest.mark.parametrize("options", EXACT, ids=str)
 @pytest.mark.parametrize("name", ["lr", "members", "entry"])
 def test_changes_before_the_step(two_ranks: RankPool, name: str, options: dict[str, Any]) -> None:
+    if name == "lr" and options.get("undo") and here().type != "cpu":
+        pytest.skip("compared on the device: the next step tells, and tears, see body_refused")
     assert two_ranks.run(body_changes, name, options, "before") == [None, None]
 
 

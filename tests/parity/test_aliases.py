@@ -14,6 +14,7 @@ from torch import nn
 import instep
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
+from tests.devices import on_cpu_only
 
 SMALL = 2_000  # bytes: several buckets
 STEPS = 4
@@ -173,6 +174,7 @@ def test_flat_buffers() -> None:
     assert all(map(torch.equal, run(False), run(True)))
 
 
+@on_cpu_only
 def test_shared_memory() -> None:
     """As loops with several processes that train one model have it."""
 

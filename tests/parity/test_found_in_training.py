@@ -13,6 +13,7 @@ import instep
 from instep._optim.made_up import STEPS
 from instep.errors import TornStepError, UnsupportedOptimizerError
 from tests.cases import Blocks, batch, two_groups
+from tests.devices import here
 from tests.parity.changes import DRAWS, LATER, Later
 from tests.parity.lockstep import SMALL, UNDO, WAYS, Refused, learn, lockstep, loss_of
 
@@ -132,6 +133,8 @@ class DecaysAllLater(torch.optim.Optimizer):
     ids=str,
 )
 def test_a_step_that_begins_to_write_parameters_without_gradient(options: dict[str, Any], right: int) -> None:
+    if options["schedule"] == "forward" and here().type != "cpu":
+        right = LATER - 1  # what is put off is launched, and counts, as step() hands over
     torch.manual_seed(0)
     model = Blocks(depth=2)
     optimizer = DecaysAllLater(two_groups(model))
