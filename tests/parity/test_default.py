@@ -11,6 +11,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 import instep
 from instep._step import deferring
+from instep._step.streams import is_captured
 from instep.errors import StaleAttachmentError, UnsupportedOptimizerError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
@@ -147,6 +148,21 @@ def test_whatever_the_loop_does(does: Callable[[Loop], None], puts_off: bool) ->
             overlap.synchronize()
             assert difference(plain, loop) is None, i
     assert ("pending" in states) is puts_off
+
+
+def test_a_step_that_a_cuda_graph_records_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop()
+    with instep.attach(loop.model, loop.optimizer, defer=True) as overlap:
+        for recording in (False, True, False):
+            monkeypatch.setattr("instep._step.hand_over.is_captured", lambda device, now=recording: now)
+            loop.step(0)
+            assert overlap.state == ("idle" if recording else "pending")
+
+
+def test_cuda_is_asked_whether_it_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert is_captured(torch.device("cuda"))
+    assert not is_captured(torch.device("cpu"))
 
 
 def test_what_was_asked_for_is_refused_by_name() -> None:

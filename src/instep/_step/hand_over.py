@@ -25,6 +25,7 @@ from instep._step.pending import HandedOverStep, InFlightBucket, PendingBucket, 
 from instep._step.pending_buckets import PendingBuckets
 from instep._step.reading import Reading
 from instep._step.running_step import RunningStep
+from instep._step.streams import is_captured
 from instep._step.waiting import InFlight, waiting_of
 from instep._step.writes import Gather
 from instep.errors import StepMismatchError
@@ -239,6 +240,7 @@ class HandOver:
             and is_copied_whole(optimizer)
             and not autocast_matters(optimizer)
             and self._reading.is_alike()
+            and not is_captured(self._step.members.all[0].spec.device)
         )
 
     def _clip_of(self, stepper: Stepper, with_gradient: Sequence[AttachedParameter]) -> Clip | None:
