@@ -77,7 +77,8 @@ BACKWARD = span("backward", 0.0, 0.5)
             {},
             {**DDP, "bucket_view": False},
             [
-                "communication outlasts backward by 200.0 ms, and instep.attach(model, optimizer) runs up to 100.0 ms",
+                "communication outlasts backward by 200.0 ms, and "
+                "instep.attach(model, optimizer, schedule='backward') runs up to 100.0 ms",
                 "gradient_as_bucket_view=True",
             ],
             id="plain, communication outlasts backward",
@@ -109,6 +110,13 @@ BACKWARD = span("backward", 0.0, 0.5)
             ATTACHED,
             ["inside backward is not hidden, and is not meant to be"],
             id="attached, one device",
+        ),
+        pytest.param(
+            [BACKWARD, span("step", 0.5, 0.8)],
+            {},
+            {**ATTACHED, "options": {"schedule": "'forward'"}},
+            ["300.0 ms of the step stay exposed: it is taken at once", "overlap.advice"],
+            id="attached, taken at once",
         ),
         pytest.param(
             [BACKWARD, span("communication", 0.1, 0.75, GLOO), span("step", 0.5, 0.6)],

@@ -10,6 +10,7 @@ MIB = 2**20
 BUCKET_BYTES = 16 * MIB
 """What ``attach`` takes for one bucket unless told."""
 
+_BACKWARD = "instep.attach(model, optimizer, schedule='backward')"
 _TEMPORARIES = ("temporaries of backward", "temporaries of the step")
 
 WORTH = 0.02
@@ -39,12 +40,12 @@ def _time_to_gain(run: Run, found: Figures, memory: Memory) -> str | None:
         )
     if run.setup.wrapper == "DistributedDataParallel":
         return (
-            f"Attach: communication outlasts backward by {_ms(late)}, and instep.attach(model, optimizer) runs up to "
-            f"{_ms(min(step, late))} of the step meanwhile; with schedule='forward', cross_iteration=True the next "
-            f"forward ({_ms(found.forward)}) hides communication too."
+            f"Attach: communication outlasts backward by {_ms(late)}, and {_BACKWARD} runs up to "
+            f"{_ms(min(step, late))} of the step meanwhile; with cross_iteration=True in its place the next forward "
+            f"({_ms(found.forward)}) hides communication too."
         )
     return (
-        f"Attach: {_ms(late)} of communication stay exposed, and instep.attach(model, optimizer) runs up to "
+        f"Attach: {_ms(late)} of communication stay exposed, and {_BACKWARD} runs up to "
         f"{_ms(min(step, late))} of the step meanwhile."
     )
 
@@ -63,8 +64,8 @@ def _memory_to_gain(run: Run, found: Figures, memory: Memory) -> str | None:
     if saved > WORTH * memory.peak:
         return (
             f"Attach for memory: gradients are {_mib(gradients)} of the peak of {_mib(memory.peak)}; with "
-            f"instep.attach(model, optimizer{said}) they are stepped bucket by bucket in backward and never all alive, "
-            f"which saves up to {_mib(saved)}."
+            f"instep.attach(model, optimizer, schedule='backward'{said}) they are stepped bucket by bucket in backward and "
+            f"never all alive, which saves up to {_mib(saved)}."
         )
     passing = {name: memory.alive.get(name, 0) for name in ("activations", *_TEMPORARIES, "other")}
     largest = max(passing, key=lambda name: passing[name])
@@ -104,6 +105,11 @@ def _steps_hidden(run: Run, found: Figures, memory: Memory) -> str | None:
     share = step.hidden / step.total
     if share >= 0.5 or step.exposed < WORTH * found.iteration:
         return f"{share:.0%} of the step is hidden, and {_ms(step.exposed)} of an iteration are left of it."
+    if run.setup.ranks == 1:
+        return (
+            f"{_ms(step.exposed)} of the step stay exposed: it is taken at once, or there is nothing to hide it "
+            "behind. overlap.advice says which."
+        )
     if found.communication.exposed < WORTH * found.iteration:
         return (
             f"{_ms(step.exposed)} of the step stay exposed: communication ends with backward, and there is nothing to "
@@ -135,7 +141,7 @@ def _memory_kept(run: Run, found: Figures, memory: Memory) -> str | None:
     if run.setup.options.get("schedule") == "'forward'" or "undo" in run.setup.options:
         option = "undo" if "undo" in run.setup.options else "schedule='forward'"
         return (
-            f"{option} keeps all gradients until they are applied: {_mib(gradients)} of the peak. The default "
+            f"{option} keeps all gradients until they are applied: {_mib(gradients)} of the peak. "
             "schedule='backward' does not, if the loop can do without."
         )
     return None
