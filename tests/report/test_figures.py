@@ -115,7 +115,7 @@ BACKWARD = span("backward", 0.0, 0.5)
             [BACKWARD, span("step", 0.5, 0.8)],
             {},
             {**ATTACHED, "options": {"schedule": "'forward'"}},
-            ["300.0 ms of the step stay exposed: it is taken at once", "overlap.advice"],
+            ["300.0 ms of the step stay exposed: it is taken at once"],
             id="attached, taken at once",
         ),
         pytest.param(

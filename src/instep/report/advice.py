@@ -64,8 +64,8 @@ def _memory_to_gain(run: Run, found: Figures, memory: Memory) -> str | None:
     if saved > WORTH * memory.peak:
         return (
             f"Attach for memory: gradients are {_mib(gradients)} of the peak of {_mib(memory.peak)}; with "
-            f"instep.attach(model, optimizer, schedule='backward'{said}) they are stepped bucket by bucket in backward and "
-            f"never all alive, which saves up to {_mib(saved)}."
+            f"instep.attach(model, optimizer, schedule='backward'{said}) they are stepped bucket by bucket in backward "
+            f"and never all alive, which saves up to {_mib(saved)}."
         )
     passing = {name: memory.alive.get(name, 0) for name in ("activations", *_TEMPORARIES, "other")}
     largest = max(passing, key=lambda name: passing[name])
