@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep._arguments import optimizers_of, require_model
@@ -139,9 +140,12 @@ class Attachment:
     @property
     def advice(self) -> str:
         """With ``schedule="forward"``: whether steps are put off, and why; after a few steps also what this loop could
-        gain by ``schedule="backward"``, in bytes and milliseconds. One sentence a line; empty where there is nothing to
-        say."""
-        return advice(self._parts.schedule, divided=bool(self._parts.held.wrapped) or self._parts.sharding is not None)
+        gain by ``schedule="backward"``, or under DDP by ``cross_iteration=True``, in bytes and milliseconds. One
+        sentence a line; empty where there is nothing to say."""
+        held, crosses = self._parts.held, self._options.communication.cross_iteration
+        ddps = [one for one in held.living_wrappers() if isinstance(one, DistributedDataParallel)]
+        divided = bool(held.wrapped) or self._parts.sharding is not None
+        return advice(self._parts.schedule, ddps, divided=divided, crosses=crosses)
 
     @property
     def recorder(self) -> Recorder | None:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep._step import deferring
+from instep.sources.ddp.timing import exposed_communication
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.distributed.pool import RankPool
@@ -179,3 +180,23 @@ def readers_of_shards(taken: str) -> list[str]:
 def test_readers_of_shards_who_took_them_earlier(two_ranks: RankPool, taken: str) -> None:
     for found in two_ranks.run(readers_of_shards, taken):
         assert found == ["pending"] * 4  # the other parameters are put off
+
+
+def advised(exposed: float | None) -> str:
+    """What is advised where communication outlasts backward by so many milliseconds; ``None``: as DDP measures it."""
+    _, (model, optimizer) = both(view=True)
+    with instep.attach(model, optimizer) as overlap:
+        for i in range(12):
+            step(model, optimizer, i)
+        if exposed is None:
+            assert exposed_communication(model) is not None  # torch's private measure is there, and so are its names
+            return overlap.advice
+        with patch("instep._wiring.advice.exposed_communication", lambda ddp: exposed):
+            return overlap.advice
+
+
+@pytest.mark.parametrize(("exposed", "said"), [(1e6, True), (0.0, False), (None, None)])
+def test_what_outlasts_backward_is_said(two_ranks: RankPool, exposed: float | None, said: bool | None) -> None:
+    for advice in two_ranks.run(advised, exposed):
+        assert advice.startswith("Steps are ")
+        assert said is None or ("cross_iteration=True" in advice) is said
