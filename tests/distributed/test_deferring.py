@@ -19,6 +19,7 @@ from instep._step import deferring
 from instep.sources.ddp.timing import exposed_communication
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
+from tests.devices import here
 from tests.distributed.pool import RankPool
 
 PAIRS = 4
@@ -152,7 +153,7 @@ def readers_of_shards(taken: str) -> list[str]:
     for _ in range(2):
         torch.manual_seed(0)
         model: Any = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 10))
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(here().type, (dist.get_world_size(),))
         for part in (*(part for part in model if isinstance(part, nn.Linear)), model):
             fully_shard(part, mesh=mesh)
         loops.append((model, torch.optim.AdamW(model.parameters(), lr=1e-2)))
