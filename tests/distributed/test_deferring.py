@@ -191,7 +191,7 @@ def advised(exposed: float | None) -> str:
             step(model, optimizer, i)
         if exposed is None:
             # torch's private measure is there, and so are its names. DDP has no timer for other devices.
-        assert exposed_communication(model) is not None or here().type not in ("cpu", "cuda")
+            assert exposed_communication(model) is not None or here().type not in ("cpu", "cuda")
             return overlap.advice
         with patch("instep._wiring.advice.exposed_communication", lambda ddp: exposed):
             return overlap.advice
