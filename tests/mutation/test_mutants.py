@@ -64,7 +64,7 @@ MUTANTS = [
     Mutant(
         "put off what has owners that are not known",
         "_exposed",
-        "            found = _either(found, have_other_owners(tensors))\n",
+        "        found = _either(found, _have_other_owners(mine, tensors))\n",
         "",
         ALIASES,
         marks="not full",
@@ -72,7 +72,7 @@ MUTANTS = [
     Mutant(
         "put off the update from a gradient that the loop has kept",
         "_exposed",
-        "                found = _either(found, are_kept(list(map(GRADIENT, tensors))))\n",
+        "            found = _either(found, are_kept(list(map(GRADIENT, tensors))))\n",
         "",
         ALIASES,
         marks="not full",
@@ -80,7 +80,7 @@ MUTANTS = [
     Mutant(
         "put off the update from a gradient of which the loop has an alias",
         "_exposed",
-        "                found = _either(found, _gradients_have_other_owners(tensors, everybody, in_views=in_views))\n",
+        "            found = _either(found, _gradients_have_other_owners(tensors, everybody, in_views=in_views))\n",
         "",
         ALIASES,
         marks="not full",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.parts import memory_of
+from instep._optim.parts import are_plain, memory_of
 
 _OWNERS: Callable[[int], int] = torch._C._storage_Use_Count
 _STORAGE = torch.Tensor.untyped_storage
@@ -112,6 +112,8 @@ def entries_are_kept(entries: Sequence[Mapping[Any, Any] | None]) -> list[bool]:
 
 
 def _state_has_other_owners(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    if are_plain(tensors):
+        return have_other_owners(tensors)
     memory = list(map(memory_of, tensors))
     # The local tensor of a DTensor that was made by ``from_local`` is a view of the one that was given.
     from_local = [local is not tensor and local._is_view() for local, tensor in zip(memory, tensors, strict=True)]

@@ -108,7 +108,9 @@ def _gradients_have_other_owners(
     tensors: Sequence[torch.Tensor], everybody: AttachedParameters, *, in_views: Owners | None
 ) -> list[bool]:
     """Of each of ``tensors``, which have one: whether its gradient has."""
-    gradients = [memory_of(gradient) for gradient in map(GRADIENT, tensors) if gradient is not None]
+    gradients = [gradient for gradient in map(GRADIENT, tensors) if gradient is not None]
+    if not are_plain(gradients):
+        gradients = list(map(memory_of, gradients))
     if set(map(_LAYOUT, gradients)) != {torch.strided}:
         return [True] * len(tensors)
     if in_views is None or not any(map(torch.Tensor._is_view, gradients)):
