@@ -62,6 +62,13 @@ DEFAULT = "tests/parity/test_default.py"
 
 MUTANTS = [
     Mutant(
+        "watch gradients while a closure's step is put off",
+        "ForwardSchedule.begin_flush",
+        "        self.observed.let_go()  # a closure has run backward in step(): nobody else watches what is watched\n",
+        "",
+        "tests/unit/test_advice.py",
+    ),
+    Mutant(
         "put off what has owners that are not known",
         "_exposed",
         "        found = _either(found, _have_other_owners(mine, tensors))\n",

@@ -116,6 +116,29 @@ def test_a_model_that_is_dropped_while_it_is_looked_at_is_freed() -> None:
         gc.enable()
 
 
+def test_weights_are_those_of_the_step_where_a_closure_runs_backward() -> None:
+    """The end of its backward lies in ``step()``: whoever reads weights after it waits for them all the same."""
+    loops = []
+    for attach in (False, True):
+        torch.manual_seed(0)
+        model = Blocks()
+        loops.append((model, torch.optim.AdamW(model.parameters(), lr=1e-2)))
+        if attach:
+            instep.attach(*loops[-1], defer=True, bucket_bytes=2_000)
+    for i in range(STEPS):
+        for model, optimizer in loops:
+
+            def closure(model: nn.Module = model, optimizer: Any = optimizer, i: int = i) -> Any:
+                optimizer.zero_grad()
+                loss = model(batch(i)[0]).square().sum()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        plain, found = ([p.detach().clone() for p in model.parameters()] for model, _ in loops)
+        assert all(map(torch.equal, plain, found)), i
+
+
 def test_the_schedule_that_was_asked_for_is_not_the_question() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -177,6 +177,7 @@ class ForwardSchedule(HoldsStep):
     def begin_flush(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to update."""
         self.measuring.close()
+        self.observed.let_go()  # a closure has run backward in step(): nobody else watches what is watched
         if not self._step.round.owing:
             self.observed.step_begins()
         self._calls.before_update(stepper)
