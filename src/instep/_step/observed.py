@@ -49,7 +49,6 @@ class Observed:
         self._is_watching = False  # parameters are not kept: the loop may drop its model
         self._steps = 0
         self._began: float | None = None
-        self._in_step: float | None = None
 
     @property
     def gains(self) -> Gains | None:
@@ -84,13 +83,13 @@ class Observed:
         now = perf_counter()
         if self._looks and self._began is not None:
             self.iteration_seconds.append(now - self._began)
-        self._began = self._in_step = now
+        self._began = now
 
     def step_returned(self, *, is_last: bool) -> None:
         """An optimizer's ``step()`` is about to return."""
         if is_last:
-            if self._looks and self._in_step is not None:
-                self.step_seconds.append(perf_counter() - self._in_step)
+            if self._looks and self._began is not None:
+                self.step_seconds.append(perf_counter() - self._began)
             self._steps += 1
 
     def _used(self, parameter: torch.Tensor, func: object) -> None:
