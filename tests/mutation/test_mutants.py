@@ -48,6 +48,7 @@ STATE = "tests/parity/test_state_changed.py"
 INTERRUPTED = "tests/parity/test_interrupted_step.py"
 IN_TRAINING = "tests/parity/test_found_in_training.py"
 PROBE = "tests/unit/test_probe.py"
+PATCHED = "tests/parity/test_patched.py"
 CHECK_STEPS = "tests/parity/test_check_steps.py"
 KEEP = "tests/parity/test_keep_gradients.py"
 KEEP_RANKS = "tests/distributed/test_keep_gradients.py"
@@ -157,12 +158,11 @@ MUTANTS = [
         marks="not full",
     ),
     Mutant(
-        "put off a step whose update was replaced",
-        "not_asked",
+        "trust an update that was replaced",
+        "is_torchs_own",
         " and replaced_step(optimizer) is None",
         "",
-        DEFAULT,
-        marks="not full",
+        PATCHED,
     ),
     Mutant(
         "what an update that raises has changed in place is not looked at",
@@ -1886,6 +1886,48 @@ MUTANTS = [
         "if self.worker.is_here:",
         "if False:",
         "tests/unit/test_threads.py",
+    ),
+    Mutant(
+        "let a scheduler hide a replaced step",
+        "replaced_step",
+        'getattr(patch, "_wrapped_by_lr_sched", False) or ',
+        "",
+        PATCHED,
+    ),
+    Mutant(
+        "call a patched object's class",
+        "step_bucket",
+        "    one = steps_one(copy)\n",
+        "    one = None\n",
+        PATCHED,
+    ),
+    Mutant(
+        "number a bucket's parameters by themselves",
+        "step_bucket",
+        'zip(group["params"], indices, strict=True)',
+        '((p, number) for number, p in enumerate(group["params"]))',
+        PATCHED,
+    ),
+    Mutant(
+        "step a copy with the methods of the patched object",
+        "rebind",
+        'MethodType(getattr(method, "__func__", method), copy)',
+        'MethodType(getattr(method, "__func__", method), optimizer)',
+        PATCHED,
+    ),
+    Mutant(
+        "step a patched object that a function encloses",
+        "cannot_follow",
+        "        if _encloses(function, optimizer):",
+        "        if False:",
+        PATCHED,
+    ),
+    Mutant(
+        "leave a told step after detach",
+        "ToldStep.remove",
+        "            optimizer.step = told.__wrapped__.__wrapped__  # type: ignore[method-assign]\n",
+        "            pass\n",
+        PATCHED,
     ),
     Mutant(
         "take whatever step() returns",

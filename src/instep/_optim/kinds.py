@@ -1,10 +1,9 @@
 """Which optimizers are torch's own, and which of those update every element of a parameter by itself."""
 
-from typing import Any
-
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.patched import replaced_step
 from instep._optim.waiting import class_of
 
 _ELEMENTWISE = frozenset(
@@ -27,21 +26,13 @@ _ELEMENTWISE = frozenset(
 
 def is_torchs_own(optimizer: Optimizer) -> bool:
     """Whether the optimizer is exactly one of ``torch.optim``: what its update reads and writes is known."""
-    return type(optimizer).__module__.startswith("torch.optim.")
+    return type(optimizer).__module__.startswith("torch.optim.") and replaced_step(optimizer) is None
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether the optimizer updates each element of a parameter from that element's gradient and state alone, so that
     a shard of a parameter may be stepped by itself. Classes of others that inherit from these may do otherwise."""
-    return class_of(optimizer) in _ELEMENTWISE
-
-
-def replaced_step(optimizer: Optimizer) -> Any:
-    """The function that this object has in place of its class's ``step``; ``None``: it has none of its own. A learning
-    rate scheduler's only counts the calls."""
-    patch = vars(optimizer).get("step")
-    own = getattr(patch, "__func__", None) is type(optimizer).step  # put back by who had replaced it: accelerate
-    return None if own or getattr(patch, "_wrapped_by_lr_sched", False) else patch
+    return class_of(optimizer) in _ELEMENTWISE and replaced_step(optimizer) is None
 
 
 def takes_hooks(optimizer: Optimizer) -> bool:

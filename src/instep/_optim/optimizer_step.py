@@ -10,7 +10,7 @@ from instep._optim.attributes import attributes_of, read_by_update, shared_by_up
 from instep._optim.changes import Snapshot, changes, private
 from instep._optim.entries import Entries
 from instep._optim.foreign import watched
-from instep._optim.layout import GroupLayout
+from instep._optim.layout import GroupLayout, Members
 from instep._optim.parts import LocalShard
 from instep._optim.update import Update
 from instep._optim.used import UsedSettings, WrittenOnDevice
@@ -55,12 +55,13 @@ class OptimizerStep:
         shards: Sequence[LocalShard | None] | None,
     ) -> None:
         """Step one bucket. See ``Update`` for the arguments."""
-        groups, given = self._groups_of(optimizer, tensors, owned)
+        members_of = self._layout.members_of(owned)
+        groups, given = self._groups_of(optimizer, tensors, members_of)
         update = Update(optimizer, groups, private(self._shared_state), tensors, owned, shards)
         watch = self.updates.begin(update)
         before = attributes_of(update.shadow)
         try:
-            update.run()
+            update.run([members.in_group for members in members_of])
         except Exception:
             self.writes.in_place |= watch.wrote_in_place() or self._wrote_shared(update, given)
             raise
@@ -111,11 +112,10 @@ class OptimizerStep:
             optimizer.state[key] = optimizer.state.pop(key)
 
     def _groups_of(
-        self, optimizer: Optimizer, tensors: Sequence[torch.Tensor], owned: Sequence[torch.Tensor]
+        self, optimizer: Optimizer, tensors: Sequence[torch.Tensor], members_of: Sequence[Members]
     ) -> tuple[list[dict[str, Any]], _Given]:
         """All groups, empty ones too, in the optimizer's order, and the bucket's parameters in theirs: some updates
         count them."""
-        members_of = self._layout.members_of(owned)
         groups: list[dict[str, Any]] = []
         given: _Given = {}
         for index, live in enumerate(optimizer.param_groups):

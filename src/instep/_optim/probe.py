@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from instep._autograd.watch import plain_type
 from instep._optim.calling import undecorated_step
 from instep._optim.generators import Generators
-from instep._optim.kinds import is_torchs_own, replaced_step
+from instep._optim.kinds import is_torchs_own
 from instep._optim.made_up import WEATHERS, Spec, Weather, options_of, specs_for
 from instep._optim.made_up_run import DIVISIONS, MadeUpRuns, in_short, raises_without_gradients
 from instep._optim.trials import DivisionTrial, reads_loss, takes_aliases, what_is_kept
@@ -57,8 +57,8 @@ def not_asked(optimizer: Optimizer) -> Separability:
     """Where ``step()`` is called as it is, nothing need be known of it. Only torch's own updates are ever put off."""
     evaluates_again = isinstance(optimizer, torch.optim.LBFGS)
     keeps_graph = any(group.get("differentiable", False) for group in optimizer.param_groups)
-    known = is_torchs_own(optimizer) and replaced_step(optimizer) is None
-    return Separability(type(optimizer).__name__, contained=known and not evaluates_again and not keeps_graph)
+    contained = is_torchs_own(optimizer) and not evaluates_again and not keeps_graph
+    return Separability(type(optimizer).__name__, contained)
 
 
 def separability_of(optimizer: Optimizer, *, in_backward: bool = False, on_trial: bool = False) -> Separability:
@@ -76,7 +76,7 @@ def separability_of(optimizer: Optimizer, *, in_backward: bool = False, on_trial
             gradient, or fails where none is left; with ``in_backward`` also if it returns another value there, or
             updates by the loss that a closure returns; with ``on_trial`` if a step that was put back leaves a trace.
     """
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if is_torchs_own(optimizer):
         return Separability(type(optimizer).__name__, contained=True)
     found = _remembered(optimizer)
     if isinstance(found, str):

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from instep._optim.attributes import STEP_HOOKS, read_by_update
 from instep._optim.changes import PER_PARAMETER, is_immutable, is_plain, private
+from instep._optim.patched import rebind
 
 
 def shadow_of(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) -> Optimizer:
@@ -16,6 +17,7 @@ def shadow_of(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) ->
     shadow: Optimizer = object.__new__(type(optimizer))
     vars(shadow).update(vars(optimizer))
     vars(shadow).pop("step", None)  # an LR scheduler's patch of the instance
+    rebind(optimizer, shadow)
     shadow.param_groups = groups
     shadow.state = state
     for name in STEP_HOOKS:

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.attributes import beside_parameters
-from instep._optim.calling import undecorated_step, without_autocast
+from instep._optim.calling import step_whole, without_autocast
 from instep._optim.parts import memory_of
 from instep._optim.shadow import shadow_of
 
@@ -29,7 +29,7 @@ def twin_of(
         stand_ins: by ``id`` of a tensor, what stands in its place in the copies.
     """
     twin = shadow_of(optimizer, [], defaultdict(dict))
-    memo: dict[int, Any] = {**stand_ins, id(optimizer): twin}
+    memo: dict[int, Any] = {**stand_ins, id(optimizer): twin, id(twin): twin}
     attributes = {
         name: value for name, value in vars(twin).items() if name not in _LIVE and not name.startswith("_optimizer_")
     }
@@ -51,7 +51,7 @@ def step_plainly(twin: Optimizer, *closure: Callable[[], torch.Tensor], autocast
     first = next(parameters_of(twin), None)
     kind = "cpu" if first is None else first.device.type
     with torch.no_grad(), without_autocast(kind) if autocast is None else torch.autocast(kind, autocast):
-        return undecorated_step(type(twin))(twin, *closure)
+        return step_whole(twin, *closure)
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.calling import undecorated_step, without_autocast
+from instep._optim.calling import step_bucket, without_autocast
 from instep._optim.kinds import is_torchs_own
 from instep._optim.parts import LocalShard
 from instep._optim.shadow import shadow_of
@@ -60,9 +60,10 @@ class Update:
         self.shadow = shadow_of(optimizer, groups, defaultdict(dict, {**shared, **state}))
         self._values = list(self.shadow.state.values())
 
-    def run(self) -> None:
+    def run(self, places: Sequence[Sequence[int]]) -> None:
+        """``places``: by group, the index of each of its parameters in the user's own group."""
         with torch.no_grad(), without_autocast(self.tensors[0].device.type):
-            undecorated_step(type(self.optimizer))(self.shadow)
+            step_bucket(self.shadow, places)
 
     def keep_state(self) -> None:
         """Put the entries that the update made into the user's optimizer, and count a write of each parameter. Also

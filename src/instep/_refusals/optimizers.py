@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.kinds import replaced_step, takes_hooks
+from instep._optim.kinds import takes_hooks
+from instep._optim.patched import cannot_follow, replaced_step
 from instep.errors import AttachError, UnsupportedOptimizerError
 from instep.options import Options
 from instep.target import Target
@@ -79,11 +80,11 @@ def _has_overrides(optimizer: Optimizer, kind: str) -> None:
 
 def _is_patched(optimizer: Optimizer, kind: str) -> None:
     patch = replaced_step(optimizer)
-    if patch is not None:
+    if patch is not None and (reason := cannot_follow(optimizer)) is not None:
         raise UnsupportedOptimizerError(
             f"the step method of this {kind} object was replaced (by {getattr(patch, '__qualname__', patch)!r}), "
-            "and instep cannot tell what it does. Attach before it is replaced, or use schedule='forward' with "
-            "defer='auto', which calls step() as it is"
+            f"and instep cannot tell what it does: {reason}. Attach before it is replaced, or use schedule='forward' "
+            "with defer='auto', which calls step() as it is"
         )
 
 

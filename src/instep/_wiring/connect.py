@@ -15,6 +15,7 @@ from instep._life.life import Owners
 from instep._life.weak import weakly
 from instep._optim.kinds import takes_hooks
 from instep._optim.parameters import AttachedParameter
+from instep._optim.patched import ToldStep, steps_one
 from instep._optim.stepper import Stepper
 from instep._step.accumulation import Accumulation
 from instep._step.schedule import Schedule
@@ -74,6 +75,8 @@ def _watch_forwards(parts: Parts, target: Target, *, prepend: bool) -> None:
 
 def _watch_steps(parts: Parts, target: Target) -> None:
     for optimizer, stepper in _hookable(parts, target):
+        if steps_one(optimizer) is not None:
+            parts.handles.append(ToldStep(optimizer))
         handle = optimizer.register_step_post_hook(UntracedHook(partial(parts.steps.after_step, stepper)))
         first_of_post_hooks(optimizer, handle)
         parts.handles.append(handle)

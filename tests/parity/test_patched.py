@@ -1,0 +1,318 @@
+"""Optimizer objects whose ``step`` was replaced, with a method beside it that steps one parameter: plain, their own
+``step`` runs; attached, the method."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import instep
+from instep.errors import SpentGradientError, UnsupportedOptimizerError
+from instep.verification import first_difference, training_state
+from tests.cases import Blocks, batch, two_groups
+from tests.parity.lockstep import Contender, in_every_way, lockstep, loss_of, ways
+
+SHARPNESS = 3.0
+
+
+@torch.no_grad()
+def _step_param(self: Any, p: torch.Tensor, group: dict[str, Any]) -> None:
+    """By the sign of a running mean, with a step size that depends on the whole parameter."""
+    if p.grad is None:
+        return
+    state = self.state[p]
+    if not state:
+        state["step"], state["mean"] = 0, torch.zeros_like(p)
+    state["step"] += 1
+    state["mean"].mul_(0.9).add_(p.grad, alpha=0.1)
+    size = p.norm().item() / (self.sharpness + state["step"])
+    p.mul_(1 - group["lr"] * group["weight_decay"]).add_(state["mean"].sign(), alpha=-group["lr"] * size)
+
+
+@torch.no_grad()
+def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    for group in self.param_groups:
+        for p in group["params"]:
+            self.step_param(p, group)
+    return loss
+
+
+@torch.no_grad()
+def _step_parameter(self: Any, p: torch.Tensor, group: dict[str, Any], index: int) -> None:
+    if p.grad is not None:
+        p.add_(p.grad.sign(), alpha=-group["lr"] * (index + 1))
+
+
+@torch.no_grad()
+def _step_by_index(self: Any, closure: Callable[[], Any] | None = None) -> None:
+    for group in self.param_groups:
+        for index, p in enumerate(group["params"]):
+            self.step_parameter(p, group, index)
+
+
+def with_step_param(model: nn.Module) -> Any:
+    optimizer: Any = torch.optim.AdamW(two_groups(model), lr=1e-2)
+    optimizer.sharpness = SHARPNESS
+    optimizer.step_param = MethodType(_step_param, optimizer)
+    optimizer.step = MethodType(_step, optimizer)
+    return optimizer
+
+
+def with_step_parameter(model: nn.Module) -> Any:
+    optimizer: Any = torch.optim.SGD(two_groups(model), lr=1e-2)
+    optimizer.step_parameter = MethodType(_step_parameter, optimizer)
+    optimizer.step = MethodType(_step_by_index, optimizer)
+    return optimizer
+
+
+Patch = Callable[[nn.Module], Any]
+patched = pytest.mark.parametrize("patch", [with_step_param, with_step_parameter], ids=["step_param", "step_parameter"])
+
+
+def blocks(patch: Patch) -> tuple[nn.Module, Any]:
+    model = Blocks(depth=2)
+    return model, patch(model)
+
+
+@patched
+@in_every_way
+def test_the_method_is_called_for_each_parameter(way: str, patch: Patch) -> None:
+    lockstep(way, lambda: blocks(patch))
+
+
+@pytest.mark.parametrize("at", ["before attach", "after attach"])
+@in_every_way
+def test_a_scheduler_wraps_the_step_again(way: str, at: str) -> None:
+    schedulers: dict[int, lr_scheduler.StepLR] = {}
+
+    def schedule(optimizer: Any) -> None:
+        schedulers[id(optimizer)] = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    def build() -> tuple[nn.Module, Any]:
+        model, optimizer = blocks(with_step_param)
+        if at == "before attach":
+            schedule(optimizer)
+        return model, optimizer
+
+    def step(lane: Contender, i: int) -> torch.Tensor:
+        if i == 0 and at == "after attach":
+            schedule(lane.optimizer)
+        x, y = batch(i)
+        loss = lane.learn(loss_of(lane.model(x), y))
+        schedulers[id(lane.optimizer)].step()
+        return loss
+
+    lockstep(way, build, step)
+
+
+@ways("backward", "forward", "late", "undo")  # with two_pass, backward is overlap.backward(loss)
+def test_a_closure(way: str) -> None:
+    def step(lane: Contender, i: int) -> torch.Tensor:
+        x, y = batch(i)
+
+        def closure() -> torch.Tensor:
+            lane.zero_grad()
+            loss = loss_of(lane.model(x), y)
+            loss.backward()
+            return loss
+
+        loss: torch.Tensor = lane.optimizer.step(closure)
+        return loss
+
+    lockstep(way, lambda: blocks(with_step_param), step)
+
+
+@patched
+def test_gradients_are_freed_in_backward(patch: Patch) -> None:
+    model = Blocks(depth=2)
+    optimizer = patch(model)
+    with instep.attach(model, optimizer, schedule="backward", bucket_bytes=1):
+        x, y = batch(0)
+        loss_of(model(x), y).backward()
+        gradient: Any = model.outer.weight.grad
+        with pytest.raises(SpentGradientError):
+            gradient.sum()
+        optimizer.step()
+
+
+def test_detach_puts_the_step_back() -> None:
+    model, optimizer = blocks(with_step_param)
+    before = vars(optimizer)["step"]
+    instep.attach(model, optimizer, schedule="backward").detach()
+    assert vars(optimizer)["step"] is before
+
+
+def test_attached_again_after_a_scheduler_has_wrapped_the_step() -> None:
+    lanes = [blocks(with_step_param) for _ in range(2)]
+    lanes[1][0].load_state_dict(lanes[0][0].state_dict())
+    for attached, (model, optimizer) in enumerate(lanes):
+        for schedule in ("backward", "forward", "backward"):
+            overlap = instep.attach(model, optimizer, schedule=schedule) if attached else None
+            lr_scheduler.StepLR(optimizer, 1)
+            for i in range(2):
+                x, y = batch(i)
+                loss_of(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if overlap is not None:
+                overlap.detach()
+    difference = first_difference(*(training_state(model, [optimizer]) for model, optimizer in lanes))
+    assert difference is None, difference
+
+
+def test_nobody_keeps_the_optimizer_alive() -> None:
+    model, optimizer = blocks(with_step_param)
+    overlap = instep.attach(model, optimizer, schedule="backward")
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    overlap.detach()
+
+
+def test_a_copy_of_the_optimizer_is_as_without_instep() -> None:
+    model, optimizer = blocks(with_step_param)
+    with instep.attach(model, optimizer, schedule="backward"):
+        copied = copy.deepcopy(optimizer)
+    assert copied.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def _by_sign(self: Any, p: torch.Tensor, group: dict[str, Any]) -> None:
+    if p.grad is not None:
+        p.data.add_(p.grad.sign(), alpha=-group["lr"])
+
+
+def without_method(optimizer: Any) -> str:
+    optimizer.step = MethodType(_step, optimizer)
+    return "no method step_param(p, group) or step_parameter(p, group, index)"
+
+
+def with_a_loose_method(optimizer: Any) -> str:
+    optimizer.step = MethodType(_step, optimizer)
+    optimizer.step_param = lambda p, group: None
+    return "step_param is not bound to this object"
+
+
+def with_a_loose_step(optimizer: Any) -> str:
+    optimizer.step = lambda closure=None: None
+    optimizer.step_param = MethodType(_by_sign, optimizer)
+    return "step is not bound to this object"
+
+
+def with_the_step_of_another(optimizer: Any) -> str:
+    other: Any = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    optimizer.step = MethodType(_step, optimizer)
+    optimizer.step_param = MethodType(_by_sign, other)
+    return "step_param is not bound to this object"
+
+
+def with_the_old_step_inside(optimizer: Any) -> str:
+    old = optimizer.step
+
+    @torch.no_grad()
+    def step(self: Any, closure: Any = None) -> Any:
+        return old(closure)
+
+    optimizer.step = MethodType(step, optimizer)
+    optimizer.step_param = MethodType(_by_sign, optimizer)
+    return "step holds this very object"
+
+
+def with_the_object_inside(optimizer: Any) -> str:
+    def step_param(self: Any, p: torch.Tensor, group: dict[str, Any]) -> None:
+        optimizer.state[p]["seen"] = True
+
+    optimizer.step = MethodType(_step, optimizer)
+    optimizer.step_param = MethodType(step_param, optimizer)
+    return "step_param holds this very object"
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [
+        without_method,
+        with_a_loose_method,
+        with_a_loose_step,
+        with_the_step_of_another,
+        with_the_old_step_inside,
+        with_the_object_inside,
+    ],
+)
+def test_what_copies_could_not_do_is_refused_by_name(replace: Callable[[Any], str]) -> None:
+    model = Blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    words = replace(optimizer)
+    weights = [p.detach().clone() for p in model.parameters()]
+    patch = vars(optimizer)["step"]
+    with pytest.raises(UnsupportedOptimizerError) as refused:
+        instep.attach(model, optimizer, schedule="backward")
+    assert words in str(refused.value)
+    assert "schedule='forward'" in str(refused.value)
+    assert vars(optimizer)["step"] is patch
+    assert all(map(torch.equal, weights, model.parameters()))
+    assert not optimizer.state
+
+
+def test_an_object_that_is_a_global_of_the_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Blocks()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setitem(globals(), "the_optimizer", optimizer)
+    optimizer.step_param = MethodType(_by_global, optimizer)
+    optimizer.step = MethodType(_step, optimizer)
+    with pytest.raises(UnsupportedOptimizerError, match="step_param holds this very object"):
+        instep.attach(model, optimizer, schedule="backward")
+
+
+the_optimizer: Any = None
+
+
+def _by_global(self: Any, p: torch.Tensor, group: dict[str, Any]) -> None:
+    the_optimizer.state[p]["seen"] = True
+
+
+def _momentum_of_all(self: Any, p: torch.Tensor, group: dict[str, Any]) -> None:
+    """Couples parameters."""
+    if p.grad is not None:
+        self.total = getattr(self, "total", 0.0) + p.grad.sum().item()
+        p.data.add_(p.grad, alpha=-group["lr"] * self.total)
+
+
+def test_a_method_that_couples_parameters_is_refused() -> None:
+    model = Blocks()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step_param = MethodType(_momentum_of_all, optimizer)
+    optimizer.step = MethodType(_step, optimizer)
+    with pytest.raises(UnsupportedOptimizerError, match="SGD"):
+        instep.attach(model, optimizer, schedule="backward")
+
+
+def test_a_scheduler_does_not_hide_a_replaced_step() -> None:
+    """Torch calls no hook around it: backward would step, and ``step()`` once more."""
+    model = Blocks()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    without_method(optimizer)
+    lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(UnsupportedOptimizerError, match="was replaced"):
+        instep.attach(model, optimizer, schedule="backward")
+
+
+@in_every_way
+def test_a_scheduler_alone_replaces_nothing(way: str) -> None:
+    def build() -> tuple[nn.Module, Any]:
+        model = Blocks(depth=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        lr_scheduler.StepLR(optimizer, 1)
+        return model, optimizer
+
+    lockstep(way, build)
