@@ -256,6 +256,12 @@ def scatter(p: torch.Tensor) -> Any:
     return received
 
 
+def reduce_scatter(p: torch.Tensor) -> Any:
+    received = torch.zeros(p.shape)
+    dist.reduce_scatter(received, [p, p])
+    return received
+
+
 def send(p: torch.Tensor) -> Any:
     received = torch.zeros(p.shape)
     if dist.get_rank() == 0:
@@ -290,6 +296,7 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor], Any]] = {
     "all_gather_object": all_gather_object,
     "gather": gather,
     "scatter": scatter,
+    "reduce_scatter": reduce_scatter,
     "send": send,
     "batched send": batched_send,
     "_broadcast_coalesced": lambda p: dist._broadcast_coalesced(dist.group.WORLD, [p.detach()], 1 << 20),  # type: ignore[call-arg, arg-type]  # torch has src=0
@@ -319,7 +326,7 @@ def body_collective_of_a_parameter(view: bool, name: str) -> str | None:
 
 def rows() -> list[Any]:
     unseen = pytest.mark.xfail(strict=True, reason="a list of parameters reaches C++ past the watch")
-    in_lists = {"scatter"}
+    in_lists = {"scatter", "reduce_scatter"}
     if "handle_torch_function" not in inspect.getsource(dist.all_gather):  # torch 2.6 makes a list, and asks nobody
         in_lists |= {"all_gather", "gather"}
     return [pytest.param(name, marks=unseen) if name in in_lists else name for name in COLLECTIVES]

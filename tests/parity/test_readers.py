@@ -859,17 +859,6 @@ def test_gradients_that_are_never_cleared_nor_read(tmp_path: Path) -> None:
 # What cannot be seen: overlap.synchronize() first.
 
 
-def flat_buffer(loop: Loop) -> torch.Tensor:
-    """All weights in one tensor, of which the parameters are views, as some loops keep them."""
-    flat = parameters_to_vector(loop.parameters).detach().clone()
-    vector_to_parameters(flat, loop.parameters)
-    return flat
-
-
-def state_of_the_last(loop: Loop) -> Any:
-    return loop.optimizer.state[loop.last]
-
-
 def doubled(weight: torch.Tensor) -> torch.Tensor:
     return weight * 2
 
@@ -879,25 +868,52 @@ def unwatched(weight: Any) -> torch.Tensor:
         return weight.detach()
 
 
+def as_data(weight: Any) -> torch.Tensor:
+    other = torch.zeros(weight.shape)
+    other.data = weight
+    return other
+
+
+def as_gradient(weight: Any) -> torch.Tensor:
+    """``gradient=`` of backward."""
+    leaf = torch.ones(weight.shape, requires_grad=True)
+    (leaf * 1.0).backward(weight)
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def as_grad_outputs(weight: Any) -> torch.Tensor:
+    leaf = torch.ones(weight.shape, requires_grad=True)
+    return torch.autograd.grad(leaf * 1.0, leaf, grad_outputs=weight)[0]
+
+
+def with_memory_of(weight: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.empty(0).set_(weight)
+
+
+def last(loop: Loop) -> Any:
+    return loop.last
+
+
 UNSEEN: dict[str, tuple[Reader, Callable[[Any], Any]]] = {
-    "an alias made by detach": (lambda loop: loop.last.detach(), lambda alias: alias),
-    "an alias made by .data": (lambda loop: loop.last.data, lambda alias: alias),
-    "a view": (lambda loop: loop.last.detach()[0], lambda view: view),
-    "a NumPy view": (lambda loop: loop.last.detach().numpy(), lambda view: view),
-    "a dlpack alias": (lambda loop: torch.from_dlpack(loop.last.detach()), lambda alias: alias),
-    "a storage": (lambda loop: loop.last.untyped_storage(), bytes),
     "an address": (lambda loop: (loop.last.data_ptr(), loop.last.nbytes), lambda place: ctypes.string_at(*place)),
-    "a flat buffer": (flat_buffer, lambda flat: flat),
-    "a state_dict": (lambda loop: loop.model.state_dict(), lambda state: state),
-    "optimizer.state[p]": (state_of_the_last, lambda entry: entry["exp_avg"]),
-    "optimizer.state[p]['step']": (lambda loop: state_of_the_last(loop)["step"], lambda step: step),
     "a traced module": (lambda loop: torch.jit.trace(loop.model, batch(9)[0]), lambda module: module(batch(9)[0])),
     "a scripted function": (lambda loop: (torch.jit.script(doubled), loop.last), lambda given: given[0](given[1])),
-    "torch.Tensor(p)": (lambda loop: loop.last, torch.Tensor),
-    "new_tensor": (lambda loop: loop.last, lambda p: torch.ones(1).new_tensor(p)),
-    "a nested tensor": (lambda loop: loop.last, lambda p: torch.nested.nested_tensor([p])[0]),
-    "a subclass": (lambda loop: loop.last, lambda p: torch.Tensor._make_subclass(torch.Tensor, p)),
-    "with the watch switched off": (lambda loop: loop.last, unwatched),
+    "func.grad": (last, torch.func.grad(lambda p: (p**2).sum())),
+    "vmap": (last, torch.vmap(lambda row: row * 2)),
+    "torch.tensor(p)": (last, torch.tensor),
+    "torch.Tensor(p)": (last, torch.Tensor),
+    "new_tensor": (last, lambda p: torch.ones(1).new_tensor(p)),
+    "a nested tensor": (last, lambda p: torch.nested.nested_tensor([p])[0]),
+    "as_subclass": (last, lambda p: p.as_subclass(torch.Tensor)),
+    "_make_subclass": (last, lambda p: torch.Tensor._make_subclass(torch.Tensor, p)),
+    "set_": (last, with_memory_of),
+    "to_dlpack": (last, lambda p: torch.from_dlpack(torch.utils.dlpack.to_dlpack(p))),
+    "x.data = p": (last, as_data),
+    "gradient=": (last, as_gradient),
+    "grad_outputs=": (last, as_grad_outputs),
+    "with the watch switched off": (last, unwatched),
 }
 
 
@@ -905,7 +921,8 @@ UNSEEN: dict[str, tuple[Reader, Callable[[Any], Any]]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("what", UNSEEN)
 def test_what_needs_synchronize(what: str, tmp_path: Path) -> None:
-    """Made before ``optimizer.step()``, read after: the old value; the new one after ``overlap.synchronize()``."""
+    """What docs/forward.md lists. Made before ``optimizer.step()``, read after: the old value; the new one after
+    ``overlap.synchronize()``."""
     make, read = UNSEEN[what]
     plain, loop = Loop(tmp_path), Loop(tmp_path)
     with instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
