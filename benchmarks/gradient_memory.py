@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep.demo.model import ByteGPT, Shape
+from instep.demo.job import Shape
+from instep.demo.model import ByteGPT
 from instep.planning.live_bytes import LiveBytes
 from instep.verification import first_difference, training_state
 

@@ -29,7 +29,8 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 import instep
 from instep._optim.plan import MIB, ParameterSpec, fill_buckets
-from instep.demo.model import CONTEXT, ByteGPT, Shape
+from instep.demo.job import Shape
+from instep.demo.model import CONTEXT, ByteGPT
 from instep.functional import apply_optimizer_in_backward
 from instep.options import DEFAULT_BUCKET_BYTES
 from instep.planning.live_bytes import LiveBytes

@@ -27,7 +27,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import instep
 from instep._life.worker import Task, Worker
 from instep._optim.plan import MIB
-from instep.demo.model import ByteGPT, Shape
+from instep.demo.job import Shape
+from instep.demo.model import ByteGPT
 from instep.planning.job import Job
 from instep.planning.making import plan
 

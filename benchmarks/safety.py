@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep._wiring import connect
-from instep.demo.model import CONTEXT, ByteGPT, Shape
+from instep.demo.job import Shape
+from instep.demo.model import CONTEXT, ByteGPT
 
 ROWS = 2
 BACKWARD = {"schedule": "backward"}

@@ -35,7 +35,8 @@ import instep  # noqa: E402
 from instep._optim.plan import MIB, ParameterSpec, fill_buckets  # noqa: E402
 from instep._optim.stepper import Stepper  # noqa: E402
 from instep.comm_hooks import mean_allreduce  # noqa: E402
-from instep.demo.model import CONTEXT, ByteGPT, Shape  # noqa: E402
+from instep.demo.job import Shape  # noqa: E402
+from instep.demo.model import CONTEXT, ByteGPT  # noqa: E402
 from instep.verification import first_difference, training_state  # noqa: E402
 
 ROWS = 2

@@ -45,7 +45,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep._optim.plan import MIB
-from instep.demo.model import ByteGPT, Shape
+from instep.demo.job import Shape
+from instep.demo.model import ByteGPT
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 PLAIN, BOUND = "plain DDP", "no optimizer"

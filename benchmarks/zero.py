@@ -22,7 +22,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep.demo.model import CONTEXT, ByteGPT, Shape
+from instep.demo.job import Shape
+from instep.demo.model import CONTEXT, ByteGPT
 
 MIB = 1 << 20
 ROWS = 2

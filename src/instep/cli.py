@@ -52,8 +52,8 @@ def _instep(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(help="Training steps of each of the two loops.")] = 60,
-    model: Annotated[Size, typer.Option(help="3 or 18 million parameters.")] = Size.SMALL,
+    steps: Annotated[int, typer.Option(help="Training steps of each loop.")] = 12,
+    model: Annotated[Size, typer.Option(help="18 or 38 million parameters, in the first act.")] = Size.MEDIUM,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -62,18 +62,25 @@ def demo(
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(help="Processes that train data-parallel; 1 for one device.", show_default="2, or 1 with one GPU"),
+        typer.Option(
+            help="Processes that train data-parallel in the second act; 1 leaves that act out.",
+            show_default="2, or 1 with one GPU",
+        ),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write all numbers to this file.", show_default=False)] = None,
-    report: Annotated[Path, typer.Option(help="Write a report of both loops, an HTML page, to this file.")] = Path(
-        "instep-demo-report.html"
-    ),
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show the closing table only.")] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a report of the loops, an HTML page, to this file.", show_default="instep-demo-report.html"
+        ),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show the closing tables only.")] = False,
 ) -> None:
     """Train a small language model on real text, plain and with instep side by side.
 
-    Both see the same batches. After every step all weights and the optimizer's state are compared, bit for bit; the
-    command fails (exit code 1) if they differ.
+    First on one device: the plain loop, attach(model, optimizer), and schedule="backward", each in a process of its
+    own. Then on two ranks: DistributedDataParallel and instep.replicate. All loops see the same batches. Weights are
+    compared after every step, bit for bit; the command fails (exit code 1) if they differ.
     """
     from instep.demo.run import run  # torch, too: a signal that comes meanwhile is not to raise
 

@@ -1,6 +1,6 @@
 """``instep demo`` with a signal at a named point. In the environment: ``POINT``, ``HOW``, and ``ONCE``, a file to make.
 
-The ranks run this file, too, as the module that they were started from.
+The demo's processes run this file, too, as the module that they were started from. Its models are of no size.
 """
 
 import atexit
@@ -74,14 +74,14 @@ def at_import(module: str) -> None:
 def again_while_it_stops() -> None:
     before("instep.demo.display._line")
     launch = pkgutil.resolve_name("instep.demo.launch")
-    stop = launch._Ranks.stop
+    stop = launch.Workers.stop
 
-    def send_and_stop(ranks: Any) -> None:
+    def send_and_stop(started: Any) -> None:
         send()
-        stop(ranks)
+        stop(started)
         send()
 
-    launch._Ranks.stop = send_and_stop
+    launch.Workers.stop = send_and_stop
 
 
 POINTS: dict[str, Callable[[], Any]] = {
@@ -91,30 +91,40 @@ POINTS: dict[str, Callable[[], Any]] = {
     "tries its files": partial(after, "instep.report.files.Path.touch"),
     "makes its directory": partial(after, "instep.demo.launch.tempfile.mkdtemp"),
     "starts its first process": partial(after, "multiprocessing.util.spawnv_passfds"),
-    "starts a rank": partial(before, "multiprocessing.spawn.get_command_line"),
-    "started a rank": partial(after, "multiprocessing.popen_spawn_posix.Popen._launch"),
-    "started all ranks": partial(after, "instep.demo.launch._Ranks.start"),
+    "starts a process": partial(before, "multiprocessing.spawn.get_command_line"),
+    "started a process": partial(after, "multiprocessing.popen_spawn_posix.Popen._launch"),
+    "started all processes": partial(after, "instep.demo.launch.Workers.start"),
     "shows a step": partial(before, "instep.demo.display._line"),
     "stops": again_while_it_stops,
     "makes its report": partial(before, "instep.demo.run.page"),
     "writes its report": partial(before, "instep.report.files.os.replace"),
     "ends": partial(atexit.register, fire),
 }
-IN_RANK: dict[str, Callable[[], Any]] = {
-    "a rank begins": fire,
-    "a rank imports torch": partial(at_import, "torch.nn"),
-    "ranks meet": partial(before, "instep.demo.rank.dist.init_process_group"),
-    "ranks have met": partial(after, "instep.demo.rank.dist.init_process_group"),
-    "a rank has trained": partial(after, "instep.demo.rank.train"),
-    "a rank leaves": partial(before, "instep.demo.rank.dist.destroy_process_group"),
+IN_PROCESS: dict[str, Callable[[], Any]] = {
+    "a process begins": fire,
+    "a process imports torch": partial(at_import, "torch.nn"),
+    "a loop has trained": partial(after, "instep.demo.process.train_alone"),
+    "ranks meet": partial(before, "instep.demo.process.dist.init_process_group"),
+    "ranks have met": partial(after, "instep.demo.process.dist.init_process_group"),
+    "a rank has trained": partial(after, "instep.demo.process.train_in_lockstep"),
+    "a rank leaves": partial(before, "instep.demo.process.dist.destroy_process_group"),
 }
-NEED_TWO_RANKS = ("ranks meet", "ranks have met", "a rank leaves")
+NEED_TWO_RANKS = ("ranks meet", "ranks have met", "a rank has trained", "a rank leaves")
 AT_ONCE = ("imports", "imports torch", "ends")
 """Points at which nothing is there to clean up, and nothing is said."""
 
+
+def with_small_models() -> None:
+    """The parent hands them to its processes."""
+    from instep.demo import job
+
+    job.SHAPES.update(dict.fromkeys(job.SHAPES, job.Shape(width=16, depth=2, heads=2)))
+
+
 if __name__ in ("__main__", "__mp_main__"):
-    (POINTS if PARENT else IN_RANK).get(os.environ["POINT"], lambda: None)()
+    (POINTS if PARENT else IN_PROCESS).get(os.environ["POINT"], lambda: None)()
 if PARENT:
+    with_small_models()
     from instep.__main__ import main
 
     main()

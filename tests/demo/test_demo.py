@@ -7,29 +7,38 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import instep
 from instep.cli import app
-from instep.demo import lockstep, placement, run
+from instep.demo import acts, alone, display, lockstep, placement, run
+from instep.demo.alone import train_alone
 from instep.demo.errors import DemoError
-from instep.demo.job import Finished, Job, Placement, Progress, Size
-from instep.demo.launch import launch
+from instep.demo.job import SHAPES, Alone, Finished, InRank, Line, Placement, Progress, Shape, Size, Turn
+from instep.demo.launch import workers
+from instep.demo.loop import new_model
 from instep.demo.memory import GradientProbe
-from instep.demo.model import CONTEXT, SHAPES, Shape
-from instep.demo.text import ROWS, Batches, load_text
+from instep.demo.model import CONTEXT
+from instep.demo.summary import Time, _time
+from instep.demo.text import Batches, load_text
+from instep.report.files import NotWrittenError
 from tests import net
 from tests.demo import signalled
+from tests.distributed.pool import RankPool
 
 DEMO = [sys.executable, "-m", "instep", "demo"]
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -48,17 +57,6 @@ def own_children() -> "list[multiprocessing.process.BaseProcess]":
     return [process for process in multiprocessing.active_children() if process.pid not in before]
 
 
-LOOP_KEYS = {
-    "first_loss",
-    "last_loss",
-    "median_step_seconds",
-    "median_optimizer_seconds",
-    "median_exposed_optimizer_seconds",
-    "peak_gradient_bytes",
-    "losses",
-    "step_seconds",
-}
-
 NET = net.SECONDS / 3
 
 
@@ -69,16 +67,50 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+SMALL = Shape(width=16, depth=2, heads=2)
+
+
+class InThreads:
+    """The processes of the first act as threads of this one."""
+
+    def __init__(self, jobs: Sequence[Alone], text: bytes) -> None:
+        self._pipes: list[Connection] = []
+        for job in jobs:
+            ours, theirs = multiprocessing.Pipe()
+            train = partial(train_alone, job, text, torch.device("cpu"), theirs)
+            threading.Thread(target=train, daemon=True).start()
+            self._pipes.append(ours)
+
+    def tell(self, number: int, turn: Turn) -> None:
+        self._pipes[number].send(turn)
+
+    def answer(self, number: int) -> Any:
+        assert self._pipes[number].poll(NET)
+        return self._pipes[number].recv()
+
+    def join(self) -> None: ...
+
+
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The command in this process, on one rank, with a model of no size. Its report goes to a directory of its own."""
+    """The command in this process, without a second act, with a model of no size. Its report goes to a directory of its
+    own."""
     monkeypatch.chdir(tmp_path)
 
-    def train_here(job: Job, text: bytes, tell: Callable[[Progress], None]) -> list[Finished]:
-        return [lockstep.train(job, text, 0, torch.device("cpu"), tell)]
+    @contextmanager
+    def in_threads(jobs: Sequence[Alone], text: bytes) -> Iterator[InThreads]:
+        yield InThreads(jobs, text)
 
-    monkeypatch.setitem(SHAPES, Size.SMALL, Shape(width=16, depth=2, heads=2))
-    monkeypatch.setattr(run, "launch", train_here)
+    seeding = threading.Lock()
+
+    def one_at_a_time(*given: Any) -> torch.nn.Module:
+        with seeding:  # threads share the generator
+            return new_model(*given)
+
+    for size in Size:
+        monkeypatch.setitem(SHAPES, size, SMALL)
+    monkeypatch.setattr(alone, "new_model", one_at_a_time)
+    monkeypatch.setattr(acts, "workers", in_threads)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -94,34 +126,42 @@ def invoke(*options: object) -> tuple[int, str, str]:
 def test_trains_to_equal_weights(ranks: int, text: Path, tmp_path: Path) -> None:
     written, report = tmp_path / "numbers.json", tmp_path / "report.html"
     options = ["--ranks", str(ranks), "--steps", "6", "--text", str(text), "--json", str(written)]
-    options += ["--report", str(report)]
+    options += ["--report", str(report), "--model", "small"]
     environment = {**os.environ, **({} if ranks == 1 else ON_CPU)}
     done = subprocess.run([*DEMO, *options], capture_output=True, text=True, timeout=NET, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     assert "step 1/6: loss" in done.stdout
-    assert "equal after every step" in done.stdout
-    numbers = json.loads(written.read_text())
+    said = " ".join(done.stdout.split())
+    assert 'instep.attach(model, optimizer, schedule="backward")' in said
+    assert "Weights: equal bit for bit in every loop, after each of 6 steps." in said
     assert report.as_uri() in "".join(done.stdout.split())
     assert "instep, schedule=&#39;backward&#39;" in report.read_text()
     assert sorted(tmp_path.iterdir()) == [written, report, text], "nothing temporary is left"
+    numbers = json.loads(written.read_text())
     assert numbers["equal"] is True
-    assert numbers["difference"] is None
+    assert numbers["differences"] == []
     assert numbers["instep_version"] == instep.__version__
-    assert (numbers["ranks"], numbers["steps"], numbers["model"]) == (ranks, 6, "small")
-    assert numbers["buckets"] >= 5
-    assert numbers["tensors_compared"] > 200
-    assert numbers["ratio"]["p10"] <= numbers["ratio"]["median"] <= numbers["ratio"]["p90"]
-    plain, attached = numbers["plain"], numbers["instep"]
-    assert plain.keys() == attached.keys() == LOOP_KEYS
-    assert plain["losses"] == attached["losses"]
-    assert len(plain["step_seconds"]) == 6
-    if numbers["device"] == "cpu":
-        assert attached["median_exposed_optimizer_seconds"] <= attached["median_optimizer_seconds"]
-    if ranks == 1:
-        assert plain["peak_gradient_bytes"] == numbers["gradient_bytes"]
-        assert attached["peak_gradient_bytes"] < numbers["gradient_bytes"] / 3
-    else:
-        assert attached["peak_gradient_bytes"] == plain["peak_gradient_bytes"] >= numbers["gradient_bytes"]
+    assert (numbers["steps"], numbers["model"]) == (6, "small")
+    act = numbers["one_device"]
+    plain, default, backward = act["loops"]
+    assert [one["line"] for one in act["loops"]] == ["plain", "default", "backward"]
+    for one in act["loops"]:
+        assert one["losses"] == plain["losses"]
+        assert len(one["step_seconds"]) == 6
+        assert one["time"]["p10"] <= one["time"]["p90"]
+    assert plain["time"]["ratio"] == plain["time"]["p10"] == plain["time"]["p90"] == 1
+    # Weights, two moments and gradients; and without most of the gradients.
+    assert plain["peak_bytes"] > 4 * act["weight_bytes"]
+    assert default["peak_bytes"] == plain["peak_bytes"]
+    assert backward["peak_bytes"] < plain["peak_bytes"] - act["weight_bytes"] / 2
+    assert 'Memory: schedule="backward" saves' in said
+    assert act["larger"]["depth"] > act["depth"]
+    assert act["larger"]["peak_bytes"] <= plain["peak_bytes"]
+    assert (numbers["two_ranks"] is None) == (ranks == 1)
+    if ranks == 2:
+        assert numbers["two_ranks"]["difference"] is None
+        assert numbers["two_ranks"]["tensors_compared"] > 300
+        assert numbers["two_ranks"]["gradient_bytes"] < numbers["two_ranks"]["ddp_gradient_bytes"] / 3
 
 
 def alive(group: int) -> list[str]:
@@ -201,19 +241,19 @@ def require_stopped(start: Start, directory: Path, point: str, how: str, ranks: 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("how", signalled.HOW)
-@pytest.mark.parametrize("point", [*signalled.POINTS, *signalled.IN_RANK])
+@pytest.mark.parametrize("point", [*signalled.POINTS, *signalled.IN_PROCESS])
 def test_a_signal_at_any_point(point: str, how: str, start: Start, tmp_path: Path) -> None:
     require_stopped(start, tmp_path, point, how, 2)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("point", sorted({*signalled.POINTS, *signalled.IN_RANK} - {*signalled.NEED_TWO_RANKS}))
+@pytest.mark.parametrize("point", sorted({*signalled.POINTS, *signalled.IN_PROCESS} - {*signalled.NEED_TWO_RANKS}))
 def test_a_signal_at_any_point_with_one_rank(point: str, start: Start, tmp_path: Path) -> None:
     require_stopped(start, tmp_path, point, "Ctrl-C", 1)
 
 
-@pytest.mark.parametrize("point", ["started a rank", "a rank imports torch"])
-def test_ctrl_c_while_ranks_start(point: str, start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("point", ["started a process", "a process imports torch"])
+def test_ctrl_c_while_processes_start(point: str, start: Start, tmp_path: Path) -> None:
     require_stopped(start, tmp_path, point, "Ctrl-C", 2)
 
 
@@ -249,44 +289,64 @@ def test_what_is_ignored_stays_ignored(start: Start, tmp_path: Path) -> None:
     assert ended(command, tmp_path) == (0, "")
 
 
-def test_sigterm_stops_the_ranks(monkeypatch: pytest.MonkeyPatch, text: Path) -> None:
+def test_sigterm_stops_the_processes(monkeypatch: pytest.MonkeyPatch, text: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(SHAPES, Size.SMALL, SMALL)
     running: set[int | None] = set()
 
-    def terminate(job: Job, text: bytes, tell: Callable[[Progress], None]) -> list[Finished]:
-        def at_first_step(progress: Progress) -> None:
-            running.update(process.pid for process in own_children())
-            os.kill(os.getpid(), signal.SIGTERM)
+    def terminate(*_: object) -> None:
+        running.update(process.pid for process in own_children())
+        os.kill(os.getpid(), signal.SIGTERM)
 
-        return launch(job, text, at_first_step)
-
-    monkeypatch.setattr(run, "launch", terminate)
-    code, _, errors = invoke("--ranks", 1, "--text", text)
+    monkeypatch.setattr(display, "_line", terminate)
+    code, _, errors = invoke("--ranks", 1, "--model", "small", "--text", text)
     assert (code, errors) == (143, "instep demo: terminated\n")
-    assert len(running) == 1
+    assert len(running) == len(Line)
     assert not own_children()
 
 
-# Ranks that do not come to an end.
+# Processes that do not come to an end.
 
 
-@pytest.mark.nightly
 def test_a_rank_that_dies_is_named() -> None:
-    job = Job(Size.SMALL, 500, Placement("cpu", 2))
+    jobs = [InRank(SMALL, 100_000, Placement("cpu", 2), rank) for rank in range(2)]
 
-    def kill_a_rank(progress: Progress) -> None:
+    def kill_a_rank() -> None:
         victim = own_children()[0].pid
         assert victim is not None
         os.kill(victim, signal.SIGKILL)
 
+    def train() -> None:
+        with workers(jobs, TEXT) as started:
+            for number, (_, answer) in enumerate(started.answers()):
+                assert isinstance(answer, Progress)
+                if number == 0:
+                    kill_a_rank()
+
     with pytest.raises(DemoError, match=r"rank [01] was killed by SIGKILL"):
-        launch(job, TEXT, kill_a_rank)
+        train()
+    assert not own_children()
+
+
+def test_a_loop_that_dies_is_named() -> None:
+    def train() -> None:
+        with workers([Alone(SMALL, Line.BACKWARD, "cpu")], TEXT) as started:
+            victim = own_children()[0].pid
+            assert victim is not None
+            os.kill(victim, signal.SIGKILL)
+            started.tell(0, Turn.STEP)
+            started.answer(0)
+
+    with pytest.raises(DemoError, match="the loop 'backward' was killed by SIGKILL"):
+        train()
     assert not own_children()
 
 
 def test_ranks_that_cannot_meet_say_why(monkeypatch: pytest.MonkeyPatch, text: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    for size in Size:
+        monkeypatch.setitem(SHAPES, size, SMALL)
     code, _, errors = invoke("--ranks", 2, "--text", text)
     assert code == 2
     assert "could not meet the other ranks over gloo on interface 'nosuch0'" in errors
@@ -294,34 +354,100 @@ def test_ranks_that_cannot_meet_say_why(monkeypatch: pytest.MonkeyPatch, text: P
     assert not own_children()
 
 
-# One rank in this process.
+# Without a second act, in this process.
+
+
+def attach_and_spoil(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+    attachment = instep.attach(model, optimizer, **options)
+
+    def spoil(*_: object) -> None:
+        if attachment.step_count == 2:
+            with torch.no_grad():
+                weight = next(p for name, p in model.named_parameters() if name.endswith("head.bias"))
+                weight[7] = torch.nextafter(weight[7], torch.tensor(1.0))
+
+    optimizer.register_step_post_hook(spoil)
+    return attachment
 
 
 @pytest.mark.usefixtures("tiny")
 def test_unequal_weights_fail_and_are_named(monkeypatch: pytest.MonkeyPatch, text: Path, tmp_path: Path) -> None:
     """One bit of one weight, once, is enough."""
+    monkeypatch.setattr(alone, "attach", attach_and_spoil)
+    written = tmp_path / "numbers.json"
+    code, output, _ = invoke("--ranks", 1, "--steps", 5, "--text", text, "--json", written)
+    assert code == 1
+    assert "NOT EQUAL: backward: after step 2 weights differ from the plain loop's" in " ".join(output.split())
+    assert "equal bit for bit" not in output
+    numbers = json.loads(written.read_text())
+    assert numbers["equal"] is False
+    assert len(numbers["differences"]) == 2
 
-    def attach_and_spoil(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+
+@pytest.mark.usefixtures("tiny")
+def test_unequal_state_fails_and_is_named(monkeypatch: pytest.MonkeyPatch, text: Path) -> None:
+    """Of the very last step: no weight shows it any more."""
+
+    def attach_and_spoil_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
         attachment = instep.attach(model, optimizer, **options)
 
         def spoil(*_: object) -> None:
-            if attachment.step_count == 2:
-                with torch.no_grad():
-                    weight = model.get_parameter("head.bias")
-                    weight[7] = torch.nextafter(weight[7], torch.tensor(1.0))
+            if attachment.step_count == 5:
+                optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg_sq"].view(-1)[0] += 1
 
         optimizer.register_step_post_hook(spoil)
         return attachment
 
-    monkeypatch.setattr(lockstep, "attach", attach_and_spoil)
-    written = tmp_path / "numbers.json"
-    code, output, _ = invoke("--ranks", 1, "--steps", 5, "--text", text, "--json", written)
+    monkeypatch.setattr(alone, "attach", attach_and_spoil_state)
+    code, output, _ = invoke("--ranks", 1, "--steps", 5, "--text", text)
     assert code == 1
-    assert "NOT EQUAL" in output
-    assert "rank 0, after step 2: parameter 'head.bias' differs" in " ".join(output.split())
-    numbers = json.loads(written.read_text())
-    assert numbers["equal"] is False
-    assert "'head.bias'" in numbers["difference"]
+    assert "NOT EQUAL: backward: the optimizer's state differs from the plain loop's" in " ".join(output.split())
+
+
+def body_of_a_spoiled_rank() -> str | None:
+    found: list[Any] = []
+    job = InRank(SMALL, 5, Placement("cpu", 2), dist.get_rank())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lockstep, "attach", attach_and_spoil)
+        lockstep.train_in_lockstep(job, TEXT, torch.device("cpu"), found.append)
+    assert isinstance(found[-1], Finished)
+    return found[-1].difference
+
+
+def test_unequal_weights_of_ranks_are_named(two_ranks: RankPool) -> None:
+    for difference in two_ranks.run(body_of_a_spoiled_rank):
+        assert difference is not None
+        assert difference.startswith("after step 2: parameter 'module.head.bias' differs")
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_directory_that_cannot_be_written_costs_the_report_alone(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(option: str, path: Path) -> None:
+        raise NotWrittenError(f"cannot write {option} {path}: Read-only file system")
+
+    monkeypatch.setattr(run, "require_writable", refuse)
+    code, output, errors = invoke("--ranks", 1, "--steps", 5, "--text", text)
+    assert (code, errors) == (0, "")
+    said = " ".join(output.split())
+    assert "No report: cannot write instep-demo-report.html: Read-only file system. --report FILE writes one" in said
+    assert not list(tmp_path.glob("*.html"))
+    code, output, errors = invoke("--ranks", 1, "--steps", 5, "--text", text, "--report", "asked.html")
+    assert (code, output) == (2, "")
+    assert errors == "instep demo: cannot write --report asked.html: Read-only file system\n"
+
+
+@pytest.mark.parametrize(
+    ("time", "said"),
+    [
+        (Time(0.100, 1.02, 0.97, 1.05), "100 ms in place of 102 ms: no measurable difference"),
+        (Time(0.100, 0.80, 0.75, 0.90), "100 ms in place of 80 ms, 25% more"),
+        (Time(0.100, 1.25, 1.10, 1.30), "100 ms in place of 125 ms, 20% less"),
+    ],
+)
+def test_a_ratio_agrees_with_its_times(time: Time, said: str) -> None:
+    assert _time(time.ratio * time.median_seconds, time) == said
 
 
 @pytest.mark.usefixtures("tiny")
@@ -329,7 +455,7 @@ def test_quiet_shows_the_table_alone(text: Path) -> None:
     code, output, errors = invoke("--ranks", 1, "--steps", 5, "--text", text, "-q")
     assert (code, errors) == (0, "")
     assert "step 1/5" not in output
-    assert "plain / instep" in output
+    assert "tensors, peak" in output
 
 
 @pytest.mark.usefixtures("tiny")
@@ -365,10 +491,10 @@ def test_refuses_in_one_line(
 
 @pytest.mark.usefixtures("tiny")
 def test_a_failing_training_keeps_the_old_json(monkeypatch: pytest.MonkeyPatch, text: Path, tmp_path: Path) -> None:
-    def fail(*_: object) -> list[Finished]:
+    def fail(*_: object) -> None:
         raise DemoError("rank 0 was killed by SIGKILL")
 
-    monkeypatch.setattr(run, "launch", fail)
+    monkeypatch.setattr(run, "one_device", fail)
     written = tmp_path / "numbers.json"
     written.write_text("old")
     code, _, errors = invoke("--ranks", 1, "--text", text, "--json", written)
@@ -384,18 +510,25 @@ def test_the_default_text_is_english() -> None:
     assert len(load_text(None)) > 100_000
 
 
+ROWS = 3
+
+
+def batch_of(text: bytes, rank: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return Batches(text, rank, torch.device("cpu"), ROWS).next()
+
+
 def test_batches_differ_by_rank_and_repeat_from_run_to_run() -> None:
-    inputs, targets = Batches(TEXT, 0).next()
+    inputs, targets = batch_of(TEXT)
     assert inputs.shape == targets.shape == (ROWS, CONTEXT)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    again, _ = Batches(TEXT, 0).next()
-    other, _ = Batches(TEXT, 1).next()
+    again, _ = batch_of(TEXT)
+    other, _ = batch_of(TEXT, rank=1)
     assert torch.equal(inputs, again)
     assert not torch.equal(inputs, other)
 
 
 def test_the_shortest_text_makes_a_batch() -> None:
-    inputs, targets = Batches(TEXT[: CONTEXT + 1], 0).next()
+    inputs, targets = batch_of(TEXT[: CONTEXT + 1])
     assert inputs[0].tolist() == list(TEXT[:CONTEXT])
     assert targets[0, -1] == TEXT[CONTEXT]
 
@@ -412,7 +545,7 @@ def test_any_file_is_a_text_or_refused(content: bytes) -> None:
             return
         text = load_text(path)
     assert text == content
-    inputs, targets = Batches(text, 0).next()
+    inputs, targets = batch_of(text)
     assert inputs.shape == targets.shape == (ROWS, CONTEXT)
 
 

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from instep.demo.model import ByteGPT, Shape
+from instep.demo.job import Shape
+from instep.demo.model import ByteGPT
 
 
 def layers() -> nn.Module:

@@ -1,9 +1,47 @@
-"""How many bytes of gradients are alive at once."""
+"""How much memory a loop has held at most: counted by tensors, by gradients, and by the operating system."""
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+from instep.planning.live_bytes import LiveBytes
+
+
+class Peak:
+    """The most bytes of tensors that were alive at once.
+
+    Attributes:
+        nbytes: once it was measured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.nbytes = 0
+        self._device = device
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """By the allocator of an accelerator; on a CPU every operation is looked at, which takes time."""
+        if self._device.type != "cpu":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            yield
+            self.nbytes = torch.cuda.max_memory_allocated(self._device)
+            return
+        with LiveBytes() as live:
+            yield
+        self.nbytes = live.peak
+
+
+def resident_bytes() -> int | None:
+    """The most memory that this process had, by the operating system; ``None`` where that is not told."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most
 
 
 class GradientProbe:

@@ -1,26 +1,12 @@
 """The model: a byte-level GPT made of torch's own modules."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
-from instep.demo.job import Size
+from instep.demo.job import Shape
 
 BYTES = 256
 CONTEXT = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Width and depth of a transformer."""
-
-    width: int
-    depth: int
-    heads: int
-
-
-SHAPES = {Size.SMALL: Shape(width=192, depth=6, heads=6), Size.MEDIUM: Shape(width=384, depth=10, heads=6)}
 
 
 class ByteGPT(nn.Module):

@@ -1,145 +1,250 @@
 """The numbers of a finished demo, and what may be said about them."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from instep.demo.job import WARM_UP_STEPS, Finished, Job, LoopRecord, LoopStep
+from instep.demo.acts import Larger, Trained
+from instep.demo.job import WARM_UP_STEPS, Finished, Line, Placement, Size
 
 MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class LoopSummary:
-    """One loop. Medians are over the timed steps; ``None`` where a host clock cannot tell."""
+class Time:
+    """Of the timed steps of a loop, beside those of the plain loop that were taken in turn with them.
 
+    Attributes:
+        median_seconds: of a step.
+        ratio: the plain loop's median by this one's.
+        p10: a tenth of the pairs of steps have a lower ratio.
+        p90: a tenth have a higher one.
+    """
+
+    median_seconds: float
+    ratio: float
+    p10: float
+    p90: float
+
+    @property
+    def differs(self) -> bool:
+        """Whether more than chance is measured."""
+        return not self.p10 <= 1.0 <= self.p90
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSummary:
+    """One loop of the first act.
+
+    Attributes:
+        line: how it was attached.
+        code: the line that was added to the loop.
+        peak_bytes: the most bytes of tensors that were alive at once.
+        resident_bytes: the most memory that the process had; ``None`` where that is not told.
+        difference: from the plain loop, in words; ``None``: there is none.
+    """
+
+    line: str
+    code: str
     first_loss: float
     last_loss: float
-    median_step_seconds: float
-    median_optimizer_seconds: float | None
-    median_exposed_optimizer_seconds: float | None
-    peak_gradient_bytes: int
+    peak_bytes: int
+    resident_bytes: int | None
+    time: Time
+    difference: str | None
     losses: tuple[float, ...]
     step_seconds: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """The median of some values, and the values that a tenth of them are below or above."""
+class LargerSummary:
+    """The deepest model that fits where the plain loop's did."""
 
-    median: float
-    p10: float
-    p90: float
+    parameters: int
+    depth: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OneDevice:
+    """The first act."""
+
+    parameters: int
+    depth: int
+    weight_bytes: int
+    loops: tuple[LoopSummary, ...]
+    larger: LargerSummary | None
+
+    @property
+    def plain(self) -> LoopSummary:
+        return self.loops[list(Line).index(Line.PLAIN)]
+
+    @property
+    def backward(self) -> LoopSummary:
+        return self.loops[list(Line).index(Line.BACKWARD)]
+
+
+@dataclass(frozen=True, slots=True)
+class TwoRanks:
+    """The second act.
+
+    Attributes:
+        ddp_gradient_bytes: the most bytes of gradients that were alive at once, with DDP.
+        gradient_bytes: the same, with ``replicate``.
+        time: of ``replicate``; the plain loop is DDP's.
+        difference: the first tensor that differed, on which rank and after which step; ``None``: none did.
+    """
+
+    ranks: int
+    backend: str
+    parameters: int
+    tensors_compared: int
+    ddp_gradient_bytes: int
+    gradient_bytes: int
+    ddp_median_seconds: float
+    time: Time
+    difference: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The whole demo, as ``--json`` writes it. Times and losses are those of rank 0.
-
-    Attributes:
-        ratio: plain by instep step time, of pairs that ran one after the other.
-        difference: the first tensor that differed, on which rank and after which step; ``None`` if all were equal.
-    """
+    """The whole demo, as ``--json`` writes it."""
 
     model: str
-    parameters: int
-    gradient_bytes: int
     device: str
-    ranks: int
-    backend: str | None
-    buckets: int
     steps: int
     warm_up_steps: int
-    difference: str | None
-    tensors_compared: int
-    ratio: Spread
-    plain: LoopSummary
-    instep: LoopSummary
+    one_device: OneDevice
+    two_ranks: TwoRanks | None
 
     @property
-    def equal(self) -> bool:
-        """Whether every tensor was, after every step and on every rank."""
-        return self.difference is None
+    def differences(self) -> list[str]:
+        """All that were found, each in words."""
+        found = [f"{one.line}: {one.difference}" for one in self.one_device.loops if one.difference is not None]
+        if self.two_ranks is not None and self.two_ranks.difference is not None:
+            found.append(self.two_ranks.difference)
+        return found
 
 
-def summarize(job: Job, answers: Sequence[Finished]) -> Summary:
-    """Put the ranks' answers together. ``answers`` are in rank order."""
-    first = answers[0]
-    differences = [f"rank {rank}, {a.difference}" for rank, a in enumerate(answers) if a.difference is not None]
-    on_cpu = job.placement.device == "cpu"
+def summarize(
+    size: Size,
+    depth: int,
+    placement: Placement,
+    trained: Sequence[Trained],
+    larger: Larger | None,
+    ranks: Sequence[Finished],
+) -> Summary:
+    """Put the answers of both acts together. ``ranks`` are in rank order; empty: there was no second act."""
+    plain = trained[list(Line).index(Line.PLAIN)]
     return Summary(
-        model=job.size.value,
-        parameters=first.parameters,
-        gradient_bytes=first.gradient_bytes,
-        device=job.placement.device,
-        ranks=job.placement.ranks,
-        backend=job.placement.backend,
-        buckets=first.buckets,
-        steps=job.steps,
+        model=size.value,
+        device=placement.device,
+        steps=len(plain.steps),
         warm_up_steps=WARM_UP_STEPS,
-        difference=differences[0] if differences else None,
-        tensors_compared=first.tensors,
-        ratio=_ratio(first),
-        plain=_loop(first.plain, on_cpu),
-        instep=_loop(first.attached, on_cpu),
+        one_device=OneDevice(
+            parameters=plain.held.parameters,
+            depth=depth,
+            weight_bytes=plain.held.weight_bytes,
+            loops=tuple(_loop(one, plain) for one in trained),
+            larger=None
+            if larger is None
+            else LargerSummary(larger.held.parameters, larger.depth, larger.held.peak_bytes),
+        ),
+        two_ranks=_two_ranks(placement, ranks) if ranks else None,
     )
 
 
-def notes(summary: Summary) -> list[str]:
-    """What the numbers of this situation mean, and what they do not."""
-    if summary.ranks == 1:
-        return [_one_device(summary), *_device_times(summary)]
-    return [
-        *_overlap(summary),
-        *_device_times(summary),
-        "Gradient memory: DDP keeps its buckets for good, with either loop.",
-    ]
+def verdict(summary: Summary) -> Iterator[str]:
+    """What was saved, what it cost, and whether the weights are right: a line each, the gain first."""
+    yield from _memory(summary.one_device)
+    act, ranks = summary.one_device, summary.two_ranks
+    if ranks is not None:
+        yield (
+            f"{ranks.ranks} ranks: gradients take {_mib(ranks.gradient_bytes)} with instep.replicate and "
+            f'schedule="backward", {_mib(ranks.ddp_gradient_bytes)} with DistributedDataParallel.'
+        )
+    times = _time(act.plain.time.median_seconds, act.backward.time)
+    yield f'Time: with schedule="backward" an iteration takes {times}.'
+    if ranks is not None:
+        yield f"On {ranks.ranks} ranks: {_time(ranks.ddp_median_seconds, ranks.time)}."
+    if not summary.differences:
+        yield f"Weights: equal bit for bit in every loop, after each of {summary.steps} steps."
 
 
-def _one_device(summary: Summary) -> str:
-    alive, held = summary.instep.peak_gradient_bytes / MIB, summary.plain.peak_gradient_bytes / MIB
-    return (
-        "One device: the gain is memory, not time. No communication is there to hide the step; "
-        f"gradients take {alive:.1f} MiB at most, where the plain loop holds {held:.1f} MiB."
+def _memory(act: OneDevice) -> Iterator[str]:
+    before, after = act.plain.peak_bytes, act.backward.peak_bytes
+    saved = before - after
+    if saved <= 0:
+        yield f"Memory: nothing was saved: {_mib(after)} at the peak, {_mib(before)} in the plain loop."
+        return
+    resident = ""
+    if act.plain.resident_bytes is not None and act.backward.resident_bytes is not None:
+        resident = f"; the process, {_mib(act.backward.resident_bytes)} in place of {_mib(act.plain.resident_bytes)}"
+    yield (
+        f'Memory: schedule="backward" saves {_mib(saved)} of {_mib(act.weight_bytes)} of gradients. Tensors take '
+        f"{_mib(after)} at the peak in place of {_mib(before)}, {saved / before:.0%} less{resident}."
     )
+    if act.larger is not None:
+        yield (
+            f"That buys: in the plain loop's {_mib(before)} a model of {act.larger.parameters / 1e6:.1f} M parameters "
+            f"trains in place of {act.parameters / 1e6:.1f} M ({act.larger.depth} layers in place of {act.depth}; "
+            f"tried: {_mib(act.larger.peak_bytes)})."
+        )
 
 
-def _overlap(summary: Summary) -> list[str]:
-    total, bare = summary.instep.median_optimizer_seconds, summary.instep.median_exposed_optimizer_seconds
-    if total is None or bare is None:
-        return []
-    return [
-        f"Of {1e3 * total:.1f} ms optimizer time per step instep leaves {1e3 * bare:.1f} ms exposed; during the rest, "
-        "gradients are on their way.",
-        "The ranks share this machine's cores with their communication: the step time says little about a network.",
-    ]
+def _time(plain_seconds: float, time: Time) -> str:
+    times = f"{1e3 * time.median_seconds:.0f} ms in place of {1e3 * plain_seconds:.0f} ms"
+    if not time.differs:
+        return f"{times}: no measurable difference"
+    return f"{times}, {abs(1 / time.ratio - 1):.0%} {'less' if time.ratio > 1 else 'more'}"
 
 
-def _device_times(summary: Summary) -> list[str]:
-    if summary.device == "cpu":
-        return []
-    return ["Exposed optimizer time is not given: the host's clock does not see when a step runs on the device."]
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / MIB:.0f} MiB"
 
 
-def _loop(record: LoopRecord, on_cpu: bool) -> LoopSummary:
-    timed = record.steps[WARM_UP_STEPS:]
-
-    def median(seconds: Callable[[LoopStep], float]) -> float:
-        return statistics.median(map(seconds, timed))
-
+def _loop(one: Trained, plain: Trained) -> LoopSummary:
+    seconds = tuple(step.seconds for step in one.steps)
     return LoopSummary(
-        first_loss=record.steps[0].loss,
-        last_loss=record.steps[-1].loss,
-        median_step_seconds=median(lambda step: step.seconds),
-        median_optimizer_seconds=median(lambda step: step.optimizer_seconds) if on_cpu else None,
-        median_exposed_optimizer_seconds=median(lambda step: step.exposed_seconds) if on_cpu else None,
-        peak_gradient_bytes=record.peak_gradient_bytes,
-        losses=tuple(step.loss for step in record.steps),
-        step_seconds=tuple(step.seconds for step in record.steps),
+        line=one.line.value,
+        code=one.line.code,
+        first_loss=one.steps[0].loss,
+        last_loss=one.steps[-1].loss,
+        peak_bytes=one.held.peak_bytes,
+        resident_bytes=one.held.resident_bytes,
+        time=_time_of([step.seconds for step in plain.steps], seconds),
+        difference=_difference(one, plain),
+        losses=tuple(step.loss for step in one.steps),
+        step_seconds=seconds,
     )
 
 
-def _ratio(answer: Finished) -> Spread:
-    pairs = zip(answer.plain.steps[WARM_UP_STEPS:], answer.attached.steps[WARM_UP_STEPS:], strict=True)
-    deciles = statistics.quantiles((p.seconds / a.seconds for p, a in pairs), n=10, method="inclusive")
-    return Spread(median=deciles[4], p10=deciles[0], p90=deciles[8])
+def _difference(one: Trained, plain: Trained) -> str | None:
+    for number, (mine, theirs) in enumerate(zip(one.steps, plain.steps, strict=True), 1):
+        if mine.weights != theirs.weights:
+            return f"after step {number} weights differ from the plain loop's"
+    return None if one.held.state == plain.held.state else "the optimizer's state differs from the plain loop's"
+
+
+def _two_ranks(placement: Placement, ranks: Sequence[Finished]) -> TwoRanks:
+    first = ranks[0]
+    differences = [f"rank {rank}, {a.difference}" for rank, a in enumerate(ranks) if a.difference is not None]
+    assert placement.backend is not None
+    return TwoRanks(
+        ranks=placement.ranks,
+        backend=placement.backend,
+        parameters=first.parameters,
+        tensors_compared=first.tensors,
+        ddp_gradient_bytes=first.plain_gradient_bytes,
+        gradient_bytes=max(one.gradient_bytes for one in ranks),
+        ddp_median_seconds=statistics.median(first.plain_seconds[WARM_UP_STEPS:]),
+        time=_time_of(first.plain_seconds, first.seconds),
+        difference=differences[0] if differences else None,
+    )
+
+
+def _time_of(plain: Sequence[float], other: Sequence[float]) -> Time:
+    plain, other = plain[WARM_UP_STEPS:], other[WARM_UP_STEPS:]
+    deciles = statistics.quantiles((p / o for p, o in zip(plain, other, strict=True)), n=10, method="inclusive")
+    median = statistics.median(other)
+    return Time(median, statistics.median(plain) / median, deciles[0], deciles[-1])

@@ -7,7 +7,6 @@ import torch
 from instep.demo.errors import DemoError
 from instep.demo.model import CONTEXT
 
-ROWS = 6
 MIN_BYTES = CONTEXT + 1
 MAX_BYTES = 16 * 1024 * 1024
 
@@ -41,12 +40,14 @@ def _help_topics() -> bytes:
 class Batches:
     """Rows cut from the text at random: others on every rank, the same in every run."""
 
-    def __init__(self, text: bytes, rank: int) -> None:
+    def __init__(self, text: bytes, rank: int, device: torch.device, rows: int) -> None:
         self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._random = torch.Generator().manual_seed(rank)
+        self._device = device
+        self._rows = rows
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``(rows, CONTEXT)`` bytes, and for each of them the byte that follows."""
-        starts = torch.randint(len(self._text) - CONTEXT, (ROWS, 1), generator=self._random)
-        rows = self._text[starts + torch.arange(CONTEXT + 1)].long()
+        starts = torch.randint(len(self._text) - CONTEXT, (self._rows, 1), generator=self._random)
+        rows = self._text[starts + torch.arange(CONTEXT + 1)].long().to(self._device)
         return rows[:, :-1], rows[:, 1:]
