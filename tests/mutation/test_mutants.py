@@ -1468,13 +1468,6 @@ MUTANTS = [
         RECORDING_RANKS,
     ),
     Mutant(
-        "gradients that a worker frees stay",
-        "memory_of",
-        "by_others = freed.get(gradients[number], ())",
-        "by_others: tuple[float, ...] = ()",
-        RECORDING,
-    ),
-    Mutant(
         "gradients are temporaries",
         "memory_of",
         "        if number in gradients:",

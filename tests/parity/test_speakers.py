@@ -186,15 +186,18 @@ def test_equal_to_the_plain_loop(way: str, bucket_bytes: int, what: str) -> None
     assert way in refused or lane.overlap.step_count == STEPS
 
 
-def test_one_hook_for_each_bucket_until_something_else_comes() -> None:
+@pytest.mark.parametrize(("mode", "bucket_bytes"), [("swapped", SMALL), ("head only", 10 * SMALL)])
+def test_one_hook_for_each_bucket_until_something_else_comes(mode: str, bucket_bytes: int) -> None:
+    """Another order, of which a hook tells; or gradients of which none does, as of a bucket whose last one has none."""
     model, optimizer = build()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward") as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=bucket_bytes, schedule="backward") as overlap:
         everything = sum(1 for _ in model.parameters())
         found = []
         for i in range(STEPS):
-            model.mode = "swapped" if i == ODD[0] else ""
+            model.mode = mode if i == ODD[0] else ""
             x, y = batch(i)
             loss_of(model(x), y).backward()
+            assert repr(overlap).endswith("open>"), i
             found.append((hooks_of(model), sum(type(p.grad) is torch.Tensor for p in model.parameters())))
             optimizer.step()
             optimizer.zero_grad()
