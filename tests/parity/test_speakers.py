@@ -30,8 +30,10 @@ class Three(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.first(x).tanh()
+        if self.mode in ("head only", "first detached"):
+            y = y.detach()
         if self.mode == "head only":
-            return self.head(y.detach())
+            return self.head(y)
         layers = {"swapped": [self.third, self.second], "left out": [self.third]}.get(
             self.mode, [self.second, self.third]
         )
@@ -184,6 +186,20 @@ def test_equal_to_the_plain_loop(way: str, bucket_bytes: int, what: str) -> None
     refused = {"two_pass": REENTRANT} if what == "nested backwards" else {}
     lane = lockstep(way, build, STEPS_OF[what], steps=STEPS, refused=refused, bucket_bytes=bucket_bytes)
     assert way in refused or lane.overlap.step_count == STEPS
+
+
+@in_every_way
+def test_gradients_for_which_none_speaks_are_of_the_same_step(way: str) -> None:
+    """Those of one optimizer arrive, and the hook of their bucket is on a parameter that has none: the calls of both
+    optimizers are one step."""
+
+    def build_two() -> Any:
+        model = Three()
+        late, early = nn.ModuleList([model.third, model.head]), nn.ModuleList([model.first, model.second])
+        return model, [torch.optim.SGD(late.parameters(), lr=0.1), torch.optim.AdamW(early.parameters(), lr=1e-2)]
+
+    lane = lockstep(way, build_two, by_mode("first detached"), steps=STEPS, bucket_bytes=1_500)
+    assert lane.overlap.step_count == STEPS
 
 
 @pytest.mark.parametrize(("mode", "bucket_bytes"), [("swapped", SMALL), ("head only", 10 * SMALL)])
