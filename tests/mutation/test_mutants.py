@@ -1581,6 +1581,13 @@ MUTANTS = [
         ONE_DEVICE_CORNERS,
     ),
     Mutant(
+        "leave what is due when the forward of what DDP wraps has ended",
+        "_after_wrapped",
+        "found.synchronize()",
+        "pass",
+        UNSEEN_RANKS,
+    ),
+    Mutant(
         "leave buckets on their way when a forward has ended",
         "CrossingSource._after_forward",
         "        if torch.is_grad_enabled() and graph_task() is None and not torch.compiler.is_compiling():",
