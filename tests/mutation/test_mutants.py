@@ -1609,10 +1609,10 @@ MUTANTS = [
         UNSEEN_RANKS,
     ),
     Mutant(
-        "watch weights again when the step is torn",
-        "FinalWrites.retire",
-        "        if self._step.ledger.torn is None:  # else weights are there to be read, and loaded anew\n",
-        "        if True:\n",
+        "refuse to have the weights of a torn step read",
+        "FinalWrites._used",
+        "        if self._step.ledger.torn is not None:\n            return  # there to be read\n",
+        "",
         "tests/distributed/test_ways_out.py",
     ),
     Mutant(
