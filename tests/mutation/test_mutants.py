@@ -862,8 +862,8 @@ MUTANTS = [
     Mutant(
         "let nobody know that weights are new between backward and step()",
         "FinalWrites.retire",
-        "            self._watch.start(compress(parameters, bucket.leave_spent))\n",
-        "            pass\n",
+        "        self._watch.start(compress(parameters, bucket.leave_spent))\n",
+        "",
         REFUSALS,
     ),
     Mutant(
