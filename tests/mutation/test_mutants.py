@@ -1700,6 +1700,13 @@ MUTANTS = [
         SWITCHES,
     ),
     Mutant(
+        "apply what is due under the mkldnn of who waits",
+        "_set",
+        "    if wanted[MKLDNN] != found[MKLDNN]:",
+        "    if False:",
+        SWITCHES,
+    ),
+    Mutant(
         "apply what is due under whatever switches there are",
         "_Circumstances.difference",
         "            if dtypes.count(torch.float64) == 1:",
