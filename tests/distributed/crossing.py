@@ -1,7 +1,10 @@
 """A loop whose buckets cross into the next iteration, beside plain DDP."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -9,6 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
+from instep.sources.crossing import source as crossing
+from instep.sources.crossing.trial import Trial
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
 from tests.inside import source_of
@@ -22,6 +27,41 @@ STEPS = 9
 def blocks(model: nn.Module, seed: int) -> torch.Tensor:
     x, y = batch(seed)
     return nn.functional.cross_entropy(model(x).float(), y)
+
+
+class _Late:
+    """Stands for the future of a collective."""
+
+    def __init__(self, sent: "list[_Late]", launch: Callable[[], Any]) -> None:
+        self._sent = sent
+        self._launch = launch
+        self._then: list[Callable[[Any], None]] = []
+        sent.append(self)
+
+    def wait(self) -> None:
+        while self in self._sent:
+            first = self._sent.pop(0)
+            first._launch().wait()
+            for call in first._then:
+                call(first)
+
+    def add_done_callback(self, call: Callable[[Any], None]) -> None:
+        self._then.append(call)
+
+
+@contextmanager
+def late_arrivals() -> Iterator[None]:
+    """Buckets that cross are sent as late as they can be: once somebody waits for one of them, or for a later one.
+    Whatever was written into their memory by then is what is sent. For buckets of which each crosses."""
+    sent: list[_Late] = []
+    start = crossing._start
+
+    def start_late(*args: Any) -> Any:
+        return _Late(sent, partial(start, *args))
+
+    with patch.object(crossing, "_start", start_late), patch.object(Trial, "first", lambda trial, iteration: True):
+        yield
+    assert not sent, "nobody waited for a bucket"
 
 
 class Loop:

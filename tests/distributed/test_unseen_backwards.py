@@ -1,7 +1,7 @@
 """Backwards that nobody sees begin, on several ranks: the forward returns nothing in which a tensor is found, or is
 not the wrapper's ``__call__``."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -17,8 +17,12 @@ from instep.errors import AccumulationError, TornStepError
 from instep.options import Schedules
 from instep.verification import first_difference
 from tests.cases import batch, two_groups, weights
+from tests.distributed.crossing import late_arrivals
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, parameters_of
+from tests.inside import source_of
+from tests.late import late_updates
+from tests.parity.lockstep import loss_of
 from tests.parity.unseen import Keeps
 
 
@@ -102,6 +106,79 @@ def test_a_usual_loop(two_ranks: RankPool, source: str, output: str, how: str) -
 @pytest.mark.parametrize("source", EXACT)
 def test_a_step_that_is_left_out(two_ranks: RankPool, source: str, output: str, how: str) -> None:
     two_ranks.run(train, source, output, how, sometimes_left_out, 6)
+
+
+def _on_their_way() -> None:
+    loops = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = ddp(Keeps("none"))
+        loops.append(Loop(model, adamw(model)))
+    loop = loops[1]
+    loop.overlap = instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, cross_iteration=True)
+
+    def learn(numbers: Sequence[int]) -> None:
+        for i in numbers:
+            losses = [sometimes_left_out(one, i, "call") for one in loops]
+            assert torch.equal(*losses), f"iteration {i}"
+        loop.overlap.synchronize()
+
+    learn(range(4))  # until DDP has made its buckets anew, and they were the same twice
+    with late_arrivals():
+        learn(range(4, 12))
+        assert source_of(loop.overlap).flights
+        source_of(loop.overlap)._drain()
+    states = [parameters_of(one.model, one.optimizer) for one in loops]
+    assert first_difference(*states) is None
+    loop.overlap.detach()
+
+
+def test_a_backward_after_one_whose_buckets_no_step_was_given(two_ranks: RankPool) -> None:
+    """They may be on their way while it writes their memory."""
+    two_ranks.run(_on_their_way)
+
+
+class FirstLeftOut(nn.Module):
+    """Now and then its forward does not read the first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *, leave_out: bool) -> torch.Tensor:
+        found: torch.Tensor = self.third(self.second(x if leave_out else self.first(x)).tanh())
+        return found
+
+
+def _first_left_out(cross: bool) -> str | None:
+    states = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        with patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1):  # DDP keeps its first buckets here
+            model = ddp(FirstLeftOut(), find_unused_parameters=True, bucket_cap_mb=0.0005)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        overlap = None
+        if attached:
+            with patch("instep.options.DEFAULT_BUCKET_BYTES", 1):
+                overlap = instep.attach(model, optimizer, schedule="forward", defer=True, cross_iteration=cross)
+        with late_updates():
+            for i in range(7):
+                x, y = batch(i * dist.get_world_size() + dist.get_rank())
+                loss_of(model.forward(x, leave_out=i % 3 == 0), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if overlap is not None:
+                assert len(overlap.plan.buckets) > 1
+                assert not cross or source_of(overlap).flights
+                overlap.detach()
+        states.append(parameters_of(model, optimizer))
+    return first_difference(*states)
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_a_forward_that_does_not_read_what_the_last_step_updates(two_ranks: RankPool, cross: bool) -> None:
+    """Its backward writes the buckets of which the gradients of that step are views."""
+    assert two_ranks.run(_first_left_out, cross) == [None] * 2
 
 
 def _another_rank_failed() -> None:

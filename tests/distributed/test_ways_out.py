@@ -1,8 +1,10 @@
 """After a step that was torn: weights can be read, and every way out of docs/errors.md works, on every source."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -50,11 +52,14 @@ WAYS_OUT = ("accept", "load by hand", "load", "detach")
 
 
 @contextmanager
-def torn() -> Iterator[None]:
-    """The update of a bucket fails half way."""
-    step = Stepper.step
+def torn(whole: int = 0) -> Iterator[None]:
+    """The update of a bucket fails half way, after that of so many others."""
+    step, calls = Stepper.step, count()
 
     def fail_half_way(stepper: Stepper, parameters: Any, in_place_of: Any = None, parts: Any = None) -> None:
+        if next(calls) < whole:
+            step(stepper, parameters, in_place_of, parts)
+            return
         some = slice(0, -(-len(parameters) // 2))
         step(stepper, parameters[some], in_place_of and in_place_of[some], parts and parts[some])
         raise ValueError("the update failed")
@@ -76,13 +81,13 @@ def _same(one: list[Any], other: list[Any]) -> bool:
     return all(map(torch.equal, *local))
 
 
-def _begun(source: str, way: str, directory: str) -> tuple[Loop, list[torch.Tensor], Any]:
+def _begun(source: str, way: str, directory: str, **more: Any) -> tuple[Loop, list[torch.Tensor], Any]:
     """A loop after two steps, with its weights, and with what is saved of it."""
     wrap, options = SOURCES[source]
     torch.manual_seed(0)
     model = wrap(Blocks())
     loop = Alike(model, torch.optim.AdamW(two_groups(model), lr=1e-2))
-    loop.overlap = instep.attach(model, loop.optimizer, schedule="backward", **options)
+    loop.overlap = instep.attach(model, loop.optimizer, schedule="backward", **options, **more)
     for i in range(2):
         loop.learn(i)
     if way == "load":
@@ -128,6 +133,28 @@ def _go_on(loop: Loop, way: str, saved: Any, directory: str) -> None:
 )
 def test_way_out(two_ranks: RankPool, source: str, way: str, tmp_path: Path) -> None:
     two_ranks.run(_tear, source, way, str(tmp_path))
+
+
+def _tear_after_a_bucket() -> None:
+    bucket_by_bucket = instep.ClipNorm(math.inf, mode="per_bucket")
+    loop, before, saved = _begun("ddp", "load by hand", "", clip=bucket_by_bucket)
+    with pytest.raises(ValueError, match="the update failed"), torn(whole=1):
+        loop.learn(2)
+    with pytest.raises(TornStepError) as error:
+        loop.optimizer.step()
+    names = [name.removeprefix("module.") for name, _ in loop.model.named_parameters()]
+    assert set(error.value.applied) < set(names)
+    now = dict(zip(names, zip(before, _values(loop), strict=True), strict=True))
+    assert error.value.applied
+    assert not any(torch.equal(*now[name]) for name in error.value.applied), "updated, and can be read"
+    _go_on(loop, "load by hand", saved, "")
+    assert _same(before, _values(loop))
+    loop.learn(3)
+    loop.overlap.detach()
+
+
+def test_weights_of_a_bucket_before_the_one_that_failed(two_ranks: RankPool) -> None:
+    two_ranks.run(_tear_after_a_bucket)
 
 
 def _leave_open(source: str, way: str, directory: str) -> None:

@@ -22,6 +22,7 @@ READERS = "tests/parity/test_readers.py"
 CLIPPING = "tests/parity/test_clipping.py"
 LOSS_SCALE = "tests/parity/test_loss_scale.py"
 UNDO = "tests/parity/test_undo.py"
+ODD_OPTIMIZERS = "tests/parity/test_odd_optimizers.py"
 SCHEDULES = "tests/distributed/test_schedules.py"
 REPLICATED = "tests/distributed/test_replicated.py"
 REPLICATED_LIFE = "tests/distributed/test_replicated_life.py"
@@ -316,7 +317,7 @@ MUTANTS = [
         "_move_last",
         "        hooks.move_to_end(number)\n",
         "        pass\n",
-        "tests/parity/test_odd_optimizers.py",
+        ODD_OPTIMIZERS,
     ),
     Mutant(
         "let a copy drive the original",
@@ -639,14 +640,14 @@ MUTANTS = [
         "LateParameters.adopt",
         "        _require_once(grouped, names)\n",
         "",
-        "tests/parity/test_odd_optimizers.py",
+        ODD_OPTIMIZERS,
     ),
     Mutant(
         "leave the state in the order in which it was made",
         "PendingBuckets._end",
         "                order_added(optimizer, step.entries_before)\n",
         "",
-        "tests/parity/test_odd_optimizers.py",
+        ODD_OPTIMIZERS,
     ),
     Mutant(
         "use a stand-in again that somebody has",
@@ -695,7 +696,7 @@ MUTANTS = [
         "MadeUpRun.step_divided",
         "self.contained = self.contained and not stepper.wrote_elsewhere",
         "self.contained = True",
-        "tests/parity/test_odd_optimizers.py",
+        ODD_OPTIMIZERS,
     ),
     Mutant(
         "clip only what is put off",
@@ -751,7 +752,7 @@ MUTANTS = [
         "_WatchedUpdate.require_contained",
         "        if _any_written(self._in_modules):\n",
         "        if False:\n",
-        "tests/parity/test_odd_optimizers.py",
+        ODD_OPTIMIZERS,
     ),
     Mutant(
         "do not try whether a step that was put back leaves a trace",
@@ -861,8 +862,8 @@ MUTANTS = [
     Mutant(
         "let nobody know that weights are new between backward and step()",
         "FinalWrites.retire",
-        "            self._watch.start(compress(parameters, bucket.leave_spent))\n",
-        "            pass\n",
+        "        self._watch.start(compress(parameters, bucket.leave_spent))\n",
+        "",
         REFUSALS,
     ),
     Mutant(
@@ -1374,7 +1375,7 @@ MUTANTS = [
         "LocalSource._end",
         "        self._offer()\n",
         "",
-        REFUSALS,
+        ODD_OPTIMIZERS,
     ),
     Mutant(
         "step a bucket that has not arrived",
@@ -1468,13 +1469,6 @@ MUTANTS = [
         RECORDING_RANKS,
     ),
     Mutant(
-        "gradients that a worker frees stay",
-        "memory_of",
-        "by_others = freed.get(gradients[number], ())",
-        "by_others: tuple[float, ...] = ()",
-        RECORDING,
-    ),
-    Mutant(
         "gradients are temporaries",
         "memory_of",
         "        if number in gradients:",
@@ -1549,7 +1543,7 @@ MUTANTS = [
         "GroupLayout._divide",
         "        order = sorted(range(len(positions)), key=positions.__getitem__)",
         "        order = list(range(len(positions)))",
-        "tests/parity/test_odd_optimizers.py",
+        ODD_OPTIMIZERS,
     ),
     Mutant(
         "step on trial in a backward that nobody has seen to begin",
@@ -1587,6 +1581,13 @@ MUTANTS = [
         ONE_DEVICE_CORNERS,
     ),
     Mutant(
+        "leave what is due when the forward of what DDP wraps has ended",
+        "_after_wrapped",
+        "found.synchronize()",
+        "pass",
+        UNSEEN_RANKS,
+    ),
+    Mutant(
         "leave buckets on their way when a forward has ended",
         "CrossingSource._after_forward",
         "        if torch.is_grad_enabled() and graph_task() is None and not torch.compiler.is_compiling():",
@@ -1608,10 +1609,10 @@ MUTANTS = [
         UNSEEN_RANKS,
     ),
     Mutant(
-        "watch weights again when the step is torn",
-        "FinalWrites.retire",
-        "        if self._step.ledger.torn is None:  # else weights are there to be read, and loaded anew\n",
-        "        if True:\n",
+        "refuse to have the weights of a torn step read",
+        "FinalWrites._used",
+        "        if self._step.ledger.torn is not None:\n            return  # there to be read\n",
+        "",
         "tests/distributed/test_ways_out.py",
     ),
     Mutant(
@@ -1696,6 +1697,13 @@ MUTANTS = [
         "HandOver._can_be_put_off",
         "            and self._reading.is_alike()\n",
         "",
+        SWITCHES,
+    ),
+    Mutant(
+        "apply what is due under the mkldnn of who waits",
+        "_set",
+        "    if wanted[MKLDNN] != found[MKLDNN]:",
+        "    if False:",
         SWITCHES,
     ),
     Mutant(
@@ -1948,7 +1956,7 @@ MUTANTS = [
         "StepHooks.after_step",
         "        if not is_called_by_step(optimizer):\n            self._schedule.commit(stepper)",
         "        self._schedule.commit(stepper)",
-        "tests/parity/test_odd_optimizers.py",
+        ODD_OPTIMIZERS,
     ),
     Mutant(
         "leave to step() what was changed in place",

@@ -55,11 +55,12 @@ def test_what_begins_late_is_found_in_its_first_step(way: str, what: str) -> Non
     for i in range(2):
         iteration(i)
     assert "checked 2 of 5 steps" in repr(overlap)
-    before = [p.detach().clone() for p in model.parameters()]
+    aliases = [p.detach() for p in model.parameters()]  # whose use nobody notices
+    before = [alias.clone() for alias in aliases]
     with pytest.raises(UnsupportedOptimizerError, match="MetTheOdd " + words) as found:
         iteration(2)
     if SCHEDULES[way].get("undo"):
-        assert all(map(torch.equal, before, model.parameters()))  # put back
+        assert all(map(torch.equal, before, aliases))  # put back
         assert repr(overlap).endswith("open>")
         optimizer.step()  # the plain one, with the gradients that are still there
         assert all(map(torch.equal, plain_loop(late).parameters(), model.parameters()))
@@ -296,6 +297,27 @@ def test_what_the_copies_draw_is_not_drawn_from_the_loops_numbers(way: str) -> N
         drawn.append(torch.rand(4))
         overlap.detach()
     assert torch.equal(*drawn)
+
+
+def draw_for_several(optimizer: Any, mine: list[torch.Tensor]) -> None:
+    if len(mine) > 4:
+        draw(optimizer, mine)
+
+
+@pytest.mark.parametrize("way", ["backward", "forward", "undo"])
+def test_what_only_the_copies_draw_is_not_drawn_from_the_loops_numbers(way: str) -> None:
+    """In buckets nothing is drawn: there are too few parameters in each."""
+    _, _, overlap, iteration = odd_loop(way, draw_for_several, check_steps=3)
+    assert max(len(bucket.parameters) for bucket in overlap.plan.buckets) <= 4
+    torch.manual_seed(0)
+    with pytest.raises(UnsupportedOptimizerError, match=r"draws random numbers in step.*was taken again on copies"):  # noqa: PT012
+        for i in range(3):
+            iteration(i)
+        overlap.synchronize()
+    drawn = torch.rand(4)
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.rand(4))
+    overlap.detach()
 
 
 @pytest.mark.parametrize("way", ["backward", "forward", "undo"])

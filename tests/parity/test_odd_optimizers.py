@@ -103,6 +103,33 @@ def test_two_optimizers_that_step_and_clear_in_turn(way: str) -> None:
     lockstep(way, building(lambda m: [sgd(m.blocks), adamw(nn.ModuleList([m.inner, m.outer]))]), step)
 
 
+class LastOneUnused(nn.Module):
+    """The last bucket is never full: of one optimizer some gradients arrive, and no bucket is stepped in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros(8))
+        self.first, self.second, self.third = nn.Linear(16, 8), nn.Linear(8, 64), nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+@in_every_way
+def test_two_optimizers_of_which_one_is_stepped_in_backward(way: str) -> None:
+    """The calls of both are one step."""
+
+    def build() -> Any:
+        model = LastOneUnused()
+        return model, [
+            sgd(nn.ModuleList([model.second, model.third])),
+            torch.optim.AdamW([model.unused, *model.first.parameters()]),
+        ]
+
+    lane = lockstep(way, build, steps=5)
+    assert lane.overlap.step_count == 5
+
+
 @in_every_way
 def test_an_optimizer_that_steps_every_other_time(way: str) -> None:
     def step(lane: Contender, i: int) -> Any:

@@ -30,8 +30,10 @@ class Three(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.first(x).tanh()
+        if self.mode in ("head only", "first detached"):
+            y = y.detach()
         if self.mode == "head only":
-            return self.head(y.detach())
+            return self.head(y)
         layers = {"swapped": [self.third, self.second], "left out": [self.third]}.get(
             self.mode, [self.second, self.third]
         )
@@ -186,15 +188,32 @@ def test_equal_to_the_plain_loop(way: str, bucket_bytes: int, what: str) -> None
     assert way in refused or lane.overlap.step_count == STEPS
 
 
-def test_one_hook_for_each_bucket_until_something_else_comes() -> None:
+@in_every_way
+def test_gradients_for_which_none_speaks_are_of_the_same_step(way: str) -> None:
+    """Those of one optimizer arrive, and the hook of their bucket is on a parameter that has none: the calls of both
+    optimizers are one step."""
+
+    def build_two() -> Any:
+        model = Three()
+        late, early = nn.ModuleList([model.third, model.head]), nn.ModuleList([model.first, model.second])
+        return model, [torch.optim.SGD(late.parameters(), lr=0.1), torch.optim.AdamW(early.parameters(), lr=1e-2)]
+
+    lane = lockstep(way, build_two, by_mode("first detached"), steps=STEPS, bucket_bytes=1_500)
+    assert lane.overlap.step_count == STEPS
+
+
+@pytest.mark.parametrize(("mode", "bucket_bytes"), [("swapped", SMALL), ("head only", 10 * SMALL)])
+def test_one_hook_for_each_bucket_until_something_else_comes(mode: str, bucket_bytes: int) -> None:
+    """Another order, of which a hook tells; or gradients of which none does, as of a bucket whose last one has none."""
     model, optimizer = build()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward") as overlap:
+    with instep.attach(model, optimizer, bucket_bytes=bucket_bytes, schedule="backward") as overlap:
         everything = sum(1 for _ in model.parameters())
         found = []
         for i in range(STEPS):
-            model.mode = "swapped" if i == ODD[0] else ""
+            model.mode = mode if i == ODD[0] else ""
             x, y = batch(i)
             loss_of(model(x), y).backward()
+            assert repr(overlap).endswith("open>"), i
             found.append((hooks_of(model), sum(type(p.grad) is torch.Tensor for p in model.parameters())))
             optimizer.step()
             optimizer.zero_grad()

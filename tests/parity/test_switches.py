@@ -87,6 +87,60 @@ def test_set_around_a_part_of_the_loop(way: str, name: str, around: str) -> None
     lockstep(way, build, partial(learn, name=name, around=around), refused=refused)
 
 
+class Multiplies(torch.optim.SGD):
+    """What an update computes depends on how matrices are multiplied."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if (g := p.grad) is not None:
+                    p.sub_(g @ g.T @ g if g.dim() == 2 else g, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("way", ["forward", "late"])
+@pytest.mark.parametrize("name", ["the precision of products", "mkldnn"])
+def test_an_update_behind_a_forward_under_other_switches(way: str, name: str) -> None:
+    """The next forward is most likely like the last one: the update is not put off behind it."""
+
+    def build_one() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Blocks()
+        return model, Multiplies(model.parameters(), lr=0.1)
+
+    lockstep(way, build_one, partial(learn, name=name, around="backward"))
+
+
+class WithoutMkldnnTwice(torch.optim.SGD):
+    """As one whose products come out otherwise."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        factor = 1.0 if torch.backends.mkldnn.enabled else 2.0
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=factor * group["lr"])
+
+
+@pytest.mark.parametrize("way", ["forward", "late"])
+def test_a_forward_under_another_mkldnn_than_the_last(way: str) -> None:
+    """An update behind it is one under that of ``step()``, and the forward goes on under its own."""
+
+    def build_one() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Blocks()
+        return model, WithoutMkldnnTwice(model.parameters(), lr=0.1)
+
+    def step(lane: Contender, i: int) -> torch.Tensor:
+        x, y = batch(i)
+        with without_mkldnn() if i % 2 else nullcontext():
+            loss = loss_of(lane.model(x), y)
+            assert bool(torch.backends.mkldnn.enabled) == (i % 2 == 0)
+        return lane.learn(loss)
+
+    lane = lockstep(way, build_one, step)
+    assert "steps put off" in repr(lane.overlap)
+
+
 def test_a_default_dtype_that_is_set_anew_while_a_step_is_due() -> None:
     """As Lightning's bf16-true has it, around the forward."""
     torch.manual_seed(0)

@@ -120,8 +120,19 @@ def test_stepping_in_backward_saves_what_it_says(tmp_path: Path) -> None:
     assert attached.ranks[0].memory.alive["gradients"] <= 2.1 * LAYER
 
 
-def test_gradients_that_a_worker_frees_are_not_counted_for_ever(tmp_path: Path) -> None:
-    memory = recorded("forward", tmp_path / "run.json").ranks[0].memory
+def test_gradients_of_a_step_that_is_put_off_are_there_until_the_next_forward_has_waited(tmp_path: Path) -> None:
+    """``zero_grad()`` has taken them off before, and a worker applies them on a thread that the profiler does not see:
+    who waits for the update lets them go."""
+    run = recorded("forward", tmp_path / "run.json")
+    rank = run.ranks[0]
+    memory = rank.memory
+    always = run.setup.nbytes["parameters"] + run.setup.nbytes["optimizer state"]
+    starts = {kind: sorted(s.start for s in rank.spans if s.kind == kind) for kind in ("forward", "backward")}
+    assert [len(found) for found in starts.values()] == [3, 3]
+    for forward in starts["forward"][1:]:
+        assert 0 <= held(memory, forward) - always - DEPTH * LAYER < LAYER // 2
+    for backward in starts["backward"]:
+        assert 0 <= held(memory, backward) - always < LAYER // 2
     assert memory.alive["gradients"] <= 1.1 * DEPTH * LAYER
 
 

@@ -49,10 +49,11 @@ class Plain(torch.optim.Optimizer):
 
 
 class ClipsLargeGradients(Plain):
-    """Nothing happens below a norm that small made-up gradients do not reach."""
+    """Nothing happens below a norm that small made-up gradients do not reach, nor above it where a loss overflows."""
 
     def scale(self) -> float:
-        return min(1.0, 30.0 / (self.norm() + 1e-9))
+        norm = self.norm()
+        return 30.0 / norm if 30.0 < norm < 1e8 else 1.0
 
 
 class ScalesUpTinyGradients(Plain):
@@ -264,6 +265,22 @@ def test_draws_are_called_draws_and_the_generators_are_put_back(where: str) -> N
     random.seed(0)
     np.random.seed(0)
     assert drawn == (float(torch.rand(())), random.random(), float(np.random.rand()))
+
+
+@pytest.mark.parametrize("where", [where for where in DRAWS if where not in ("torch", "random", "numpy", "state")])
+def test_a_generator_from_which_nobody_draws_is_no_draw(where: str) -> None:
+    """As one that was drawn from in the constructor."""
+    prepare, draw = DRAWS[where]
+    model = Blocks(depth=1)
+    optimizer, other = (DrawsFrom(model.parameters(), draw=lambda _: torch.zeros(())) for _ in range(2))
+    prepare(optimizer)
+    prepare(other)
+    with instep.attach(model, optimizer, schedule="backward", bucket_bytes=2_000) as overlap:
+        assert overlap.plan.unproven == ()
+        model(batch(0)[0]).sum().backward()
+        optimizer.step()
+        assert overlap.step_count == 1
+    assert draw(optimizer) == draw(other)
 
 
 class Adamish(torch.optim.Optimizer):

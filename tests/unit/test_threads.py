@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 import instep
+from instep._life.worker import NAME
 from instep.errors import ConcurrentBackwardError
 from tests import net
 from tests.cases import Blocks, batch, weights
-from tests.inside import source_of
+from tests.devices import on_cpu_only
+from tests.inside import schedule_of, source_of
 from tests.parity.lockstep import SMALL, WAYS
 
 
@@ -162,28 +164,53 @@ class LooksAtItself(torch.optim.SGD):
     """An update that comes upon the real optimizer and its parameters, and not only upon what it is given."""
 
     real: Any = None
+    looked: list[str]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
-                p.sub_(p.grad, alpha=0.1)
-        if self.real is not None:
+        given = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        for p in given:
+            self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+            p.sub_(p.grad, alpha=0.1)
+        if self.real is not None and given:
             assert len(self.real.state) >= 0
             assert all(p.sum().isfinite() for p in self.real.param_groups[0]["params"])
+            self.looked.append(threading.current_thread().name)
 
 
-@pytest.mark.timeout(60)
+class NotForTheWorker:
+    """A lock that the thread of the step must not wait for: who waits for that thread has the lock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        assert threading.current_thread().name != NAME, "an update waits for itself"
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@on_cpu_only  # on an accelerator it has no thread
 def test_an_update_on_the_thread_of_the_step_does_not_wait_for_itself() -> None:
-    model, _ = make()
+    found = []
+    for attached in (False, True):
+        model, _ = make()
 
-    class Looks(LooksAtItself):
-        pass
+        class Looks(LooksAtItself):
+            looked: list[str] = []  # noqa: RUF012
 
-    optimizer = Looks(model.parameters(), lr=0.1)
-    with instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
+        optimizer = Looks(model.parameters(), lr=0.1)
+        if attached:
+            overlap = instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL)
+            schedule_of(overlap)._step.lock = NotForTheWorker()
         Looks.real = optimizer
         train(model, optimizer, 3)
-        overlap.synchronize()
+        if attached:
+            overlap.synchronize()
+            assert Looks.looked.count(NAME) > 3
+            overlap.detach()
         assert {entry["steps"] for entry in optimizer.state.values()} == {3}
+        found.append(weights(model))
+    assert all(map(torch.equal, *found))

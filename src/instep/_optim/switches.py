@@ -33,16 +33,22 @@ def switched(then: dict[str, Any], *, but: Container[str] = ()) -> str | None:
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Only while nobody else can ask for it: it is the whole process's."""
-    before = torch.get_default_dtype()
-    if before != dtype:
-        torch.set_default_dtype(dtype)
+def as_then(then: dict[str, Any]) -> Iterator[None]:
+    """The default dtype and mkldnn as they were. Only while nobody else can ask for them: they are the whole
+    process's."""
+    before = switches()
+    _set(then, before)
     try:
         yield
     finally:
-        if before != dtype:
-            torch.set_default_dtype(before)
+        _set(before, then)
+
+
+def _set(wanted: dict[str, Any], found: dict[str, Any]) -> None:
+    if wanted[DEFAULT_DTYPE] != found[DEFAULT_DTYPE]:
+        torch.set_default_dtype(wanted[DEFAULT_DTYPE])
+    if wanted[MKLDNN] != found[MKLDNN]:
+        torch.backends.mkldnn.enabled = wanted[MKLDNN]
 
 
 def _precision_of_products() -> str | None:

@@ -98,8 +98,7 @@ class FinalWrites(Writes):
         parameters = bucket.tensors()
         for parameter, spent in zip(parameters, bucket.spent, strict=True):
             parameter.grad = spent
-        if self._step.ledger.torn is None:  # else weights are there to be read, and loaded anew
-            self._watch.start(compress(parameters, bucket.leave_spent))
+        self._watch.start(compress(parameters, bucket.leave_spent))
 
     def stopped(self, cause: BaseException | None, *, wrote: bool) -> None:
         others_may_have = self._step.ledger.votes.voting is not None and isinstance(cause, NonFiniteGradientError)

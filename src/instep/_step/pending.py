@@ -23,7 +23,7 @@ from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParame
 from instep._optim.parts import VERSION, are_counted, memory_of
 from instep._optim.shadow import snapshot_of
 from instep._optim.stepper import Stepper
-from instep._optim.switches import DEFAULT_DTYPE, MKLDNN, default_dtype, switched, switches
+from instep._optim.switches import DEFAULT_DTYPE, MKLDNN, as_then, switched, switches
 from instep._ranks.votes import Vote, error_of
 from instep._step.recorder import Recorder
 from instep._step.streams import Mark
@@ -74,7 +74,7 @@ class _Circumstances:
             dtypes = (self.switches[DEFAULT_DTYPE], torch.get_default_dtype())
             if dtypes.count(torch.float64) == 1:
                 return switched(self.switches)
-        # torch.export may be what waits: it has switched mkldnn off.
+        # It runs under the others as they were: torch.export, say, which has switched mkldnn off, may be what waits.
         return None if self.known else switched(self.switches, but=(DEFAULT_DTYPE, MKLDNN))
 
 
@@ -345,8 +345,8 @@ class PendingBucket:
                 f"{difference}, since optimizer.step(), which has put off the update of {self.names[0]!r}. Call "
                 "overlap.synchronize() before such a change"
             )
-        # Whoever may ask for the default dtype meanwhile waits for this update, unless it can run at any time.
-        with nullcontext() if circumstances.at_any_time else default_dtype(circumstances.switches[DEFAULT_DTYPE]):
+        # Whoever may ask for the switches meanwhile waits for this update, unless it can run at any time.
+        with nullcontext() if circumstances.at_any_time else as_then(circumstances.switches):
             for call in self._calls:
                 self._step(call)
 

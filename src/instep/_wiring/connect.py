@@ -4,9 +4,11 @@ import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from instep._autograd.engine import graph_task
 from instep._autograd.hooks import BoundHook, UntracedHook, first_of_post_hooks, last_of_pre_hooks
 from instep._autograd.pickles import PlainPickles
 from instep._autograd.precision import LowPrecision
@@ -37,6 +39,8 @@ def connect(parts: Parts, target: Target, options: Options) -> None:
     sharding = parts.sharding
     # Before FSDP2's, which gathers the weights.
     _watch_forwards(parts, target, prepend=sharding is not None)
+    if options.schedule == "forward":
+        _watch_wrapped(parts, target)
     parts.late.watch(model, parts.schedule.parameters)
     if sharding is not None:
         sharding.connect(parts.late.readers, handles)
@@ -71,6 +75,21 @@ def _watch_forwards(parts: Parts, target: Target, *, prepend: bool) -> None:
     for model in target.called:
         parts.handles.append(model.register_forward_pre_hook(before, prepend=prepend))
         parts.handles.append(model.register_forward_hook(after))
+
+
+def _watch_wrapped(parts: Parts, target: Target) -> None:
+    after = BoundHook(partial(_after_wrapped, weakref.ref(parts.schedule)))
+    for wrapper in target.wrapped:
+        parts.handles.append(wrapper.module.register_forward_hook(after))
+
+
+def _after_wrapped(schedule: "weakref.ref[Schedule]", *_: object) -> None:
+    """The forward of what DDP wraps has returned: wait for the buckets that this forward did not read, as
+    ``Schedule.after_forward`` does, of which nobody hears where the loop calls ``forward()`` of the wrapper."""
+    if torch.compiler.is_compiling() or graph_task() is not None or not torch.is_grad_enabled():
+        return
+    if (found := schedule()) is not None:
+        found.synchronize()
 
 
 def _watch_steps(parts: Parts, target: Target) -> None:

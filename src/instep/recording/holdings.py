@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
@@ -87,7 +86,6 @@ class Note(NamedTuple):
 
     time: float
     address: int
-    name: str
 
 
 class GradientNotes:
@@ -96,25 +94,24 @@ class GradientNotes:
     def __init__(self, model: nn.Module) -> None:
         self.notes: list[Note] = []
         self._handles = []
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             # FSDP sets the gradients of its shards itself.
             if parameter.requires_grad and parameter.is_leaf and not hasattr(parameter, "to_local"):
-                self._handles.append(parameter.register_hook(partial(self._note, name)))
+                self._handles.append(parameter.register_hook(self._note))
 
     def stop(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _note(self, name: str, gradient: torch.Tensor) -> None:
+    def _note(self, gradient: torch.Tensor) -> None:
         if type(gradient) is torch.Tensor:
             for address, _ in storages(gradient):
-                self.notes.append(Note(perf_counter(), address, name))
+                self.notes.append(Note(perf_counter(), address))
 
 
 def memory_of(
     trace: Trace,
     spans: Sequence[Span],
-    told: Sequence[Span],
     held: Mapping[str, int],
     notes: GradientNotes,
     state: set[int],
@@ -124,26 +121,18 @@ def memory_of(
 
     Args:
         spans: in which memory is made: a category by their kind.
-        told: of which buckets' steps free gradients, on threads that the profiler does not see.
         state: addresses of the optimizers' state in the end.
     """
     phases, accumulations = Phases(spans), Phases(trace.accumulations())
-    changes = [(change, _category(change.time, change.thread, phases, accumulations)) for change in trace.memory()]
-    events = [(change.time, change.address, change.nbytes, category) for change, category in changes]
-    seen = {change.thread for change, _ in changes}
-    allocations = pair(events)
+    allocations = pair(
+        (change.time, change.address, change.nbytes, _category(change.time, change.thread, phases, accumulations))
+        for change in trace.memory()
+    )
     gradients = _noted(allocations, notes.notes)
-    freed: dict[str, list[float]] = {}
-    for span in told:
-        if span.kind == "step" and span.thread not in seen:
-            for name in span.parameters:
-                freed.setdefault(name, []).append(span.end)
     known = []
     for number, allocation in enumerate(allocations):
         if number in gradients:
-            by_others = freed.get(gradients[number], ())
-            ends = [end for end in (allocation.end, *by_others) if end is not None and end > allocation.start]
-            allocation = replace(allocation, end=min(ends, default=None), category=GRADIENTS)
+            allocation = replace(allocation, category=GRADIENTS)
         elif allocation.end is None and allocation.address in state and allocation.nbytes > 0:
             allocation = replace(allocation, category=STATE)
         known.append(allocation)
@@ -157,15 +146,15 @@ def _category(time: float, thread: int, phases: Phases, accumulations: Phases) -
     return _MADE_IN.get(None if span is None else span.kind, "other")
 
 
-def _noted(allocations: Sequence[Allocation], notes: Sequence[Note]) -> dict[int, str]:
-    """Which of the allocations is whose gradient."""
+def _noted(allocations: Sequence[Allocation], notes: Sequence[Note]) -> set[int]:
+    """Which of the allocations are gradients."""
     by_address: dict[int, list[int]] = {}
     for number, allocation in enumerate(allocations):
         by_address.setdefault(allocation.address, []).append(number)
-    found = {}
+    found = set()
     for note in notes:
         for number in by_address.get(note.address, ()):
             allocation = allocations[number]
             if allocation.start <= note.time and (allocation.end is None or note.time <= allocation.end):
-                found[number] = note.name
+                found.add(number)
     return found

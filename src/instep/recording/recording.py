@@ -198,9 +198,8 @@ class _Running:
             self._profile.export_chrome_trace(str(path))
             trace = Trace(path, self._offset)
         assert self._ends is not None
-        told = self._recorder.take()
-        spans = self._spans(trace, told)
-        memory = memory_of(trace, spans, told, self._held, self._notes, self._state, (self._began, self._ends))
+        spans = self._spans(trace, self._recorder.take())
+        memory = memory_of(trace, spans, self._held, self._notes, self._state, (self._began, self._ends))
         began = self._iterations.began
         iterations = list(zip(began, [*began[1:], self._ends], strict=True))
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
