@@ -118,7 +118,6 @@ ALLOWED = {
         "_version",
     },
     "integrations": {"errors", "_gradients", "sources.ddp", "options", "attachment", "attaching"},
-    "demo": {"_signals", "report", "attachment", "attaching", "verification", "_version"},
     "planning": {
         "errors",
         "_optim",
@@ -129,6 +128,7 @@ ALLOWED = {
         "attaching",
         "_version",
     },
+    "demo": {"_signals", "report", "attachment", "attaching", "verification", "replication", "planning", "_version"},
     "environment": {"_version"},
     "cli": {"_signals", "report", "demo", "planning", "environment", "_version"},
 }
