@@ -16,65 +16,9 @@ from torch.optim import lr_scheduler
 import instep
 from instep.errors import SpentGradientError, UnsupportedOptimizerError
 from instep.verification import first_difference, training_state
-from tests.cases import Blocks, batch, two_groups
+from tests.cases import Blocks, batch
 from tests.parity.lockstep import Contender, in_every_way, lockstep, loss_of, ways
-
-SHARPNESS = 3.0
-
-
-@torch.no_grad()
-def _step_param(self: Any, p: torch.Tensor, group: dict[str, Any]) -> None:
-    """By the sign of a running mean, with a step size that depends on the whole parameter."""
-    if p.grad is None:
-        return
-    state = self.state[p]
-    if not state:
-        state["step"], state["mean"] = 0, torch.zeros_like(p)
-    state["step"] += 1
-    state["mean"].mul_(0.9).add_(p.grad, alpha=0.1)
-    size = p.norm().item() / (self.sharpness + state["step"])
-    p.mul_(1 - group["lr"] * group["weight_decay"]).add_(state["mean"].sign(), alpha=-group["lr"] * size)
-
-
-@torch.no_grad()
-def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-    for group in self.param_groups:
-        for p in group["params"]:
-            self.step_param(p, group)
-    return loss
-
-
-@torch.no_grad()
-def _step_parameter(self: Any, p: torch.Tensor, group: dict[str, Any], index: int) -> None:
-    if p.grad is not None:
-        p.add_(p.grad.sign(), alpha=-group["lr"] * (index + 1))
-
-
-@torch.no_grad()
-def _step_by_index(self: Any, closure: Callable[[], Any] | None = None) -> None:
-    for group in self.param_groups:
-        for index, p in enumerate(group["params"]):
-            self.step_parameter(p, group, index)
-
-
-def with_step_param(model: nn.Module) -> Any:
-    optimizer: Any = torch.optim.AdamW(two_groups(model), lr=1e-2)
-    optimizer.sharpness = SHARPNESS
-    optimizer.step_param = MethodType(_step_param, optimizer)
-    optimizer.step = MethodType(_step, optimizer)
-    return optimizer
-
-
-def with_step_parameter(model: nn.Module) -> Any:
-    optimizer: Any = torch.optim.SGD(two_groups(model), lr=1e-2)
-    optimizer.step_parameter = MethodType(_step_parameter, optimizer)
-    optimizer.step = MethodType(_step_by_index, optimizer)
-    return optimizer
-
+from tests.parity.patched import step, with_step_param, with_step_parameter
 
 Patch = Callable[[nn.Module], Any]
 patched = pytest.mark.parametrize("patch", [with_step_param, with_step_parameter], ids=["step_param", "step_parameter"])
@@ -194,12 +138,12 @@ def _by_sign(self: Any, p: torch.Tensor, group: dict[str, Any]) -> None:
 
 
 def without_method(optimizer: Any) -> str:
-    optimizer.step = MethodType(_step, optimizer)
+    optimizer.step = MethodType(step, optimizer)
     return "no method step_param(p, group) or step_parameter(p, group, index)"
 
 
 def with_a_loose_method(optimizer: Any) -> str:
-    optimizer.step = MethodType(_step, optimizer)
+    optimizer.step = MethodType(step, optimizer)
     optimizer.step_param = lambda p, group: None
     return "step_param is not bound to this object"
 
@@ -212,7 +156,7 @@ def with_a_loose_step(optimizer: Any) -> str:
 
 def with_the_step_of_another(optimizer: Any) -> str:
     other: Any = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    optimizer.step = MethodType(_step, optimizer)
+    optimizer.step = MethodType(step, optimizer)
     optimizer.step_param = MethodType(_by_sign, other)
     return "step_param is not bound to this object"
 
@@ -233,7 +177,7 @@ def with_the_object_inside(optimizer: Any) -> str:
     def step_param(self: Any, p: torch.Tensor, group: dict[str, Any]) -> None:
         optimizer.state[p]["seen"] = True
 
-    optimizer.step = MethodType(_step, optimizer)
+    optimizer.step = MethodType(step, optimizer)
     optimizer.step_param = MethodType(step_param, optimizer)
     return "step_param holds this very object"
 
@@ -269,7 +213,7 @@ def test_an_object_that_is_a_global_of_the_method_is_refused(monkeypatch: pytest
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     monkeypatch.setitem(globals(), "the_optimizer", optimizer)
     optimizer.step_param = MethodType(_by_global, optimizer)
-    optimizer.step = MethodType(_step, optimizer)
+    optimizer.step = MethodType(step, optimizer)
     with pytest.raises(UnsupportedOptimizerError, match="step_param holds this very object"):
         instep.attach(model, optimizer, schedule="backward")
 
@@ -292,7 +236,7 @@ def test_a_method_that_couples_parameters_is_refused() -> None:
     model = Blocks()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.step_param = MethodType(_momentum_of_all, optimizer)
-    optimizer.step = MethodType(_step, optimizer)
+    optimizer.step = MethodType(step, optimizer)
     with pytest.raises(UnsupportedOptimizerError, match="SGD"):
         instep.attach(model, optimizer, schedule="backward")
 
