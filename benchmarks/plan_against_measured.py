@@ -31,6 +31,7 @@ from instep.demo.job import Shape
 from instep.demo.model import ByteGPT
 from instep.planning.job import Job
 from instep.planning.making import plan
+from instep.planning.planned_model import FOR_LOOP, IMPLEMENTATIONS
 
 BUCKET = MIB
 COUNT = "the steps that count"
@@ -164,7 +165,8 @@ def measure(implementation: str, options: dict[str, Any] | None) -> Measured:
     with recorded() as most, patch.object(Worker, "run", run_at_once):
         torch.manual_seed(0)
         model = build().train()
-        kind: dict[str, Any] = {implementation: True}
+        loop = implementation == FOR_LOOP
+        kind: dict[str, Any] = dict.fromkeys(IMPLEMENTATIONS, False) if loop else {implementation: True}
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kind)
 
         def step() -> None:

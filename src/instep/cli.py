@@ -153,22 +153,26 @@ def plan(
     ] = None,
     latency_us: Annotated[float | None, typer.Option(help="From one rank to another.", show_default="20")] = None,
     tflops: Annotated[
-        float | None, typer.Option(help="TFLOP/s that forward and backward reach.", show_default="400")
+        float | None, typer.Option(help="TFLOP/s that forward and backward reach.", show_default="measured here")
     ] = None,
     terabytes: Annotated[
-        float | None, typer.Option(help="TB/s of the device's memory that the step reaches.", show_default="4.1")
+        float | None,
+        typer.Option(help="TB/s of the device's memory that the step reaches.", show_default="measured here"),
     ] = None,
     forward_ms: Annotated[
         float | None, typer.Option(help="One forward, measured.", show_default="from its operations")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write all numbers to this file.", show_default=False)] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show peaks and times only.")] = False,
+    refusals: Annotated[
+        bool, typer.Option("--refusals", help="Show which options attach would refuse, and why.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show the verdict, peaks and times only.")] = False,
 ) -> None:
     """What training a model with instep will need and take, before there is a run.
 
     The model is built, and a few steps of training are rehearsed, without any data: it takes no memory to speak of, and
-    no device. Shown are the memory with and without instep, the buckets, an estimate of the time, and which options
-    attach would refuse.
+    no device. Shown are what would be saved, which line to write, the memory with and without instep, the buckets, and
+    an estimate of the time.
     """
     job = Job(
         build,
@@ -185,6 +189,7 @@ def plan(
         tflops,
         terabytes,
         forward_ms,
+        refusals,
     )
     from instep.planning.run import run
 

@@ -55,11 +55,13 @@ def test_what_begins_late_is_found_in_its_first_step(way: str, what: str) -> Non
     for i in range(2):
         iteration(i)
     assert "checked 2 of 5 steps" in repr(overlap)
-    aliases = [p.detach() for p in model.parameters()]  # whose use nobody notices
+    undo = SCHEDULES[way].get("undo")
+    # Whose use nobody notices. With schedule="forward" a step is not put off while they are there.
+    aliases = [p.detach() for p in model.parameters()] if undo else []
     before = [alias.clone() for alias in aliases]
     with pytest.raises(UnsupportedOptimizerError, match="MetTheOdd " + words) as found:
         iteration(2)
-    if SCHEDULES[way].get("undo"):
+    if undo:
         assert all(map(torch.equal, before, aliases))  # put back
         assert repr(overlap).endswith("open>")
         optimizer.step()  # the plain one, with the gradients that are still there

@@ -42,6 +42,10 @@ def matrices() -> nn.Module:
     return nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
 
 
+def deep() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(20)))
+
+
 def a_number() -> int:
     return 3
 

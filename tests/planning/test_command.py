@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 import instep
 from instep.cli import app
+from instep.planning import making
 from tests import net
 
 HERE = "tests.planning.models"
@@ -38,8 +40,17 @@ def test_in_a_pipe_it_is_plain_text_and_the_file_has_all_numbers(tmp_path: Path)
     done = subprocess.run(command, capture_output=True, text=True, timeout=net.SECONDS, cwd=ROOT, env={**os.environ})
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
-    for said in ("Sequential with AdamW, one device", "backward, undo", "attach refuses", "Assumed: 400 TFLOP/s"):
+    for said in (
+        "Sequential with AdamW, one device",
+        "backward, undo",
+        "TFLOP/s, measured here",
+        "TB/s of memory, measured",
+    ):
         assert said in done.stdout
+    assert "attach refuses" not in done.stdout
+    assert re.search(
+        r"^.* of gradients.*\nThe step takes [\d.]+% of an iteration\nTake instep.attach\(", done.stdout, re.M
+    )
     numbers = json.loads(written.read_text())
     assert numbers["instep_version"] == instep.__version__
     assert numbers["numel"] == 8 * 16 + 16 + 16 * 16 + 16 + 32 + 16 * 4 + 4
@@ -51,6 +62,23 @@ def test_in_a_pipe_it_is_plain_text_and_the_file_has_all_numbers(tmp_path: Path)
         "forward",
         "no optimizer",
     ]
+
+
+def test_refusals_are_shown_when_they_are_asked_for() -> None:
+    code, shown, _ = invoke(f"{HERE}:layers", "--refusals", "--terabytes", 1)
+    assert code == 0
+    assert "attach refuses\n  clip=ClipNorm(1.0) with schedule='backward'" in shown
+
+
+def test_rates_that_are_given_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured() -> float:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(making, "measured_flops", measured)
+    monkeypatch.setattr(making, "measured_memory_bytes", measured)
+    code, shown, _ = invoke(f"{HERE}:layers_and_rows", "--terabytes", 0.5, "--tflops", 2)
+    assert code == 0
+    assert "measured" not in shown
 
 
 @pytest.mark.nightly

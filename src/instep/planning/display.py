@@ -6,21 +6,23 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from instep.planning.verdict import size_of, verdict
 from instep.report.estimate import EVERYTHING, Estimate, Peak, PlannedBucket
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SHOWN = 12
 """Buckets; of more, the first and the last."""
 
 
 def show(console: Console, estimate: Estimate, quiet: bool) -> None:
-    """Peaks and times; unless ``quiet`` the sizes, the buckets, what is refused and what was assumed, too."""
+    """The verdict, peaks and times; unless ``quiet`` the sizes, the buckets and what was assumed, too."""
     ranks = f"{estimate.ranks} ranks" if estimate.ranks > 1 else "one device"
     _print(
         console,
         f"{estimate.model} with {estimate.optimizer}, {ranks}: {estimate.numel / 1e6:,.1f} M parameters in "
         f"{estimate.tensors} tensors",
     )
+    for line in verdict(estimate):
+        _print(console, line)
     if not quiet:
         console.print(_sizes(estimate))
     _print(console, "The most bytes in a step" + (", on each rank" if estimate.ranks > 1 else ""))
@@ -48,10 +50,10 @@ def _sizes(estimate: Estimate) -> Table:
     table = _table("", "bytes", "by dtype")
     for name, found in rows.items():
         if found or name != "buffers":
-            dtypes = ", ".join(f"{dtype} {_size(size)}" for dtype, size in sorted(found.items()))
-            table.add_row(name, _size(sum(found.values())), dtypes if len(found) != 1 else next(iter(found)))
+            dtypes = ", ".join(f"{dtype} {size_of(size)}" for dtype, size in sorted(found.items()))
+            table.add_row(name, size_of(sum(found.values())), dtypes if len(found) != 1 else next(iter(found)))
     if sizes.activations is not None:
-        table.add_row("activations", _size(sizes.activations), "what the forward leaves for backward")
+        table.add_row("activations", size_of(sizes.activations), "what the forward leaves for backward")
     return table
 
 
@@ -64,8 +66,8 @@ def _peaks(peaks: Sequence[Peak]) -> Table:
         cells = []
         for one in implementations:
             peak = mine.get(one)
-            saved = "" if way == "plain" or peak is None else _size(plain[one].total - peak.total)
-            cells += ["" if peak is None else _size(peak.total), saved]
+            saved = "" if way == "plain" or peak is None else size_of(plain[one].total - peak.total)
+            cells += ["" if peak is None else size_of(peak.total), saved]
         table.add_row(way, *cells)
     return table
 
@@ -79,7 +81,7 @@ def _buckets(buckets: Sequence[PlannedBucket]) -> Table:
             table.add_row("…", "", "", "")
         names = bucket.parameters
         span = ", ".join(names) if len(names) <= 2 else f"{names[0]} … {names[-1]}"
-        table.add_row(str(number), _size(bucket.nbytes), str(len(names)), span)
+        table.add_row(str(number), size_of(bucket.nbytes), str(len(names)), span)
     return table
 
 
@@ -117,13 +119,6 @@ def _table(*columns: str, left: Sequence[str] = ("", "by dtype")) -> Table:
 
 def _print(console: Console, line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _size(size: int) -> str:
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if abs(size) >= unit:
-            return f"{size / unit:,.2f} {name}"
-    return f"{size} B"
 
 
 def _time(seconds: float) -> str:

@@ -17,8 +17,10 @@ class Job:
         bucket_cap_mb: of DistributedDataParallel; ``None``: its default.
         bucket_view: whether DistributedDataParallel's gradients are views of its buckets.
         bucket_bytes: of ``instep.attach``; ``None``: its default.
-        gbits: of each rank's link, in each direction; ``None``: a default, as with all below.
+        gbits: of each rank's link, in each direction; ``None``: a default, as with the latency.
+        tflops: that forward and backward reach; ``None``: measured on this machine, as with the memory's terabytes.
         forward_ms: of one forward, measured; ``None``: from its operations.
+        refusals: whether each option of ``attach`` is tried, too.
     """
 
     build: str
@@ -35,3 +37,4 @@ class Job:
     tflops: float | None = None
     terabytes: float | None = None
     forward_ms: float | None = None
+    refusals: bool = False

@@ -20,16 +20,20 @@ from instep.planning.dry_run import (
 from instep.planning.errors import PlanError
 from instep.planning.job import Job
 from instep.planning.planned_model import PlannedModel, optimizer_makers
-from instep.planning.refusals import try_options
+from instep.planning.rates import measured_flops, measured_memory_bytes
+from instep.planning.refusals import try_options, try_schedules
 from instep.report.estimate import EVERYTHING, Estimate, Machine, Peak, PlannedBucket, Sizes, times
 from instep.sources.replicate.layout import BucketSizes, as_they_arrived
 from instep.sources.replicate.transient import IN_FLIGHT
 
-TFLOPS, TERABYTES, GBITS, LATENCY_US = 400.0, 4.1, 100.0, 20.0
+GBITS, LATENCY_US = 100.0, 20.0
 
 
 def plan(job: Job) -> Estimate:
-    """What training as ``job`` says will need and take. Nothing is trained, and no tensor of the model is made.
+    """What training as ``job`` says will need and take.
+
+    Nothing is trained, and no tensor of the model is made. Rates of the machine that ``job`` does not give are
+    measured, which takes two seconds.
 
     Raises:
         PlanError: something that ``job`` names is not there, or cannot be run without data.
@@ -73,7 +77,8 @@ class _Planning:
     def estimate(self) -> Estimate:
         job, model = self._job, self._planned.model
         make = next(iter(self._makers.values()))
-        refusals, accepted = try_options(self._planned, make, job)
+        asked = try_options if job.refusals else try_schedules
+        refusals, accepted = asked(self._planned, make, job)
         self._order = order_of_gradients(self._planned)
         # The default schedule takes every optimizer: then only it has a row.
         self._refused = next((one.reason for one in refusals if one.options.startswith(EVERYTHING)), None)
@@ -199,22 +204,21 @@ class _Planning:
 
     def _machine(self) -> Machine:
         job = self._job
-
-        def given(name: str, default: float, unit: str) -> float:
-            value: float | None = getattr(job, name)
-            if value is None:
-                self._assumptions.append(f"{default:g} {unit} (--{name.replace('_', '-')})")
-            return default if value is None else value
-
-        terabytes = given("terabytes", TERABYTES, "TB/s of the device's memory, reached by the step")
-        reached = TFLOPS
-        if self._planned.runs and job.forward_ms is None:
-            reached = given("tflops", TFLOPS, "TFLOP/s reached by forward and backward")
-        gbits, latency = GBITS, LATENCY_US
-        if job.world_size > 1:
-            gbits = given("gbits", GBITS, "Gbit/s of each rank's link")
-            latency = given("latency_us", LATENCY_US, "µs from one rank to another")
-        return Machine(job.world_size, reached * 1e12, terabytes * 1e12, gbits * 1e9 / 8, latency * 1e-6)
+        terabytes, tflops = job.terabytes, job.tflops
+        if terabytes is None:
+            terabytes = measured_memory_bytes() / 1e12
+            self._assumptions.append(
+                f"{terabytes:.3g} TB/s of memory, measured here on a step of fused AdamW (--terabytes)"
+            )
+        if tflops is None and self._planned.runs and job.forward_ms is None:
+            tflops = measured_flops() / 1e12
+            self._assumptions.append(f"{tflops:.3g} TFLOP/s, measured here on a product of float32 matrices (--tflops)")
+        gbits, latency = job.gbits or GBITS, LATENCY_US if job.latency_us is None else job.latency_us
+        if job.world_size > 1 and job.gbits is None:
+            self._assumptions.append(f"{gbits:g} Gbit/s of each rank's link (--gbits)")
+        if job.world_size > 1 and job.latency_us is None:
+            self._assumptions.append(f"{latency:g} µs from one rank to another (--latency-us)")
+        return Machine(job.world_size, (tflops or 1.0) * 1e12, terabytes * 1e12, gbits * 1e9 / 8, latency * 1e-6)
 
     def _forward_seconds(self, machine: Machine) -> float | None:
         if self._job.forward_ms is not None:

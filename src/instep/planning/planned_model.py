@@ -15,6 +15,7 @@ from instep.planning.job import Job
 from instep.planning.named import called, optimizer_named, options_of
 
 IMPLEMENTATIONS = ("foreach", "fused")
+FOR_LOOP = "for-loop"
 
 
 class PlannedModel:
@@ -102,7 +103,8 @@ class _Use(torch.autograd.Function):
 def optimizer_makers(job: Job) -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
     """By implementation: what makes the user's optimizer of parameters.
 
-    torch's come as foreach and fused, unless an option says which; all others as they are.
+    torch's come as they are built without an option (on a CPU as a for-loop, on a GPU as foreach), and as fused, unless
+    an option says which; all others as they are.
     """
     make, options = optimizer_named(job.optimizer), options_of(job.options)
     choices = []
@@ -112,7 +114,11 @@ def optimizer_makers(job: Job) -> dict[str, Callable[[Any], torch.optim.Optimize
     if not choices:
         named = [one for one in IMPLEMENTATIONS if options.get(one)]
         return {named[0] if named else "as it comes": _maker(job, make, options)}
-    return {one: _maker(job, make, {**options, one: True}) for one in choices}
+    found = {one: _maker(job, make, {**options, one: True}) for one in choices}
+    if "foreach" in found and not torch.cuda.is_available():
+        found.pop("foreach")
+        found = {FOR_LOOP: _maker(job, make, {**options, **dict.fromkeys(choices, False)}), **found}
+    return found
 
 
 def _maker(

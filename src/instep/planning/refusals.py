@@ -57,6 +57,17 @@ def try_options(planned: PlannedModel, make: MakeOptimizer, job: Job) -> tuple[t
     Every option is tried with each schedule, by itself. Where a schedule is refused without any, its options are not
     tried.
     """
+    return _try(planned, make, job, OPTIONS)
+
+
+def try_schedules(planned: PlannedModel, make: MakeOptimizer, job: Job) -> tuple[tuple[Refusal, ...], tuple[str, ...]]:
+    """The same of the schedules alone, without any option."""
+    return _try(planned, make, job, {})
+
+
+def _try(
+    planned: PlannedModel, make: MakeOptimizer, job: Job, options: Mapping[str, dict[str, Any]]
+) -> tuple[tuple[Refusal, ...], tuple[str, ...]]:
     refused: dict[tuple[str, str], list[str]] = {}
     accepted = []
     possible = []
@@ -68,7 +79,7 @@ def try_options(planned: PlannedModel, make: MakeOptimizer, job: Job) -> tuple[t
                 accepted.append(schedule)
             else:
                 refused.setdefault((EVERYTHING, reason), []).append(schedule)
-        for option, argument in OPTIONS.items():
+        for option, argument in options.items():
             for schedule in possible:
                 reason = _refusal(planned, make, wrap, {**SCHEDULES[schedule], **argument})
                 if reason is None:
