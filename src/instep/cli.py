@@ -189,12 +189,11 @@ def plan(
         tflops,
         terabytes,
         forward_ms,
-        refusals,
     )
     from instep.planning.run import run
 
     with _exit_codes("plan"):
-        run(job, json, quiet)
+        run(job, refusals, json, quiet)
 
 
 @app.command()

@@ -1,9 +1,11 @@
 """``as_overlapped_optim``, ``register_overlapped``, ``OverlappedOptimizer``: DDP, FSDP1 and FSDP2."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
@@ -69,6 +71,31 @@ def lion() -> bool:
 
 def test_an_optimizer_that_is_not_torchs(two_ranks: RankPool) -> None:
     assert two_ranks.run(lion) == [True, True]
+
+
+def static(view: bool) -> list[bool]:
+    torch.manual_seed(0)
+    inner = Blocks()
+    plain, ddp = (
+        DistributedDataParallel(copy.deepcopy(inner), static_graph=True, gradient_as_bucket_view=view) for _ in range(2)
+    )
+    opt = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    instep.as_overlapped_optim(torch.optim.AdamW, None, lr=1e-2).register_ddp(ddp)
+    equal = []
+    for i in range(3):
+        for model in (plain, ddp):
+            loss(model, "Blocks", 1000 * dist.get_rank() + i).backward()
+        opt.step()
+        opt.zero_grad()
+        equal.append(all(map(torch.equal, plain.parameters(), ddp.parameters())))
+    attachment_of(ddp).detach()
+    return equal
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_the_first_backward_of_a_static_graph_is_a_step(two_ranks: RankPool, view: bool) -> None:
+    """DDP reduces that one's buckets in a callback of its own, where backward ends."""
+    assert two_ranks.run(static, view) == [[True] * 3] * 2
 
 
 def unsynced(how: str) -> tuple[bool, bool]:

@@ -286,3 +286,66 @@ def test_what_comes_before_an_update_needs_one(name: str, option: dict[str, Any]
     loop = Loop(MAKES[name][0])
     with pytest.raises(UnsupportedOptimizerError, match="clip, nonfinite and check_steps"):
         instep.attach(loop.model, loop.optimizer, **option)
+
+
+class Normed(nn.Module):
+    """Its backward reads a weight that a fused ``step()`` writes without counting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(4, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.norm(self.into(x)).square().mean()
+        return found
+
+
+def test_a_graph_that_was_made_before_the_last_step_of_a_fused_optimizer(puts_off: bool) -> None:
+    """torch does not notice that: backward computes with the new weights."""
+    lanes = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = Normed()
+        optimizer = AdamW(model.parameters(), lr=1e-2, fused=True)
+        overlap = instep.attach(model, optimizer, bucket_bytes=1) if attached else None
+        for i in range(STEPS):
+            first, second = (model(torch.randn(5, 4, generator=torch.Generator().manual_seed(i + j))) for j in (0, 50))
+            for loss in (first, second):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        if overlap is not None:
+            overlap.detach()
+        lanes.append((model, optimizer))
+    found = first_difference(*(training_state(*lane) for lane in lanes))
+    assert found is None, found
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_that_are_part_of_a_graph(puts_off: bool) -> None:
+    plain, loop = Loop(), Loop()
+    with instep.attach(loop.model, loop.optimizer):
+        for i in range(STEPS):
+            seen = []
+            for one in (plain, loop):
+                one.loss(i).backward(create_graph=True)
+                one.optimizer.step()
+                gradients = [p.grad for p in one.model.parameters() if p.grad is not None]
+                assert all(gradient.requires_grad for gradient in gradients)
+                seen.append(torch.stack([gradient.square().sum() for gradient in gradients]).sum().item())
+                one.optimizer.zero_grad()
+            assert seen[0] == seen[1]
+    assert (found := difference(plain, loop)) is None, found
+
+
+def test_detach_after_a_group_was_taken_out() -> None:
+    loop = Loop()
+    loop.optimizer.add_param_group({"params": [loop.optimizer.param_groups[0]["params"].pop()]})
+    overlap = instep.attach(loop.model, loop.optimizer, defer=True)
+    loop.step(0)
+    loop.optimizer.param_groups.pop()
+    with pytest.raises(StaleAttachmentError, match=r"no longer in AdamW.param_groups. detach\(\)"):
+        loop.step(1)
+    overlap.detach()
+    loop.step(1)

@@ -169,7 +169,7 @@ def test_buckets_of_ranks_are_those_of_torch() -> None:
 
 
 def test_what_attach_refuses_is_found_by_asking_it() -> None:
-    found = plan(Job(f"{HERE}:layers", refusals=True))
+    found = plan(Job(f"{HERE}:layers"), refusals=True)
     reasons = {refusal.options: refusal.reason for refusal in found.refusals}
     model = models.layers()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -182,7 +182,7 @@ def test_what_attach_refuses_is_found_by_asking_it() -> None:
 
 @pytest.mark.parametrize("view", [False, True])
 def test_what_it_refuses_on_several_ranks(view: bool) -> None:
-    found = plan(Job(f"{HERE}:layers", world_size=2, bucket_view=view, refusals=True))
+    found = plan(Job(f"{HERE}:layers", world_size=2, bucket_view=view), refusals=True)
     options = {refusal.options: refusal.reason for refusal in found.refusals}
     assert ("cross_iteration=True, schedule='forward'" in found.accepted) is view
     assert ("gradient_as_bucket_view" in options.get("cross_iteration=True with schedule='forward'", "")) is not view

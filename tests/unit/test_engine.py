@@ -99,6 +99,26 @@ def test_ends_of_torchs_own_run_between_the_first_two_phases() -> None:
     assert order[0] == "settled"  # it is that late
 
 
+def test_what_is_asked_for_before_ddps_end_keeps_later_phases_waiting() -> None:
+    """A turn may be in the queue by then: behind DDP's callback, and before DDP's end."""
+    order: list[str] = []
+
+    def launch() -> None:
+        current().at(Phase.BEFORE_DDP, before)
+        call_at_end(partial(order.append, "DDP"))
+
+    def before() -> None:
+        order.append("before")
+        current().at(Phase.AFTER_DDP, partial(order.append, "after"))
+
+    def ask() -> None:
+        current().at(Phase.SETTLED, partial(order.append, "settled"))
+        call_at_end(launch)
+
+    backward_asking(ask)
+    assert order == ["before", "DDP", "after", "settled"]
+
+
 def test_an_end_that_is_asked_for_in_a_phase_is_called_in_the_phase_that_it_names() -> None:
     order: list[str] = []
 

@@ -1,6 +1,10 @@
 """Threads: one model is trained on one at a time; models of their own do not meet."""
 
+import os
+import signal
+import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -10,7 +14,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._life.worker import NAME
+from instep._life.worker import NAME, Task, Worker
 from instep.errors import ConcurrentBackwardError
 from tests import net
 from tests.cases import Blocks, batch, weights
@@ -214,3 +218,60 @@ def test_an_update_on_the_thread_of_the_step_does_not_wait_for_itself() -> None:
         assert {entry["steps"] for entry in optimizer.state.values()} == {3}
         found.append(weights(model))
     assert all(map(torch.equal, *found))
+
+
+@on_cpu_only
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no such signal")
+def test_the_handler_of_a_signal_waits_for_what_the_thread_waits_for() -> None:
+    """As one that saves the model when a scheduler says that the job is about to end."""
+    let_run = threading.Event()
+    worker = Worker()
+    task = worker.run(lambda: [let_run.wait(net.SECONDS)].clear())
+    main = threading.get_ident()
+    handled: list[bool] = []
+
+    def handle(*_: object) -> None:
+        let_run.set()
+        task.wait()
+        handled.append(task.done)
+
+    def send() -> None:
+        while sys._current_frames()[main].f_code is not Task.wait.__code__:
+            time.sleep(0)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        ended.wait(net.SECONDS / 6)
+        if not ended.is_set():
+            task._gate.release()  # else the test would hang
+
+    before, ended = signal.signal(signal.SIGUSR1, handle), threading.Event()
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        task.wait()
+        hung = not sender.is_alive()
+    finally:
+        ended.set()
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)
+        worker.stop()
+    assert handled == [True]
+    assert not hung
+
+
+@on_cpu_only
+def test_step_does_not_answer_for_what_another_thread_reads() -> None:
+    """Else ``step()`` would be said to have come upon a parameter that it had handed over."""
+    model, optimizer = make()
+    met: list[int] = []
+    with instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
+        body = optimizer._init_group  # type: ignore[attr-defined]
+
+        def read_first(*given: Any) -> Any:
+            if threading.current_thread().name != NAME:  # step() itself, which finds nothing to update
+                assert not in_thread(model.outer.weight.sum)
+                met.append(len(schedule_of(overlap)._pending.met))
+            return body(*given)
+
+        optimizer._init_group = read_first  # type: ignore[attr-defined]
+        train(model, optimizer, 2)
+    assert met == [0, 0]

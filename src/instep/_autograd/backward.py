@@ -67,6 +67,8 @@ class Backward:
         """
         if phase is Phase.BEFORE_DDP:
             call_at_end(EndOfBackward(end, failed))
+            if self._turn is _Turn.DUE:
+                self._turn = _Turn.IDLE
             return
         self._asked()[EndOfBackward(end, failed)] = phase
         if self._turn is _Turn.NONE:

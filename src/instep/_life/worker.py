@@ -35,9 +35,11 @@ class Task:
             self._gate.release()
 
     def wait(self) -> None:
-        """Return when it has run. For one thread at a time, which may be interrupted, and come again."""
+        """Return when it has run. The thread that waits may be interrupted, and come again: also in the handler of a
+        signal, while the first wait goes on."""
         while not self.done:
             self._gate.acquire()
+            self._gate.release()  # for whoever waits beside this one
 
 
 class Worker:

@@ -1,8 +1,11 @@
 """Which optimizers are torch's own, and which of those update every element of a parameter by itself."""
 
+from functools import cache
+
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.calling import undecorated_step
 from instep._optim.patched import replaced_step
 from instep._optim.waiting import class_of
 
@@ -33,6 +36,23 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether the optimizer updates each element of a parameter from that element's gradient and state alone, so that
     a shard of a parameter may be stepped by itself. Classes of others that inherit from these may do otherwise."""
     return class_of(optimizer) in _ELEMENTWISE and replaced_step(optimizer) is None
+
+
+def fused_counts_writes(optimizer: Optimizer) -> bool:
+    """Whether the fused kernel of one of torch's own optimizers counts a write of each parameter, as other kernels do.
+    It is tried, once for each class: torch does not say, and up to 2.15 none does."""
+    return _fused_counts_writes(class_of(optimizer).__name__)
+
+
+@cache
+def _fused_counts_writes(name: str) -> bool:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    optimizer = getattr(torch.optim, name)([parameter], lr=0.1, fused=True)
+    before = parameter._version
+    with torch.no_grad():
+        undecorated_step(type(optimizer))(optimizer)
+    return parameter._version > before
 
 
 def takes_hooks(optimizer: Optimizer) -> bool:

@@ -57,7 +57,9 @@ class OptimizerStep:
         """Step one bucket. See ``Update`` for the arguments."""
         members_of = self._layout.members_of(owned)
         groups, given = self._groups_of(optimizer, tensors, members_of)
-        update = Update(optimizer, groups, private(self._shared_state), tensors, owned, shards)
+        update = Update(
+            optimizer, groups, private(self._shared_state), tensors, owned, shards, counts_writes=self._looks_back
+        )
         watch = self.updates.begin(update)
         before = attributes_of(update.shadow)
         try:

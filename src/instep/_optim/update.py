@@ -24,6 +24,7 @@ class Update:
         tensors: to step: parameters, aliases of them, or aliases of this rank's shards of them.
         owned: the optimizer's own parameter for each.
         shards: for each the shard that is stepped in the parameter's place; ``None``: all are stepped whole.
+        counts_writes: whether a write of each parameter is counted where the kernel does not.
 
     Attributes:
         shadow: the optimizer object that steps.
@@ -31,7 +32,17 @@ class Update:
             that is not torch's own.
     """
 
-    __slots__ = ("_in_place", "_shards", "_values", "entries", "optimizer", "owned", "shadow", "tensors")
+    __slots__ = (
+        "_counts_writes",
+        "_in_place",
+        "_shards",
+        "_values",
+        "entries",
+        "optimizer",
+        "owned",
+        "shadow",
+        "tensors",
+    )
 
     def __init__(
         self,
@@ -41,7 +52,10 @@ class Update:
         tensors: Sequence[torch.Tensor],
         owned: Sequence[torch.Tensor],
         shards: Sequence[LocalShard | None] | None,
+        *,
+        counts_writes: bool,
     ) -> None:
+        self._counts_writes = counts_writes
         self.optimizer = optimizer
         self.tensors = tensors
         self.owned = owned
@@ -69,8 +83,9 @@ class Update:
         """Put the entries that the update made into the user's optimizer, and count a write of each parameter. Also
         after an update that raised: what it has written is written."""
         optimizer, found = self.optimizer, self.shadow.state
-        # Fused kernels count no write, and autograd must notice that a weight was saved for a node that runs later.
-        torch.autograd.graph.increment_version(self.tensors)
+        if self._counts_writes:
+            # Fused kernels count no write, and autograd must notice that a weight was saved for a node that runs later.
+            torch.autograd.graph.increment_version(self.tensors)
         if self._in_place:
             return
         if self._shards is not None:

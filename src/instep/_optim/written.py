@@ -50,7 +50,8 @@ class SharedWrites:
 
     def put_into(self, optimizer: Optimizer) -> None:
         for index, values in self._groups.items():
-            optimizer.param_groups[index].update(values)
+            if values:  # else the loop may have taken the group out since
+                optimizer.param_groups[index].update(values)
         optimizer.state.update(self._state or {})
         vars(optimizer).update(self._attributes or {})
 

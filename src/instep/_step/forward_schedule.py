@@ -149,6 +149,8 @@ class ForwardSchedule(HoldsStep):
         if self._backward == task:
             return False
         self._backward = task
+        # A graph that was made before the last step() may have saved weights, which the plain loop has written by now.
+        self._pending.finish(self._pending.all())
         step.has_gradients = True
         step.accumulation.begin()
         self._calls.drop_round()  # of a step that not all of its optimizers have taken

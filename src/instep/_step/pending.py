@@ -18,7 +18,7 @@ from instep._gradients.clipping import Clip
 from instep._life.worker import Task
 from instep._optim.calls import OptimizerCall, calls_of
 from instep._optim.entries import Entries
-from instep._optim.kinds import is_torchs_own
+from instep._optim.kinds import fused_counts_writes, is_torchs_own
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters
 from instep._optim.parts import VERSION, are_counted, memory_of
 from instep._optim.shadow import snapshot_of
@@ -56,6 +56,7 @@ class _Circumstances:
             all threads while one of them compiles, and a step then computes its bias corrections in another way. Fused
             kernels do not.
         known: whether the optimizer is torch's own.
+        counts_writes: whether the plain loop's ``step()`` counts a write of each parameter, for autograd to notice.
         switches: torch's, which an update reads.
     """
 
@@ -63,6 +64,7 @@ class _Circumstances:
         self.known = is_torchs_own(optimizer)
         self.switches = switches()
         self.at_any_time = self.known and all(group.get("fused") for group in optimizer.param_groups)
+        self.counts_writes = not self.at_any_time or fused_counts_writes(optimizer)
 
     def difference(self, *, makes_state: bool) -> str | None:
         """The switch that has changed since and matters to the update, in words.
@@ -257,8 +259,9 @@ class PendingBucket:
         self._keep = keep
         # Aliases: the parameters' own .grad, flags and attributes are the user's, to be read and changed meanwhile.
         self._calls = calls_of(parameters, self.gradients, alias=True)
-        # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
-        torch.autograd.graph.increment_version(self.tensors)
+        if step.circumstances.counts_writes:
+            # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
+            torch.autograd.graph.increment_version(self.tensors)
         self._as_left: _AsLeft | None = _AsLeft(self.tensors, self.gradients, step.state)
         step.unapplied.append(self)
         step.outstanding.append(self)

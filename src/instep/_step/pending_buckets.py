@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import repeat
+from threading import get_ident
 from time import perf_counter
 from typing import Protocol
 
@@ -218,7 +219,8 @@ class PendingBuckets:
         self._end_stopped()
         bucket = self.of(parameter)
         self.finish([bucket])
-        if bucket is not None and self._step.round.stepper is not None:
+        round_ = self._step.round
+        if bucket is not None and round_.stepper is not None and round_.thread == get_ident():
             name = next(name for name, one in zip(bucket.names, bucket.tensors, strict=True) if one is parameter)
             self.met.append((name, parameter, version_of(parameter)))
         self._watch.stop([parameter])

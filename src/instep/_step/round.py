@@ -1,6 +1,7 @@
 """One round of ``optimizer.step()``: the calls, of all optimizers that have gradients, that make up one step."""
 
 from collections.abc import Callable, Sequence
+from threading import get_ident
 
 import torch
 
@@ -17,6 +18,7 @@ class Round:
     Attributes:
         owing: the optimizers with gradients of this step whose ``step()`` has not returned.
         stepper: of the optimizer whose ``step()`` runs, or was ended by an error that nobody has noticed yet.
+        thread: on which that runs. Other threads may read parameters meanwhile.
         takes_step: whether the step is taken; ``None``: not known yet.
         hidden: parameters whose gradient the running ``step()`` is not to find, with the gradient. Parameters are held
             weakly: a loop that drops its model after a ``step()`` that has raised is to get it freed.
@@ -26,6 +28,7 @@ class Round:
     def __init__(self) -> None:
         self.owing: set[Stepper] = set()
         self.stepper: Stepper | None = None
+        self.thread: int | None = None
         self.takes_step: bool | None = None
         self.hidden: list[tuple[AttachedParameter, torch.Tensor]] = []
         self.is_ending = False
@@ -37,7 +40,8 @@ class Round:
 
     def begins(self, stepper: Stepper, ledger: Ledger) -> None:
         """``step()`` is about to update."""
-        self.stepper = stepper  # first: who is interrupted in between is known to run
+        self.thread = get_ident()
+        self.stepper = stepper  # before the event: who is interrupted in between is known to run
         ledger.happened(Event.STEP_BEGINS)
 
     def is_refused(self, ledger: Ledger) -> None:

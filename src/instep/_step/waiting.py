@@ -26,6 +26,7 @@ from instep._optim.stepper import Stepper
 from instep._step.pending import InFlightBucket, gradients_in, in_grad
 
 _LAYOUT = attrgetter("layout")
+_IN_GRAPH = attrgetter("requires_grad")  # made by backward(create_graph=True)
 InFlight = Mapping[AttachedParameter, InFlightBucket]
 
 
@@ -56,7 +57,8 @@ def waiting_of(
 def _are_usual(mine: AttachedParameters) -> bool:
     tensors = mine.tensors()
     gradients = gradients_in(mine, tensors)
-    return are_plain(tensors) and are_plain(gradients) and set(map(_LAYOUT, gradients)) == {torch.strided}
+    strided = set(map(_LAYOUT, gradients)) == {torch.strided}
+    return strided and are_plain(tensors) and are_plain(gradients) and not any(map(_IN_GRAPH, gradients))
 
 
 def _can_wait_alone(attached: AttachedParameter, flight: InFlightBucket | None, unseen: Container[int]) -> bool:
@@ -70,6 +72,7 @@ def _can_wait_alone(attached: AttachedParameter, flight: InFlightBucket | None, 
         )
         and attached.spec.index not in unseen
         and gradient.layout is torch.strided
+        and not gradient.requires_grad
     )
 
 

@@ -20,7 +20,6 @@ class Job:
         gbits: of each rank's link, in each direction; ``None``: a default, as with the latency.
         tflops: that forward and backward reach; ``None``: measured on this machine, as with the memory's terabytes.
         forward_ms: of one forward, measured; ``None``: from its operations.
-        refusals: whether each option of ``attach`` is tried, too.
     """
 
     build: str
@@ -37,4 +36,3 @@ class Job:
     tflops: float | None = None
     terabytes: float | None = None
     forward_ms: float | None = None
-    refusals: bool = False

@@ -29,11 +29,14 @@ from instep.sources.replicate.transient import IN_FLIGHT
 GBITS, LATENCY_US = 100.0, 20.0
 
 
-def plan(job: Job) -> Estimate:
+def plan(job: Job, *, refusals: bool = False) -> Estimate:
     """What training as ``job`` says will need and take.
 
     Nothing is trained, and no tensor of the model is made. Rates of the machine that ``job`` does not give are
     measured, which takes two seconds.
+
+    Args:
+        refusals: whether each option of ``attach`` is tried, too.
 
     Raises:
         PlanError: something that ``job`` names is not there, or cannot be run without data.
@@ -41,7 +44,7 @@ def plan(job: Job) -> Estimate:
     _require_sensible(job)
     makers = optimizer_makers(job)
     planned = PlannedModel(job)
-    return _Planning(job, planned, makers).estimate()
+    return _Planning(job, planned, makers).estimate(refusals)
 
 
 def _require_sensible(job: Job) -> None:
@@ -74,10 +77,10 @@ class _Planning:
         self._first: Measured | None = None
         self._refused: str | None = None
 
-    def estimate(self) -> Estimate:
+    def estimate(self, try_all: bool) -> Estimate:
         job, model = self._job, self._planned.model
         make = next(iter(self._makers.values()))
-        asked = try_options if job.refusals else try_schedules
+        asked = try_options if try_all else try_schedules
         refusals, accepted = asked(self._planned, make, job)
         self._order = order_of_gradients(self._planned)
         # The default schedule takes every optimizer: then only it has a row.

@@ -15,7 +15,7 @@ from instep.planning.making import plan
 from instep.report.files import require_writable, write
 
 
-def run(job: Job, json: Path | None, quiet: bool) -> None:
+def run(job: Job, refusals: bool, json: Path | None, quiet: bool) -> None:
     """Plan, show and write what was found.
 
     Raises:
@@ -26,7 +26,7 @@ def run(job: Job, json: Path | None, quiet: bool) -> None:
         require_writable("--json", json)
     terminal = Console(stderr=True)
     with terminal.status("rehearsing some steps without data") if terminal.is_terminal else nullcontext():
-        estimate = plan(job)
+        estimate = plan(job, refusals=refusals)
     if json is not None:
         versions = {"instep_version": __version__, "torch_version": torch.__version__}
         write("--json", json, jsonlib.dumps({**versions, **dataclasses.asdict(estimate)}, indent=2) + "\n")
