@@ -498,8 +498,8 @@ MUTANTS = [
     Mutant(
         "call an end in a turn that DDP's own end may be behind",
         "Backward.at",
-        "            self._turn = _Turn.IDLE\n",
-        "            self._turn = _Turn.DUE\n",
+        "        if self._turn is not _Turn.RUNNING:\n            self._turn = _Turn.IDLE\n",
+        "        if self._turn is not _Turn.RUNNING:\n            self._turn = _Turn.DUE\n",
         ENGINE,
     ),
     Mutant(
