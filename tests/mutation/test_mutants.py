@@ -1945,6 +1945,13 @@ MUTANTS = [
         DEFAULT,
     ),
     Mutant(
+        "update in as many threads as the worker happens to have",
+        "in_threads",
+        "    torch.set_num_threads(count)\n    try",
+        "    try",
+        "tests/unit/test_threads.py",
+    ),
+    Mutant(
         "let a scheduler hide a replaced step",
         "replaced_step",
         'getattr(patch, "_wrapped_by_lr_sched", False) or ',

@@ -275,3 +275,38 @@ def test_step_does_not_answer_for_what_another_thread_reads() -> None:
         optimizer._init_group = read_first  # type: ignore[attr-defined]
         train(model, optimizer, 2)
     assert met == [0, 0]
+
+
+class NotesThreads(torch.optim.Optimizer):
+    noted: list[tuple[str, int]] = []  # noqa: RUF012
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    NotesThreads.noted.append((threading.current_thread().name, torch.get_num_threads()))
+                    p.sub_(p.grad, alpha=group["lr"])
+
+
+@on_cpu_only
+def test_an_update_has_as_many_of_torchs_threads_as_its_step() -> None:
+    """By their number some kernels divide a sum; and each thread of Python has a number of its own."""
+    model, _ = make()
+    optimizer = NotesThreads(model.parameters())
+    before = torch.get_num_threads()
+    with instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
+        try:
+            for count in (1, 3, 2):
+                torch.set_num_threads(count)
+                NotesThreads.noted.clear()
+                train(model, optimizer, 1)
+                torch.set_num_threads(5)
+                overlap.synchronize()
+                assert set(NotesThreads.noted) == {(NAME, count)}
+                assert torch.get_num_threads() == 5
+        finally:
+            torch.set_num_threads(before)

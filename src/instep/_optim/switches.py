@@ -44,6 +44,21 @@ def as_then(then: dict[str, Any]) -> Iterator[None]:
         _set(before, then)
 
 
+@contextmanager
+def in_threads(count: int) -> Iterator[None]:
+    """With so many of torch's threads on a CPU. Each thread of Python has a number of its own: some kernels divide a
+    sum by that number, and each pool of threads wants the cores."""
+    before = torch.get_num_threads()  # in a new thread this also makes torch limit the libraries below it
+    if before == count:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _set(wanted: dict[str, Any], found: dict[str, Any]) -> None:
     if wanted[DEFAULT_DTYPE] != found[DEFAULT_DTYPE]:
         torch.set_default_dtype(wanted[DEFAULT_DTYPE])

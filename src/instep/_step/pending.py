@@ -23,7 +23,7 @@ from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParame
 from instep._optim.parts import VERSION, are_counted, memory_of
 from instep._optim.shadow import snapshot_of
 from instep._optim.stepper import Stepper
-from instep._optim.switches import DEFAULT_DTYPE, MKLDNN, as_then, switched, switches
+from instep._optim.switches import DEFAULT_DTYPE, MKLDNN, as_then, in_threads, switched, switches
 from instep._ranks.votes import Vote, error_of
 from instep._step.recorder import Recorder
 from instep._step.streams import Mark
@@ -58,11 +58,13 @@ class _Circumstances:
         known: whether the optimizer is torch's own.
         counts_writes: whether the plain loop's ``step()`` counts a write of each parameter, for autograd to notice.
         switches: torch's, which an update reads.
+        threads: of torch's, on a CPU.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.known = is_torchs_own(optimizer)
         self.switches = switches()
+        self.threads = torch.get_num_threads()
         self.at_any_time = self.known and all(group.get("fused") for group in optimizer.param_groups)
         self.counts_writes = not self.at_any_time or fused_counts_writes(optimizer)
 
@@ -349,7 +351,8 @@ class PendingBucket:
                 "overlap.synchronize() before such a change"
             )
         # Whoever may ask for the switches meanwhile waits for this update, unless it can run at any time.
-        with nullcontext() if circumstances.at_any_time else as_then(circumstances.switches):
+        as_before = nullcontext() if circumstances.at_any_time else as_then(circumstances.switches)
+        with as_before, in_threads(circumstances.threads):
             for call in self._calls:
                 self._step(call)
 
