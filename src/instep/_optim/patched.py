@@ -40,7 +40,7 @@ def cannot_follow(optimizer: Optimizer) -> str | None:
     for name, method in {"step": replaced_step(optimizer), **methods}.items():
         function = getattr(method, "__func__", method)
         # A scheduler's wrapper holds the function that was bound.
-        bound = name == "step" and "_wrapped_by_lr_sched" in vars(optimizer.step)
+        bound = name == "step" and getattr(optimizer.step, "_wrapped_by_lr_sched", False)
         if not isinstance(function, FunctionType) or getattr(method, "__self__", bound and optimizer) is not optimizer:
             return f"{name} is not bound to this object (types.MethodType)"
         if _encloses(function, optimizer):
