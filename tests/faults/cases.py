@@ -17,6 +17,9 @@ LOSES_A_RANK = ("kill", "stop", "hang", "partition")
 NONFINITE = ("nan", "inf", "-inf")
 KINDS = (*RAISES, *LOSES_A_RANK, *NONFINITE, "error", "save")
 
+TURNS = 150
+"""Into how many moments a step is divided, for interrupts at any time."""
+
 POINTS = {
     "forward": "before a block runs",
     "model": "at a node of the autograd graph",
@@ -34,7 +37,7 @@ POINTS = {
     "in step": "in a step pre-hook of the user's",
     "after step": "between optimizer.step() and the next forward",
     "vote": "in the collective by which ranks agree on a step",
-    "any time": "so many 1/100000 s after the step began",
+    "any time": "so many of the ``TURNS`` parts of a step's length after the step began",
 }
 """Every point by name. ``inject.SEAMS`` has how each is reached."""
 

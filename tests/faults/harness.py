@@ -464,6 +464,8 @@ class Summary:
         for outcome in (NOT_REACHED, NOT_BUILT):
             if number := self.count(outcome):
                 lines.append(f"     {outcome:50} {number:4} cases")
+        missed = Counter(f"{v.case.way}, {v.case.point}" for v in self.verdicts if v.outcome == NOT_REACHED)
+        lines += [f"       {place:48} {number:4}" for place, number in sorted(missed.items())]
         return "\n".join(lines)
 
 

@@ -23,7 +23,7 @@ from instep._ranks import group_votes
 from instep._step import pending
 from instep.sources.ddp.reducer_group import ReducerGroup, work_of
 from instep.sources.ddp.reductions import Reduction
-from tests.faults.cases import ALL, NONFINITE, RAISES, TIMEOUT, Case
+from tests.faults.cases import ALL, NONFINITE, RAISES, TIMEOUT, TURNS, Case
 from tests.faults.program import Staged
 
 if TYPE_CHECKING:
@@ -314,14 +314,27 @@ def _in_the_loop(trigger: Trigger, run: "Run") -> Iterator[None]:
 
 @contextmanager
 def _timer(trigger: Trigger, run: "Run") -> Iterator[None]:
+    """The length of a step is that of the step before, in this process: on every machine the fault falls into the step."""
+    began, length = 0.0, 0.0
+
     def ring(*_: object) -> NoReturn:
         trigger._passed = trigger.case.where
         trigger.due()
         raise Alarm("the fault")
 
+    def begin() -> None:
+        nonlocal began
+        began = time.monotonic()
+        if trigger.awaited:
+            signal.setitimer(signal.ITIMER_REAL, max(length * trigger.case.where / TURNS, 1e-6))
+
+    def end() -> None:
+        nonlocal length
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        length = time.monotonic() - began
+
     before = signal.signal(signal.SIGALRM, ring)
-    run.at["begin"] = lambda: trigger.awaited and signal.setitimer(signal.ITIMER_REAL, (trigger.case.where + 1) / 1e5)
-    run.at["end"] = lambda: signal.setitimer(signal.ITIMER_REAL, 0)
+    run.at["begin"], run.at["end"] = begin, end
     yield
     signal.signal(signal.SIGALRM, before)
 

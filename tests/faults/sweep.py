@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import product
 
 from tests import missing
-from tests.faults.cases import ALL, LOSES_A_RANK, Case
+from tests.faults.cases import ALL, LOSES_A_RANK, TURNS, Case
 from tests.faults.harness import BY_SEVERITY, NOT_REACHED, OK, Summary, Verdict, can_partition, run_cases
 
 WAYS = ("backward", "undo", "forward")
@@ -56,7 +56,7 @@ def models_that_raise() -> Iterator[Case]:
             yield Case(way=way, point="model", kind=kind, where=where, model=model, optimizer="SGD")
     for way, point, kind in product(WAYS, ("forward", "before step", "after step"), ("raise", "interrupt", "exit")):
         yield Case(way=way, point=point, kind=kind)
-    for way, where in product(WAYS, range(0, 600, 4)):
+    for way, where in product(WAYS, range(TURNS)):
         yield Case(way=way, point="any time", kind="late interrupt", where=where, optimizer="AdamW for-loop")
     for way, where in product(WAYS, range(1, 22, 5)):
         yield Case(way=way, point="in the update", kind="interrupt", where=where, optimizer="AdamW foreach")

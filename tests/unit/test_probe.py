@@ -13,6 +13,7 @@ from torch import nn
 
 import instep
 from instep._optim import probe
+from instep._optim.kinds import is_torchs_own
 from instep.errors import UnsupportedOptimizerError
 from tests.cases import Blocks, batch, grad_of, two_groups
 
@@ -536,6 +537,21 @@ def test_what_would_fail_in_step_is_refused_before(cls: Any, words: str) -> None
     model = Blocks(depth=1)
     with pytest.raises(UnsupportedOptimizerError, match=words):
         instep.attach(model, cls(model.parameters()), schedule="backward")
+
+
+TORCHS = [cls for cls in vars(torch.optim).values() if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)]
+
+
+@pytest.mark.parametrize(
+    "cls", [cls for cls in TORCHS if cls is not torch.optim.Optimizer], ids=lambda cls: cls.__name__
+)
+def test_what_an_optimizer_of_torch_writes_is_known(cls: type[torch.optim.Optimizer]) -> None:
+    class Other(cls):  # type: ignore[misc,valid-type]
+        pass
+
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    assert is_torchs_own(cls([parameter]))
+    assert not is_torchs_own(Other([parameter]))
 
 
 def test_a_class_with_the_same_options_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Which optimizers are torch's own, and which of those update every element of a parameter by itself."""
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -29,7 +30,13 @@ _ELEMENTWISE = frozenset(
 
 def is_torchs_own(optimizer: Optimizer) -> bool:
     """Whether the optimizer is exactly one of ``torch.optim``: what its update reads and writes is known."""
-    return type(optimizer).__module__.startswith("torch.optim.") and replaced_step(optimizer) is None
+    return is_in_torch_optim(type(optimizer)) and replaced_step(optimizer) is None
+
+
+def is_in_torch_optim(made_by: Callable[..., Optimizer]) -> bool:
+    """Whether ``made_by`` is a class of ``torch.optim``. Some of these name a file in ``__module__``, others the
+    package itself."""
+    return f"{made_by.__module__}.".startswith("torch.optim.")
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:

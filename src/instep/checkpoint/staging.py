@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.dtensor import is_sharded
+from instep._optim.kinds import is_in_torch_optim
 from instep.attachment import Attachment
 from instep.checkpoint.contents import NOT_IN_GROUP, TrainingState, class_of
 from instep.checkpoint.groups import check_values
@@ -261,7 +262,7 @@ class _IntoOptimizer:
         """Whether it can be the state of ``parameter``: torch's own optimizers have that in its shape, or that of its
         rows or columns, or single numbers."""
         cls = type(self._optimizer)
-        fits = cls is torch.optim.LBFGS or not cls.__module__.startswith("torch.optim.")
+        fits = cls is torch.optim.LBFGS or not is_in_torch_optim(cls)
         fits = fits or math.prod(record.shape) <= 1
         if not fits and len(record.shape) == parameter.dim():
             fits = all(size in (1, full) for size, full in zip(record.shape, parameter.shape, strict=True))

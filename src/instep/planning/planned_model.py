@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
+from instep._optim.kinds import is_in_torch_optim
 from instep.planning.errors import PlanError
 from instep.planning.fake_tensors import FakeTensors
 from instep.planning.job import Job
@@ -108,7 +109,7 @@ def optimizer_makers(job: Job) -> dict[str, Callable[[Any], torch.optim.Optimize
     """
     make, options = optimizer_named(job.optimizer), options_of(job.options)
     choices = []
-    if make.__module__.startswith("torch.optim.") and not any(options.get(one) for one in IMPLEMENTATIONS):
+    if is_in_torch_optim(make) and not any(options.get(one) for one in IMPLEMENTATIONS):
         takes = inspect.signature(make).parameters
         choices = [one for one in IMPLEMENTATIONS if one in takes]
     if not choices:
