@@ -314,7 +314,7 @@ def _in_the_loop(trigger: Trigger, run: "Run") -> Iterator[None]:
 
 @contextmanager
 def _timer(trigger: Trigger, run: "Run") -> Iterator[None]:
-    """The length of a step is that of the step before, in this process: on every machine the fault falls into the step."""
+    """A step is as long as the one before in this process: on every machine the interrupt falls into the step."""
     began, length = 0.0, 0.0
 
     def ring(*_: object) -> NoReturn:

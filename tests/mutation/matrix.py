@@ -28,7 +28,7 @@ from tests.mutation.seeding import ROOT, Mutant, put_in
 
 CHEAP = 0.1
 """Seconds. A test that takes less always runs by default."""
-AFFORDABLE = 1.5
+AFFORDABLE = 0.4
 """Of each test function the cheapest case always runs by default, if it takes less."""
 BY_DEFAULT = "not nightly and not examples and not accelerator"
 DEFECTS = {mutant.name: mutant for mutant in test_mutants.MUTANTS if "accelerator" not in mutant.marks}

@@ -550,7 +550,7 @@ def test_what_an_optimizer_of_torch_writes_is_known(cls: type[torch.optim.Optimi
         pass
 
     parameter = nn.Parameter(torch.zeros(2, 2))
-    assert is_torchs_own(cls([parameter]))
+    assert is_torchs_own(cls([parameter]))  # type: ignore[call-arg]
     assert not is_torchs_own(Other([parameter]))
 
 
