@@ -21,6 +21,7 @@ _OF_FSDP2 = (
     "test_sharded_corners.py",
     "test_sharded_checkpoints.py",
     "sharded_model",
+    "readers_of_shards",
 )
 # On an accelerator that is not CUDA.
 _BESIDE_CUDA = ("test_two_devices", "test_divided_state", "test_fsdp_has_no_more", "test_replicated_has_a_few")

@@ -33,7 +33,7 @@ def setup_of(**changes: Any) -> Setup:
 def memory_of(**alive: int) -> Memory:
     named = {name.replace("_", " "): nbytes for name, nbytes in alive.items()} or {"parameters": 4 * MIB}
     peak = sum(named.values())
-    return Memory([0.0, 0.4, 1.0], [0, peak, 0], 0.4, peak, named)
+    return Memory([0.0, 0.4, 1.0], [0, peak, 0], 0.4, peak, named, named)
 
 
 def span(kind: str, start: float, end: float, thread: int = MAIN, *parameters: str) -> Span:

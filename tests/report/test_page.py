@@ -1,10 +1,12 @@
 """The page, in a real browser where there is one, and what the command prints."""
 
+import html
 import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -47,34 +49,118 @@ def test_names_are_escaped_and_nothing_is_loaded_from_elsewhere() -> None:
     text = page([some_run(HOSTILE, label=HOSTILE)])
     assert HOSTILE not in text
     assert "&lt;script&gt;" in text
-    assert "<script" not in text
+    assert text.count("<script") == text.count("</script>") == 2, (
+        "the page's own: the values of its curves, and what shows them"
+    )
     assert not re.findall(r"https?:|//[a-z]|src=|@import|url\(", text)
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
-@pytest.mark.parametrize("width", [500, 1400])
-def test_in_a_browser_nothing_overflows(width: int, tmp_path: Path) -> None:
-    """Chromium's window is at least 500 wide: the narrow one has a page half as wide in it."""
-    text = page([some_run(LONG, ranks=9), some_run(LONG, ranks=9, label="instep, " + LONG)])
-    narrow = "document.body.style.width = '250px';" if width == 500 else ""
-    probe = f"""<script>{narrow}
-      const inside = e => e.closest('.wide, .track') && !e.matches('.wide, .track');
-      const room = document.body.getBoundingClientRect().right;
-      const out = [...document.querySelectorAll('body *')].filter(e => !inside(e) &&
-        e.getBoundingClientRect().right > room + 1).map(e => e.tagName + '.' + e.className);
-      document.body.dataset.out = JSON.stringify(out);
-      document.body.dataset.scrolls = document.documentElement.scrollWidth > innerWidth;
-      document.body.dataset.bars = document.querySelectorAll('.bar').length;
+needs_a_browser = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+
+
+def in_browser(text: str, probe: str, tmp_path: Path, width: int = 1400) -> dict[str, Any]:
+    """What ``probe``, the body of a function of ``page`` (a window that wide, whose document is ``text``), returns."""
+    # In a frame: a window is at least 500 wide.
+    frame = f"""<!doctype html><body style="margin:0"><iframe style="width:{width}px;height:900px;border:0"></iframe>
+      <script>
+      const frame = document.querySelector('iframe');
+      frame.onload = () => {{
+        const page = frame.contentWindow;
+        document.body.dataset.found = JSON.stringify((() => {{ {probe} }})());
+      }};
+      frame.srcdoc = {json.dumps(text).replace("<", chr(92) + "u003c")};
     </script></body>"""
-    path = tmp_path / "report.html"
-    path.write_text(text.replace("</body>", probe))
+    path = tmp_path / "frame.html"
+    path.write_text(frame)
     browser = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    options = [f"--window-size={width},900", f"--user-data-dir={tmp_path}", "--dump-dom", path.as_uri()]
-    done = subprocess.run([*browser, *options], capture_output=True, text=True, timeout=net.SECONDS)
-    assert "CONSOLE" not in done.stderr
-    assert 'data-out="[]"' in done.stdout, re.findall(r"data-out=\S*", done.stdout)
-    assert 'data-scrolls="false"' in done.stdout
-    assert int(re.findall(r'data-bars="(\d+)"', done.stdout)[0]) > 2 * 8 * 6
+    options = ["--window-size=1500,1000", f"--user-data-dir={tmp_path}", "--virtual-time-budget=5000", "--dump-dom"]
+    done = subprocess.run([*browser, *options, path.as_uri()], capture_output=True, text=True, timeout=net.SECONDS)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    found = re.search(r'data-found="([^"]*)"', done.stdout)
+    assert found is not None, done.stdout[-2000:]
+    return json.loads(html.unescape(found[1]))  # type: ignore[no-any-return]
+
+
+MEASURED = """
+  const root = page.document, room = root.documentElement.clientWidth;
+  const shown = e => page.getComputedStyle(e).display !== 'none' && e.getClientRects().length > 0;
+  const inside = e => e.closest('.track') && !e.matches('.track');
+  const all = [...root.querySelectorAll('body *')].filter(e => shown(e) && !inside(e));
+  const broken = [];
+  const texts = root.createTreeWalker(root.body, page.NodeFilter.SHOW_TEXT);
+  for (let node = texts.nextNode(); node; node = texts.nextNode()) {
+    if (!shown(node.parentElement) || node.parentElement.closest('script, style')) continue;
+    for (const word of node.data.matchAll(/[^\\s]+/g)) {
+      const range = root.createRange();
+      range.setStart(node, word.index); range.setEnd(node, word.index + word[0].length);
+      const tops = new Set([...range.getClientRects()].filter(r => r.width > 0).map(r => Math.round(r.top)));
+      if (tops.size > 1) broken.push(word[0]);
+    }
+  }
+  return {
+    outside: all.filter(e => e.getBoundingClientRect().right > room + 1).map(e => e.tagName + '.' + e.className),
+    clipped: all.filter(e => e.matches('td, th, li, p, h1, h2, h3, .lane > span, .verdict *')
+      && e.scrollWidth > e.clientWidth + 1 && page.getComputedStyle(e).display !== 'inline'
+    ).map(e => e.textContent.trim().slice(0, 40)),
+    scrolls: [root.documentElement, ...root.querySelectorAll('.wide')]
+      .filter(e => e.scrollWidth > e.clientWidth + 1).length,
+    broken, bars: root.querySelectorAll('.bar').length,
+  };
+"""
+
+
+@needs_a_browser
+@pytest.mark.parametrize("width", [360, 800, 1400])
+def test_in_a_browser_nothing_is_clipped_and_no_word_is_broken(width: int, tmp_path: Path) -> None:
+    runs = [
+        some_run(LONG, ranks=9),
+        some_run(LONG, ranks=9, label="instep, schedule='backward', bucket_bytes=16777216"),
+    ]
+    found = in_browser(page(runs), MEASURED, tmp_path, width)
+    assert found["bars"] > 2 * 8 * 6
+    assert {name: found[name] for name in ("outside", "clipped", "broken", "scrolls")} == {
+        "outside": [],
+        "clipped": [],
+        "broken": [],
+        "scrolls": 0,
+    }
+
+
+@needs_a_browser
+def test_values_are_read_by_pointer_and_by_keyboard(tmp_path: Path) -> None:
+    probe = """
+      const [lanes, curves] = page.document.querySelectorAll('.panel'), said = [];
+      const read = panel => said.push(panel.querySelector('.readout').textContent);
+      const press = (panel, key) => panel.dispatchEvent(new page.KeyboardEvent('keydown', {key, bubbles: true}));
+      const point = (panel, share) => {
+        const track = panel.querySelector('.track'), box = track.getBoundingClientRect();
+        const clientX = box.left + share * box.width;
+        track.dispatchEvent(new page.PointerEvent('pointermove', {clientX, bubbles: true}));
+      };
+      read(lanes); point(lanes, 0.1); read(lanes); point(curves, 0.5); read(curves);
+      press(curves, 'Home'); read(curves); press(curves, 'End'); read(curves);
+      press(lanes, 'Home'); press(lanes, 'ArrowRight'); read(lanes);
+      const ticks = () => [...lanes.querySelectorAll('.tick')].map(t => t.textContent);
+      const before = ticks(); press(lanes, '+'); press(lanes, '+'); const closer = ticks();
+      press(lanes, 'Escape'); read(lanes);
+      return {said, before, closer, after: ticks(), focusable: lanes.tabIndex};
+    """
+    found = in_browser(page([some_run(ranks=1), some_run(ranks=1, label="instep")]), probe, tmp_path)
+    hint, pointed, memory, first, last, stepped, again = found["said"]
+    assert hint == again
+    assert hint.startswith("Point at the picture")
+    assert pointed.splitlines() == [
+        "200.00 ms",
+        "plain: forward: 300.00 ms",
+        "instep: forward: 300.00 ms",
+    ]
+    assert memory.splitlines() == ["500.00 ms", "plain: 8.0 MiB", "instep: 8.0 MiB"]
+    assert first.splitlines()[:2] == ["0.00 ms", "plain: 0.0 MiB"]
+    assert last.splitlines()[0] == "1000.00 ms"
+    assert stepped.splitlines()[0] == "20.00 ms"
+    assert found["before"] == found["after"] != found["closer"]
+    assert len(found["closer"]) > 1
+    assert found["focusable"] == 0
 
 
 def test_a_recording_is_read_as_it_was_saved(tmp_path: Path) -> None:

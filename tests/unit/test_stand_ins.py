@@ -11,6 +11,11 @@ import instep
 from instep._autograd.placeholders import HeldGradient
 
 
+counted = pytest.mark.skipif(
+    not hasattr(torch.Tensor, "_use_count"), reason="this torch does not tell: no stand-in is used again"
+)
+
+
 def loop() -> tuple[nn.Linear, torch.optim.Optimizer, torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
@@ -24,6 +29,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -
     return next(model.parameters()).grad
 
 
+@counted
 def test_one_is_used_again() -> None:
     model, optimizer, x = loop()
     instep.attach(model, optimizer, schedule="forward", defer=True)
@@ -38,9 +44,8 @@ def test_one_is_used_again() -> None:
     assert len(set(found)) == 1
 
 
+@counted
 def test_torch_counts_references_from_cpp() -> None:
-    if not hasattr(torch.Tensor, "_use_count"):
-        pytest.skip("this torch does not tell: no stand-in is used again")
     tensor, other = torch.zeros(2), nn.Parameter(torch.zeros(2))
     before = tensor._use_count()  # type: ignore[attr-defined]
     other.grad = tensor

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -25,7 +26,7 @@ from instep.errors import AttachError, InstepError
 from instep.recording.clock import Clock
 from instep.recording.holdings import GradientNotes, held_before, memory_of, state_addresses
 from instep.recording.trace import Event, Trace
-from instep.report.memory import Memory
+from instep.recording.weights import digest
 from instep.report.overlap import outside
 from instep.report.run import Rank, Run, Setup
 from instep.report.spans import Span, SpanRecorder
@@ -149,6 +150,7 @@ class _Running:
         steps: int,
         listen: Listen,
     ) -> None:
+        self._model = model
         self._optimizers = optimizers
         self._main = threading.get_native_id()
         self._recorder = SpanRecorder()
@@ -160,6 +162,7 @@ class _Running:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
+            self._weights = [digest(model, optimizers)]
             self._profile = profile(activities=activities, profile_memory=True, record_shapes=True)
             self._profile.start()
             self._undo.callback(self._profile.stop)
@@ -190,6 +193,7 @@ class _Running:
             self._ends = perf_counter()
             self._undo.close()
             self._state = state_addresses(self._optimizers)
+            self._weights.append(digest(self._model, self._optimizers))
 
     def found(self) -> tuple[Rank, list[Event]]:
         """This rank's part, in seconds of the time of day, and the operations to show."""
@@ -203,7 +207,9 @@ class _Running:
         began = self._iterations.began
         iterations = list(zip(began, [*began[1:], self._ends], strict=True))
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        here = Rank(rank, platform.node(), self._main, iterations, sorted(spans, key=lambda s: s.start), memory)
+        spans = sorted(spans, key=lambda span: span.start)
+        weights = self._weights if all(self._weights) else []
+        here = Rank(rank, platform.node(), self._main, iterations, spans, memory, weights)
         return _shifted(here, self._offset), trace.shown(-self._offset)
 
     def _spans(self, trace: Trace, told: Sequence[Span]) -> list[Span]:
@@ -252,5 +258,6 @@ def _shifted(rank: Rank, by: float) -> Rank:
         rank.main,
         [(start + by, end + by) for start, end in rank.iterations],
         [span._replace(start=span.start + by, end=span.end + by) for span in rank.spans],
-        Memory([t + by for t in memory.times], memory.nbytes, memory.peak_at + by, memory.peak, memory.alive),
+        replace(memory, times=[t + by for t in memory.times], peak_at=memory.peak_at + by),
+        rank.weights,
     )

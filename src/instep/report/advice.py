@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from instep.report.figures import Figures
 from instep.report.memory import Memory
 from instep.report.run import Run
+from instep.report.verdict import bytes_change, duration_change
 
 MIB = 2**20
 BUCKET_BYTES = 16 * MIB
@@ -27,6 +28,27 @@ def advice(run: Run, found: Figures) -> list[str]:
         rules = (_steps_hidden, _crossing, _memory_kept, _bucket_view, _large_bucket, _fused)
     said = [sentence for rule in rules if (sentence := rule(run, found, memory)) is not None]
     return said[:3] or ["Nothing to change."]
+
+
+def advice_beside(runs: Sequence[Run], found: Sequence[Figures]) -> list[list[str]]:
+    """Of each of several recordings. A plain loop that was recorded with instep, too, is told what that has changed, in
+    place of what it might."""
+    figured = list(zip(runs, found, strict=True))
+    attached = [(run, one) for run, one in figured if run.setup.options]
+    return [
+        _measured(run, one, attached) if attached and not run.setup.options else advice(run, one)
+        for run, one in figured
+    ]
+
+
+def _measured(run: Run, found: Figures, attached: Sequence[tuple[Run, Figures]]) -> list[str]:
+    said = []
+    for other, its in attached:
+        memory = bytes_change([run.ranks[0].memory.peak, other.ranks[0].memory.peak])
+        time = duration_change([run, other], [found, its])
+        said.append(f"{other.setup.label}, as recorded here: peak memory: {memory}; iteration: {time}.")
+    rules = (_bucket_view, _fused)
+    return [*said, *(sentence for rule in rules if (sentence := rule(run, found, run.ranks[0].memory)) is not None)]
 
 
 def _time_to_gain(run: Run, found: Figures, memory: Memory) -> str | None:

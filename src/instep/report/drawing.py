@@ -1,5 +1,6 @@
-"""What a page draws, as shares of its width and height: lanes of a few iterations, and the curve of memory."""
+"""What a page draws, as shares of its width and height: lanes of a few iterations, and the curves of memory."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ from instep.report.memory import Memory
 from instep.report.overlap import Interval, outside, within
 from instep.report.run import Rank, Run
 from instep.report.spans import Span
+from instep.report.table import MIB
 
 RANKS = 8
 """As many are drawn."""
@@ -17,7 +19,8 @@ LANES = (("compute", COMPUTE), ("communication", ("communication",)), ("optimize
 
 @dataclass(frozen=True)
 class Bar:
-    """From ``left``, ``width`` wide, both in per cent of the lane; ``look`` is its CSS class."""
+    """From ``left``, ``width`` wide, both in per cent of the lane; ``look`` is its CSS class, ``title`` the text that
+    is read where one points at the bar."""
 
     left: float
     width: float
@@ -89,28 +92,73 @@ def _bars(rank: Rank, span: Span, window: Interval, seconds: float) -> Iterator[
     elif span.kind in ("step", "communication"):
         bare = outside([whole], covers(rank, span))
         looks = [(f"{span.kind} hidden", [whole]), (f"{span.kind} exposed", bare)]
-    title = f"{span.name}: {1e3 * (span.end - span.start):.2f} ms"
     for look, pieces in looks:
+        named = span.name if span.name.startswith(span.kind) else f"{span.kind}, {span.name}"
+        title = f"{named}{', hidden' if look.endswith('hidden') else ''}: {1e3 * (span.end - span.start):.2f} ms"
         for start, end in within(pieces, window):
             # Narrower ones cannot be seen.
             yield Bar(100 * (start - window[0]) / seconds, max(0.05, 100 * (end - start) / seconds), look, title)
 
 
-def area(memory: Memory) -> str:
-    """The curve as the ``d`` of an SVG path in a box of 1000 by 100, filled down to nothing."""
-    start, length = memory.times[0], (memory.times[-1] - memory.times[0]) or 1.0
-    top = memory.peak or 1
-    points = []
-    height = 100.0
-    for time, nbytes in zip(memory.times, memory.nbytes, strict=True):
-        x = 1000 * (time - start) / length
-        points.append(f"L{x:.2f} {height:.2f}")
+@dataclass(frozen=True)
+class Curve:
+    """Bytes alive over time, of one recording.
+
+    Attributes:
+        path: the ``d`` of an SVG path in a box of 1000 by 100, without the last line down to nothing.
+        points: milliseconds from the recording's beginning, and MiB from then on.
+        peak: per cent from the left and from the top of the highest point.
+    """
+
+    label: str
+    path: str
+    points: Sequence[tuple[float, float]]
+    peak: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Curves:
+    """All recordings in one box: ``seconds`` wide, ``nbytes`` high."""
+
+    seconds: float
+    nbytes: float
+    lines: Sequence[Curve]
+
+
+def curves(runs: Sequence[Run]) -> Curves:
+    """The first rank's memory of each."""
+    memories = [run.ranks[0].memory for run in runs]
+    seconds = max(memory.times[-1] - memory.times[0] for memory in memories) or 1.0
+    top = 1.05 * max(memory.peak for memory in memories) or 1.0
+    lines = [_curve(run.setup.label, run.ranks[0].memory, seconds, top) for run in runs]
+    return Curves(seconds, top, lines)
+
+
+def _curve(label: str, memory: Memory, seconds: float, top: float) -> Curve:
+    times = [time - memory.times[0] for time in memory.times]
+    points, height = [], 100.0
+    for time, nbytes in zip(times, memory.nbytes, strict=True):
+        x = 1000 * time / seconds
+        points.append(f"{x:.2f} {height:.2f}")
         height = 100 - 100 * nbytes / top
-        points.append(f"L{x:.2f} {height:.2f}")
-    return f"M0 100 {' '.join(points)} L1000 100 Z"
+        points.append(f"{x:.2f} {height:.2f}")
+    values = [(round(1e3 * t, 4), round(n / MIB, 3)) for t, n in zip(times, memory.nbytes, strict=True)]
+    peak = 100 * (memory.peak_at - memory.times[0]) / seconds, 100 - 100 * memory.peak / top
+    return Curve(label, f"M{' L'.join(points[1:])}", values, peak)
 
 
-def peak_position(memory: Memory) -> float:
-    """Per cent from the left."""
-    length = (memory.times[-1] - memory.times[0]) or 1.0
-    return 100 * (memory.peak_at - memory.times[0]) / length
+@dataclass(frozen=True)
+class Tick:
+    """``at`` per cent of an axis."""
+
+    at: float
+    text: str
+
+
+def ticks(end: float, most: int = 5) -> list[Tick]:
+    """Round numbers from 0 to ``end``, at most ``most`` steps of 1, 2 or 5 times a power of ten."""
+    least = end / most
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    return [Tick(100 * i * step / end, f"{i * step:.{digits}f}") for i in range(int(end / step * (1 + 1e-9)) + 1)]

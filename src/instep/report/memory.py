@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 
 POINTS = 2000
@@ -30,6 +30,7 @@ class Memory:
         peak_at: when there was most.
         peak: how much that was.
         alive: what it held, by category; their sum is ``peak``.
+        most: of each category, as many bytes as were ever alive at once.
     """
 
     times: Sequence[float]
@@ -37,6 +38,7 @@ class Memory:
     peak_at: float
     peak: int
     alive: Mapping[str, int]
+    most: Mapping[str, int]
 
 
 def pair(events: Iterable[tuple[float, int, int, str]]) -> list[Allocation]:
@@ -75,7 +77,18 @@ def curve(allocations: Sequence[Allocation], baseline: Mapping[str, int], start:
     for allocation in allocations:
         if allocation.start <= peak_at and (allocation.end is None or allocation.end > peak_at):
             alive[allocation.category] = alive.get(allocation.category, 0) + allocation.nbytes
-    return Memory(*_thinned(times, nbytes), peak_at, peak, {name: size for name, size in alive.items() if size})
+    alive = {name: size for name, size in alive.items() if size}
+    return Memory(*_thinned(times, nbytes), peak_at, peak, alive, _most(allocations, baseline))
+
+
+def _most(allocations: Sequence[Allocation], baseline: Mapping[str, int]) -> dict[str, int]:
+    found = {}
+    for category in {*baseline, *(a.category for a in allocations)}:
+        mine = [a for a in allocations if a.category == category]
+        # Of what happens at the same moment frees come first.
+        changes = sorted([(a.start, a.nbytes) for a in mine] + [(a.end, -a.nbytes) for a in mine if a.end is not None])
+        found[category] = max(accumulate((nbytes for _, nbytes in changes), initial=baseline.get(category, 0)))
+    return found
 
 
 def _thinned(times: Sequence[float], nbytes: Sequence[int]) -> tuple[list[float], list[int]]:

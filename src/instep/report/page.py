@@ -1,18 +1,22 @@
 """A report as one HTML page, with nothing to load from elsewhere."""
 
+import re
 from collections.abc import Sequence
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 
-from instep.report.advice import advice
-from instep.report.drawing import area, peak_position, timelines
+from instep.report.advice import advice_beside
+from instep.report.drawing import curves, ticks, timelines
 from instep.report.figures import figures
 from instep.report.run import Run
 from instep.report.table import MIB, rows
+from instep.report.verdict import cards
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Of one recording, or of several side by side."""
+    """Of one recording, or of several side by side. The page can be read without its script, which shows the values
+    under a pointer, and zooms."""
     found = [figures(run) for run in runs]
     environment = Environment(
         loader=PackageLoader("instep.report"),
@@ -23,17 +27,21 @@ def page(runs: Sequence[Run]) -> str:
     )
     environment.filters["ms"] = lambda seconds: f"{1e3 * seconds:.1f}"
     environment.filters["mib"] = lambda nbytes: f"{nbytes / MIB:.1f}"
+    environment.filters["breakable"] = breakable
     sections = [
-        {
-            "run": run,
-            "setup": run.setup,
-            "figures": one,
-            "advice": advice(run, one),
-            "timeline": timeline,
-            "memory": run.ranks[0].memory,
-            "area": area(run.ranks[0].memory),
-            "peak_position": peak_position(run.ranks[0].memory),
-        }
+        {"run": run, "setup": run.setup, "figures": one, "timeline": timeline, "memory": run.ranks[0].memory}
         for run, one, timeline in zip(runs, found, timelines(runs), strict=True)
     ]
-    return environment.get_template("page.html").render(sections=sections, rows=rows(runs, found))
+    return environment.get_template("page.html").render(
+        sections=sections,
+        cards=cards(runs, found),
+        advice=advice_beside(runs, found),
+        rows=rows(runs, found),
+        curves=curves(runs),
+        ticks=ticks,
+    )
+
+
+def breakable(name: str) -> Markup:
+    """A name that may go on in the next line behind a mark between two of its words, and nowhere else."""
+    return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[._,=(])(?=[^._,=(\s])", name))

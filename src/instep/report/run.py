@@ -11,7 +11,7 @@ from instep.report.files import write_whole
 from instep.report.memory import Memory
 from instep.report.spans import Span
 
-FORMAT = 1
+FORMAT = 2
 
 FIRST_ROW = 1 << 24
 """Of those that are no threads: Linux gives threads lower numbers."""
@@ -32,6 +32,8 @@ class Rank:
         main: the thread of the loop.
         iterations: when each began and ended, from forward to forward.
         spans: in order of their start.
+        weights: SHA-256 of this rank's parameters before the first recorded forward and after the last recorded step;
+            empty where nobody can tell.
     """
 
     rank: int
@@ -40,6 +42,7 @@ class Rank:
     iterations: Sequence[tuple[float, float]]
     spans: Sequence[Span]
     memory: Memory
+    weights: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

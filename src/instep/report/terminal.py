@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from instep.report.advice import advice
+from instep.report.advice import advice, advice_beside
 from instep.report.figures import BucketFigures, figures
 from instep.report.run import Run
 from instep.report.table import MIB, rows
@@ -24,14 +24,14 @@ def show(console: Console, runs: Sequence[Run]) -> None:
     for row in rows(runs, found):
         table.add_row(row.name, *row.values)
     console.print(table)
-    for run, one in zip(runs, found, strict=True):
+    for run, one, sentences in zip(runs, found, advice_beside(runs, found), strict=True):
         memory = run.ranks[0].memory
         held = sorted(memory.alive.items(), key=lambda item: -item[1])
         parts = ", ".join(f"{name} {nbytes / MIB:.1f}" for name, nbytes in held if nbytes >= MIB / 20)
         console.print(Text(f"{run.setup.label}: at the peak, in MiB: {parts}"))
         if one.buckets:
             console.print(_table(one.buckets))
-        for sentence in advice(run, one):
+        for sentence in sentences:
             console.print(Text(f"- {sentence}"))
 
 

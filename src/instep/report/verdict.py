@@ -1,0 +1,106 @@
+"""The first row of a page: the five figures that say what instep has changed, with a word on each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from instep.report.figures import Figures
+from instep.report.run import Run
+from instep.report.table import MIB
+
+GRADIENTS, BUCKETS = "gradients", "DDP's buckets of gradients"
+SAME = "no measurable difference"
+
+
+@dataclass(frozen=True)
+class Card:
+    """One figure.
+
+    Attributes:
+        values: one of each recording.
+        change: from the first recording to the last, in words; empty where there is one recording.
+        meaning: a sentence.
+    """
+
+    name: str
+    values: Sequence[str]
+    change: str
+    meaning: str
+
+
+def cards(runs: Sequence[Run], found: Sequence[Figures]) -> list[Card]:
+    """Peak memory, iteration, exposed step, gradients, and, of several recordings, whether the weights are equal."""
+    peaks = [run.ranks[0].memory.peak for run in runs]
+    gradients = [gradients_at_once(run) for run in runs]
+    exposed = [f"{1e3 * one.step.exposed:.1f} ms" for one in found]
+    made = [
+        Card("peak memory", _mib(peaks), bytes_change(peaks), "The most bytes of tensors that were alive at once."),
+        Card(
+            "iteration",
+            [f"{1e3 * one.iteration:.1f} ms" for one in found],
+            duration_change(runs, found),
+            "From one forward to the next: the median of the recorded iterations. The recording itself takes time.",
+        ),
+        Card(
+            "exposed step",
+            exposed,
+            f"{exposed[0]} to {exposed[-1]}" if len(runs) > 1 else "",
+            "The part of the optimizer step during which nothing else ran: the iteration is longer by this time.",
+        ),
+        Card(
+            "gradients at once",
+            _mib(gradients),
+            bytes_change(gradients),
+            "The most bytes of gradients that were alive at once. A gradient that is freed in backward makes room for "
+            "the next.",
+        ),
+    ]
+    if len(runs) > 1:
+        made.append(Card("weights", [_weights(runs)], "", "Of all recordings, compared after the last recorded step."))
+    return made
+
+
+def gradients_at_once(run: Run) -> int:
+    most = run.ranks[0].memory.most
+    return most.get(GRADIENTS, 0) + most.get(BUCKETS, 0)
+
+
+def duration_change(runs: Sequence[Run], found: Sequence[Figures]) -> str:
+    """From the first recording's iteration to the last one's. Where the two ranges of durations overlap, no difference
+    was measured."""
+    if len(runs) == 1:
+        return ""
+    first, last = (sorted(end - start for start, end in run.ranks[0].iterations) for run in (runs[0], runs[-1]))
+    if first[0] <= last[-1] and last[0] <= first[-1]:
+        return SAME
+    ratio = found[-1].iteration / found[0].iteration
+    return f"{abs(1 - ratio):.0%} {'shorter' if ratio < 1 else 'longer'}"
+
+
+def _weights(runs: Sequence[Run]) -> str:
+    every = [[tuple(rank.weights) for rank in run.ranks] for run in runs]
+    steps = {len(run.ranks[0].iterations) for run in runs}
+    known = all(weights for ranks in every for weights in ranks)
+    if not known or len(steps) > 1 or len({len(ranks) for ranks in every}) > 1:
+        return "not compared"
+    before, after = ([[weights[which] for weights in ranks] for ranks in every] for which in (0, 1))
+    if any(one != before[0] for one in before):
+        return "not compared: the loops began with different weights"
+    return "equal, bit for bit" if all(one == after[0] for one in after) else "different"
+
+
+def bytes_change(values: Sequence[int]) -> str:
+    """From the first to the last; empty where there is one, or nothing to begin with."""
+    if len(values) == 1 or values[0] == 0:
+        return ""
+    difference = values[-1] - values[0]
+    if abs(difference) < 0.01 * values[0]:
+        return "the same"
+    return f"{_in_mib(abs(difference))} {'less' if difference < 0 else 'more'}"
+
+
+def _mib(values: Sequence[int]) -> list[str]:
+    return [_in_mib(value) for value in values]
+
+
+def _in_mib(nbytes: int) -> str:
+    return f"{nbytes / MIB:.1f} MiB"
