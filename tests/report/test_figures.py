@@ -1,11 +1,14 @@
 """What counts as hidden, and what is said about it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from instep.report.advice import advice
+from instep.report.advice import advice, advice_beside
 from instep.report.figures import figures
+from instep.report.run import Run
+from instep.report.verdict import cards
 from tests.report.runs import GLOO, MAIN, MIB, WORKER, memory_of, run_of, span
 
 DDP = {"wrapper": "DistributedDataParallel", "ranks": 2}
@@ -155,3 +158,58 @@ def test_advice(spans: list[Any], memory: dict[str, int], setup: dict[str, Any],
     assert len(found) == len(said), found
     for sentence, part in zip(found, said, strict=True):
         assert part in sentence
+
+
+def looked(before: str, after: str, **setup: Any) -> Run:
+    """A recording of one iteration between weights with these digests."""
+    run = run_of([span("forward", 0.0, 0.5)], **setup)
+    return replace(run, ranks=[replace(rank, weights=[before, after]) for rank in run.ranks])
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (looked("a", "b"), "equal, bit for bit"),
+        (looked("a", "c"), "different"),
+        (looked("c", "b"), "not compared: the loops began with different weights"),
+        (run_of([span("forward", 0.0, 0.5)]), "not compared"),
+        (replace(looked("a", "b"), ranks=[*looked("a", "b").ranks] * 2), "not compared"),
+    ],
+)
+def test_whether_the_weights_are_equal(other: Run, said: str) -> None:
+    runs = [looked("a", "b"), other]
+    (card,) = (card for card in cards(runs, [figures(run) for run in runs]) if card.name == "weights")
+    assert list(card.values) == [said]
+
+
+def test_a_row_of_verdicts_says_what_has_changed() -> None:
+    plain = run_of([span("step", 0.0, 0.2)], [(0.0, 1.0), (1.0, 2.1)], memory_of(parameters=4 * MIB, gradients=8 * MIB))
+    attached = run_of([span("step", 0.0, 0.1)], [(0.0, 0.5), (0.5, 1.1)], memory_of(parameters=4 * MIB, gradients=MIB))
+    runs = [plain, attached]
+    found = {card.name: card for card in cards(runs, [figures(run) for run in runs])}
+    assert found["peak memory"].change == found["gradients at once"].change == "7.0 MiB less"
+    assert found["iteration"].change == "48% shorter"
+    assert found["exposed step"].change == "100.0 ms to 50.0 ms"
+    assert "weights" not in {card.name for card in cards(runs[:1], [figures(plain)])}
+
+
+def test_durations_that_overlap_are_no_difference() -> None:
+    runs = [run_of([], [(0.0, 1.0), (1.0, 2.5)]), run_of([], [(0.0, 1.2), (1.2, 2.4)])]
+    (card,) = (card for card in cards(runs, [figures(run) for run in runs]) if card.name == "iteration")
+    assert card.change == "no measurable difference"
+
+
+def test_advice_on_a_plain_loop_is_what_was_measured_beside_it() -> None:
+    """A guess from the plain recording alone may contradict the table."""
+    plain = run_of([span("step", 0.0, 0.2)], memory=memory_of(parameters=4 * MIB, gradients=8 * MIB))
+    attached = run_of(
+        [span("step", 0.0, 0.2)],
+        memory=memory_of(parameters=4 * MIB, gradients=MIB),
+        label="instep",
+        options={"schedule": "'backward'"},
+    )
+    runs = [plain, attached]
+    said, its = advice_beside(runs, [figures(run) for run in runs])
+    assert said == ["instep, as recorded here: peak memory: 7.0 MiB less; iteration: no measurable difference."]
+    assert its == advice(attached, figures(attached))
+    assert advice_beside(runs[:1], [figures(plain)]) == [advice(plain, figures(plain))]

@@ -78,7 +78,7 @@ def in_browser(text: str, probe: str, tmp_path: Path, width: int = 1400) -> dict
     assert "CONSOLE" not in done.stderr, done.stderr
     found = re.search(r'data-found="([^"]*)"', done.stdout)
     assert found is not None, done.stdout[-2000:]
-    return json.loads(html.unescape(found[1]))  # type: ignore[no-any-return]
+    return json.loads(html.unescape(found[1]))
 
 
 MEASURED = """

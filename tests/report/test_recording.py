@@ -272,3 +272,26 @@ def test_what_is_gone_cannot_be_recorded() -> None:
     with pytest.raises(instep.errors.InstepError, match="nothing to record"):
         overlap.record()
     del optimizer
+
+
+def test_two_recordings_show_whether_the_same_was_trained(tmp_path: Path) -> None:
+    plain, *attached = (recorded(how, tmp_path / f"{how}.json").ranks[0].weights for how in HOW)
+    assert len(set(plain)) == len(plain) == 2
+    assert attached == [plain] * len(attached)
+
+
+def test_weights_of_which_no_digest_can_be_taken_are_not_compared() -> None:
+    """A class of one's own may keep the values elsewhere."""
+
+    class Own(torch.Tensor):
+        pass
+
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.zeros(2, 2).as_subclass(Own))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instep.record(model, optimizer, 1) as recording:
+        model(torch.zeros(1, 2)).sum().backward()
+        optimizer.step()
+    found = recording.run()
+    assert found is not None
+    assert list(found.ranks[0].weights) == []

@@ -10,7 +10,6 @@ from torch import nn
 import instep
 from instep._autograd.placeholders import HeldGradient
 
-
 counted = pytest.mark.skipif(
     not hasattr(torch.Tensor, "_use_count"), reason="this torch does not tell: no stand-in is used again"
 )

@@ -26,7 +26,7 @@ from instep.errors import AttachError, InstepError
 from instep.recording.clock import Clock
 from instep.recording.holdings import GradientNotes, held_before, memory_of, state_addresses
 from instep.recording.trace import Event, Trace
-from instep.recording.weights import digest
+from instep.recording.weights import Weights
 from instep.report.overlap import outside
 from instep.report.run import Rank, Run, Setup
 from instep.report.spans import Span, SpanRecorder
@@ -150,7 +150,6 @@ class _Running:
         steps: int,
         listen: Listen,
     ) -> None:
-        self._model = model
         self._optimizers = optimizers
         self._main = threading.get_native_id()
         self._recorder = SpanRecorder()
@@ -162,7 +161,8 @@ class _Running:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
-            self._weights = [digest(model, optimizers)]
+            self._weights = Weights(model, optimizers)
+            self._weights.look()
             self._profile = profile(activities=activities, profile_memory=True, record_shapes=True)
             self._profile.start()
             self._undo.callback(self._profile.stop)
@@ -193,7 +193,7 @@ class _Running:
             self._ends = perf_counter()
             self._undo.close()
             self._state = state_addresses(self._optimizers)
-            self._weights.append(digest(self._model, self._optimizers))
+            self._weights.look()
 
     def found(self) -> tuple[Rank, list[Event]]:
         """This rank's part, in seconds of the time of day, and the operations to show."""
@@ -208,8 +208,7 @@ class _Running:
         iterations = list(zip(began, [*began[1:], self._ends], strict=True))
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         spans = sorted(spans, key=lambda span: span.start)
-        weights = self._weights if all(self._weights) else []
-        here = Rank(rank, platform.node(), self._main, iterations, spans, memory, weights)
+        here = Rank(rank, platform.node(), self._main, iterations, spans, memory, self._weights.digests)
         return _shifted(here, self._offset), trace.shown(-self._offset)
 
     def _spans(self, trace: Trace, told: Sequence[Span]) -> list[Span]:
