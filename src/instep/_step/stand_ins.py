@@ -43,9 +43,24 @@ class StandIns:
 def _is_shared(stand_in: HeldGradient) -> bool:
     """Whether anybody but the caller of this function, in one variable, refers to ``stand_in``: in Python, or in C++ by
     torch's private count. Where torch does not tell, it may be so."""
-    return sys.getrefcount(stand_in) > _REFERENCES or _COUNT is None or _COUNT(stand_in) > 1
+    return _references(stand_in) > _ALONE or _COUNT is None or _COUNT(stand_in) > 1
+
+
+def _references(held: object) -> int:
+    return sys.getrefcount(held)
+
+
+def _alone() -> int:
+    """``_references`` of an object in one variable of a caller's caller, as this Python counts: some versions count
+    what a call is given once more."""
+
+    def asked_for(held: object) -> int:
+        return _references(held)
+
+    held = object()
+    return asked_for(held)
 
 
 # Of the references to a tensor from C++, by torch (torch/csrc/autograd/python_variable.cpp). All of Python is one.
 _COUNT: Callable[[torch.Tensor], int] | None = getattr(torch.Tensor, "_use_count", None)
-_REFERENCES = 3  # the caller's variable, this function's, and the argument of getrefcount
+_ALONE = _alone()
