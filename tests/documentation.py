@@ -37,16 +37,21 @@ _ON_RANKS = re.compile(r"\b(ddp|DistributedDataParallel|fully_shard|replicate|co
 
 @dataclass(frozen=True)
 class Block:
-    """What stands between two fences."""
+    """What stands between two fences.
+
+    Attributes:
+        number: its place among the blocks of the page, from 1. A name with the line in it would be another test after
+            each change above it.
+    """
 
     page: Path
-    line: int
+    number: int
     language: str
     title: str
     code: str
 
     def __str__(self) -> str:
-        return f"{self.page.relative_to(ROOT)}:{self.line}"
+        return f"{self.page.relative_to(ROOT)}, block {self.number}"
 
     @property
     def not_run(self) -> bool:
@@ -66,7 +71,7 @@ def blocks_of(page: Path) -> list[Block]:
                 raise ValueError(f"{page}:{number}: {line!r} is not ```language, at the start of a line")
             begun, lines = (number, match[1], match[2] or ""), []
         elif begun is not None and line == "```":
-            found.append(Block(page, *begun, "\n".join(lines)))
+            found.append(Block(page, len(found) + 1, *begun[1:], "\n".join(lines)))
             begun = None
         else:
             lines.append(line)
