@@ -11,6 +11,7 @@ do activations, which are small (one row): the last line has nothing else.
 """
 
 import argparse
+import inspect
 import multiprocessing
 import os
 import sys
@@ -82,13 +83,21 @@ def variants(bucket_mib: float) -> dict[str, Callable[[], Loop]]:
     def ddp_with_views(model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model, bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True)
 
+    def ddp_that_frees(model: nn.Module) -> nn.Module:
+        options: dict[str, Any] = {"lazy_bucket_allocation": True}
+        return DistributedDataParallel(model, bucket_cap_mb=bucket_mib, **options)
+
     def replicated(model: nn.Module) -> nn.Module:
         return instep.replicate(model, bucket_cap_mb=bucket_mib)
 
+    # Of torch 2.15.
+    frees = "lazy_bucket_allocation" in inspect.signature(DistributedDataParallel).parameters
+    lazy = {"`DistributedDataParallel(model, lazy_bucket_allocation=True)`": lambda: Loop(ddp_that_frees)}
     return {
         "`DistributedDataParallel(model)`": lambda: Loop(ddp),
+        **(lazy if frees else {}),
         "`DistributedDataParallel(model, gradient_as_bucket_view=True)`": lambda: Loop(ddp_with_views),
-        "that one with `attach`": lambda: Loop(ddp_with_views, {"schedule": "backward"}),
+        'that one with `attach(…, schedule="backward")`': lambda: Loop(ddp_with_views, {"schedule": "backward"}),
         "that one with `attach(…, shard_state=True)`": lambda: Loop(
             ddp_with_views, {"shard_state": True, "schedule": "backward"}
         ),
@@ -99,7 +108,7 @@ def variants(bucket_mib: float) -> dict[str, Callable[[], Loop]]:
         '`replicate(model)` with `attach(…, schedule="forward")`': lambda: Loop(
             replicated, {"schedule": "forward", "defer": True}
         ),
-        "`replicate(model)` with `attach`": lambda: Loop(replicated, {"schedule": "backward"}),
+        '`replicate(model)` with `attach(…, schedule="backward")`': lambda: Loop(replicated, {"schedule": "backward"}),
     }
 
 

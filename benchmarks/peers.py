@@ -498,16 +498,39 @@ def own_fsdp() -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default="", help="only rows that contain this text")
+    parser.add_argument(
+        "--memory", action="store_true", help="in place of the table: bytes of each peer, on one device"
+    )
+    parser.add_argument("--speed", action="store_true", help="in place of the table: time of each peer, on one core")
+    for name, value in {"rounds": 20, "width": 512, "depth": 6}.items():
+        parser.add_argument(f"--{name}", type=int, default=value, help="for --memory and --speed")
     options = parser.parse_args(arguments)
+    if options.memory or options.speed:
+        costs(options)
+        return
     names = [name for name, (_, module) in PEERS.items() if importlib.util.find_spec(module) is not None]
     for module in ("torch._dynamo", "torch.distributed.optim", "torch.distributed.fsdp", *(PEERS[n][1] for n in names)):
         import_module(module)  # once, for all cells
-    packages = [p for p in ("torch", "torchtune", "torchao", "torch-optimi", "lomo-optim") if _installed(p)]
-    print(f"{datetime.date.today()}: {', '.join(f'{p} {version(p)}' for p in packages)}\n")
+    say_versions()
     print(f"| | {' | '.join(names)} |\n|---|{'---|' * len(names)}", flush=True)
     for row in ROWS:
         if options.rows in row:
             print(f"| {row} | {' | '.join(try_cell(row, name) for name in names)} |", flush=True)
+
+
+def costs(options: argparse.Namespace) -> None:
+    import peer_costs  # which starts the process again, with other settings of the allocator
+
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+    say_versions()
+    model = peer_costs.model_of(options.depth, options.width)
+    peer_costs.say(model, memory=options.memory, speed=options.speed, rounds=options.rounds)
+
+
+def say_versions() -> None:
+    packages = [p for p in ("torch", "torchtune", "torchao", "torch-optimi", "lomo-optim") if _installed(p)]
+    print(f"{datetime.date.today()}: {', '.join(f'{p} {version(p)}' for p in packages)}\n")
 
 
 def _installed(package: str) -> bool:

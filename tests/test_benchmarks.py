@@ -44,7 +44,8 @@ def test_the_model_at_scale() -> None:
         ("step_placement.py", [*SMALL, "--bucket-mib", "1"], 2),
         ("safety.py", SMALL, 2),
         ("zero.py", SMALL, 2),
-        ("gradient_memory.py", [], 2),
+        ("gradient_memory.py", [], 1),
+        ("peers.py", ["--memory", "--speed", *SMALL], 1),
     ],
 )
 def test_runs(name: str, options: list[str], ranks: int) -> None:

@@ -50,3 +50,19 @@ def test_on_two_ranks(example: str, said: str) -> None:
 def test_a_pretrained_model_on_real_text(tmp_path: Path) -> None:
     said = run(str(EXAMPLES / "fine_tune_pretrained.py"), "--data", str(tmp_path), "--steps", "8")
     assert "plain and with instep: equal, bit for bit" in said
+
+
+def test_the_notebook_ends_in_a_report(tmp_path: Path) -> None:
+    nbformat, nbclient = (pytest.importorskip(name, reason="of the dev extra") for name in ("nbformat", "nbclient"))
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    client = nbclient.NotebookClient(notebook, timeout=3 * net.SECONDS, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute(env={**ALONE, "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))})
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    said = "".join(output.get("text", "") for output in outputs)
+    assert said.count("equal, bit for bit: True") == 2
+    assert "False" not in said
+    assert not [output.text for output in outputs if output.get("name") == "stderr" and "wrote" not in output.text]
+    page = outputs[-1].data["text/html"]
+    assert page.startswith("<iframe srcdoc=")
+    for words in ("peak memory", "MiB less", "equal, bit for bit"):
+        assert words in page
