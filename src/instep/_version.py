@@ -1,1 +1,6 @@
-__version__ = "0.1.0"
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("instep")  # of git's last tag, when it was installed
+except PackageNotFoundError:  # this folder was put on the path
+    __version__ = "unknown"
