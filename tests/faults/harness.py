@@ -444,6 +444,16 @@ class Summary:
             counts[row] = len(mine), bad
         return counts
 
+    @property
+    def hollow(self) -> list[str]:
+        """Points that none of several cases has passed, of one source and way: there nothing was tried."""
+        places: dict[str, list[bool]] = {}
+        for verdict in self.verdicts:
+            case = verdict.case
+            place = f"{case.source}/{case.way}: {case.kind}, {case.point}"
+            places.setdefault(place, []).append(verdict.outcome != NOT_REACHED)
+        return sorted(place for place, reached in places.items() if not any(reached))
+
     def line(self) -> str:
         longest = max((v.seconds for v in self.injected if v.seconds is not None), default=0.0)
         others = "".join(
@@ -464,8 +474,7 @@ class Summary:
         for outcome in (NOT_REACHED, NOT_BUILT):
             if number := self.count(outcome):
                 lines.append(f"     {outcome:50} {number:4} cases")
-        missed = Counter(f"{v.case.way}, {v.case.point}" for v in self.verdicts if v.outcome == NOT_REACHED)
-        lines += [f"       {place:48} {number:4}" for place, number in sorted(missed.items())]
+        lines += [f"     never reached: {place}" for place in self.hollow]
         return "\n".join(lines)
 
 

@@ -1,5 +1,6 @@
 """How each point is reached and each fault is made, from outside of instep."""
 
+import math
 import os
 import signal
 import subprocess
@@ -314,8 +315,8 @@ def _in_the_loop(trigger: Trigger, run: "Run") -> Iterator[None]:
 
 @contextmanager
 def _timer(trigger: Trigger, run: "Run") -> Iterator[None]:
-    """A step is as long as the one before in this process: on every machine the interrupt falls into the step."""
-    began, length = 0.0, 0.0
+    """A step is taken to be as long as the shortest before it: on every machine the interrupt falls into the step."""
+    began, length = 0.0, math.inf
 
     def ring(*_: object) -> NoReturn:
         trigger._passed = trigger.case.where
@@ -331,7 +332,7 @@ def _timer(trigger: Trigger, run: "Run") -> Iterator[None]:
     def end() -> None:
         nonlocal length
         signal.setitimer(signal.ITIMER_REAL, 0)
-        length = time.monotonic() - began
+        length = min(length, time.monotonic() - began)
 
     before = signal.signal(signal.SIGALRM, ring)
     run.at["begin"], run.at["end"] = begin, end
