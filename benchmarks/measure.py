@@ -172,7 +172,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 def picture_path(value: str) -> Path:
     """Of an option: refused before anything has run where the picture could not be drawn."""
     if find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("pictures need matplotlib: pip install 'instep[report]'")
+        raise argparse.ArgumentTypeError("pictures need matplotlib: pip install 'instep[benchmarks]'")
     return Path(value)
 
 
@@ -185,7 +185,7 @@ def busy_seconds(core: int) -> float:
 
 
 def picture(path: Path, title: str, lines: Mapping[str, Mapping[float, Spread]], across: str, up: str) -> None:
-    """Draw curves with their spread. Needs matplotlib (``pip install 'instep[report]'``)."""
+    """Draw curves with their spread. Needs matplotlib (``pip install 'instep[benchmarks]'``)."""
     import matplotlib
 
     matplotlib.use("svg")

@@ -27,8 +27,9 @@ def let_go() -> None:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The values of a contiguous tensor. Of one on the emulated accelerator, which nobody hears of. NumPy gets a copy: a
-    parameter whose own memory NumPy has had is stepped at once from then on, and nothing of it is put off."""
+    """The values of a contiguous tensor. Of one on the emulated accelerator, which nobody hears of.
+
+    NumPy gets a copy: a parameter whose own memory NumPy has had is stepped at once from then on, and not put off."""
     if tensor.device.type == "emu":
         return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
     flat = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
