@@ -65,8 +65,6 @@ def test_an_installed_wheel_is_whole(release: Path, tmp_path: Path) -> None:
     assert run(sys.executable, "-m", "instep", "env", cwd=tmp_path, **path).split()[:2] == ["instep:", "9.8.7"]
     said = run(sys.executable, "-c", "import instep.report.page as page; print(page.__file__)", cwd=tmp_path, **path)
     assert Path(said.strip()).is_relative_to(tmp_path)
-    plan = ("plan", "torch.nn:Transformer", "--optimizer", "torch.optim:SGD", "--json")
-    assert run(sys.executable, "-m", "instep", *plan, cwd=tmp_path, **path)
 
 
 def test_what_belongs_to_a_release_is_in_the_archives(release: Path) -> None:
