@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from instep import attach
+from instep import ClipNorm, attach
 from instep.errors import (
     AccumulationError,
     AttachError,
@@ -1381,3 +1381,47 @@ def test_deep_copies_at_any_time(way: str, when: str) -> None:
         return seen
 
     lockstep(way, blocks, step)
+
+
+class Beside(nn.Module):
+    """The loss multiplies by a parameter that is in no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Blocks()
+        vars(self)["scale"] = nn.Parameter(torch.ones(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * vars(self)["scale"]  # type: ignore[no-any-return]
+
+
+def beside() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Beside()
+    return model, torch.optim.AdamW([*model.parameters(), vars(model)["scale"]], lr=1e-2, fused=True)
+
+
+@pytest.mark.parametrize("way", ["forward", "late"])
+def test_a_parameter_that_no_module_owns(way: str) -> None:
+    lockstep(way, beside)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "backward"},
+        {"schedule": "backward", "undo": True},
+        {"schedule": "forward", "clip": ClipNorm(1.0)},
+        {"schedule": "forward", "nonfinite": "skip"},
+    ],
+    ids=str,
+)
+def test_one_is_refused_where_instep_does_more_than_wait(options: dict[str, Any]) -> None:
+    with pytest.raises(AttachError, match=r"params'\]\[22\].*is not a parameter of the model.*schedule='forward'"):
+        attach(*beside(), **options)
+
+
+def test_an_optimizer_with_none_of_the_model_s_parameters_is_refused() -> None:
+    loose = nn.Parameter(torch.zeros(3))
+    with pytest.raises(AttachError, match="is not a parameter of the model"):
+        attach(Blocks(), torch.optim.SGD([loose], lr=0.1))

@@ -1,7 +1,7 @@
 """Parameters that cannot be stepped, or not by these optimizers, or not here."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -32,8 +32,11 @@ class _Given:
 
 def unsteppable(target: Target, options: Options) -> None:
     seen: dict[int, str] = {}
+    leaves_others = _leaves_others(options) and any(given.name is not None for given in _given(target))
     for given in _given(target):
-        _refuse_strange(given)
+        _refuse_derived(given)
+        if not leaves_others:
+            _refuse_strange(given)
         _refuse_seen(given, seen)
         _refuse_taken(given, target)
         seen[id(given.parameter)] = given.where
@@ -59,17 +62,28 @@ def _given(target: Target) -> Iterator[_Given]:
                 yield _Given(parameter, where, None if found is None else found[1][0].name)
 
 
-def _refuse_strange(given: _Given) -> None:
+def _leaves_others(options: Options) -> bool:
+    """Whether ``optimizer.step()`` may step parameters that are in no module of the model, at once and by itself: these
+    are neither clipped nor reduced, nor looked at."""
+    usual = Options(schedule="forward", defer=options.defer, bucket_bytes=options.bucket_bytes)
+    return replace(options, disabled=False, scaler=None) == usual
+
+
+def _refuse_derived(given: _Given) -> None:
     if not given.parameter.is_leaf:
         raise AttachError(
             f"{given.where}, parameter {given.known!r}, is not a leaf: autograd gives it no final gradient. Optimize "
             "the parameter it was computed from"
         )
+
+
+def _refuse_strange(given: _Given) -> None:
     if given.name is None:
         raise AttachError(
             f"{given.where}, {given.known}, is not a parameter of the model. Attach the model that owns it, or the "
             "module that holds both models; if the parameter was replaced (fully_shard replaces all of "
-            "them), shard first, then build the optimizer, then attach"
+            "them), shard first, then build the optimizer, then attach. schedule='forward' without further options "
+            "leaves a parameter that is in no module to optimizer.step()"
         )
 
 

@@ -389,3 +389,38 @@ def ensemble(run: Run) -> None:
         loss.backward()
         optimizer.step()
         run.saw(*parameters.values(), optimizer, loss=loss.item())
+
+
+@form("a temperature and log-variances that no module owns, clipped and scheduled with the rest", "CLIP, VAEs")
+def loose_parameters(run: Run) -> None:
+    model = mlp()
+    temperature = nn.Parameter(torch.tensor(0.5))
+    spread = torch.zeros(4, requires_grad=True)
+    optimizer = torch.optim.AdamW([*model.parameters(), temperature, spread], lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    run.attach(model, optimizer)
+    for i, (x, y) in enumerate(rows(7)):
+        loss = F.cross_entropy(model(x) * temperature.exp() + spread.exp() * 0.1 * torch.ones(4), y)
+        if i != 3:
+            loss.backward()
+        else:
+            (temperature.square() + spread.sum()).backward()  # the model takes no part in this step
+        torch.nn.utils.clip_grad_norm_([*model.parameters(), temperature, spread], 0.5)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        run.saw(model, optimizer, temperature, spread, loss=loss.item())
+
+
+@form("latents that are optimized through a frozen network, beside an adapter", "inversion, textual inversion")
+def latents(run: Run) -> None:
+    network, adapter = mlp().requires_grad_(False), nn.Linear(4, 4)
+    latent = torch.zeros(8, 12, requires_grad=True)
+    optimizer = torch.optim.Adam([{"params": adapter.parameters()}, {"params": [latent], "lr": 0.1}], lr=1e-2)
+    run.attach(nn.Sequential(network, adapter), optimizer)
+    for _, y in rows():
+        loss = F.cross_entropy(adapter(network(latent)), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.saw(adapter, optimizer, latent, loss=loss.item(), norm=latent.norm().item())
