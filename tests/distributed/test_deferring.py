@@ -21,6 +21,7 @@ from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.devices import here
 from tests.distributed.pool import RankPool
+from tests.late import late_updates
 
 PAIRS = 4
 HEARINGS = (2 * PAIRS + 4, 4 * PAIRS)
@@ -202,3 +203,31 @@ def test_what_outlasts_backward_is_said(two_ranks: RankPool, exposed: float | No
     for advice in two_ranks.run(advised, exposed):
         assert advice.startswith("Steps are ")
         assert said is None or ("cross_iteration=True" in advice) is said
+
+
+def a_parameter_of_no_module(view: bool, options: dict[str, Any]) -> str | None:
+    """DDP does not reduce its gradient either: ranks part in it, as in the plain loop."""
+    loops: list[tuple[Any, Any, nn.Parameter]] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Blocks().to(here()), bucket_cap_mb=0.004, gradient_as_bucket_view=view)
+        scale = nn.Parameter(torch.ones(10, device=here()))
+        loops.append((model, torch.optim.AdamW([*model.parameters(), scale], lr=1e-2, fused=True), scale))
+    with late_updates(), instep.attach(*loops[1][:2], **options) as overlap:
+        for i in range(5):
+            for model, optimizer, scale in loops:
+                x, y = batch(100 * dist.get_rank() + i)
+                nn.functional.cross_entropy(model(x) * scale, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        overlap.synchronize()
+    (plain, first, one), (attached, second, other) = loops
+    if not torch.equal(one, other):
+        return "the parameter of no module"
+    return first_difference(training_state(plain, first), training_state(attached, second))
+
+
+@pytest.mark.parametrize("options", [{}, {"defer": True}], ids=["default", "defer"])
+@pytest.mark.parametrize("view", [False, True])
+def test_a_parameter_that_no_module_owns(two_ranks: RankPool, view: bool, options: dict[str, Any]) -> None:
+    assert two_ranks.run(a_parameter_of_no_module, view, options) == [None] * 2
