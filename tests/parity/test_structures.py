@@ -1392,7 +1392,7 @@ class Beside(nn.Module):
         vars(self)["scale"] = nn.Parameter(torch.ones(10))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * vars(self)["scale"]  # type: ignore[no-any-return]
+        return self.inner(x) * vars(self)["scale"]
 
 
 def beside() -> tuple[nn.Module, torch.optim.Optimizer]:

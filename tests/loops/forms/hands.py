@@ -416,7 +416,8 @@ def loose_parameters(run: Run) -> None:
 def latents(run: Run) -> None:
     network, adapter = mlp().requires_grad_(False), nn.Linear(4, 4)
     latent = torch.zeros(8, 12, requires_grad=True)
-    optimizer = torch.optim.Adam([{"params": adapter.parameters()}, {"params": [latent], "lr": 0.1}], lr=1e-2)
+    groups: list[dict[str, Any]] = [{"params": adapter.parameters()}, {"params": [latent], "lr": 0.1}]
+    optimizer = torch.optim.Adam(groups, lr=1e-2)
     run.attach(nn.Sequential(network, adapter), optimizer)
     for _, y in rows():
         loss = F.cross_entropy(adapter(network(latent)), y)
