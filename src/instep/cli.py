@@ -47,13 +47,15 @@ def _instep(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """The optimizer step inside backward, bit for bit the plain loop."""
+    """Try instep, plan a training run, or read a recording. instep runs the optimizer step behind other work."""
 
 
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option(help="Training steps of each loop.")] = 12,
-    model: Annotated[Size, typer.Option(help="18 or 38 million parameters, in the first act.")] = Size.MEDIUM,
+    model: Annotated[
+        Size, typer.Option(help="Size of the model in the first act: 18 or 38 million parameters.")
+    ] = Size.MEDIUM,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -63,7 +65,7 @@ def demo(
     ranks: Annotated[
         int | None,
         typer.Option(
-            help="Processes that train data-parallel in the second act; 1 leaves that act out.",
+            help="Number of processes that train data-parallel in the second act. 1 leaves the second act out.",
             show_default="2, or 1 with one GPU",
         ),
     ] = None,
@@ -74,13 +76,14 @@ def demo(
             help="Write a report of the loops, an HTML page, to this file.", show_default="instep-demo-report.html"
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show the closing tables only.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show only the tables at the end.")] = False,
 ) -> None:
-    """Train a small language model on real text, plain and with instep side by side.
+    """Train a small language model on real text, with instep and without.
 
-    First on one device: the plain loop, attach(model, optimizer), and schedule="backward", each in a process of its
-    own. Then on two ranks: DistributedDataParallel and instep.replicate. All loops see the same batches. Weights are
-    compared after every step, bit for bit; the command fails (exit code 1) if they differ.
+    The first act uses one device. It trains the plain loop, attach(model, optimizer), and schedule="backward", each in
+    a process of its own. The second act uses two ranks. It trains DistributedDataParallel and instep.replicate. All
+    loops see the same batches. The weights are compared after every step, bit for bit. If they differ, the exit code
+    is 1.
     """
     from instep.demo.run import run  # torch, too: a signal that comes meanwhile is not to raise
 
@@ -92,19 +95,17 @@ def demo(
 @app.command()
 def report(
     recordings: Annotated[
-        list[Path], typer.Argument(help="What recording.save() wrote; several are shown side by side.")
+        list[Path], typer.Argument(help="Files that recording.save() wrote. Several files are shown side by side.")
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write one HTML page to this file.", show_default=False)
     ] = None,
     text: Annotated[
-        bool, typer.Option("--text", help="Print to the terminal: so it is without -o and --json.")
+        bool, typer.Option("--text", help="Print to the terminal. This is the default without -o and --json.")
     ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: a list, with an object for each recording.")
-    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON list with one object for each recording.")] = False,
 ) -> None:
-    """Show what a recording says: what ran when, what was hidden, what memory held, and what to change."""
+    """Show a recording: which work ran when, which work was hidden, what was in memory, and what to change."""
     with _exit_codes("report"):
         runs = load_all(recordings)
         if output is not None:
@@ -130,49 +131,60 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="A class of torch.optim, or module:Class.")] = "AdamW",
     option: Annotated[
         list[str] | None,
-        typer.Option("--option", "-o", help="Of the optimizer, as name=value; may be repeated.", show_default=False),
+        typer.Option(
+            "--option", "-o", help="An option of the optimizer, as name=value. May be repeated.", show_default=False
+        ),
     ] = None,
     inputs: Annotated[
         str | None,
-        typer.Option(help="module:function that returns what the model is called with.", show_default=False),
+        typer.Option(help="module:function that returns the inputs of the model.", show_default=False),
     ] = None,
     loss: Annotated[
         str | None,
         typer.Option(
-            help="module:function that makes the loss of the model's output.", show_default="its .loss, or its sum"
+            help="module:function that computes the loss from the model's output.", show_default="its .loss, or its sum"
         ),
     ] = None,
-    world_size: Annotated[int, typer.Option(help="Ranks that train data-parallel; 1 for one device.")] = 1,
+    world_size: Annotated[int, typer.Option(help="Number of ranks that train data-parallel. 1 is one device.")] = 1,
     bucket_cap_mb: Annotated[
-        float | None, typer.Option(help="Of DistributedDataParallel.", show_default="DDP's, 25")
+        float | None, typer.Option(help="bucket_cap_mb of DistributedDataParallel.", show_default="DDP's, 25")
     ] = None,
     bucket_view: Annotated[bool, typer.Option(help="DistributedDataParallel(gradient_as_bucket_view=…).")] = True,
-    bucket_bytes: Annotated[int | None, typer.Option(help="Of attach, on one device.", show_default="16 MiB")] = None,
-    gbits: Annotated[
-        float | None, typer.Option(help="Gbit/s of each rank's link, in each direction.", show_default="100")
+    bucket_bytes: Annotated[
+        int | None, typer.Option(help="bucket_bytes of instep.attach, on one device.", show_default="16 MiB")
     ] = None,
-    latency_us: Annotated[float | None, typer.Option(help="From one rank to another.", show_default="20")] = None,
+    gbits: Annotated[
+        float | None, typer.Option(help="Speed of each rank's link, in Gbit/s in each direction.", show_default="100")
+    ] = None,
+    latency_us: Annotated[
+        float | None, typer.Option(help="Latency from one rank to another, in microseconds.", show_default="20")
+    ] = None,
     tflops: Annotated[
-        float | None, typer.Option(help="TFLOP/s that forward and backward reach.", show_default="measured here")
+        float | None, typer.Option(help="Speed of forward and backward, in TFLOP/s.", show_default="measured here")
     ] = None,
     terabytes: Annotated[
         float | None,
-        typer.Option(help="TB/s of the device's memory that the step reaches.", show_default="measured here"),
+        typer.Option(help="Speed at which the step reads and writes memory, in TB/s.", show_default="measured here"),
     ] = None,
     forward_ms: Annotated[
-        float | None, typer.Option(help="One forward, measured.", show_default="from its operations")
+        float | None,
+        typer.Option(
+            help="Measured time of one forward, in milliseconds.", show_default="estimated from its operations"
+        ),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write all numbers to this file.", show_default=False)] = None,
     refusals: Annotated[
-        bool, typer.Option("--refusals", help="Show which options attach would refuse, and why.")
+        bool, typer.Option("--refusals", help="Show the options that attach would refuse, with the reasons.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show the verdict, peaks and times only.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Show only the verdict, the peaks and the times.")
+    ] = False,
 ) -> None:
-    """What training a model with instep will need and take, before there is a run.
+    """Predict the memory and the time of a training run, with instep and without, before the run.
 
-    The model is built, and a few steps of training are rehearsed, without any data: it takes no memory to speak of, and
-    no device. Shown are what would be saved, which line to write, the memory with and without instep, the buckets, and
-    an estimate of the time.
+    The command builds the model and rehearses a few training steps without data. The rehearsal needs no device, and
+    almost no memory. The output says what instep would save and which line to write. Then follow the memory with and
+    without instep, the buckets, and an estimate of the time.
     """
     job = Job(
         build,
@@ -198,9 +210,9 @@ def plan(
 
 @app.command()
 def env() -> None:
-    """Print the versions, devices and settings that a report of a bug needs, as plain text to paste.
+    """Print the versions, devices and settings that a bug report needs, as plain text to paste.
 
-    It finds out and prints; nothing is changed, and nothing is sent. What cannot be found out says why.
+    The command changes nothing and sends nothing. A fact that cannot be found out is replaced by the reason.
     """
     from instep.environment import report
 
