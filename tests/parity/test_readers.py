@@ -1383,3 +1383,13 @@ def test_another_default_dtype_in_the_forward(synchronized: bool) -> None:
             torch.set_default_dtype(torch.float32)
         overlap.synchronize()
     assert optimizer.state[model.weight]["step"].dtype == torch.float32
+
+
+def test_code_that_looks_for_subclasses_sees_a_watched_weight(tmp_path: Path) -> None:
+    """``nn.MultiheadAttention.forward``, called by itself without gradients, then leaves out its fast path."""
+    loop = Loop(tmp_path)
+    with instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
+        loop.step(0)
+        assert has_torch_function(tuple(loop.model.parameters()))
+        overlap.synchronize()
+        assert not has_torch_function(tuple(loop.model.parameters()))
