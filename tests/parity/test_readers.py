@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.nn.utils.convert_parameters import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.overrides import has_torch_function
 
 import instep
 from instep.errors import StaleAttachmentError, TornStepError, UncommittedStepError
