@@ -13,7 +13,7 @@ from instep._arguments import models_of, optimizers_of
 from instep._gradients.finite import Policy
 from instep._gradients.policies import ClipNorm, ClipValue
 from instep._refusals.rules import DISABLED, MODEL, OPTIONS, PARAMETERS, refuse
-from instep.attachment import Attachment, attached_parameters, register
+from instep.attachment import Attachment, attached_parameters, giving_way, register
 from instep.errors import AttachError
 from instep.options import Communication, Defer, Options, Schedules
 from instep.sources.ddp.hook_slot import CommHook
@@ -119,6 +119,8 @@ def attach(
 
     Raises:
         AttachError: something about the arguments, named in the message; a ``ValueError``. No hook was left behind.
+            Parameters that are attached already are such a thing, unless both calls ask for nothing but
+            ``schedule="forward"``: then the earlier attachment is detached, and a warning says so.
         UnsupportedOptimizerError: the optimizer's update couples parameters, or it wraps another optimizer.
 
     With ``INSTEP_DISABLE=1`` in the environment the same training runs without overlap, and a warning says so: torch
@@ -142,7 +144,9 @@ def attach(
         check_steps,
         disabled=os.environ.get("INSTEP_DISABLE", "") not in ("", "0"),
     )
-    return _attach(Target(as_one(models), optimizers, attached_parameters()), options)
+    earlier = giving_way(optimizers) if options.asks_for_nothing else []
+    others = {key: one for key, one in attached_parameters().items() if one not in earlier}
+    return _attach(Target(as_one(models), optimizers, others), options, earlier)
 
 
 def attach_stepping_itself(model: nn.Module, optimizer: Optimizer) -> Attachment:
@@ -156,7 +160,7 @@ def attach_stepping_itself(model: nn.Module, optimizer: Optimizer) -> Attachment
     return _attach(Target(model, [optimizer], attached_parameters()), Options("backward", steps_itself=True))
 
 
-def _attach(target: Target, options: Options) -> Attachment:
+def _attach(target: Target, options: Options, earlier: Sequence[Attachment] = ()) -> Attachment:
     refuse(OPTIONS, target, options)
     if options.disabled:
         refuse(DISABLED, target, options)
@@ -165,6 +169,13 @@ def _attach(target: Target, options: Options) -> Attachment:
         refuse(MODEL, target, options)
         put_shards_in_place(target.model)
         refuse(PARAMETERS, target, options)
+    for one in earlier:
+        one.detach()
+        _logger.warning(
+            "%r is detached: its parameters are attached again. Several optimizers go into one call: "
+            "attach(model, [first, second])",
+            one,
+        )
     attachment = Attachment(target, options)
     register(target.called, attachment)
     return attachment

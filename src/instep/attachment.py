@@ -82,6 +82,15 @@ def attached_parameters() -> "dict[int, Attachment]":
     return {id(p): one for one in attachments() for p in living_parameters(one._parts.schedule)}
 
 
+def giving_way(optimizers: Iterable[Optimizer]) -> "list[Attachment]":
+    """The attachments of these optimizers' parameters whose place another may take: they ask for nothing that would be
+    lost with them."""
+    taken = attached_parameters()
+    given = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    earlier = dict.fromkeys(taken[id(p)] for p in given if id(p) in taken)
+    return [one for one in earlier if one._options.asks_for_nothing]
+
+
 class Attachment:
     """What ``attach`` returns. As a context manager it detaches on leaving."""
 

@@ -70,6 +70,12 @@ class Options:
         return self.schedule == "backward" or self.always_puts_off
 
     @property
+    def asks_for_nothing(self) -> bool:
+        """Whether steps may be put off, and nothing else is done to gradients, parameters or their communication."""
+        usual = Options(defer=self.defer, bucket_bytes=self.bucket_bytes, scaler=self.scaler, disabled=self.disabled)
+        return self == usual
+
+    @property
     def bytes_of_a_bucket(self) -> int:
         return self.bucket_bytes or DEFAULT_BUCKET_BYTES
 

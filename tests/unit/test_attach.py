@@ -399,3 +399,47 @@ def test_verify_compares_what_objects_in_the_state_hold(scales: list[float]) -> 
         return model, optimizer, step
 
     assert instep.verify(build).equal is equal
+
+
+def test_the_line_again_takes_the_place_of_the_line(caplog: pytest.LogCaptureFixture) -> None:
+    """A cell of a notebook that is run once more; a second stage of training with another optimizer."""
+    model = Blocks()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    before = hooks_of(model, optimizer)
+    first = instep.attach(model, optimizer, defer=True)
+    once = hooks_of(model, optimizer)
+    model(batch(0)[0]).sum().backward()
+    optimizer.step()
+    assert first.state == "pending"
+    second = instep.attach(model, optimizer)
+    assert "is detached: its parameters are attached again" in caplog.text
+    assert first.state == "detached"
+    assert hooks_of(model, optimizer) == once
+    third = instep.attach(model, sgd(model.parameters()))
+    assert (second.state, instep.attached(model)) == ("detached", third)
+    assert hooks_of(model, optimizer) != once
+    third.detach()
+    assert hooks_of(model, optimizer) == before
+
+
+def test_an_option_is_not_lost_by_the_line() -> None:
+    model = Blocks()
+    with instep.attach(model, sgd(model.parameters()), schedule="backward") as overlap:
+        with pytest.raises(AttachError, match=r"'inner.weight' is already attached"):
+            instep.attach(model, sgd(model.parameters()))
+        assert instep.attached(model) is overlap
+    with (
+        instep.attach(model, sgd(model.parameters())) as overlap,
+        pytest.raises(AttachError, match=r"'inner.weight' is already attached"),
+    ):
+        instep.attach(model, sgd(model.parameters()), clip=instep.ClipNorm(1.0))
+
+
+def test_another_call_that_is_refused_detaches_nothing() -> None:
+    model = Blocks()
+    lazy = nn.Sequential(model, nn.LazyLinear(4))
+    with instep.attach(model, sgd(model.parameters())) as overlap:
+        with pytest.raises(AttachError, match="lazy"):
+            instep.attach(lazy, sgd(lazy.parameters()))
+        assert instep.attached(model) is overlap
+        assert overlap.state == "idle"

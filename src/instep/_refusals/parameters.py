@@ -1,7 +1,7 @@
 """Parameters that cannot be stepped, or not by these optimizers, or not here."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -32,7 +32,8 @@ class _Given:
 
 def unsteppable(target: Target, options: Options) -> None:
     seen: dict[int, str] = {}
-    leaves_others = _leaves_others(options) and any(given.name is not None for given in _given(target))
+    # Those are stepped by optimizer.step(), at once and by itself.
+    leaves_others = options.asks_for_nothing and any(given.name is not None for given in _given(target))
     for given in _given(target):
         _refuse_derived(given)
         if not leaves_others:
@@ -46,7 +47,7 @@ def unsteppable(target: Target, options: Options) -> None:
 
 def all_frozen(target: Target, options: Options) -> None:
     given = list(_given(target))
-    if not any(one.parameter.requires_grad for one in given):
+    if not options.asks_for_nothing and not any(one.parameter.requires_grad for one in given):
         raise AttachError(
             f"all {len(given)} parameters of the optimizer are frozen ({given[0].name!r} and so on): none will get a "
             "gradient. Set requires_grad before attach"
@@ -60,13 +61,6 @@ def _given(target: Target) -> Iterator[_Given]:
                 where = f"{type(optimizer).__name__}.param_groups[{number}]['params'][{position}]"
                 found = target.names.get(id(parameter))
                 yield _Given(parameter, where, None if found is None else found[1][0].name)
-
-
-def _leaves_others(options: Options) -> bool:
-    """Whether ``optimizer.step()`` may step parameters that are in no module of the model, at once and by itself: these
-    are neither clipped nor reduced, nor looked at."""
-    usual = Options(schedule="forward", defer=options.defer, bucket_bytes=options.bucket_bytes)
-    return replace(options, disabled=False, scaler=None) == usual
 
 
 def _refuse_derived(given: _Given) -> None:

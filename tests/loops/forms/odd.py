@@ -416,3 +416,39 @@ def adaptation(run: Run) -> None:
         with torch.inference_mode():
             output = model(x)
         run.saw(model, optimizer, loss=loss.item(), output=output)
+
+
+@form("a second stage with another optimizer, after the same line again", "staged fine-tuning, notebooks")
+def second_stage(run: Run) -> None:
+    model = mlp()
+    for stage in range(2):
+        chosen: type[torch.optim.Optimizer] = torch.optim.AdamW if stage == 0 else torch.optim.SGD
+        optimizer = chosen(model.parameters(), lr=1e-2)
+        for cell in range(2):
+            run.attach(model, optimizer)
+            for x, y in rows(3 + cell):
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.saw(model, optimizer, loss=loss.item())
+
+
+@form("all frozen at first, thawed after two steps", "linear probing, then fine-tuning")
+def thawed(run: Run) -> None:
+    body, head = mlp(), nn.Linear(4, 4)
+    model = nn.Sequential(body, head)
+    body.requires_grad_(False)
+    of_body = torch.optim.AdamW(body.parameters(), lr=1e-2)
+    of_head = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    run.attach(model, [of_head])
+    run.attach(body, of_body)
+    for i, (x, y) in enumerate(rows(7)):
+        if i == 2:
+            body.requires_grad_(True)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        for one in (of_head, of_body):
+            one.step()
+            one.zero_grad()
+        run.saw(model, of_head, of_body, loss=loss.item())
