@@ -422,7 +422,7 @@ def adaptation(run: Run) -> None:
 def second_stage(run: Run) -> None:
     model = mlp()
     for stage in range(2):
-        chosen: type[torch.optim.Optimizer] = torch.optim.AdamW if stage == 0 else torch.optim.SGD
+        chosen: Any = torch.optim.AdamW if stage == 0 else torch.optim.SGD
         optimizer = chosen(model.parameters(), lr=1e-2)
         for cell in range(2):
             run.attach(model, optimizer)
