@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
+from instep._life import life
 from instep._life.worker import NAME
 from instep.attachment import attachments
 from tests import missing, net, selection
 from tests.accelerator import sessions
 from tests.distributed.pool import RankPool
+from tests.living import PATIENCE
 
 # By default an example may take 0.2 s, and drawing them 1 s or so: on a busy machine neither says anything.
 settings.register_profile("instep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -72,12 +75,16 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 @pytest.fixture(autouse=True)
 def _nothing_leaks() -> Iterator[None]:
-    """No attachment, thread or process group outlives the test that made it."""
+    """No attachment, step that is due, thread or process group outlives the test that made it."""
     threads = set(threading.enumerate())
     yield
     if attachments():
         gc.collect()  # slow with torch loaded, so only where something is left
     assert not attachments(), "a model is still attached: detach it, or drop it"
+    patience = time.monotonic() + PATIENCE
+    while life._unsettled and time.monotonic() < patience:
+        time.sleep(0.001)  # a thread applies the updates of a model that was dropped
+    assert not life._unsettled, "a step is still due, of which the loop has let go"
     left = {thread for thread in set(threading.enumerate()) - threads if not _is_of_torch(thread)}
     for thread in left:
         if thread.name == NAME:

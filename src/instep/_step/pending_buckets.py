@@ -157,7 +157,7 @@ class PendingBuckets:
     def _let_go(self, bucket: PendingBucket) -> None:
         """It has been applied, or has failed."""
         self._watch.stop(bucket.tensors)
-        for tensor in bucket.tensors:
+        for tensor in reversed(bucket.tensors):  # the first one last: finish() asks for that one, if Ctrl-C comes here
             self._due.pop(id(tensor), None)
             gradient = tensor.grad
             if isinstance(gradient, HeldGradient):
@@ -256,6 +256,7 @@ class PendingBuckets:
     def abandon(self) -> None:
         """The optimizers are gone. Others have the parameters, so the buckets that are due are applied, and without
         waiting: this may be called from anywhere."""
+        self._settle_if_none()  # Ctrl-C may have come between the last bucket and this
         if not self.worker.started:
             return  # whoever uses one of them waits for it, and so does the end of the process
         for bucket in self.all():
@@ -278,6 +279,7 @@ class PendingBuckets:
     def close(self) -> None:
         """Finish what is due, and stop watching."""
         self.finish(self.all())
+        self._settle_if_none()
         self.watch_in_step.stop(self._step.members.living())
 
 
