@@ -172,8 +172,8 @@ def _attach(target: Target, options: Options, earlier: Sequence[Attachment] = ()
     for one in earlier:
         one.detach()
         _logger.warning(
-            "%r is detached: its parameters are attached again. Several optimizers go into one call: "
-            "attach(model, [first, second])",
+            "instep has detached an earlier attachment, because its parameters are attached again: no step is put off "
+            "for %r. Several optimizers go into one call: attach(model, [first, second])",
             one,
         )
     attachment = Attachment(target, options)

@@ -32,6 +32,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.overrides import has_torch_function
 
 import instep
+from instep._step.forward_schedule import COMPILES
 from instep.errors import StaleAttachmentError, TornStepError, UncommittedStepError
 from instep.verification import first_difference, training_state
 from tests import net
@@ -458,13 +459,8 @@ def rows(names: Iterable[str], failing: dict[str, str]) -> list[Any]:
 OF_THE_HOST = ("np.array", "np.asarray", "numpy in place", "dlpack to numpy", "numpy from dlpack", "apply_", "map_")
 
 
-FAILING_READERS = {
-    "compiled function, fullgraph": "dynamo traces into the watch, where it breaks the graph at a lock",
-}
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("reader", rows(READERS, FAILING_READERS))
+@pytest.mark.parametrize("reader", READERS)
 def test_a_reader(reader: str, tmp_path: Path) -> None:
     # Weights that were traced, shown to NumPy, or shared, are stepped at once from then on.
     stays_pending = not reader.startswith(("export", "compile", ".numpy", ".data.numpy", "np.array", "share_memory_"))
@@ -1394,3 +1390,23 @@ def test_code_that_looks_for_subclasses_sees_a_watched_weight(tmp_path: Path) ->
         assert has_torch_function(tuple(loop.model.parameters()))
         overlap.synchronize()
         assert not has_torch_function(tuple(loop.model.parameters()))
+
+
+@pytest.mark.parametrize("read", [lambda p: p, lambda p: p.grad], ids=["weight", "gradient"])
+def test_what_torch_compile_is_given_is_plain(tmp_path: Path, read: Callable[[Any], Any]) -> None:
+    """It traces nothing of instep's, and not again after each step."""
+    torch.compiler.reset()
+    function = torch.compile(lambda tensor: tensor.square().sum(), fullgraph=True, backend="aot_eager")
+    plain, loop = Loop(tmp_path), Loop(tmp_path)
+    with instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
+        states = []
+        for i in range(2 * COMPILES):
+            for one in (plain, loop):
+                one.step(i)
+            states.append(overlap.state)
+            theirs, ours = (function(read(next(one.model.parameters()))) for one in (plain, loop))
+            assert torch.equal(theirs, ours)
+            for one in (plain, loop):
+                one.optimizer.zero_grad()
+        assert states == ["pending"] * COMPILES + ["idle"] * COMPILES
+        assert "torch.compile traces a function again and again" in repr(overlap)

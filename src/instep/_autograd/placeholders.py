@@ -1,6 +1,7 @@
 """What stands in ``.grad`` for a gradient that is not there, or not there yet."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -160,6 +161,14 @@ class HeldGradient(Placeholder):
         if before_use is not None:
             before_use(operation, args)
         return self._real
+
+
+def become_real(held: HeldGradient) -> None:
+    """Make ``held`` a plain tensor: the gradient that it stands for. Not where anybody refers to it weakly, or from
+    C++: such a one goes on to stand for the gradient."""
+    real = held.held.detach()
+    with suppress(RuntimeError):
+        torch.utils.swap_tensors(held, real)
 
 
 _NOTHING = torch.empty(0)

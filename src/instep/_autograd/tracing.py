@@ -1,8 +1,10 @@
 """What torch.compile sees of instep: it traces the hooks of modules and optimizers, and where a compiled function calls
 ``backward()``, each function that autograd calls."""
 
+import sys
+import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -32,3 +34,25 @@ class Traced:
     def __call__(self, *_: object) -> None:
         if torch.compiler.is_dynamo_compiling():
             self.yes = True
+
+
+class Compiles(Protocol):
+    def before_compile(self) -> None:
+        """torch.compile is about to trace a function, whose arguments it has, and has not looked at yet."""
+
+
+_listening: "weakref.WeakSet[Compiles]" = weakref.WeakSet()
+
+
+def listen(to: Compiles) -> None:
+    """Have ``to`` told before torch.compile traces a function. Held weakly."""
+    _listening.add(to)
+    callback = sys.modules.get("torch._dynamo.callback")  # else nothing was compiled yet
+    # ``torch._dynamo.on_compile_start`` registers for good; ``torch._dynamo.reset()`` may let go of it.
+    if callback is not None and _tell not in callback.callback_handler.start_callbacks:
+        callback.on_compile_start(_tell)
+
+
+def _tell(*_: object) -> None:
+    for one in list(_listening):
+        one.before_compile()

@@ -52,22 +52,32 @@ class Deferring(Protocol):
     def cannot(self, reason: str) -> None:
         """The loop does what a step that is put off could not follow."""
 
+    def must_not(self, reason: str) -> None:
+        """From now on no step is put off, whatever was asked for: numbers would differ."""
+
 
 class Always:
     """``defer=True``."""
 
-    puts_off = True
-    never = False
     gives_up = False
 
     def __init__(self, why: str = "defer=True") -> None:
+        self.puts_off = True
         self.why = why
+
+    @property
+    def never(self) -> bool:
+        return not self.puts_off
 
     def backward_begins(self) -> None: ...
 
     def step_begins(self) -> None: ...
 
     def cannot(self, reason: str) -> None: ...
+
+    def must_not(self, reason: str) -> None:
+        self.puts_off, self.why = False, reason
+        _logger.warning("the step is taken at once from now on, in spite of defer=True: %s", reason)
 
 
 class Never:
@@ -83,6 +93,8 @@ class Never:
     def step_begins(self) -> None: ...
 
     def cannot(self, reason: str) -> None: ...
+
+    def must_not(self, reason: str) -> None: ...
 
 
 class Trial:
@@ -149,6 +161,9 @@ class Trial:
         self._reason, self.puts_off = reason, False
         if self._smallest is None or self.decided:
             self._decide(False)
+
+    def must_not(self, reason: str) -> None:
+        self.cannot(reason)
 
     @property
     def _found(self) -> bool | None:

@@ -36,6 +36,10 @@ from instep._step.running_step import HoldsStep, RunningStep
 from instep._step.writes import Gather
 from instep.errors import InstepError
 
+COMPILES = 3
+"""After so many functions that torch.compile has begun to trace while an update was due, no step is put off: it traces
+a function for plain parameters anew after each step that is, up to eight times."""
+
 
 class ForwardSchedule(HoldsStep):
     """The steps of one attachment that were handed over.
@@ -70,6 +74,7 @@ class ForwardSchedule(HoldsStep):
         self._hand_over = HandOver(self._step, self._pending, self._reading, can_wait, agreement, deferring)
         self._calls = HandOverCalls(self._step, self._pending, self._hand_over)
         self._deferring = deferring
+        self._compiles = 0  # so often torch.compile has begun while an update was due
         self.observed = Observed(self._step.members.living)
         self._backward: int | None = None  # the last one that was seen to begin
 
@@ -94,6 +99,15 @@ class ForwardSchedule(HoldsStep):
         if self._hand_over.touches_gradients or not self._deferring.gives_up:
             raise error
         self._deferring.cannot(str(error))
+
+    def before_compile(self) -> None:
+        """torch.compile is about to trace a function. Of parameters and gradients whose update is due it would make
+        another one, or none, and compute with other kernels than in the plain loop. They are made plain before."""
+        if self._pending and not self._pending.worker.is_here:
+            self._pending.give_to_compiler()
+            self._compiles += 1
+            if self._compiles == COMPILES:
+                self._deferring.must_not("torch.compile traces a function again and again while updates are due")
 
     # What the model reads.
 

@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch.optim import Optimizer
 
-from instep._autograd.placeholders import HeldGradient
+from instep._autograd.placeholders import HeldGradient, become_real
+from instep._autograd.tracing import Compiles, listen
 from instep._autograd.watch import Watch
 from instep._life.life import Unsettled, owe, settled
 from instep._life.weak import WeakMethod
@@ -27,7 +28,7 @@ from instep._step.streams import Mark
 from instep.errors import StepMismatchError, UncommittedStepError
 
 
-class Owner(Unsettled, Protocol):
+class Owner(Unsettled, Compiles, Protocol):
     """The schedule that hands buckets over."""
 
     def end_stopped(self) -> None:
@@ -77,6 +78,7 @@ class PendingBuckets:
         """Buckets are about to be handed over: whoever drops the model may be anywhere, and starts no thread."""
         if (owner := self._owner()) is not None:
             owe(owner)
+            listen(owner)
         self.worker.start()
 
     def add(self, bucket: PendingBucket) -> None:
@@ -250,6 +252,13 @@ class PendingBuckets:
     def _used_spread_gradient(self, gradient: torch.Tensor, func: object) -> None:
         self.finish(self.all())
         self._gradient_watch.stop([gradient])
+
+    def give_to_compiler(self) -> None:
+        """Finish all, and make plain gradients of the stand-ins that somebody has: torch.compile may be given one."""
+        lent = self._stand_ins.lent()
+        self.finish(self.all())
+        for stand_in in lent:
+            become_real(stand_in)
 
     # Where the model, or the process, ends.
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -29,38 +30,29 @@ class StandIns:
         self._lent[key] = stand_in
         return stand_in
 
+    def lent(self) -> list[HeldGradient]:
+        """Those that stand in ``.grad`` now, or that somebody has."""
+        return list(self._lent.values())
+
     def take_back(self, parameters: Sequence[torch.Tensor]) -> None:
         """The gradients of ``parameters`` were applied, or never will be, and none of ``.grad`` is a stand-in."""
         for parameter in parameters:
             key = id(parameter)
-            stand_in = self._lent.pop(key, None)
+            found = [self._lent.pop(key, None)]
             # Somebody else who has it, as a loop that has kept .grad in a variable, goes on to find this gradient.
-            if stand_in is not None and not _is_shared(stand_in):
-                stand_in.let_go()
-                self._idle[key] = stand_in
+            if found[0] is not None and not _is_shared(found):
+                found[0].let_go()
+                self._idle[key] = found[0]
 
 
-def _is_shared(stand_in: HeldGradient) -> bool:
-    """Whether anybody but the caller of this function, in one variable, refers to ``stand_in``: in Python, or in C++ by
-    torch's private count. Where torch does not tell, it may be so."""
-    return _references(stand_in) > _ALONE or _COUNT is None or _COUNT(stand_in) > 1
-
-
-def _references(held: object) -> int:
-    return sys.getrefcount(held)
-
-
-def _alone() -> int:
-    """``_references`` of an object in one variable of a caller's caller, as this Python counts: some versions count
-    what a call is given once more."""
-
-    def asked_for(held: object) -> int:
-        return _references(held)
-
-    held = object()
-    return asked_for(held)
+def _is_shared(found: Sequence[HeldGradient | None]) -> bool:
+    """Whether anybody but this sequence refers to the stand-in that it holds: in Python, or in C++ by torch's private
+    count. Where torch does not tell, it may be so."""
+    return next(map(sys.getrefcount, found)) > _ALONE or _COUNT is None or _COUNT(found[0]) > 1
 
 
 # Of the references to a tensor from C++, by torch (torch/csrc/autograd/python_variable.cpp). All of Python is one.
-_COUNT: Callable[[torch.Tensor], int] | None = getattr(torch.Tensor, "_use_count", None)
-_ALONE = _alone()
+_COUNT: Callable[[Any], int] | None = getattr(torch.Tensor, "_use_count", None)
+# No variable refers to it, and no call of Python's: these count in one way or another, by version and by what was
+# called before.
+_ALONE = next(map(sys.getrefcount, [object()]))

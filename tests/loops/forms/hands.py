@@ -425,3 +425,45 @@ def latents(run: Run) -> None:
         optimizer.step()
         optimizer.zero_grad()
         run.saw(adapter, optimizer, latent, loss=loss.item(), norm=latent.norm().item())
+
+
+def compiled(function: Any) -> Any:
+    """In one graph, or an error says that there is none."""
+    torch.compiler.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@form("a compiled penalty of two weights, and a compiled average of all", "regularizers, EMA with `torch.compile`")
+def compiled_penalty(run: Run) -> None:
+    model, averaged = mlp(), [p.detach().clone() for p in mlp().parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    run.attach(model, optimizer)
+    penalty = compiled(lambda w, b: w.square().sum() + b.abs().sum())
+
+    def average(into: list[torch.Tensor], given: list[torch.Tensor]) -> None:
+        torch._foreach_lerp_(into, given, 0.1)
+
+    update = torch.compile(average, fullgraph=True, backend="aot_eager")
+    first = model[0]
+    for x, y in rows(14):
+        loss = F.cross_entropy(model(x), y) + 0.01 * penalty(first.weight, first.bias)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            update(averaged, list(model.parameters()))
+        run.saw(model, optimizer, loss=loss.item(), averaged=averaged[0].sum().item())
+
+
+@form("a compiled norm of the gradients, logged after `step()`", "experiment trackers with `torch.compile`")
+def compiled_norm(run: Run) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    run.attach(model, optimizer)
+    norm = compiled(lambda gradients: torch.stack([g.square().sum() for g in gradients]).sum().sqrt())
+    for x, y in rows(14):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        run.saw(model, optimizer, loss=loss.item(), norm=norm([p.grad for p in model.parameters()]).item())
