@@ -295,8 +295,8 @@ MUTANTS = [
         "PendingBuckets.wait",
         "                    bucket.require_left_alone()\n",
         "                    pass\n",
-        "tests/parity/test_readers.py",
-        "test_a_write_through_an_alias",
+        "tests/accelerator/test_limits.py",
+        "test_a_write_that_races",
     ),
     _mutant(
         "a step that was written into while it was under way is a whole one",

@@ -10,6 +10,9 @@ from torch.optim import Optimizer
 
 from instep._optim.patched import replaced_step, steps_one
 
+STEPPED_WHOLE = "Use schedule='forward' with defer='auto', the default, which calls step() as it is"
+"""What to do with an optimizer whose update cannot be split."""
+
 
 def undecorated_step(cls: type[Optimizer]) -> Callable[..., Any]:
     """``cls.step`` without the wrapper in which torch runs its global step hooks: they are owed one call per step."""

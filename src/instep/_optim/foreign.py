@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.attributes import beside_parameters, read_by_update
+from instep._optim.calling import STEPPED_WHOLE
 from instep._optim.changes import alike, fingerprint, is_immutable
 from instep._optim.generators import Generators
 from instep._optim.kinds import is_torchs_own
@@ -100,7 +101,7 @@ class WatchedUpdates(TrustedUpdates):
             if first != id(own) and versions.get(id(tensor)) != version_of(tensor):
                 raise UnsupportedOptimizerError(
                     f"{self.name} writes a state tensor that several parameters share, in an order that bucket by "
-                    "bucket is not that of the plain loop. Use this optimizer without instep"
+                    f"bucket is not that of the plain loop. {STEPPED_WHOLE}"
                 )
 
 
@@ -133,7 +134,7 @@ class _WatchedUpdate(TrustedUpdate):
         if _any_written(self._others):
             raise UnsupportedOptimizerError(
                 f"{name} writes parameters that it was not given, to which its attributes refer: bucket by bucket "
-                "that would happen once per bucket. Use this optimizer without instep"
+                f"that would happen once per bucket. {STEPPED_WHOLE}"
             )
         if _any_written(self._in_modules):
             self._step.writes.in_place = True
@@ -147,7 +148,7 @@ class _WatchedUpdate(TrustedUpdate):
             self._generators.restore()
             raise UnsupportedOptimizerError(
                 f"{name} draws random numbers in step(): bucket by bucket they would go to other parameters than "
-                "in the plain loop. Use this optimizer without instep"
+                f"in the plain loop. {STEPPED_WHOLE}"
             )
 
     def require_attributes_kept(self) -> None:

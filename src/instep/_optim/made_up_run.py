@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.calling import STEPPED_WHOLE
 from instep._optim.made_up import Spec, Weather, options_of
 from instep._optim.shadow import alias_of
 from instep._optim.stepper import Stepper
@@ -155,8 +156,8 @@ class MadeUpRuns:
 def raises_without_gradients(optimizer: Optimizer, error: Exception) -> str:
     """The message for an optimizer whose ``step()`` raised ``error`` where no gradient was left."""
     return (
-        f"{type(optimizer).__name__}.step() raises when no parameter has a gradient ({in_short(error)}), as it is "
-        "after backward has stepped them all. Use this optimizer without instep"
+        f"{type(optimizer).__name__}.step() raises when no parameter has a gradient ({in_short(error)}), as where "
+        f"they were stepped before step(). {STEPPED_WHOLE}"
     )
 
 

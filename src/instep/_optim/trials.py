@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from instep._optim.calling import STEPPED_WHOLE
 from instep._optim.generators import Generators
 from instep._optim.made_up import STEPS, WEATHERS, Weather, is_finite
 from instep._optim.made_up_run import DIVISIONS, MadeUpRun, MadeUpRuns, in_short, one_by_one
@@ -64,7 +65,7 @@ class DivisionTrial:
                 generators.restore()  # while it is sure that nobody else has drawn
                 raise UnsupportedOptimizerError(
                     f"{self._name} draws random numbers in step(): bucket by bucket they would go to other parameters "
-                    "than in the plain loop. Use this optimizer without instep"
+                    f"than in the plain loop. {STEPPED_WHOLE}"
                 )
             for how, run in divided.items():
                 run.give(gradients)
@@ -94,7 +95,7 @@ class DivisionTrial:
         if any(map(different, idle, before)):
             raise UnsupportedOptimizerError(
                 f"{self._name}.step() changes parameters that have no gradient (weight decay of all parameters?): it "
-                "would change them once with each bucket, and once more in step(). Use this optimizer without instep"
+                f"would change them once with each bucket, and once more in step(). {STEPPED_WHOLE}"
             )
 
     def _step(self, run: MadeUpRun, how: str) -> None:
@@ -105,7 +106,7 @@ class DivisionTrial:
         except Exception as error:
             raise UnsupportedOptimizerError(
                 f"{self._name} cannot be stepped bucket by bucket: on a few of its parameters ({how}) its step() "
-                f"raises {in_short(error)}. Use this optimizer without instep"
+                f"raises {in_short(error)}. {STEPPED_WHOLE}"
             ) from error
 
     def _require_same(self, together: MadeUpRun, run: MadeUpRun, when: str, how: str) -> None:

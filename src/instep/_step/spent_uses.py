@@ -76,7 +76,11 @@ def _in_place_of(call: str, *, clips: bool) -> str:
 def never_cleared(name: str, operation: str) -> SpentGradientError:
     """In the step after that."""
     call = user_call(operation)
-    other = " That optimizer is not attached." if call.endswith(".step()") else ""
+    other = (
+        " step() was called once more without a backward, or by an optimizer that is not attached."
+        if call.endswith(".step()")
+        else ""
+    )
     return SpentGradientError(
         f"{call} met the gradient of {name!r} from a step that is over: it was applied during backward "
         f"and freed, so it can neither be added to nor zeroed in place nor read.{other} Call zero_grad() with "
