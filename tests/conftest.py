@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
+# Nothing here may import tests.devices, which asks for the device: an accelerator is loaded in pytest_configure.
 from instep._life import life
 from instep._life.worker import NAME
 from instep.attachment import attachments
 from tests import missing, net, selection
 from tests.accelerator import sessions
 from tests.distributed.pool import RankPool
-from tests.living import PATIENCE
 
 # By default an example may take 0.2 s, and drawing them 1 s or so: on a busy machine neither says anything.
 settings.register_profile("instep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -81,7 +81,7 @@ def _nothing_leaks() -> Iterator[None]:
     if attachments():
         gc.collect()  # slow with torch loaded, so only where something is left
     assert not attachments(), "a model is still attached: detach it, or drop it"
-    patience = time.monotonic() + PATIENCE
+    patience = time.monotonic() + net.SECONDS / 10
     while life._unsettled and time.monotonic() < patience:
         time.sleep(0.001)  # a thread applies the updates of a model that was dropped
     assert not life._unsettled, "a step is still due, of which the loop has let go"

@@ -1382,6 +1382,7 @@ def test_another_default_dtype_in_the_forward(synchronized: bool) -> None:
     assert optimizer.state[model.weight]["step"].dtype == torch.float32
 
 
+@on_cpu_only
 def test_code_that_looks_for_subclasses_sees_a_watched_weight(tmp_path: Path) -> None:
     """``nn.MultiheadAttention.forward``, called by itself without gradients, then leaves out its fast path."""
     loop = Loop(tmp_path)
