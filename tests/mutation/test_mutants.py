@@ -652,14 +652,14 @@ MUTANTS = [
     Mutant(
         "use a stand-in again that somebody has",
         "StandIns.take_back",
-        "if stand_in is not None and not _is_shared(stand_in):",
-        "if stand_in is not None:",
+        "if found[0] is not None and not _is_shared(found):",
+        "if found[0] is not None:",
         "tests/unit/test_stand_ins.py",
     ),
     Mutant(
         "keep the gradient in a stand-in that nobody has",
         "StandIns.take_back",
-        "                stand_in.let_go()\n",
+        "                found[0].let_go()\n",
         "",
         "tests/unit/test_stand_ins.py",
     ),

@@ -11,11 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep.recording.trace import Phases, Trace
-from instep.report.memory import Allocation, Memory, curve, pair
+from instep.report.memory import BUCKETS, GRADIENTS, Allocation, Memory, curve, pair
 from instep.report.spans import Span
 
-PARAMETERS, STATE, GRADIENTS = "parameters", "optimizer state", "gradients"
-BUCKETS = "DDP's buckets of gradients"
+PARAMETERS, STATE = "parameters", "optimizer state"
 _MADE_IN = {
     "forward": "activations",
     "backward": "temporaries of backward",

@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep._version import __version__
-from instep.recording.holdings import GRADIENTS, PARAMETERS, STATE, storages, tensors_in_state
+from instep.recording.holdings import PARAMETERS, STATE, storages, tensors_in_state
+from instep.report.memory import GRADIENTS
 from instep.report.run import Setup
 from instep.sources.fsdp.wrappers import fsdp1_in
 

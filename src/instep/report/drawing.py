@@ -107,13 +107,11 @@ class Curve:
     Attributes:
         path: the ``d`` of an SVG path in a box of 1000 by 100, without the last line down to nothing.
         points: milliseconds from the recording's beginning, and MiB from then on.
-        peak: per cent from the left and from the top of the highest point.
     """
 
     label: str
     path: str
     points: Sequence[tuple[float, float]]
-    peak: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -143,8 +141,7 @@ def _curve(label: str, memory: Memory, seconds: float, top: float) -> Curve:
         height = 100 - 100 * nbytes / top
         points.append(f"{x:.2f} {height:.2f}")
     values = [(round(1e3 * t, 4), round(n / MIB, 3)) for t, n in zip(times, memory.nbytes, strict=True)]
-    peak = 100 * (memory.peak_at - memory.times[0]) / seconds, 100 - 100 * memory.peak / top
-    return Curve(label, f"M{' L'.join(points[1:])}", values, peak)
+    return Curve(label, f"M{' L'.join(points[1:])}", values)
 
 
 @dataclass(frozen=True)

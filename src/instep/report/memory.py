@@ -5,6 +5,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from operator import itemgetter
 
+GRADIENTS, BUCKETS = "gradients", "DDP's buckets of gradients"
+"""Two of the categories."""
+
 POINTS = 2000
 """As many as a page can draw."""
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from instep.report.figures import Figures
+from instep.report.memory import BUCKETS, GRADIENTS
 from instep.report.run import Run
 from instep.report.table import MIB
 
-GRADIENTS, BUCKETS = "gradients", "DDP's buckets of gradients"
 SAME = "no measurable difference"
 
 
