@@ -105,6 +105,23 @@ def test_another_thread_that_rests_hides_no_draw() -> None:
         thread.join()
 
 
+def test_tqdm_s_own_thread_hides_no_draw() -> None:
+    """It redraws bars now and then."""
+    end = threading.Event()
+
+    def work() -> None:
+        while not end.is_set():
+            sum(range(100))
+
+    thread = threading.Thread(target=work, name="tqdm_monitor")
+    thread.start()
+    try:
+        lockstep("backward", DRAWS["random"], seeded, STEPS + 4, refused={"backward": torn("draws random numbers")})
+    finally:
+        end.set()
+        thread.join()
+
+
 class DecaysAllLater(torch.optim.Optimizer):
     """All parameters, with a gradient or without."""
 

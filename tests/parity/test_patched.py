@@ -16,9 +16,9 @@ from torch.optim import lr_scheduler
 import instep
 from instep.errors import SpentGradientError, UnsupportedOptimizerError
 from instep.verification import first_difference, training_state
-from tests.cases import Blocks, batch
+from tests.cases import Blocks, batch, two_groups
 from tests.parity.lockstep import Contender, in_every_way, lockstep, loss_of, ways
-from tests.parity.patched import step, with_step_param, with_step_parameter
+from tests.parity.patched import SHARPNESS, step, step_param, with_step_param, with_step_parameter
 
 Patch = Callable[[nn.Module], Any]
 patched = pytest.mark.parametrize("patch", [with_step_param, with_step_parameter], ids=["step_param", "step_parameter"])
@@ -97,8 +97,23 @@ def test_detach_puts_the_step_back() -> None:
     assert vars(optimizer)["step"] is before
 
 
-def test_attached_again_after_a_scheduler_has_wrapped_the_step() -> None:
-    lanes = [blocks(with_step_param) for _ in range(2)]
+def of_a_class_without_a_step_of_its_own(model: nn.Module) -> Any:
+    """torch wraps the ``step`` of the first class that is built: with ``Adam`` before it, this one has its parent's."""
+    torch.optim.Adam(model.parameters())
+
+    class Heir(torch.optim.Adam):
+        pass
+
+    optimizer: Any = Heir(two_groups(model), lr=1e-2)
+    assert "step" not in vars(Heir)
+    optimizer.sharpness = SHARPNESS
+    optimizer.step_param, optimizer.step = MethodType(step_param, optimizer), MethodType(step, optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize("patch", [with_step_param, of_a_class_without_a_step_of_its_own])
+def test_attached_again_after_a_scheduler_has_wrapped_the_step(patch: Patch) -> None:
+    lanes = [blocks(patch) for _ in range(2)]
     lanes[1][0].load_state_dict(lanes[0][0].state_dict())
     for attached, (model, optimizer) in enumerate(lanes):
         for schedule in ("backward", "forward", "backward"):

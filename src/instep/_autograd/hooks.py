@@ -89,7 +89,8 @@ _WRAPPER = Optimizer.profile_hook_step(_STEP).__code__
 
 def is_called_by_step(optimizer: Optimizer) -> bool:
     """In a step hook: whether the ``step()`` that runs it was called by another ``step()`` of the same optimizer."""
-    if sum("step" in vars(cls) for cls in type(optimizer).__mro__) <= 2:  # its own, and that of Optimizer
+    # One of its class, which a class that inherits from that may share, and that of Optimizer.
+    if "step" not in vars(optimizer) and sum("step" in vars(cls) for cls in type(optimizer).__mro__) <= 2:
         return False
     return len(list(islice(_steps_in(sys._getframe(), optimizer), 2))) == 2
 

@@ -64,12 +64,16 @@ class Generators:
                 self._before[id(generator)] = access[0]()
 
 
+_NEVER_DRAW = (NAME, "MainThread", "tqdm_monitor")
+"""Names of threads: instep's, the loop's, where it is not this one, and that which redraws tqdm's bars."""
+
+
 def _times_of_others() -> dict[int, int | None]:
     """How long the threads have run that may draw, one that loads data, say: ns of CPU, ``None`` where nobody tells."""
     return {
         thread.native_id or 0: _time_of(thread.native_id)
         for thread in threading.enumerate()
-        if thread is not threading.current_thread() and thread.name not in (NAME, "MainThread")
+        if thread is not threading.current_thread() and thread.name not in _NEVER_DRAW
     }
 
 
