@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._autograd.watch import plain_type
-from instep._optim.calling import undecorated_step
+from instep._optim.calling import STEPPED_WHOLE, undecorated_step
 from instep._optim.generators import Generators
 from instep._optim.kinds import is_torchs_own
 from instep._optim.made_up import WEATHERS, Spec, Weather, options_of, specs_for
@@ -162,8 +162,7 @@ def _tried(optimizer: Optimizer) -> Separability | str:
         return str(error)
     except RecursionError:
         return (
-            f"{type(optimizer).__name__} keeps values that hold themselves, which cannot be compared. Use this "
-            "optimizer without instep"
+            f"{type(optimizer).__name__} keeps values that hold themselves, which cannot be compared. {STEPPED_WHOLE}"
         )
     finally:
         generators.restore()

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from instep._autograd.hooks import is_in_step
 from instep._optim.attributes import held_by_classes, read_by_update
+from instep._optim.calling import STEPPED_WHOLE
 from instep._optim.changes import PER_PARAMETER
 from instep._optim.elsewhere import Elsewhere
 from instep._optim.kinds import is_torchs_own
@@ -192,5 +193,5 @@ class Stepper:
 def writes_without_gradient(optimizer: str, parameter: str) -> UnsupportedOptimizerError:
     return UnsupportedOptimizerError(
         f"{optimizer}.step() writes parameters without a gradient too: {parameter!r}, which had been updated, was "
-        "written a second time. Use this optimizer without instep"
+        f"written a second time. {STEPPED_WHOLE}"
     )

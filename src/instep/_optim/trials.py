@@ -113,8 +113,7 @@ class DivisionTrial:
         if (what := run.differs_from(together)) is not None:
             raise UnsupportedOptimizerError(
                 f"{self._name} couples parameters: stepped {how} they get other values than stepped together (in "
-                f"{when}: {what}), so stepping during backward would differ from the plain loop. Use this optimizer "
-                "without instep"
+                f"{when}: {what}), so stepping them apart would differ from the plain loop. {STEPPED_WHOLE}"
             )
 
 

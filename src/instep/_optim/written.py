@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from instep._optim.calling import STEPPED_WHOLE
 from instep._optim.changes import same
 from instep.errors import UnsupportedOptimizerError
 
@@ -60,7 +61,7 @@ class SharedWrites:
         self.in_place = True
         return UnsupportedOptimizerError(
             f"{self._name} changes {what} in place in every step, which bucket by bucket would happen once per bucket. "
-            "Use this optimizer without instep"
+            f"{STEPPED_WHOLE}"
         )
 
     def _agreed(
@@ -78,7 +79,6 @@ class SharedWrites:
             if key not in first or key not in changed or not same(first[key], changed[key]):
                 raise UnsupportedOptimizerError(
                     f"{self._name} cannot be stepped bucket by bucket: its update of {where} {key!r} depends on which "
-                    "parameters step together, so the result would differ from the plain loop. Use this optimizer "
-                    "without instep"
+                    f"parameters step together, so the result would differ from the plain loop. {STEPPED_WHOLE}"
                 )
         return first
