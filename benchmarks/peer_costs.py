@@ -5,16 +5,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 from measure import ratio
-from one_device import PEERS, PLAIN, Model, Plain, gpt, processor_times
+from one_device import PEERS, PLAIN, SIZES, Model, Plain, gpt, processor_times
 
+from instep._optim.plan import MIB
 from instep.demo.job import Shape
 from instep.planning.live_bytes import LiveBytes
 
-MIB = 1 << 20
-AGAIN = "plain, again"
 ROWS = {
     PLAIN: "plain, `AdamW(fused=True)`",
-    AGAIN: "plain, again",
+    "plain, again": "plain, again",
     "plain, foreach": "plain, `AdamW(foreach=True)`",
     "default": "`instep.attach(model, optimizer)`",
     "backward": '`instep.attach(…, schedule="backward")`',
@@ -29,7 +28,7 @@ STEPS = 3
 
 
 def ways() -> dict[str, Callable[[Model], Plain]]:
-    found = {**PEERS, "buckets of 4 MiB": lambda model: Plain(model, {"schedule": "backward", "bucket_bytes": 4 * MIB})}
+    found = {**PEERS, **SIZES}
     return {name: found[name] for name in ROWS if name in found}
 
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from instep.report.figures import Figures
 from instep.report.memory import Memory
 from instep.report.run import Run
+from instep.report.table import MIB, mib, ms
 from instep.report.verdict import bytes_change, duration_change
 
-MIB = 2**20
 BUCKET_BYTES = 16 * MIB
 """What ``attach`` takes for one bucket unless told."""
 
@@ -57,18 +57,18 @@ def _time_to_gain(run: Run, found: Figures, memory: Memory) -> str | None:
     step, late = found.step.exposed, found.communication.exposed
     if late < WORTH * found.iteration:
         return (
-            f"Communication is over when backward is ({_ms(late)} of it stay exposed), so there is next to nothing to "
-            f"hide the step of {_ms(step)} behind: expect no shorter iterations from instep here."
+            f"Communication is over when backward is ({ms(late)} of it stay exposed), so there is next to nothing to "
+            f"hide the step of {ms(step)} behind: expect no shorter iterations from instep here."
         )
     if run.setup.wrapper == "DistributedDataParallel":
         return (
-            f"Attach: communication outlasts backward by {_ms(late)}, and {_BACKWARD} runs up to "
-            f"{_ms(min(step, late))} of the step meanwhile; with cross_iteration=True in its place the next forward "
-            f"({_ms(found.forward)}) hides communication too."
+            f"Attach: communication outlasts backward by {ms(late)}, and {_BACKWARD} runs up to "
+            f"{ms(min(step, late))} of the step meanwhile; with cross_iteration=True in its place the next forward "
+            f"({ms(found.forward)}) hides communication too."
         )
     return (
-        f"Attach: {_ms(late)} of communication stay exposed, and {_BACKWARD} runs up to "
-        f"{_ms(min(step, late))} of the step meanwhile."
+        f"Attach: {ms(late)} of communication stay exposed, and {_BACKWARD} runs up to "
+        f"{ms(min(step, late))} of the step meanwhile."
     )
 
 
@@ -85,14 +85,14 @@ def _memory_to_gain(run: Run, found: Figures, memory: Memory) -> str | None:
     saved = gradients - bucket
     if saved > WORTH * memory.peak:
         return (
-            f"Attach for memory: gradients are {_mib(gradients)} of the peak of {_mib(memory.peak)}; with "
+            f"Attach for memory: gradients are {mib(gradients)} of the peak of {mib(memory.peak)}; with "
             f"instep.attach(model, optimizer, schedule='backward'{said}) they are stepped bucket by bucket in backward "
-            f"and never all alive, which saves up to {_mib(saved)}."
+            f"and never all alive, which saves up to {mib(saved)}."
         )
     passing = {name: memory.alive.get(name, 0) for name in ("activations", *_TEMPORARIES, "other")}
     largest = max(passing, key=lambda name: passing[name])
     return (
-        f"At the peak of {_mib(memory.peak)} there are {_mib(gradients)} of gradients and {_mib(passing[largest])} of "
+        f"At the peak of {mib(memory.peak)} there are {mib(gradients)} of gradients and {mib(passing[largest])} of "
         f"{largest}, which set it: stepping in backward would save next to nothing."
     )
 
@@ -102,7 +102,7 @@ def _bucket_view(run: Run, found: Figures, memory: Memory) -> str | None:
         return None
     return (
         "Build DistributedDataParallel with gradient_as_bucket_view=True: gradients then lie in its buckets, and the "
-        f"second copy of {_mib(run.setup.nbytes.get('gradients', 0))} goes."
+        f"second copy of {mib(run.setup.nbytes.get('gradients', 0))} goes."
     )
 
 
@@ -110,7 +110,7 @@ def _fused(run: Run, found: Figures, memory: Memory) -> str | None:
     if run.setup.fused or found.step.total < 5 * WORTH * found.iteration or not _has_fused(run.setup.optimizer):
         return None
     return (
-        f"The step takes {_ms(found.step.total)}: with fused=True the optimizer needs one pass over memory (and its "
+        f"The step takes {ms(found.step.total)}: with fused=True the optimizer needs one pass over memory (and its "
         "numbers differ from the other implementations' in the last bit)."
     )
 
@@ -119,26 +119,26 @@ def _steps_hidden(run: Run, found: Figures, memory: Memory) -> str | None:
     step = found.step
     if run.setup.ranks == 1 and run.setup.options.get("schedule") == "'backward'":
         return (
-            f"On one device the step of {_ms(step.total)} inside backward is not hidden, and is not meant to be: there "
+            f"On one device the step of {ms(step.total)} inside backward is not hidden, and is not meant to be: there "
             "instep saves memory, not time."
         )
     if step.total == 0:
         return None
     share = step.hidden / step.total
     if share >= 0.5 or step.exposed < WORTH * found.iteration:
-        return f"{share:.0%} of the step is hidden, and {_ms(step.exposed)} of an iteration are left of it."
+        return f"{share:.0%} of the step is hidden, and {ms(step.exposed)} of an iteration are left of it."
     if run.setup.ranks == 1:
         return (
-            f"{_ms(step.exposed)} of the step stay exposed: it is taken at once, or there is nothing to hide it "
+            f"{ms(step.exposed)} of the step stay exposed: it is taken at once, or there is nothing to hide it "
             "behind. overlap.advice says which."
         )
     if found.communication.exposed < WORTH * found.iteration:
         return (
-            f"{_ms(step.exposed)} of the step stay exposed: communication ends with backward, and there is nothing to "
+            f"{ms(step.exposed)} of the step stay exposed: communication ends with backward, and there is nothing to "
             "hide them behind. The plain loop takes as long here."
         )
     return (
-        f"{_ms(step.exposed)} of the step stay exposed although {_ms(found.communication.exposed)} of communication "
+        f"{ms(step.exposed)} of the step stay exposed although {ms(found.communication.exposed)} of communication "
         "do, too: smaller buckets (bucket_cap_mb) arrive, and are stepped, earlier."
     )
 
@@ -151,8 +151,8 @@ def _crossing(run: Run, found: Figures, memory: Memory) -> str | None:
     if crosses or refused or run.setup.wrapper != "DistributedDataParallel" or late < 0.1 * found.iteration:
         return None
     return (
-        f"{_ms(late)} of communication stay exposed: schedule='forward', cross_iteration=True lets the next forward "
-        f"({_ms(found.forward)}) begin meanwhile."
+        f"{ms(late)} of communication stay exposed: schedule='forward', cross_iteration=True lets the next forward "
+        f"({ms(found.forward)}) begin meanwhile."
     )
 
 
@@ -163,7 +163,7 @@ def _memory_kept(run: Run, found: Figures, memory: Memory) -> str | None:
     if run.setup.options.get("schedule") == "'forward'" or "undo" in run.setup.options:
         option = "undo" if "undo" in run.setup.options else "schedule='forward'"
         return (
-            f"{option} keeps all gradients until they are applied: {_mib(gradients)} of the peak. "
+            f"{option} keeps all gradients until they are applied: {mib(gradients)} of the peak. "
             "schedule='backward' does not, if the loop can do without."
         )
     return None
@@ -179,18 +179,10 @@ def _large_bucket(run: Run, found: Figures, memory: Memory) -> str | None:
         return None
     option = "bucket_cap_mb of DistributedDataParallel" if run.setup.wrapper else "bucket_bytes"
     return (
-        f"One bucket holds {largest.nbytes / total:.0%} of the gradients ({_mib(largest.nbytes)}): a smaller {option} "
+        f"One bucket holds {largest.nbytes / total:.0%} of the gradients ({mib(largest.nbytes)}): a smaller {option} "
         "lets steps begin earlier."
     )
 
 
 def _has_fused(optimizer: str) -> bool:
     return optimizer.split("(")[0] in ("SGD", "Adam", "AdamW", "Adagrad")
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"
-
-
-def _mib(nbytes: float) -> str:
-    return f"{nbytes / MIB:.1f} MiB"

@@ -116,10 +116,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Curves:
-    """All recordings in one box: ``seconds`` wide, ``nbytes`` high."""
+    """All recordings in one box, ``seconds`` wide, with ``heights`` in MiB."""
 
     seconds: float
-    nbytes: float
+    heights: Sequence["Tick"]
     lines: Sequence[Curve]
 
 
@@ -129,7 +129,7 @@ def curves(runs: Sequence[Run]) -> Curves:
     seconds = max(memory.times[-1] - memory.times[0] for memory in memories) or 1.0
     top = 1.05 * max(memory.peak for memory in memories) or 1.0
     lines = [_curve(run.setup.label, run.ranks[0].memory, seconds, top) for run in runs]
-    return Curves(seconds, top, lines)
+    return Curves(seconds, ticks(top / MIB, 4), lines)
 
 
 def _curve(label: str, memory: Memory, seconds: float, top: float) -> Curve:

@@ -9,6 +9,14 @@ from instep.report.run import Run
 MIB = 2**20
 
 
+def ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def mib(nbytes: float) -> str:
+    return f"{nbytes / MIB:.1f} MiB"
+
+
 @dataclass(frozen=True)
 class Row:
     """Attributes:
@@ -26,7 +34,7 @@ def rows(runs: Sequence[Run], found: Sequence[Figures]) -> list[Row]:
         return Row(name, [value(run, one) for run, one in zip(runs, found, strict=True)], meaning)
 
     def time(name: str, seconds: Callable[[Figures], float], meaning: str) -> Row:
-        return row(name, lambda run, one: f"{1e3 * seconds(one):.1f} ms", meaning)
+        return row(name, lambda run, one: ms(seconds(one)), meaning)
 
     made = [
         time("iteration", lambda one: one.iteration, "From forward to forward, with the profiler's own time in it."),
@@ -51,7 +59,7 @@ def rows(runs: Sequence[Run], found: Sequence[Figures]) -> list[Row]:
         time("other", lambda one: one.other, "Of the loop: data, the scheduler, everything else."),
         row(
             "peak memory",
-            lambda run, one: f"{run.ranks[0].memory.peak / MIB:.1f} MiB",
+            lambda run, one: mib(run.ranks[0].memory.peak),
             "Of tensors: parameters, state, gradients, and what was allocated while it was recorded.",
         ),
     ]

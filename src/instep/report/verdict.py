@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from instep.report.figures import Figures
 from instep.report.memory import BUCKETS, GRADIENTS
 from instep.report.run import Run
-from instep.report.table import MIB
+from instep.report.table import mib, ms
 
 SAME = "no measurable difference"
 
@@ -31,12 +31,17 @@ def cards(runs: Sequence[Run], found: Sequence[Figures]) -> list[Card]:
     """Peak memory, iteration, exposed step, gradients, and, of several recordings, whether the weights are equal."""
     peaks = [run.ranks[0].memory.peak for run in runs]
     gradients = [gradients_at_once(run) for run in runs]
-    exposed = [f"{1e3 * one.step.exposed:.1f} ms" for one in found]
+    exposed = [ms(one.step.exposed) for one in found]
     made = [
-        Card("peak memory", _mib(peaks), bytes_change(peaks), "The most bytes of tensors that were alive at once."),
+        Card(
+            "peak memory",
+            list(map(mib, peaks)),
+            bytes_change(peaks),
+            "The most bytes of tensors that were alive at once.",
+        ),
         Card(
             "iteration",
-            [f"{1e3 * one.iteration:.1f} ms" for one in found],
+            [ms(one.iteration) for one in found],
             duration_change(runs, found),
             "From one forward to the next: the median of the recorded iterations. The recording itself takes time.",
         ),
@@ -48,7 +53,7 @@ def cards(runs: Sequence[Run], found: Sequence[Figures]) -> list[Card]:
         ),
         Card(
             "gradients at once",
-            _mib(gradients),
+            list(map(mib, gradients)),
             bytes_change(gradients),
             "The most bytes of gradients that were alive at once. A gradient that is freed in backward makes room for "
             "the next.",
@@ -95,12 +100,4 @@ def bytes_change(values: Sequence[int]) -> str:
     difference = values[-1] - values[0]
     if abs(difference) < 0.01 * values[0]:
         return "the same"
-    return f"{_in_mib(abs(difference))} {'less' if difference < 0 else 'more'}"
-
-
-def _mib(values: Sequence[int]) -> list[str]:
-    return [_in_mib(value) for value in values]
-
-
-def _in_mib(nbytes: int) -> str:
-    return f"{nbytes / MIB:.1f} MiB"
+    return f"{mib(abs(difference))} {'less' if difference < 0 else 'more'}"

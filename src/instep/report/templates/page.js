@@ -56,7 +56,7 @@
         scale.style.marginLeft = -100 * zoom * from / total + '%';
       }
       const to = from + total / zoom, width = axis.clientWidth;
-      axis.replaceChildren(...roundTicks(from, to, Math.max(2, Math.min(6, width / 90))).map(([value, text], i, all) => {
+      axis.replaceChildren(...roundTicks(from, to, Math.max(2, Math.min(6, width / 90))).map(([value, text]) => {
         const tick = document.createElement('span'), last = (to - value) / (to - from) * width < 55;
         tick.className = last ? 'tick last' : 'tick';
         tick.style.left = 100 * (value - from) / (to - from) + '%';
