@@ -165,10 +165,11 @@ def rank(options: argparse.Namespace) -> None:
 
 
 def record(loops: dict[str, Plain], tokens: Iterator[torch.Tensor], directory: Path) -> None:
+    batches = [next(tokens) for _ in range(5)]  # the same for all: a report compares the weights
     for name, loop in loops.items():
         with instep.record(loop.model, loop.optimizer, steps=4) as recording:
-            for _ in range(5):
-                loop.step(next(tokens))
+            for batch in batches:
+                loop.step(batch)
         recording.save(directory / f"{name.replace(' ', '_')}.json.gz")
 
 

@@ -60,7 +60,8 @@ def cards(runs: Sequence[Run], found: Sequence[Figures]) -> list[Card]:
         ),
     ]
     if len(runs) > 1:
-        made.append(Card("weights", [_weights(runs)], "", "Of all recordings, compared after the last recorded step."))
+        meaning = "After the last recorded step. They are equal where all loops have seen the same batches."
+        made.append(Card("weights", [_weights(runs)], "", meaning))
     return made
 
 
