@@ -1,5 +1,7 @@
 """In a regular step the host waits for the device as often as in the plain loop's: never, unless something asks."""
 
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -10,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
+from instep._autograd.engine import is_of_backward
 from tests.accelerator.loops import CLIP, MODELS, OPTIMIZERS, SMALL, WAYS
 from tests.accelerator.recording import Log, recorded
 from tests.cases import Blocks, batch
@@ -302,3 +305,13 @@ def test_across_the_iteration(two_emulated_ranks: RankPool) -> None:
     for waits, queries in two_emulated_ranks.run(_ranks_body, "ddp", options, False, 3, 10):
         assert queries == []
         assert all("_adopt_exchanged" in wait or "exchange_times" in wait for wait in waits), "\n".join(waits)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tells no thread's name")
+def test_the_engine_s_threads_are_known_by_their_name() -> None:
+    """A failure says that torch has named them otherwise."""
+    seen = []
+    parameter = torch.zeros(2, device="emu", requires_grad=True)
+    parameter.register_hook(lambda _: seen.append(threading.get_native_id()))
+    parameter.sum().backward()
+    assert list(map(is_of_backward, [*seen, threading.get_native_id(), 0])) == [True, False, False]

@@ -1,8 +1,11 @@
 """What shows only in training: an update that begins to draw random numbers, or to write what is not its to write."""
 
 import random
+import sys
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,18 +108,38 @@ def test_another_thread_that_rests_hides_no_draw() -> None:
         thread.join()
 
 
-def test_tqdm_s_own_thread_hides_no_draw() -> None:
-    """It redraws bars now and then."""
-    end = threading.Event()
+def name_as_of_backward() -> None:
+    """For this thread the name, in the kernel, of one of those that autograd keeps for an accelerator."""
+    Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_autograd_0")
+
+
+@pytest.mark.parametrize(
+    ("way", "name", "first"),
+    [
+        pytest.param("backward", "tqdm_monitor", lambda: None, id="redraws tqdm's bars now and then"),
+        pytest.param(
+            "forward",
+            "Dummy-1",
+            name_as_of_backward,
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="tells no thread's time"),
+            id="of backward, which winds up the last one",
+        ),
+    ],
+)
+def test_a_thread_that_never_draws_hides_no_draw(way: str, name: str, first: Callable[[], None]) -> None:
+    end, began = threading.Event(), threading.Event()
 
     def work() -> None:
+        first()
+        began.set()
         while not end.is_set():
-            sum(range(100))
+            time.sleep(0)
 
-    thread = threading.Thread(target=work, name="tqdm_monitor")
+    thread = threading.Thread(target=work, name=name)
     thread.start()
+    began.wait()
     try:
-        lockstep("backward", DRAWS["random"], seeded, STEPS + 4, refused={"backward": torn("draws random numbers")})
+        lockstep(way, DRAWS["random"], seeded, STEPS + 4, refused={way: torn("draws random numbers")})
     finally:
         end.set()
         thread.join()

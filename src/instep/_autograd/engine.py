@@ -1,7 +1,7 @@
-"""The three things instep asks of the autograd engine that have no public name.
+"""The four things instep asks of the autograd engine that have no public name.
 
-All are used by torch's own code: DDP, FSDP, ``register_multi_grad_hook``. ``tests/unit/test_engine.py`` fails clearly
-when torch changes them.
+torch's own code (DDP, FSDP, ``register_multi_grad_hook``) uses three; the fourth is the name of the engine's threads.
+``tests/unit/test_engine.py``, for the names ``tests/accelerator/test_host.py``, fail clearly when torch changes them.
 """
 
 import _thread
@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -24,6 +25,15 @@ def graph_task() -> int | None:
     """The number of the backward this thread is running, ``None`` outside of one. Never used twice."""
     task = torch._C._current_graph_task_id()
     return None if task == _NO_GRAPH_TASK else task
+
+
+def is_of_backward(native_id: int) -> bool:
+    """Whether this thread is the engine's own, which runs an accelerator's backwards. False where nobody tells."""
+    try:
+        name = Path(f"/proc/self/task/{native_id}/comm").read_text()
+    except OSError:  # not Linux, or the thread has ended
+        return False
+    return name.startswith("pt_autograd")
 
 
 def runs(node: Node) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from instep._autograd.engine import graph_task, is_of_backward
 from instep._life.worker import NAME
 from instep._optim.reach import reached_from
 
@@ -70,15 +71,17 @@ _NEVER_DRAW = (NAME, "MainThread", "tqdm_monitor")
 
 def _times_of_others() -> dict[int, int | None]:
     """How long the threads have run that may draw, one that loads data, say: ns of CPU, ``None`` where nobody tells."""
-    return {
-        thread.native_id or 0: _time_of(thread.native_id)
-        for thread in threading.enumerate()
-        if thread is not threading.current_thread() and thread.name not in _NEVER_DRAW
-    }
+    here = threading.current_thread()
+    others = [t.native_id or 0 for t in threading.enumerate() if t is not here and t.name not in _NEVER_DRAW]
+    if graph_task() is None and all(map(is_of_backward, others)):
+        # An accelerator's thread of backward draws only in a backward. None runs here, and no thread is left that may
+        # have called one, so such a thread at most winds up the last.
+        others = []
+    return {native_id: _time_of(native_id) for native_id in others}
 
 
-def _time_of(native_id: int | None) -> int | None:
-    if sys.platform != "linux" or native_id is None:
+def _time_of(native_id: int) -> int | None:
+    if sys.platform != "linux" or not native_id:
         return None
     try:
         # Linux's number for the CPU clock of a thread, as clock_gettime(2) has it. Unlike pthread_getcpuclockid it may
