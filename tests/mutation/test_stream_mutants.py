@@ -13,6 +13,7 @@ ORDERS = "tests/accelerator/test_orders.py"
 MAKERS = "tests/accelerator/test_makers.py"
 GIVEN_BACK = "tests/accelerator/test_given_back.py"
 ZERO = "tests/distributed/test_zero.py"
+SOURCES = "tests/accelerator/test_sources.py"
 
 
 def _mutant(name: str, where: str, old: str, new: str, tests: str, picks: str) -> Mutant:
@@ -233,8 +234,8 @@ MUTANTS = [
         "PendingBucket.apply",
         '        if self.device.type == "cpu":\n',
         "        if True:\n",
-        ONE_DEVICE,
-        "test_accumulation and blocks and forward",
+        SOURCES,
+        "test_sources and parallel and forward and AdamW",
     ),
     _mutant(
         "a mark is recorded before the update",
@@ -465,7 +466,7 @@ MUTANTS = [
         "                with pending.on_side(bucket):\n                    bucket.send(",
         "                if True:\n                    bucket.send(",
         ZERO,
-        "test_loops and forward and evaluated",
+        "test_gradients_that_the_loop_keeps",
     ),
     _mutant(
         "forward: buckets are finished on the loop's stream",
