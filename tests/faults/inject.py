@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node
 from torch.distributed.distributed_c10d import Work
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep._gradients.clipping import Clipping
@@ -282,7 +283,11 @@ def _gradient(trigger: Trigger, run: "Run") -> Iterator[None]:
         gradient.view(-1)[0] = VALUES[trigger.case.kind]
         return gradient
 
-    handle = parameter.register_hook(poison)
+    if isinstance(parameter, DTensor):  # FSDP2 calls no hook of a sharded parameter: it comes with what its module made
+        owner = next(m for m in run.model.modules() if id(parameter) in map(id, m.parameters(recurse=False)))
+        handle = owner.register_forward_hook(lambda _, __, made: made.register_hook(poison) and None)
+    else:
+        handle = parameter.register_hook(poison)
     yield
     handle.remove()
 

@@ -45,6 +45,7 @@ SHORT = [
     Case("ddp", "undo", "before launch", "hang", 1, 0, then="leave", world=2),
     Case("ddp", "forward", "before step", "stop", 0, 1, then="leave", world=2),
     Case("ddp", "forward", "gradient", "nan", 11, 1, nonfinite="skip", world=2),
+    Case("fsdp2", "backward", "gradient", "nan", 0, 1, nonfinite="raise", then="leave", world=2),
     Case("ddp", point="vote", kind="kill", rank=1, then="leave", world=2),
     Case("ddp", point="in flight", kind="partition", where=1, rank=1, then="leave", world=2),
     Case("fsdp2", point="after write", kind="kill", where=1, then="leave", world=2),
