@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import pytest
@@ -161,6 +162,45 @@ def finalize(model: Any) -> None:
 
 def set_manual(model: Any) -> None:
     model.require_manual_backward_finalization = True
+
+
+def zero_one_by_one(model: Any, first: Any, second: Any) -> None:
+    for optimizer in (first, second):
+        optimizer.step()
+    for p in model.parameters():
+        p.grad.zero_()
+
+
+def clip_between(model: Any, first: Any, second: Any) -> None:
+    first.step()
+    torch.nn.utils.clip_grad_norm_([p for group in second.param_groups for p in group["params"]], 0.1)
+    second.step()
+    for optimizer in (first, second):
+        optimizer.zero_grad(set_to_none=False)
+
+
+def written_beside_what_is_due(loop: Callable[[Any, Any, Any], None]) -> str | None:
+    """Gradients that are views of one bucket count their writes together."""
+    states = []
+    for attaches in (False, True):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Blocks(), gradient_as_bucket_view=True)
+        optimizers = [
+            torch.optim.SGD(group["params"], lr=0.1, momentum=0.9, foreach=False) for group in two_groups(model)
+        ]
+        overlap = instep.attach(model, optimizers, schedule="forward", defer=True) if attaches else None
+        for i in range(5):
+            ddp_lockstep.blocks_loss(model, 1000 * dist.get_rank() + i).backward()
+            loop(model, *optimizers)
+        states.append([training_state(model, optimizer) for optimizer in optimizers])
+        if overlap is not None:
+            overlap.detach()
+    return next(filter(None, starmap(first_difference, zip(*states, strict=True))), None)
+
+
+@pytest.mark.parametrize("loop", [zero_one_by_one, clip_between])
+def test_a_bucket_is_written_beside_what_is_due(two_ranks: RankPool, loop: Callable[[Any, Any, Any], None]) -> None:
+    assert two_ranks.run(written_beside_what_is_due, loop) == [None] * 2
 
 
 def finalized_by_hand(view: bool) -> None:

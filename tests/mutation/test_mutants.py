@@ -1155,9 +1155,9 @@ MUTANTS = [
     ),
     Mutant(
         "take a clip of another bucket for a write of the user's",
-        "PendingBucket._noticed_by_none",
-        "            as_left.look_at_versions()\n",
-        "            pass\n",
+        "_AsLeft.__init__",
+        "p if g._is_view() else g",
+        "g",
         SCHEDULES,
     ),
     Mutant(

@@ -308,14 +308,6 @@ MUTANTS = [
         "races",
     ),
     _mutant(
-        "a clip of one bucket is a write of another, which is under way",
-        "PendingBucket._noticed_by_none",
-        "for bucket in self.step.outstanding if",
-        "for bucket in self.step.unapplied if",
-        "tests/distributed/test_schedules.py",
-        "test_buckets_that_lie_across",
-    ),
-    _mutant(
         "Ctrl-C on the way back leaves the side stream current",
         "StepStreams.on",
         "                _go_on(current, index)\n                raise\n",

@@ -4,8 +4,8 @@ Nothing here refers to the attachment, which may be dropped while a thread appli
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from operator import is_
 from time import perf_counter
 from typing import Any, Protocol, cast
@@ -181,7 +181,10 @@ class _AsLeft:
         self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], state: Mapping[Any, Any]
     ) -> None:
         self._tensors = tensors
-        self._all = [*tensors, *gradients]
+        # A view counts the writes of its whole bucket, where others zero or clip gradients of their own. That nobody
+        # else has this part of the bucket was found out in step(). Its place takes what is looked at in any case.
+        alone = [p if g._is_view() else g for p, g in zip(tensors, gradients, strict=True)]
+        self._all = [*tensors, *alone]
         self._memory: list[tuple[torch.Tensor, torch.Tensor] | None] | None = None
         if not are_counted(self._all):
             # Kept, not looked up again: whoever reads the local tensor of a watched DTensor waits for this very update.
@@ -196,11 +199,6 @@ class _AsLeft:
 
     def look_at_versions(self) -> None:
         self._versions = self._found()
-
-    @property
-    def unwritten(self) -> bool:
-        """Of parameters and gradients."""
-        return self._found() == self._versions
 
     def require(self, names: Sequence[str], state: Mapping[Any, Any]) -> None:
         """Raise ``UncommittedStepError`` if somebody has written one of them."""
@@ -358,8 +356,7 @@ class PendingBucket:
 
     def _step(self, call: OptimizerCall) -> None:
         if self._clip is not None:
-            with self._noticed_by_none():
-                self._clip(call.tensors)
+            self._clip(call.tensors)
         if self._keep is not None:
             self._keep(call, self.step.state)
         self.step.outcome.written = True
@@ -378,16 +375,6 @@ class PendingBucket:
                 f"{stepper.name} replaced {where} in step(), for the first time in a step that was put off: until now "
                 "the loop would have found the old one. Use schedule='backward', or this optimizer without instep"
             )
-
-    @contextmanager
-    def _noticed_by_none(self) -> Iterator[None]:
-        """Around a write of this bucket's gradients. Those that are views of one of DDP's buckets count their writes
-        together, wherever they are stepped."""
-        others = [bucket._as_left for bucket in self.step.outstanding if bucket._as_left is not None]
-        right = [as_left for as_left in others if as_left.unwritten]
-        yield
-        for as_left in right:
-            as_left.look_at_versions()
 
 
 def gradients_in(
