@@ -99,6 +99,9 @@ class CouplesLargeMatrices(Plain):
 class StacksWhatHasOneShape(Plain):
     """Updates parameters of one shape together, by their mean gradient."""
 
+    def joins(self, gradient: torch.Tensor) -> bool:
+        return True
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         shapes = {g.shape for g in self.gradients()}
@@ -107,7 +110,19 @@ class StacksWhatHasOneShape(Plain):
             same = [p for p in mine if p.shape == shape]
             mean = torch.stack([p.grad for p in same]).mean(0)
             for p in same:
-                p.sub_(mean, alpha=0.1)
+                p.sub_(mean if self.joins(mean) else grad_of(p), alpha=0.1)
+
+
+class StacksSmallMatrices(StacksWhatHasOneShape):
+    """As one whose batched product of small matrices rounds in another way than the product of each."""
+
+    def joins(self, gradient: torch.Tensor) -> bool:
+        return gradient.dim() == 2 and gradient.numel() < 100
+
+
+class StacksLargeMatrices(StacksWhatHasOneShape):
+    def joins(self, gradient: torch.Tensor) -> bool:
+        return gradient.dim() == 2 and gradient.numel() > 1000
 
 
 class CouplesConvolutions(Plain):
@@ -188,6 +203,8 @@ class KeepsTheNorm(Plain):
         (lambda p: DrawsLate(p, 11), torch.bfloat16, "draws random numbers"),
         (CouplesLargeMatrices, torch.float32, "couples parameters"),
         (StacksWhatHasOneShape, torch.float32, "couples parameters"),
+        (StacksSmallMatrices, torch.float32, "couples parameters"),
+        (StacksLargeMatrices, torch.float32, "couples parameters"),
         (CouplesConvolutions, torch.float32, "couples parameters"),
         (CouplesByOrder, torch.float32, "couples parameters"),
         (LeavesOut, torch.float32, "couples parameters.*a gradient that holds 1e\\+10, inf, nan"),
