@@ -97,7 +97,8 @@ def _named_in(node: ast.AST, prefix: str) -> Iterator[tuple[str, int, int]]:
 
 
 def require_there(mutant: Mutant) -> None:
-    place_of(mutant)
+    """And that the source with it can be imported: else every test would fail to start, and none would be a test."""
+    ast.parse(_with(mutant))
     assert (ROOT / mutant.tests).exists()
 
 
@@ -113,10 +114,14 @@ def require_caught(mutant: Mutant, folder: Path) -> None:
 
 def put_in(mutant: Mutant, folder: Path) -> None:
     """Into a copy of the source, made in ``folder``."""
+    file = copied(folder) / place_of(mutant).file.relative_to(SOURCE)
+    file.write_text(_with(mutant), encoding="utf-8")
+
+
+def _with(mutant: Mutant) -> str:
     place = place_of(mutant)
     text = _text_of(place.file)
-    file = copied(folder) / place.file.relative_to(SOURCE)
-    file.write_text(text[: place.start] + mutant.new + text[place.end :], encoding="utf-8")
+    return text[: place.start] + mutant.new + text[place.end :]
 
 
 def copied(folder: Path) -> Path:

@@ -629,7 +629,7 @@ MUTANTS = [
         READERS,
     ),
     Mutant(
-        "write over a write through an alias",
+        "write over a write of which nobody is told",
         "_AsLeft.require",
         "if found != self._versions:",
         "if False:",
@@ -1149,8 +1149,8 @@ MUTANTS = [
     Mutant(
         "let a second thread in",
         "Threads.begin_backward",
-        '            self.require_one(thread, "backward")\n',
-        "",
+        'self.require_one(thread, "backward")',
+        "pass",
         "tests/unit/test_threads.py",
     ),
     Mutant(
@@ -1679,13 +1679,6 @@ MUTANTS = [
         CORNERS,
     ),
     Mutant(
-        "forward: do not count what is written through a DTensor itself",
-        "_AsLeft._found",
-        "both[0]._version + both[1]._version for",
-        "both[1]._version for",
-        CORNERS,
-    ),
-    Mutant(
         "do not compare torch's switches in step()",
         "OptimizerStep.require_unchanged",
         "        self._settings.require_same_switches()\n",
@@ -2010,8 +2003,8 @@ MUTANTS = [
     Mutant(
         "take the step() of a parent class for that of the loop",
         "StepHooks.after_step",
-        "        if not is_called_by_step(optimizer):\n            self._schedule.commit(stepper)",
-        "        self._schedule.commit(stepper)",
+        "if not is_called_by_step(optimizer):",
+        "if True:",
         ODD_OPTIMIZERS,
     ),
     Mutant(

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -283,12 +283,29 @@ GONE = {
 }
 
 
-@ways("backward", *EXACT)
-def test_state_is_in_the_order_of_the_plain_loop_where_gradients_are_sparse_and_dense(way: str) -> None:
-    """Sparse gradients are stepped at once, and dense ones are put off."""
+class OneIsKept(nn.Module):
+    """Some parameters are stepped at once, since the loop has another tensor of their memory; others are put off."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.kept = [self.first.weight.detach(), self.second.bias.detach()]
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.second(self.first(nn.functional.one_hot(indices, 5).float())))
+
+
+BEFORE_OTHERS = {
+    "sparse": lambda: nn.Sequential(nn.Embedding(7, 5, sparse=True), nn.Linear(5, 5)),
+    "kept": OneIsKept,
+}
+
+
+@pytest.mark.parametrize("first", BEFORE_OTHERS)
+@ways("backward", *EXACT)
+def test_state_is_in_the_order_of_the_plain_loop_where_some_are_stepped_at_once(way: str, first: str) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = nn.Sequential(nn.Embedding(7, 5, sparse=True), nn.Linear(5, 5))
+        model = BEFORE_OTHERS[first]()
         return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def step(lane: Contender, i: int) -> Any:

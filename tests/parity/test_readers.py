@@ -1079,14 +1079,35 @@ def test_a_gradient_held_since_before_the_step_and_written_after(write: Callable
         assert first_difference(plain.state(), loop.state()) is None
 
 
+@pytest.mark.races
+def test_a_write_of_which_nobody_is_told(tmp_path: Path) -> None:
+    """As in C++. The update that is due would go on top of it."""
+    loop = Loop(tmp_path)
+    with instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
+        loop.backward(0)
+        loop.optimizer.step()
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            loop.model.inner.weight.mul_(2.0)
+        with pytest.raises(UncommittedStepError, match=r"'inner.weight' was written.*overlap\.synchronize\(\)"):
+            overlap.synchronize()
+        overlap.accept_torn()
+
+
 # Other orders of things.
 
 
-def test_a_graph_that_saved_the_old_weights_refuses_as_in_the_plain_loop(tmp_path: Path) -> None:
+SAVES: dict[str, Callable[[Any], torch.Tensor]] = {
+    "views": lambda model: model(batch(3)[0]).sum(),  # which are owners of the weights' memory
+    "weights": lambda model: model.inner.weight.square().sum(),
+}
+
+
+@pytest.mark.parametrize("saves", SAVES)
+def test_a_graph_that_saved_the_old_weights_refuses_as_in_the_plain_loop(saves: str, tmp_path: Path) -> None:
     plain, loop = Loop(tmp_path), Loop(tmp_path)
     with instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL):
         for one in (plain, loop):
-            late = one.model(batch(3)[0]).sum()
+            late = SAVES[saves](one.model)
             one.step(0)
             one.optimizer.zero_grad()
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -185,10 +185,10 @@ class _AsLeft:
         # else has this part of the bucket was found out in step(). Its place takes what is looked at in any case.
         alone = [p if g._is_view() else g for p, g in zip(tensors, gradients, strict=True)]
         self._all = [*tensors, *alone]
-        self._memory: list[tuple[torch.Tensor, torch.Tensor] | None] | None = None
+        self._memory: list[torch.Tensor | None] | None = None
         if not are_counted(self._all):
             # Kept, not looked up again: whoever reads the local tensor of a watched DTensor waits for this very update.
-            self._memory = [None if tensor.is_inference() else (tensor, memory_of(tensor)) for tensor in self._all]
+            self._memory = [None if tensor.is_inference() else memory_of(tensor) for tensor in self._all]
         self.look(state)
 
     def look(self, state: Mapping[Any, Any]) -> None:
@@ -221,7 +221,7 @@ class _AsLeft:
     def _found(self) -> list[int]:
         if self._memory is None:
             return list(map(VERSION, self._all))
-        return [-1 if both is None else both[0]._version + both[1]._version for both in self._memory]
+        return [-1 if tensor is None else tensor._version for tensor in self._memory]
 
 
 class PendingBucket:
