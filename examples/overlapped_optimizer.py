@@ -7,6 +7,7 @@ is none, or that wants another communication: this one sends the signs of gradie
 vote.
 """
 
+import gc
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ for optim_cls, kwargs in ((torch.optim.AdamW, {"lr": 3e-3, "foreach": True}), (S
         if rank == 0 and step % 20 == 19:
             print(f"{optim_cls.__name__} step {step + 1}: loss {loss.item():.3f}")
 # The process group ends with its last reference, with it the threads that run the callback of send_signs: before
-# Python does.
+# Python does. DDP refers to itself, so Python's collector has to come.
 del ddp, overlapped, loss
+gc.collect()
 dist.destroy_process_group()
