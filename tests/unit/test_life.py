@@ -14,7 +14,7 @@ import instep
 from instep.errors import StaleAttachmentError, TornStepError
 from tests.cases import Blocks, batch
 from tests.late import late_updates
-from tests.living import POINTS, LoopError, Made, no_gc, settle, stepped, survivors, train
+from tests.living import POINTS, LoopError, Made, backward, no_gc, settle, stepped, survivors, train
 
 
 def live_tensors() -> int:
@@ -98,6 +98,28 @@ def test_the_core_does_not_keep_a_graph_s_optimizer(way: str) -> None:
         assert [ref() for ref in gone] == [None, None]
     loss.backward()  # there is nobody to step
     assert type(weight.grad) is torch.Tensor
+
+
+def parameter_of_an_open_step(made: Made) -> torch.Tensor:
+    train(made)
+    backward(made, 2)
+    weight: torch.Tensor = made[0].get_parameter("inner.weight")
+    return weight
+
+
+@pytest.mark.parametrize("keep", [lambda made: made[0](batch(0)[0]), parameter_of_an_open_step], ids=["graph", "leaf"])
+@pytest.mark.parametrize("way", OPTIONS)
+def test_the_core_goes_with_the_model(way: str, keep: Callable[[Made], torch.Tensor]) -> None:
+    """Neither a graph nor a gradient that was applied keeps it."""
+    with no_gc():
+        made = make(way)
+        kept = keep(made)
+        assert made[2] is not None
+        schedule = weakref.ref(made[2]._parts.schedule)
+        del made
+        settle()
+        assert schedule() is None
+        del kept
 
 
 @pytest.mark.parametrize("fused", [True, False])
