@@ -43,6 +43,19 @@ def test_sizes(path: Path) -> None:
             assert len(fields_of(node)) <= FIELDS, (node.name, sorted(fields_of(node)))
 
 
+def _functions_in(node: ast.AST) -> Iterator[ast.FunctionDef]:
+    return (inner for inner in ast.walk(node) if isinstance(inner, ast.FunctionDef) and inner is not node)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_function_in_a_function_calls_itself(path: Path) -> None:
+    """It would be in a cycle with all that it refers to, gradients among them, until Python's collector comes."""
+    for outer in _functions_in(ast.parse(path.read_text(encoding="utf-8"))):
+        for inner in _functions_in(outer):
+            names = {node.id for node in ast.walk(inner) if isinstance(node, ast.Name)}
+            assert inner.name not in names, f"{outer.name}.{inner.name}"
+
+
 def test_fields_are_counted() -> None:
     source = """
 class A:

@@ -9,6 +9,7 @@ from torch import nn
 
 import instep
 from instep._autograd.placeholders import HeldGradient
+from tests.living import no_gc
 
 counted = pytest.mark.skipif(
     not hasattr(torch.Tensor, "_use_count"), reason="this torch does not tell: no stand-in is used again"
@@ -108,3 +109,18 @@ def test_it_is_laid_out_as_the_gradient() -> None:
         assert type(model.weight.grad) is HeldGradient
         assert model.weight.grad.stride() == strides
         optimizer.zero_grad()
+
+
+def test_one_that_was_used_keeps_no_gradient() -> None:
+    """Also before Python's collector comes."""
+    with no_gc():
+        model, optimizer, x = loop()
+        instep.attach(model, optimizer, schedule="forward", defer=True)
+        gradient = train(model, optimizer, x)
+        assert type(gradient) is HeldGradient
+        gradient.zero_()
+        assert model.weight.grad is not None
+        real = weakref.ref(model.weight.grad)
+        del gradient
+        optimizer.zero_grad()
+        assert real() is None

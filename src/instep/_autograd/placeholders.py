@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -199,13 +200,13 @@ _ON_STORAGE = (
 
 def _used(operation: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments, each placeholder replaced by what it says is to be used in its place."""
-    dtype, device = kwargs.get("dtype"), kwargs.get("device")
-
-    def use(value: Any) -> Any:
-        if isinstance(value, Placeholder):
-            return value._use(operation, args, dtype, device)
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(use, value))
-        return value
-
+    use = partial(_used_in, operation, args, kwargs.get("dtype"), kwargs.get("device"))
     return tuple(use(arg) for arg in args), {key: use(value) for key, value in kwargs.items()}
+
+
+def _used_in(operation: str, args: Sequence[Any], dtype: Any, device: Any, value: Any) -> Any:
+    if isinstance(value, Placeholder):
+        return value._use(operation, args, dtype, device)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_used_in(operation, args, dtype, device, one) for one in value)
+    return value
