@@ -16,9 +16,10 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -1077,6 +1078,55 @@ def test_a_gradient_held_since_before_the_step_and_written_after(write: Callable
             overlap.accept_torn()
             return
         assert first_difference(plain.state(), loop.state()) is None
+
+
+class Saves(torch.autograd.Function):
+    """A weight, which it does not use before backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        return gradients[0] + weight.sum(), torch.ones_like(weight)
+
+
+class HasWhatDoesNotRun(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.beside = nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, Saves.apply(self.inner(x), self.beside.weight))
+
+
+@on_cpu_only  # elsewhere the update is launched by step()
+@pytest.mark.parametrize("synchronized", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_function_that_saves_a_weight_without_using_it(fused: bool, synchronized: bool) -> None:
+    """Equal, or loud: the version that autograd compares would tell of an old weight, too."""
+    weights = []
+    for attaches in (False, True):
+        torch.manual_seed(0)
+        model = HasWhatDoesNotRun()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        overlap = instep.attach(model, optimizer, schedule="forward", defer=True) if attaches else None
+        raises = attaches and not fused and not synchronized
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") if raises else nullcontext():
+            for i in range(4):
+                model(batch(i)[0]).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if overlap is not None and synchronized:
+                    overlap.synchronize()
+        if overlap is not None:
+            overlap.detach()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    if not raises:
+        assert all(map(torch.equal, *weights))
 
 
 @pytest.mark.races
