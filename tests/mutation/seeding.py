@@ -97,8 +97,8 @@ def _named_in(node: ast.AST, prefix: str) -> Iterator[tuple[str, int, int]]:
 
 
 def require_there(mutant: Mutant) -> None:
-    """The text and the tests stand where the defect says, and the source with the defect is Python: a module that cannot
-    be imported would let no test begin."""
+    """The text and the tests stand where the defect says, and the source with the defect is Python: a module that
+    cannot be imported would let no test begin."""
     ast.parse(_with(mutant))
     assert (ROOT / mutant.tests).exists()
 
