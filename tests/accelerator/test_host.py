@@ -4,6 +4,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep._autograd.engine import is_of_backward
+from instep._autograd.engine import Backwards, EndOfBackward, is_of_backward
 from tests.accelerator.loops import CLIP, MODELS, OPTIMIZERS, SMALL, WAYS
 from tests.accelerator.recording import Log, recorded
 from tests.cases import Blocks, batch
@@ -315,3 +316,69 @@ def test_the_engine_s_threads_are_known_by_their_name() -> None:
     parameter.register_hook(lambda _: seen.append(threading.get_native_id()))
     parameter.sum().backward()
     assert list(map(is_of_backward, [*seen, threading.get_native_id(), 0])) == [True, False, False]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tells no thread's name")
+def test_what_the_engine_s_own_thread_drops_is_told_on_the_loop_s() -> None:
+    """By then the loop may be clearing gradients, and two threads at one ``.grad`` is more than torch bears."""
+    backwards, held, told = Backwards(), list[EndOfBackward](), list[str]()
+    parameter = torch.zeros(2, device="emu", requires_grad=True)
+
+    def begin(gradient: torch.Tensor) -> None:
+        backwards.begin(gradient.device)
+        held.extend(EndOfBackward(lambda: None, partial(told.append, name)) for name in "ab")
+        raise RuntimeError("the user's own")
+
+    def drop(gradient: torch.Tensor) -> None:
+        while held:
+            held.pop(0)
+        assert not told
+
+    for hook in (begin, drop):
+        handle = parameter.register_hook(hook)
+        with pytest.raises(RuntimeError, match="own") if hook is begin else nullcontext():
+            parameter.sum().backward()
+        handle.remove()
+    assert told == []
+    backwards.let_go()
+    assert told == ["a", "b"]
+    backwards.let_go()
+    assert told == ["a", "b"]
+
+
+def test_what_the_loop_s_thread_drops_is_told_at_once() -> None:
+    backwards, held, told = Backwards(), list[EndOfBackward](), list[str]()
+    parameter = torch.zeros(2, device="emu", requires_grad=True)
+
+    def begin(gradient: torch.Tensor) -> None:
+        backwards.begin(gradient.device)
+        held.append(EndOfBackward(lambda: None, partial(told.append, "a")))
+
+    parameter.register_hook(begin)
+    parameter.sum().backward()
+    held.clear()
+    assert told == ["a"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tells no thread's name")
+def test_ctrl_c_in_what_is_told_late_has_it_told_again() -> None:
+    backwards, held, told = Backwards(), list[EndOfBackward](), list[int]()
+    parameter = torch.zeros(2, device="emu", requires_grad=True)
+
+    def failed() -> None:
+        told.append(len(told))
+        if len(told) == 1:
+            raise KeyboardInterrupt
+
+    def begin(gradient: torch.Tensor) -> None:
+        backwards.begin(gradient.device)
+        held.append(EndOfBackward(lambda: None, failed))
+
+    for hook in (begin, lambda gradient: held.clear()):
+        handle = parameter.register_hook(hook)
+        parameter.sum().backward()
+        handle.remove()
+    with pytest.raises(KeyboardInterrupt):
+        backwards.let_go()
+    backwards.let_go()
+    assert told == [0, 1]

@@ -14,6 +14,7 @@ MAKERS = "tests/accelerator/test_makers.py"
 GIVEN_BACK = "tests/accelerator/test_given_back.py"
 ZERO = "tests/distributed/test_zero.py"
 SOURCES = "tests/accelerator/test_sources.py"
+HOST = "tests/accelerator/test_host.py"
 
 
 def _mutant(name: str, where: str, old: str, new: str, tests: str, picks: str) -> Mutant:
@@ -386,6 +387,38 @@ MUTANTS = [
         "        if True:\n",
         ORDERS,
         "test_a_backward_that_raised_is",
+    ),
+    _mutant(
+        "what the engine's own thread drops is told there",
+        "EndOfBackward.__del__",
+        "            if unsaid is not None and is_of_backward(threading.get_native_id()):\n",
+        "            if False:\n",
+        HOST,
+        "test_what_the_engine_s_own_thread",
+    ),
+    _mutant(
+        "nobody tells what the engine's own thread has dropped",
+        "Backwards.let_go",
+        "            unsaid.say()\n",
+        "            pass\n",
+        HOST,
+        "test_what_the_engine_s_own_thread",
+    ),
+    _mutant(
+        "what the loop's thread drops is told late",
+        "EndOfBackward.__del__",
+        "            if unsaid is not None and is_of_backward(threading.get_native_id()):\n",
+        "            if unsaid is not None:\n",
+        HOST,
+        "test_what_the_loop_s_thread",
+    ),
+    _mutant(
+        "what Ctrl-C has cut short is not told again",
+        "_Unsaid.say",
+        "                raise  # what Ctrl-C",
+        "                del self.failed[0]\n                raise  # what Ctrl-C",
+        HOST,
+        "test_ctrl_c_in_what_is_told",
     ),
     _mutant(
         "values are put back on the loop's stream",

@@ -8,6 +8,7 @@ import _thread
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -52,28 +53,59 @@ _LET_GO_SECONDS = 10.0
 """How long a backward is waited for that another thread of the loop's may be running: a mistake, told of later."""
 
 
+class _Unsaid:
+    """What is to be done for one backward that raised, of which nobody but the loop's thread may do it."""
+
+    __slots__ = ("__weakref__", "failed")
+
+    def __init__(self) -> None:
+        self.failed: list[Callable[[], None]] = []
+
+    def say(self) -> None:
+        while self.failed:
+            try:
+                self.failed[0]()
+            except KeyboardInterrupt:
+                raise  # what Ctrl-C has cut short is done again
+            except BaseException:
+                del self.failed[0]
+                raise
+            del self.failed[0]
+
+
+_unsaid: "weakref.WeakValueDictionary[int, _Unsaid]" = weakref.WeakValueDictionary()
+"""By number of each backward that a ``Backwards`` has seen to begin on an accelerator."""
+_making = threading.Lock()
+
+
 class Backwards:
     """Those of one attachment that were seen to begin.
 
     On an accelerator each device has a thread of the engine's, which may let go of a backward that raised only when
-    the exception has reached the loop.
+    the exception has reached the loop. The loop may be clearing gradients by then, and torch does not bear two threads
+    at one ``.grad``: what is left to be done waits for ``let_go``.
     """
 
     def __init__(self) -> None:
-        self._tasks: set[int | None] = set()
+        self._tasks: dict[int, _Unsaid] = {}
 
     def begin(self, device: torch.device) -> None:
         """The running backward has come to something on ``device``."""
-        if device.type != "cpu":  # where the engine's thread is the loop's
-            self._tasks.add(graph_task())
+        task = graph_task()
+        if device.type != "cpu" and task is not None:  # on the CPU the engine's thread is the loop's
+            with _making:
+                self._tasks[task] = _unsaid.setdefault(task, _Unsaid())
 
     def let_go(self) -> None:
-        """Return when nothing will be heard of them any more, unless one is running."""
+        """Return when nothing will be heard of them any more, unless one is running. Ends that the engine's own thread
+        has dropped are told here that they failed."""
         if not self._tasks or graph_task() is not None:
             return
         last = time.monotonic() + _LET_GO_SECONDS
-        while not self._tasks.isdisjoint(_expected.copy().values()) and time.monotonic() < last:
+        while not self._tasks.keys().isdisjoint(_expected.copy().values()) and time.monotonic() < last:
             time.sleep(0.0001)
+        for unsaid in list(self._tasks.values()):
+            unsaid.say()
         self._tasks.clear()
 
 
@@ -83,7 +115,8 @@ class EndOfBackward:
 
     Whatever keeps it must be freed by the engine together with the backward. On CPU the engine frees a failed
     backward's callbacks before the exception reaches Python, so ``failed`` has run by the time the user's ``except``
-    clause does. On an accelerator ``Backwards.let_go`` waits for that.
+    clause does. On an accelerator ``Backwards.let_go`` waits for that, and calls it where the engine's own thread was
+    the last to have the callbacks.
     """
 
     __slots__ = ("_end", "_failed")
@@ -110,7 +143,11 @@ class EndOfBackward:
         if failed is None:
             return
         try:
-            failed()
+            unsaid = _unsaid.get(_expected.get(id(self), _NO_GRAPH_TASK))
+            if unsaid is not None and is_of_backward(threading.get_native_id()):
+                unsaid.failed.append(failed)
+            else:
+                failed()
         except KeyboardInterrupt:  # which is lost here, and would be in what is left of this call
             failed()
             _thread.start_new_thread(_interrupt, (sys._getframe().f_code,))
