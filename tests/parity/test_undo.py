@@ -888,3 +888,40 @@ def test_state_that_is_entwined(put_back: str, way: str) -> None:
         for parameter, state in optimizers[1].state.items():
             assert state["origin"].parameter is parameter
             assert state["origin"].momentum is state["pair"][0] is state["momentum"]
+
+
+class Curvature(torch.optim.Optimizer):
+    """Draws a direction for each parameter, then asks for the gradient's own gradient, which a trial has none of."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:
+        mine = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        ways = [torch.randn_like(p) for p in mine]
+        curvatures = [
+            torch.autograd.grad(p.grad, p, way, retain_graph=True)[0] for p, way in zip(mine, ways, strict=True)
+        ]
+        with torch.no_grad():
+            for p, curvature in zip(mine, curvatures, strict=True):
+                p.addcdiv_(p.grad, curvature.abs() + 1, value=-0.1)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@in_undo
+def test_what_a_trial_has_drawn_before_it_raises_is_drawn_again(way: str) -> None:
+    found = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+        optimizer = Curvature(model.parameters())
+        if attached:
+            instep.attach(model, optimizer, bucket_bytes=64, **UNDO[way])
+        for i in range(4):
+            torch.manual_seed(i)
+            model(torch.full((3, 6), 1.0 + i)).square().mean().backward(create_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append([torch.get_rng_state(), *(p.detach().clone() for p in model.parameters())])
+    for i in range(4):
+        assert all(map(torch.equal, found[i], found[4 + i])), f"step {i}"

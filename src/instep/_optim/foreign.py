@@ -32,6 +32,9 @@ class TrustedUpdate:
         """Whether the update, which raised, has changed an object that the optimizer itself holds, too."""
         return False
 
+    def take_back_draws(self) -> None:
+        """The update has raised: random numbers that it has drawn are to be drawn again, if it runs again."""
+
     def end(self) -> None:
         """The update has run, or raised."""
 
@@ -124,6 +127,10 @@ class _WatchedUpdate(TrustedUpdate):
 
     def wrote_in_place(self) -> bool:
         return _any_written(self._in_modules) or any(True for _ in self._changed_attributes())
+
+    def take_back_draws(self) -> None:
+        if self._generators.drawn() == "yes":
+            self._generators.restore()
 
     def end(self) -> None:
         if self._places is not None:

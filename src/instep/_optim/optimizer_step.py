@@ -64,8 +64,10 @@ class OptimizerStep:
         before = attributes_of(update.shadow)
         try:
             update.run([members.in_group for members in members_of])
-        except Exception:
-            self.writes.in_place |= watch.wrote_in_place() or self._wrote_shared(update, given)
+        except BaseException as error:
+            watch.take_back_draws()
+            if isinstance(error, Exception):
+                self.writes.in_place |= watch.wrote_in_place() or self._wrote_shared(update, given)
             raise
         finally:
             update.keep_state()

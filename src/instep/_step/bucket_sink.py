@@ -135,12 +135,13 @@ class BucketSink(HoldsStep):
                     started = perf_counter()
                     if not writes.update(members, parameters, gradients, final=final):
                         return False
+                # In here, too: Ctrl-C that comes before this is noted comes after a write.
+                step.members.apply(members, parameters)
+                writes.updated(members, gradients)
             except BaseException as error:
                 if not (isinstance(error, Exception) and writes.takes_back(error)):
                     self.fail(error, writing=writes.has_begun)
                 return False
-            step.members.apply(members, parameters)
-            writes.updated(members, gradients)
             step.times.ran(started)
             if self.recorder is not None:
                 self.recorder("step", [attached.spec.name for attached in members], started, perf_counter())

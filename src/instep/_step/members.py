@@ -43,8 +43,9 @@ class StepMembers:
 
     def apply(self, bucket: AttachedParameters, parameters: Sequence[torch.Tensor]) -> None:
         """Backward has just updated ``bucket``, which are these ``parameters``."""
-        self.applied.update(bucket.indices)
+        # Versions first: Ctrl-C may come between the two, and each one that was applied is asked for its version.
         self._versions.update(zip(bucket.indices, versions_of(parameters), strict=True))
+        self.applied.update(bucket.indices)
 
     def versions_as_applied(self, applied: AttachedParameters) -> list[int]:
         """The versions of parameters, as their update in backward left them."""
