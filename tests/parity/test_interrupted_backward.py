@@ -1,6 +1,7 @@
 """Ctrl-C at every point of a bucket's step inside backward: put back, told, or as if the backward had never been."""
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -42,9 +43,9 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    momentum = {f"{name}'s": optimizer.state[p]["momentum_buffer"] for name, p in model.named_parameters()}
-    return {**model.state_dict(), **momentum}
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    yield from model.state_dict().items()
+    yield from ((f"{name}'s", optimizer.state[p]["momentum_buffer"]) for name, p in model.named_parameters())
 
 
 def goes_on(undo: bool, where: int) -> bool:
@@ -70,7 +71,9 @@ def goes_on(undo: bool, where: int) -> bool:
             assert not undo, f"{point}: torn"
             overlap.accept_torn()
             return True
-        assert first_difference(plain.state_dict(), found) is None, f"{point}: written, and nobody was told"
+        assert first_difference(iter(plain.state_dict().items()), iter(found.items())) is None, (
+            f"{point}: written, and nobody was told"
+        )
         for i in range(3, 5):
             train(plain, plain_optimizer, i)
             train(model, optimizer, i)
