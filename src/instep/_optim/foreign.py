@@ -86,8 +86,9 @@ class WatchedUpdates(TrustedUpdates):
         self.reached = [value for value in found if layout.holds(value)]
         held = (tensor for value in found if isinstance(value, torch.nn.Module) for tensor in _tensors_of(value))
         self.in_modules = [tensor for tensor in held if not layout.holds(tensor)]
-        # The parameter whose state each tensor is in, by the tensor's address. The step holds all of these tensors.
-        self._owners: dict[int, int] = {}
+        # By the address of each tensor in the parameters' state: the parameter that first had the tensor, and the
+        # version as the last update has left it. The step holds all of these tensors.
+        self._seen: dict[int, tuple[int, int]] = {}
 
     def begin(self, update: Update) -> TrustedUpdate:
         return _WatchedUpdate(self, update)
@@ -100,8 +101,11 @@ class WatchedUpdates(TrustedUpdates):
         """
         for own, tensor in _state_tensors(update):
             # One that is empty, or of a wrapper class, has no memory to tell it by.
-            first = self._owners.setdefault(memory_of(tensor).data_ptr() or id(tensor), id(own))
-            if first != id(own) and versions.get(id(tensor)) != version_of(tensor):
+            place, now = memory_of(tensor).data_ptr() or id(tensor), version_of(tensor)
+            first, left = self._seen.get(place, (id(own), now))
+            self._seen[place] = first, now
+            # A table that all look up was made by one update, and comes to the state of other parameters unwritten.
+            if first != id(own) and versions.get(id(tensor), left) != now:
                 raise UnsupportedOptimizerError(
                     f"{self.name} writes a state tensor that several parameters share, in an order that bucket by "
                     f"bucket is not that of the plain loop. {STEPPED_WHOLE}"
