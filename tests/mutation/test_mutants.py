@@ -2066,7 +2066,7 @@ MUTANTS = [
     Mutant(
         "let parameters share the state that they write",
         "WatchedUpdates.require_state_of_one",
-        "            if first != id(own) and versions.get(id(tensor)) != version_of(tensor):\n",
+        "            if first != id(own) and versions.get(id(tensor), left) != now:\n",
         "            if False:\n",
         IN_TRAINING,
     ),
