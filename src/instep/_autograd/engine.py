@@ -63,14 +63,12 @@ class _Unsaid:
 
     def say(self) -> None:
         while self.failed:
+            failed = self.failed.pop(0)  # before: what is done may come to let_go() again
             try:
-                self.failed[0]()
+                failed()
             except KeyboardInterrupt:
-                raise  # what Ctrl-C has cut short is done again
-            except BaseException:
-                del self.failed[0]
+                self.failed.insert(0, failed)  # what Ctrl-C has cut short is done again
                 raise
-            del self.failed[0]
 
 
 _unsaid: "weakref.WeakValueDictionary[int, _Unsaid]" = weakref.WeakValueDictionary()
