@@ -318,27 +318,36 @@ def test_the_engine_s_threads_are_known_by_their_name() -> None:
     assert list(map(is_of_backward, [*seen, threading.get_native_id(), 0])) == [True, False, False]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="tells no thread's name")
-def test_what_the_engine_s_own_thread_drops_is_told_on_the_loop_s() -> None:
-    """By then the loop may be clearing gradients, and two threads at one ``.grad`` is more than torch bears."""
-    backwards, held, told = Backwards(), list[EndOfBackward](), list[str]()
+def _drop(backwards: Backwards, failed: Sequence[Callable[[], None]], *, by_engine: bool) -> None:
+    """Keep ends of a backward until it is over, as the engine may. Then drop them: the engine's own thread, in another
+    backward, or the loop's."""
+    held: list[EndOfBackward] = []
     parameter = torch.zeros(2, device="emu", requires_grad=True)
 
     def begin(gradient: torch.Tensor) -> None:
         backwards.begin(gradient.device)
-        held.extend(EndOfBackward(lambda: None, partial(told.append, name)) for name in "ab")
+        held.extend(EndOfBackward(lambda: None, one) for one in failed)
         raise RuntimeError("the user's own")
 
-    def drop(gradient: torch.Tensor) -> None:
+    def drop(_: object = None) -> None:
         while held:
             held.pop(0)
-        assert not told
 
-    for hook in (begin, drop):
-        handle = parameter.register_hook(hook)
-        with pytest.raises(RuntimeError, match="own") if hook is begin else nullcontext():
-            parameter.sum().backward()
-        handle.remove()
+    handle = parameter.register_hook(begin)
+    with pytest.raises(RuntimeError, match="own"):
+        parameter.sum().backward()
+    handle.remove()
+    if by_engine:
+        parameter.register_hook(drop)
+        parameter.sum().backward()
+    drop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tells no thread's name")
+def test_what_the_engine_s_own_thread_drops_is_told_on_the_loop_s() -> None:
+    """By then the loop may be clearing gradients, and two threads at one ``.grad`` is more than torch bears."""
+    backwards, told = Backwards(), list[str]()
+    _drop(backwards, [partial(told.append, name) for name in "ab"], by_engine=True)
     assert told == []
     backwards.let_go()
     assert told == ["a", "b"]
@@ -347,37 +356,35 @@ def test_what_the_engine_s_own_thread_drops_is_told_on_the_loop_s() -> None:
 
 
 def test_what_the_loop_s_thread_drops_is_told_at_once() -> None:
-    backwards, held, told = Backwards(), list[EndOfBackward](), list[str]()
-    parameter = torch.zeros(2, device="emu", requires_grad=True)
-
-    def begin(gradient: torch.Tensor) -> None:
-        backwards.begin(gradient.device)
-        held.append(EndOfBackward(lambda: None, partial(told.append, "a")))
-
-    parameter.register_hook(begin)
-    parameter.sum().backward()
-    held.clear()
+    told: list[str] = []
+    _drop(Backwards(), [partial(told.append, "a")], by_engine=False)
     assert told == ["a"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="tells no thread's name")
+def test_what_is_told_late_may_let_go_again() -> None:
+    """To put a step back waits for backwards, too."""
+    backwards, told = Backwards(), list[str]()
+
+    def failed(name: str) -> None:
+        told.append(name)
+        backwards.let_go()
+
+    _drop(backwards, [partial(failed, name) for name in "ab"], by_engine=True)
+    backwards.let_go()
+    assert told == ["a", "b"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tells no thread's name")
 def test_ctrl_c_in_what_is_told_late_has_it_told_again() -> None:
-    backwards, held, told = Backwards(), list[EndOfBackward](), list[int]()
-    parameter = torch.zeros(2, device="emu", requires_grad=True)
+    backwards, told = Backwards(), list[int]()
 
     def failed() -> None:
         told.append(len(told))
         if len(told) == 1:
             raise KeyboardInterrupt
 
-    def begin(gradient: torch.Tensor) -> None:
-        backwards.begin(gradient.device)
-        held.append(EndOfBackward(lambda: None, failed))
-
-    for hook in (begin, lambda gradient: held.clear()):
-        handle = parameter.register_hook(hook)
-        parameter.sum().backward()
-        handle.remove()
+    _drop(backwards, [failed], by_engine=True)
     with pytest.raises(KeyboardInterrupt):
         backwards.let_go()
     backwards.let_go()
