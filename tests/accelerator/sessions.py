@@ -20,6 +20,7 @@ BODIES = ("tests/parity/", "tests/distributed/", "tests/functional/", "tests/che
 OF_THE_CPU = {
     "tests/parity/test_interrupted_step.py": "Ctrl-C at every point, those of torch's default device among them",
     "tests/parity/test_interrupts.py": "the same",
+    "tests/parity/test_interrupted_backward.py": "the same: no Ctrl-C comes to a thread of the engine",
     "tests/distributed/test_recording.py": "recorded are the host's times",
     "tests/functional/test_torch_shipped.py": "torch's own tests, which name their devices",
 }

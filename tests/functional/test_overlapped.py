@@ -254,6 +254,7 @@ def failed_step() -> list[str]:
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
             let_go()
+            attachment_of(ddp).synchronize()  # on an accelerator what is left to do waits for a call of instep
             assert all(map(torch.equal, broken, ddp.parameters()))
             assert all(p.grad is None for p in ddp.parameters())
     attachment_of(ddp).detach()
