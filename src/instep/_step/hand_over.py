@@ -157,8 +157,8 @@ class HandOver:
             step.check.keep_rest(stepper, mine, set(later), in_grad_if_any)
         self.now = False
         if not later:
-            # Whoever has asked for a step that is put off is told of one that is torn, wherever it runs.
-            told = may_wait and not self._deferring.gives_up
+            # One that raises leaves what the plain loop's leaves. Other ranks, which may put theirs off, are told.
+            told = may_wait and not self._deferring.gives_up and step.ledger.votes.voting is not None
             self.rest = [a.spec.name for a in with_gradient] if told else []
             step.round.begins(stepper, step.ledger)
             return

@@ -154,7 +154,9 @@ class HandOverCalls:
     def end_raised(self, stepper: Stepper) -> None:
         """``step()`` has raised. The buckets that were handed over stand; parameters that were left to ``step()``
         itself beside those may have been written in part."""
-        rest, ledger = self._hand_over.rest, self._step.ledger
+        rest, ledger, check = self._hand_over.rest, self._step.ledger, self._step.check
+        if check is not None and (rest or not self._step.round.hidden):
+            check.forget()  # a plain step would have raised, too
         self.returned(stepper)
         if rest and ledger.torn is None:
             self._pending.finish(self._pending.all())
