@@ -28,7 +28,7 @@ class Fails(torch.optim.SGD):
 
     at: int | None = None
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         with torch.no_grad():
             for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
                 if number == Fails.at:

@@ -155,11 +155,12 @@ class HandOverCalls:
         """``step()`` has raised. The buckets that were handed over stand; parameters that were left to ``step()``
         itself beside those may have been written in part."""
         rest, ledger, check = self._hand_over.rest, self._step.ledger, self._step.check
-        if check is not None and (rest or not self._step.round.hidden):
+        handed_over = [attached.spec.name for attached, _ in self._step.round.hidden]
+        if check is not None and (rest or not handed_over):
             check.forget()  # a plain step would have raised, too
         self.returned(stepper)
         if rest and ledger.torn is None:
             self._pending.finish(self._pending.all())
-            names = [a.spec.name for a in self._step.members.of(stepper) if a.spec.name not in rest]
-            ledger.tear(ledger.step_count, names, rest, InstepError(f"{stepper.name}.step() raised"), in_part=True)
+            error = InstepError(f"{stepper.name}.step() raised")
+            ledger.tear(ledger.step_count, handed_over, [], error, unsure=rest)
             ledger.votes.say_failed(ledger.step_count + 1)

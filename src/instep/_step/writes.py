@@ -2,7 +2,7 @@
 (``trial_writes``). Here: that which both do alike."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -156,14 +156,18 @@ class Writes(ABC):
 
     # What both do.
 
-    def tear(self, cause: BaseException | None) -> None:
-        """The running step stands in part: on this rank, and perhaps on others."""
+    def tear(self, cause: BaseException | None, unsure: Collection[str] = ()) -> None:
+        """The running step stands in part: on this rank, and perhaps on others.
+
+        Args:
+            unsure: names of the parameters of which nobody knows whether they were updated.
+        """
         step = self._step
         members, number = step.members, step.number
         names = [a.spec.name for a in members.all if members.is_applied(a)]
         offered = (a for a in members.all if a.spec.index in members.offered)
-        pending = [a.spec.name for a in offered if not members.is_applied(a)]
-        step.ledger.tear(number, names, pending, cause, in_part=bool(pending))
+        pending = [a.spec.name for a in offered if not members.is_applied(a) and a.spec.name not in unsure]
+        step.ledger.tear(number, names, pending, cause, in_part=bool(pending), unsure=tuple(unsure))
         self.release()
         step.ledger.votes.say_failed(number)
 
