@@ -177,8 +177,11 @@ class FinalWrites(Writes):
     # step() of an optimizer.
 
     def leave_to_optimizer(self, error: InstepError) -> None:
-        self.tear(error)
-        raise error
+        try:
+            self.tear(error)
+            raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame
 
     def before_step(self, stepper: Stepper, left: AttachedParameters) -> None:
         applied = self._step.members.applied_by(stepper)

@@ -120,8 +120,11 @@ class HandOverCalls:
         for name, parameter, version in met:
             if version_of(parameter) != version:
                 error = writes_without_gradient(stepper.name, name)
-                self._tear(stepper, error)
-                raise error
+                try:
+                    self._tear(stepper, error)
+                    raise error
+                finally:
+                    del error  # or it would refer to itself, by way of this frame
 
     def _require_checked(self, stepper: Stepper) -> None:
         """Wait for the step, raise, and call it torn, if it differs from a plain one."""
@@ -132,9 +135,12 @@ class HandOverCalls:
         self._pending.finish([self._pending.of(a.peek()) for a in mine])
         step.ledger.require_whole()
         error = step.check.error(stepper, step.number, mine)
-        if error is not None:
-            self._tear(stepper, error)
-            raise error
+        try:
+            if error is not None:
+                self._tear(stepper, error)
+                raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame
 
     def _tear(self, stepper: Stepper, error: BaseException) -> None:
         ledger, number = self._step.ledger, self._step.number

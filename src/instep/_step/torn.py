@@ -31,14 +31,15 @@ class Torn:
     unsure: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "cause", _without_frames(self.cause))
+        object.__setattr__(self, "cause", without_frames(self.cause))
 
     def error(self) -> TornStepError:
         """A new one each time: whoever catches an error adds frames to it."""
         return TornStepError(self.step, self.applied, self.pending, self.rank, self.cause, self.unsure)
 
 
-def _without_frames(error: BaseException | None) -> BaseException | None:
+def without_frames(error: BaseException | None) -> BaseException | None:
+    """The same error, without those it was raised in."""
     if error is None:
         return None
     # No constructor runs: its arguments need not be those of the error.
