@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from instep._autograd.placeholders import SpentGradient
+from instep._optim.dtensor import is_sharded
 from instep._optim.parts import LocalShard
 from instep._optim.plan import ParameterSpec
 from instep._optim.stepper import Stepper
@@ -25,6 +26,11 @@ class Attribute:
         self.module = weakref.ref(module)
         self.attribute = attribute
         self.name = name
+
+    def found(self) -> torch.Tensor | None:
+        """The parameter that is there now."""
+        module = self.module()
+        return None if module is None else module._parameters.get(self.attribute)
 
     def holds(self, parameter: torch.Tensor) -> bool:
         module = self.module()
@@ -105,10 +111,17 @@ class AttachedParameter:
         if parameter is None:
             raise StaleAttachmentError(
                 f"parameter {self.spec.name!r} was replaced after attach and no longer exists. "
-                "Build the optimizer on the new parameters, and attach again; with fully_shard: shard first, then "
-                "build the optimizer, then attach"
+                f"{anew(place.found() for place in self.places)}"
             )
         return parameter
+
+
+def anew(found: Iterable[torch.Tensor | None]) -> str:
+    """What to do where a parameter was replaced by one of ``found``."""
+    again = "detach(), build the optimizer anew on the model's parameters, and attach again"
+    if any(parameter is not None and is_sharded(parameter) for parameter in found):
+        return f"{again}; with fully_shard: shard first, then build the optimizer, then attach"
+    return again
 
 
 class AttachedParameters(tuple[AttachedParameter, ...]):
