@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import instep
-from instep.errors import StaleAttachmentError
+from instep.errors import StaleAttachmentError, UnsupportedOptimizerError
 
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
@@ -47,7 +47,7 @@ class Loop:
 
 
 def replaces(loop: Loop) -> None:
-    loop.model[0].weight = nn.Parameter(torch.ones(3, 3))  # type: ignore[union-attr]
+    loop.model[0].weight = nn.Parameter(torch.ones(3, 3))
 
 
 def replaces_in_both(loop: Loop) -> None:
@@ -145,3 +145,127 @@ def test_an_optimizer_that_is_gone() -> None:
     loop.attach()
     loop.step()
     loop.overlap.detach()
+
+
+# Of a loop that only defer=True refuses the message says that defer="auto" takes it.
+
+
+class Holds(torch.optim.SGD):
+    """It wraps another optimizer, and counts."""
+
+    def __init__(self, parameters: Any) -> None:
+        parameters = list(parameters)
+        super().__init__(parameters, lr=0.1)
+        self.inner = torch.optim.SGD(parameters, lr=0.1)
+
+
+class Couples(torch.optim.SGD):
+    """Its update takes the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with_gradient = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        if with_gradient:
+            norm = torch.stack([p.grad.norm() for p in with_gradient]).norm()
+            for p in with_gradient:
+                p.sub_(p.grad / (norm + 1), alpha=0.1)
+
+
+class Draws(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad + torch.rand_like(p), alpha=0.1)
+
+
+class Manager:
+    def __init__(self) -> None:
+        self.pid2config = {1: {"optim_bits": 8}}
+
+
+def has_overrides(parameters: Any) -> torch.optim.Optimizer:
+    optimizer: Any = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.mng = Manager()
+    return optimizer
+
+
+def is_patched(parameters: Any) -> torch.optim.Optimizer:
+    optimizer: Any = torch.optim.SGD(parameters, lr=0.1)
+    step = optimizer.step
+    optimizer.step = lambda closure=None: step(closure)
+    return optimizer
+
+
+def lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, lr=0.1)
+
+
+REFUSED: tuple[Callable[[Any], torch.optim.Optimizer], ...] = (
+    lbfgs, Holds, Couples, Draws, has_overrides, is_patched,
+)  # fmt: skip
+ONLY = "Only defer=True refuses it: with defer='auto' instep takes the loop"
+
+
+def trained(make: Callable[[Any], torch.optim.Optimizer], options: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    optimizer = make(model.parameters())
+    overlap = None if options is None else instep.attach(model, optimizer, **options)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(2, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        if make is lbfgs:
+            optimizer.step(closure)  # type: ignore[arg-type]
+        else:
+            closure()
+            optimizer.step()
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    if overlap is not None:
+        overlap.detach()
+    return found
+
+
+@pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
+def test_what_only_defer_true_refuses_is_taken_by_auto(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    with pytest.raises(UnsupportedOptimizerError) as told:
+        trained(make, {"defer": True})
+    assert ONLY in str(told.value)
+    plain, found = trained(make, None), trained(make, {"defer": "auto"})
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+
+
+@pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
+def test_what_check_steps_refuses_is_taken_without(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    with pytest.raises(UnsupportedOptimizerError) as told:
+        trained(make, {"defer": True, "check_steps": 2})
+    assert "defer='auto'" in str(told.value)
+    if make in (Couples, Draws):
+        assert "Use schedule='forward' with defer='auto' and without check_steps" in str(told.value)
+
+
+@pytest.mark.parametrize("wrong", STALE, ids=lambda wrong: wrong.__name__)
+def test_a_loop_that_only_defer_true_refuses_goes_on_with_auto(wrong: Callable[[Loop], None]) -> None:
+    loop = Loop({"defer": True})
+    wrong(loop)
+    with pytest.raises(StaleAttachmentError) as told:
+        loop.step()
+    assert str(told.value).count(ONLY) == 1
+    loop.overlap.detach()
+    loop = Loop({"defer": "auto"})
+    wrong(loop)
+    if wrong is converts:
+        loop.optimizer.state.clear()
+    loop.step()
+    loop.overlap.detach()
+    clipped = Loop({"clip": instep.ClipNorm(1.0), "defer": True})
+    wrong(clipped)
+    with pytest.raises(StaleAttachmentError) as told:
+        clipped.step()
+    assert ONLY not in str(told.value)
+    clipped.overlap.detach()

@@ -97,7 +97,9 @@ class ForwardSchedule(HoldsStep):
     def lost(self, error: InstepError) -> None:
         """The loop does what a step that is put off cannot follow: no further one is, unless that was asked for."""
         try:
-            if self._hand_over.touches_gradients or not self._deferring.gives_up:
+            if (touches := self._hand_over.touches_gradients) or not self._deferring.gives_up:
+                if not touches and self._deferring.otherwise is not None:
+                    error.args = (f"{error}. {self._deferring.otherwise}",)
                 raise error
             self._deferring.cannot(str(error))
         finally:

@@ -381,7 +381,8 @@ class PendingBucket:
             where = "the gradient of a parameter" if replaced else "a value of its groups, its attributes or its state"
             raise UnsupportedOptimizerError(
                 f"{stepper.name} replaced {where} in step(), for the first time in a step that was put off: until now "
-                "the loop would have found the old one. Use schedule='backward', or this optimizer without instep"
+                "the loop would have found the old one. Use defer='auto', without cross_iteration and shard_state: "
+                "step() is then called as it is"
             )
 
 
