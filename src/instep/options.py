@@ -83,7 +83,7 @@ class Options:
         others = [*splitting, *without]
         if self.schedule == "forward" and self.defer is True and not others:
             return "Only defer=True refuses it: with defer='auto' instep takes the loop, and calls step() as it is"
-        also = f" and without {' and '.join(others)}" if others else ""
+        also = "" if not others else " and without " + ", ".join(others[:-1]) + " and " * (len(others) > 1) + others[-1]
         return f"Use schedule='forward' with defer='auto'{also}, which calls step() as it is"
 
     @property

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import instep
-from instep.errors import StaleAttachmentError, UnsupportedOptimizerError
+from instep.errors import AttachError, StaleAttachmentError, UnsupportedOptimizerError
 
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
@@ -269,3 +269,69 @@ def test_a_loop_that_only_defer_true_refuses_goes_on_with_auto(wrong: Callable[[
         clipped.step()
     assert ONLY not in str(told.value)
     clipped.overlap.detach()
+
+
+# Options that do not go together: the message names others, with which the same loop is taken.
+
+
+def attach_it(**options: Any) -> instep.Attachment:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    return instep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def refusal(**options: Any) -> str:
+    with pytest.raises(AttachError) as told:
+        attach_it(**options)
+    return str(told.value)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_ways_to_clip_exactly(scaled: bool) -> None:
+    scaler: dict[str, Any] = {"scaler": torch.amp.GradScaler("cpu")} if scaled else {}
+    said = refusal(schedule="backward", clip=instep.ClipNorm(1.0), **scaler)
+    ways: dict[str, dict[str, Any]] = {
+        "schedule='forward'": {"schedule": "forward", "clip": instep.ClipNorm(1.0)},
+        "undo=True": {"schedule": "backward", "undo": True, "clip": instep.ClipNorm(1.0)},
+        "mode='two_pass'": {"schedule": "backward", "clip": instep.ClipNorm(1.0, mode="two_pass")},
+        "mode='per_bucket'": {"schedule": "backward", "clip": instep.ClipNorm(1.0, mode="per_bucket")},
+        "mode='previous_norm'": {"schedule": "backward", "clip": instep.ClipNorm(1.0, mode="previous_norm")},
+    }
+    for name, options in ways.items():
+        if name in said:
+            attach_it(**options, **scaler).detach()
+        else:
+            assert scaled
+            refusal(**options, **scaler)
+
+
+def test_options_of_shard_state_are_not_advised_against_each_other() -> None:
+    """``undo`` and ``two_pass`` do not go with it."""
+    shard: dict[str, Any] = {"schedule": "backward", "shard_state": True}
+    for option in (
+        {"clip": instep.ClipNorm(1.0)},
+        {"nonfinite": "skip"},
+        {"scaler": torch.amp.GradScaler("cpu")},
+    ):
+        said = refusal(**shard, **option)
+        assert "undo" not in said
+        assert "two_pass" not in said
+        assert "schedule='forward'" in said
+
+
+def test_shard_state_without_a_wrapper_speaks_of_the_wrapper() -> None:
+    said = refusal(shard_state=True)
+    assert "fully_shard" not in said
+    assert said.endswith("Leave it out, or wrap the model in one")
+
+
+def test_a_parameter_of_another_model() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with pytest.raises(AttachError, match="is not a parameter of the model") as told:
+        instep.attach(model, optimizer)
+    assert "fully_shard" not in str(told.value)
+    assert "schedule='forward'" not in str(told.value)  # which refuses this, too
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    with pytest.raises(AttachError, match="schedule='forward' without further options leaves such a parameter to"):
+        instep.attach(model, optimizer, schedule="backward")
+    instep.attach(model, optimizer).detach()

@@ -97,8 +97,8 @@ class ForwardSchedule(HoldsStep):
     def lost(self, error: InstepError) -> None:
         """The loop does what a step that is put off cannot follow: no further one is, unless that was asked for."""
         try:
-            if (touches := self._hand_over.touches_gradients) or not self._deferring.gives_up:
-                if not touches and self._deferring.otherwise is not None:
+            if self._hand_over.touches_gradients or not self._deferring.gives_up:
+                if self._deferring.otherwise is not None and not self._hand_over.touches_gradients:
                     error.args = (f"{error}. {self._deferring.otherwise}",)
                 raise error
             self._deferring.cannot(str(error))
