@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import instep
+from instep.errors import TornStepError
 from instep.verification import first_difference, training_state
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -141,3 +142,25 @@ def test_a_step_that_raises_is_the_plain_loop_s(way: str, case: str, then: str) 
             assert difference is None, f"after {number}: {difference}"
             assert loop.told == plain.told, number
     assert plain.told is not None
+
+
+def test_a_mistake_in_a_group_of_a_step_that_was_put_off() -> None:
+    """See docs/forward.md: the plain loop's error comes from step(), this one at the next use. The step is torn."""
+    plain, loop = Loop(adam, None, held=False), Loop(adam, {"defer": True}, held=False)
+    assert loop.overlap is not None
+    with loop.overlap:
+        loop.prepare(0, no_number)
+        loop.optimizer.step()
+        loop.overlap.synchronize()
+        loop.optimizer.zero_grad()
+        plain.prepare(RAISES_IN, no_number)
+        with pytest.raises(TypeError) as expected:
+            plain.optimizer.step()
+        loop.prepare(RAISES_IN, no_number)
+        loop.optimizer.step()
+        with pytest.raises(TypeError) as found:
+            next(loop.model.parameters()).sum()
+        assert str(found.value) == str(expected.value)
+        with pytest.raises(TornStepError):
+            loop.model(torch.zeros(1, dtype=torch.long))
+        loop.overlap.accept_torn()

@@ -179,6 +179,62 @@ class Draws(torch.optim.SGD):
                 p.sub_(p.grad + torch.rand_like(p), alpha=0.1)
 
 
+class Decays(torch.optim.SGD):
+    """All parameters, with a gradient or without."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            p.mul_(0.99)
+        return super().step()
+
+
+class Counts(torch.optim.SGD):
+    """In a value that it changes in place."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, lr=lr)
+        self.counter = [0]
+
+    def step(self, closure: Any = None) -> Any:
+        self.counter[0] += 1
+        return super().step()
+
+
+class KeepsLists(torch.optim.SGD):
+    """In place of dicts."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.state[p] = [p.grad.clone()]
+                p.sub_(p.grad, alpha=0.1)
+
+
+class Averages(torch.optim.SGD):
+    """The weights, in a module of its own."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, lr=lr)
+        self.average: Any = nn.BatchNorm1d(1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.average.running_mean.add_(p.mean())
+
+
+class Needs(torch.optim.SGD):
+    """A gradient, at least one."""
+
+    def step(self, closure: Any = None) -> Any:
+        max(float(p.grad.max()) for p in self.param_groups[0]["params"] if p.grad is not None)
+        return super().step()
+
+
 class Manager:
     def __init__(self) -> None:
         self.pid2config = {1: {"optim_bits": 8}}
@@ -202,7 +258,7 @@ def lbfgs(parameters: Any) -> torch.optim.Optimizer:
 
 
 REFUSED: tuple[Callable[[Any], torch.optim.Optimizer], ...] = (
-    lbfgs, Holds, Couples, Draws, has_overrides, is_patched,
+    lbfgs, Holds, Couples, Draws, Decays, Counts, KeepsLists, Averages, Needs, has_overrides, is_patched,
 )  # fmt: skip
 ONLY = "Only defer=True refuses it: with defer='auto' instep takes the loop"
 
