@@ -2,6 +2,7 @@
 loop does, with the same weights and state, and nothing is torn."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import instep
+from instep._ranks.votes import Verdict
 from instep.errors import TornStepError
 from instep.verification import first_difference, training_state
 
@@ -163,4 +165,45 @@ def test_a_mistake_in_a_group_of_a_step_that_was_put_off() -> None:
         assert str(found.value) == str(expected.value)
         with pytest.raises(TornStepError):
             loop.model(torch.zeros(1, dtype=torch.long))
+        loop.overlap.accept_torn()
+
+
+class Agreeing:
+    """Another rank, which has nothing to say against any step."""
+
+    def __init__(self) -> None:
+        self.failed: list[int] = []
+
+    def open(self) -> None: ...
+
+    def cast(self, step: int, *, failed: bool = False, nonfinite: bool = False) -> "Agreeing":
+        self.failed += [step] if failed else []
+        return self
+
+    def done(self) -> bool:
+        return True
+
+    def verdict(self) -> Verdict:
+        return Verdict(None, None, 1, 1, same=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_other_ranks_are_told(case: str) -> None:
+    """They may have put the step off, and must not train on."""
+    make, mistake, held = CASES[case]
+    loop = Loop(make, {"defer": True}, held=held)
+    assert loop.overlap is not None
+    other = loop.overlap._parts.votes.voting = Agreeing()
+    with loop.overlap:
+        for number in range(RAISES_IN + 1):
+            loop.prepare(number, mistake)
+            with suppress(Exception):
+                loop.optimizer.step()
+            if number < RAISES_IN:
+                loop.optimizer.zero_grad()
+        with suppress(TornStepError):
+            loop.model(torch.zeros(1, dtype=torch.long))
+        assert loop.overlap.state == "torn"
+        assert other.failed
+        mistake(loop, False)
         loop.overlap.accept_torn()

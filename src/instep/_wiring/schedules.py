@@ -7,7 +7,6 @@ from typing import NamedTuple
 from instep._gradients.clipping import Clipping
 from instep._gradients.policies import ClipNorm
 from instep._gradients.scaling import LossScale
-from instep._optim.kinds import refuses_dense_gradients
 from instep._optim.probe import Separability
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
@@ -59,7 +58,7 @@ def choose(
         plain = PlainSchedule(steppers, votes, accumulation, clipping, options.nonfinite)
         return Chosen(plain, None, False, lambda _: NoReaders(), None)
     if options.schedule == "forward":
-        contained = [s for s, found in zip(steppers, separability, strict=True) if _can_wait(s, found)]
+        contained = [s for s, found in zip(steppers, separability, strict=True) if found.contained]
         size = options.bytes_of_a_bucket
         agreement = Agreement(options.nonfinite, votes)
         forward = ForwardSchedule(steppers, contained, votes, accumulation, clipping, size, agreement, check, deferring)
@@ -71,9 +70,3 @@ def choose(
     frees = undo is None and not options.steps_itself
     readers = partial(CheckedReaders, backward, on_trial=undo is not None)
     return Chosen(backward, backward, True, readers, backward.error_for_use if frees else None)
-
-
-def _can_wait(stepper: Stepper, found: Separability) -> bool:
-    """Whether an update of this optimizer can be put off. Sparse gradients never are, and dense ones make an optimizer
-    that takes no other kind raise: the loop is told in ``step()``."""
-    return found.contained and not refuses_dense_gradients(stepper.optimizer())
