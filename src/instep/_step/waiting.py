@@ -86,7 +86,8 @@ def _exposed(
     in_views: Owners | None,
 ) -> set[AttachedParameter]:
     """Those of ``mine`` whose values, gradient or state others have got hold of, who may read or write them after
-    ``step()``; all of an optimizer that raises at such gradients as can wait. Called before anything else refers to the gradients."""
+    ``step()``; all of an optimizer that raises at such gradients as can wait. Called before anything else refers to the
+    gradients."""
     if state_is_kept(optimizer):
         return set(mine)
     if refuses_dense_gradients(optimizer):
