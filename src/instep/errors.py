@@ -105,6 +105,8 @@ class TornStepError(InstepError):
         step: the number of the step, counted from 1.
         applied: names of the parameters that already hold the new value.
         pending: names of the parameters whose gradient was final but that were not updated.
+        unsure: names of the parameters that may hold the old value, the new one or neither: ``optimizer.step()`` was
+            left to update these itself, and raised, or was interrupted. Empty as a rule.
         rank: this process's rank, 0 without ``torch.distributed``.
         cause: what stopped the step, when it is known. Also the ``__cause__``.
     """
@@ -116,22 +118,25 @@ class TornStepError(InstepError):
         pending: Sequence[str],
         rank: int,
         cause: BaseException | None,
+        unsure: Sequence[str] = (),
     ) -> None:
         self.step = step
         self.applied = tuple(applied)
         self.pending = tuple(pending)
+        self.unsure = tuple(unsure)
         self.rank = rank
         self.cause = self.__cause__ = cause
         reason = "backward raised" if cause is None else f"{type(cause).__name__}: {cause}"
+        neither = f", and {len(self.unsure)} may have been updated or not ({_some(self.unsure)})" if unsure else ""
         super().__init__(
             f"step {step} is torn on rank {rank}: {len(self.applied)} parameters were updated "
-            f"({_some(self.applied)}) and {len(self.pending)} were left ({_some(self.pending)}), because "
+            f"({_some(self.applied)}) and {len(self.pending)} were left ({_some(self.pending)}){neither}, because "
             f"{reason}. Load model and optimizer from a checkpoint and call accept_torn(), or call "
             "accept_torn() alone to train on from these weights"
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.step, self.applied, self.pending, self.rank, self.cause)
+        return type(self), (self.step, self.applied, self.pending, self.rank, self.cause, self.unsure)
 
 
 def _some(names: Sequence[str], limit: int = 4) -> str:

@@ -29,6 +29,11 @@ class Communication:
     shard_state: bool = False
 
     @property
+    def puts_off(self) -> bool:
+        """Whether it has every step of ``schedule="forward"`` put off."""
+        return self.cross_iteration or self.shard_state
+
+    @property
     def reduce_dtype(self) -> torch.dtype | None:
         """What gradients are reduced in; ``None``: as they are."""
         policy = self.mixed_precision
@@ -61,13 +66,25 @@ class Options:
     def always_puts_off(self) -> bool:
         """Whether no trial decides if a step is put off: shards of a step are sent, or gradients still arrive, when
         ``step()`` returns."""
-        asked = self.defer is True or self.communication.cross_iteration or self.communication.shard_state
-        return self.schedule == "forward" and asked
+        return self.schedule == "forward" and (self.defer is True or self.communication.puts_off)
 
     @property
     def splits_steps(self) -> bool:
         """Whether parts of a step may run apart from ``step()``, so that it matters which updates can be split."""
         return self.schedule == "backward" or self.always_puts_off
+
+    def taken_whole(self, *without: str) -> str:
+        """Which options take an optimizer whose update cannot be split, in words.
+
+        Args:
+            without: options that do not go with it either.
+        """
+        splitting = [name for name in ("cross_iteration", "shard_state") if getattr(self.communication, name)]
+        others = [*splitting, *without]
+        if self.schedule == "forward" and self.defer is True and not others:
+            return "Only defer=True refuses it: with defer='auto' instep takes the loop, and calls step() as it is"
+        also = "" if not others else " and without " + ", ".join(others[:-1]) + " and " * (len(others) > 1) + others[-1]
+        return f"Use schedule='forward' with defer='auto'{also}, which calls step() as it is"
 
     @property
     def asks_for_nothing(self) -> bool:

@@ -357,7 +357,7 @@ MUTANTS = [
     Mutant(
         "keep the frames in which a step was torn",
         "Torn.__post_init__",
-        "_without_frames(self.cause))",
+        "without_frames(self.cause))",
         "self.cause)",
         "tests/unit/test_life.py",
     ),
@@ -2201,14 +2201,14 @@ MUTANTS = [
     Mutant(
         "check_steps does not put a step back",
         "TrialWrites._prepare",
-        "                self._rollback()  # now, while it can be\n",
+        "                    self._rollback()  # now, while it can be\n",
         "",
         CHECK_STEPS,
     ),
     Mutant(
         "check_steps calls no step torn",
         "StepCalls._require_checked",
-        "            self._writes.tear(error)\n",
+        "                self._writes.tear(error)\n",
         "",
         CHECK_STEPS,
     ),
@@ -2484,8 +2484,8 @@ MUTANTS = [
     Mutant(
         "parameters of no module are taken by every option",
         "unsteppable",
-        "options.asks_for_nothing and any(",
-        "any(",
+        "knows_some and options.asks_for_nothing",
+        "knows_some",
         "tests/parity/test_structures.py",
         picks="refused_where_instep",
     ),

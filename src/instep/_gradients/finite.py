@@ -63,8 +63,12 @@ def ask_if_finite(gradients: Named, ranks: StepVotes, step: int) -> int | None:
     if vote is None:
         return None if finite else ranks.rank()
     verdict = vote.verdict()
-    if (error := verdict.error()) is not None:
-        raise error
+    error = verdict.error()
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # or it would refer to itself, by way of this frame
     return verdict.nonfinite_on
 
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from instep._optim.patched import replaced_step, steps_one
 
-STEPPED_WHOLE = "Use schedule='forward' with defer=False, which calls step() as it is"
+STEPPED_WHOLE = "Use schedule='forward' with defer='auto', which calls step() as it is"
 """What to do with an optimizer whose update cannot be split."""
 
 

@@ -152,7 +152,7 @@ class _WatchedUpdate(TrustedUpdate):
             raise UnsupportedOptimizerError(
                 f"{name} writes tensors of a module to which its attributes refer (an average of the weights?): "
                 "bucket by bucket that would happen once per bucket. Update that module in the loop, after "
-                "optimizer.step()"
+                f"optimizer.step(). {STEPPED_WHOLE}"
             )
         self._step.require_state_of_one(self._update, self._state)
         if self._generators.drawn() == "yes":

@@ -45,6 +45,11 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return class_of(optimizer) in _ELEMENTWISE and replaced_step(optimizer) is None
 
 
+def refuses_dense_gradients(optimizer: Optimizer) -> bool:
+    """Whether its ``step()`` raises at a gradient that is not sparse."""
+    return isinstance(optimizer, torch.optim.SparseAdam)
+
+
 def fused_counts_writes(optimizer: Optimizer) -> bool:
     """Whether the fused kernel of one of torch's own optimizers counts a write of each parameter, as other kernels do.
     It is tried, once for each class: torch does not say, and up to 2.15 none does."""

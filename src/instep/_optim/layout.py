@@ -79,7 +79,7 @@ class GroupLayout:
             if key not in position:
                 raise StaleAttachmentError(
                     f"a parameter of shape {tuple(parameter.shape)} is no longer in {self._name}.param_groups. "
-                    "detach() before taking parameters out of an optimizer, and attach again after"
+                    "detach() before taking parameters out of an optimizer, or now, and attach again after"
                 )
         positions = [position[key] for key in ids]
         order = sorted(range(len(positions)), key=positions.__getitem__)

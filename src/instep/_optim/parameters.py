@@ -7,9 +7,11 @@ from itertools import repeat
 from operator import attrgetter, is_, is_not
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from instep._autograd.placeholders import SpentGradient
+from instep._optim.dtensor import is_sharded
 from instep._optim.parts import LocalShard
 from instep._optim.plan import ParameterSpec
 from instep._optim.stepper import Stepper
@@ -25,6 +27,11 @@ class Attribute:
         self.module = weakref.ref(module)
         self.attribute = attribute
         self.name = name
+
+    def found(self) -> torch.Tensor | None:
+        """The parameter that is there now."""
+        module = self.module()
+        return None if module is None else module._parameters.get(self.attribute)
 
     def holds(self, parameter: torch.Tensor) -> bool:
         module = self.module()
@@ -105,10 +112,19 @@ class AttachedParameter:
         if parameter is None:
             raise StaleAttachmentError(
                 f"parameter {self.spec.name!r} was replaced after attach and no longer exists. "
-                "Build the optimizer on the new parameters, and attach again; with fully_shard: shard first, then "
-                "build the optimizer, then attach"
+                f"{anew(place.found() for place in self.places)}"
             )
         return parameter
+
+
+def anew(found: Iterable[torch.Tensor | None]) -> str:
+    """What to do where a parameter was replaced by one of ``found``."""
+    again = "detach(), build the optimizer anew on the model's parameters, and attach again"
+    # While FSDP has gathered it, the new one is a plain parameter.
+    gathers = dist.is_available() and dist.is_initialized()
+    if gathers or any(parameter is not None and is_sharded(parameter) for parameter in found):
+        return f"{again}; with fully_shard: shard first, then build the optimizer, then attach"
+    return again
 
 
 class AttachedParameters(tuple[AttachedParameter, ...]):

@@ -176,8 +176,8 @@ class Stepper:
         optimizer = self._optimizer()
         if optimizer is None:
             raise StaleAttachmentError(
-                f"the attached {self.name} no longer exists. Keep a reference to it, or call "
-                "instep.attached(model).detach() and attach another one"
+                f"the attached {self.name} no longer exists: keep a reference to an optimizer. Call "
+                "instep.attached(model).detach(), and attach another one"
             )
         return optimizer
 

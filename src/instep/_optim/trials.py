@@ -90,7 +90,7 @@ class DivisionTrial:
             if entry is not None and not isinstance(entry, dict):
                 raise UnsupportedOptimizerError(
                     f"{self._name} keeps the state of a parameter as a {type(entry).__name__}. instep takes dicts "
-                    "there, as torch's own optimizers have: state[p] = {...}"
+                    f"there, as torch's own optimizers have: state[p] = {{...}}. {STEPPED_WHOLE}"
                 )
         if any(map(different, idle, before)):
             raise UnsupportedOptimizerError(

@@ -5,7 +5,7 @@ from operator import attrgetter
 
 import torch
 
-from instep._optim.parameters import AttachedParameter, AttachedParameters, Attribute
+from instep._optim.parameters import AttachedParameter, AttachedParameters, Attribute, anew
 from instep.errors import StaleAttachmentError
 
 _DTYPE = attrgetter("dtype")
@@ -14,7 +14,7 @@ _DEVICE = attrgetter("device")
 
 def _what_became_of(attached: AttachedParameter, place: Attribute) -> str:
     parameter, module = attached.get(), place.module()
-    new = None if module is None else module._parameters.get(place.attribute)
+    new = place.found()
     if module is not None and any(p is parameter for p in module.parameters()):
         return (
             f"parameter {place.name!r} has another name since attach (pruned, or parametrized). detach(), and attach "
@@ -27,8 +27,7 @@ def _what_became_of(attached: AttachedParameter, place: Attribute) -> str:
         )
     return (
         f"parameter {place.name!r} was replaced after attach: the optimizer still holds the old one, so the new one "
-        "would silently not train. detach(), rebuild the optimizer, and attach again; with fully_shard: shard first, "
-        "then build the optimizer, then attach"
+        f"would silently not train. {anew([new])}"
     )
 
 
@@ -65,6 +64,6 @@ def require_unchanged(attached_parameters: Iterable[AttachedParameter]) -> None:
         if parameter.dtype != spec.dtype or parameter.device != spec.device:
             raise StaleAttachmentError(
                 f"parameter {spec.name!r} was {spec.dtype} on {spec.device} when it was attached and is "
-                f"{parameter.dtype} on {parameter.device} now. Move and convert the model first, then build the "
-                "optimizer, then attach"
+                f"{parameter.dtype} on {parameter.device} now. detach(), build the optimizer anew, and attach again: "
+                "move and convert a model before its optimizer is built"
             )

@@ -24,12 +24,17 @@ def mode_without_schedule(target: Target, options: Options) -> None:
 
 
 def exact_while_writing(target: Target, options: Options) -> None:
-    if options.schedule == "backward" and _mode(options) == "exact" and not options.undo:
+    if options.schedule == "backward" and _mode(options) == "exact" and not options.undo and not target.fsdp1:
+        ways = ["schedule='forward' (exact)"]
+        if not options.communication.shard_state:
+            ways.append("undo=True (exact: a step that turns out to need clipping is put back and done again)")
+        if not (options.communication.shard_state or target.fsdp2 or options.scaler is not None):
+            ways.append("ClipNorm(mode='two_pass') (exact: overlap.backward(loss) runs backward twice)")
+        if options.scaler is None:
+            ways.append("or, as other algorithms, mode='per_bucket' or mode='previous_norm'")
         raise AttachError(
             "ClipNorm(mode='exact') needs every gradient before the first update, and schedule='backward' updates "
-            "during backward. Choose schedule='forward' (exact); undo=True (exact: a step that turns out to need "
-            "clipping is put back and done again); ClipNorm(mode='two_pass') (exact: overlap.backward(loss) runs "
-            "backward twice); or, as other algorithms, mode='per_bucket' or mode='previous_norm'"
+            f"during backward. Choose {'; '.join(ways)}"
         )
 
 
@@ -45,10 +50,12 @@ def mode_with_undo(target: Target, options: Options) -> None:
 def unlike_norms_of_buckets(target: Target, options: Options) -> None:
     unused = any(getattr(wrapper, "find_unused_parameters", False) for wrapper in target.wrapped)
     if unused and Clipping(options.clip).clips_buckets:
+        shards = options.communication.shard_state
+        modes = "mode='previous_norm'" if shards else "mode='previous_norm' or mode='two_pass'"
+        exact = "schedule='forward'" if shards else "undo=True or schedule='forward'"
         raise AttachError(
             "clip=ClipNorm(mode='per_bucket') does not go with find_unused_parameters=True: ranks that use "
-            "other parameters would clip by other norms, and part. Use mode='previous_norm', "
-            "mode='two_pass', undo=True or schedule='forward'"
+            f"other parameters would clip by other norms, and part. Use {modes}; or leave out mode, and use {exact}"
         )
 
 
@@ -63,8 +70,8 @@ def two_pass_in_part(target: Target, options: Options) -> None:
     if outside and optimized & reduced:
         raise AttachError(
             f"clip=ClipNorm(mode='two_pass') is for a model all of whose parameters are in one "
-            f"DistributedDataParallel, or none; {outside[0]!r} is outside of it. Use "
-            "schedule='forward'"
+            f"DistributedDataParallel, or none; {outside[0]!r} is outside of it. Leave "
+            "out mode, and use schedule='forward'"
         )
 
 

@@ -16,9 +16,10 @@ def unknown(target: Target, options: Options) -> None:
 
 def skip_while_writing(target: Target, options: Options) -> None:
     if options.nonfinite == "skip" and options.schedule == "backward" and not options.undo:
+        undo = "" if options.communication.shard_state else ", or undo=True, with which such a step is put back"
         raise AttachError(
             "nonfinite='skip' needs every gradient before the first update, and schedule='backward' updates during "
-            "backward. Use schedule='forward', or undo=True, with which such a step is put back; or nonfinite='raise'"
+            f"backward. Use schedule='forward'{undo}; or nonfinite='raise'"
         )
 
 

@@ -21,8 +21,10 @@ def given_twice(target: Target, options: Options) -> None:
 def unsupported(target: Target, options: Options) -> None:
     """Where ``step()`` is called as it is, it may do what it likes."""
     for optimizer in target.optimizers if options.splits_steps else ():
-        for refuse in (_evaluates_again, _holds_another, _has_overrides, _is_patched, _is_differentiable):
-            refuse(optimizer, type(optimizer).__name__)
+        kind = type(optimizer).__name__
+        for refuse in (_evaluates_again, _holds_another, _has_overrides, _is_patched):
+            refuse(optimizer, kind, options.taken_whole())
+        _refuse_differentiable(optimizer, kind)
 
 
 def asked_for_more(target: Target, options: Options) -> None:
@@ -30,7 +32,7 @@ def asked_for_more(target: Target, options: Options) -> None:
     if options.clip is not None or options.nonfinite != "allow" or options.check_steps:
         for optimizer in target.optimizers:
             kind = type(optimizer).__name__
-            _evaluates_again(optimizer, kind)
+            _evaluates_again(optimizer, kind, options.taken_whole("clip", "nonfinite", "check_steps"))
             if not takes_hooks(optimizer):
                 raise UnsupportedOptimizerError(
                     f"{kind} was made without torch.optim.Optimizer.__init__: torch calls no hook around its step(), "
@@ -38,23 +40,22 @@ def asked_for_more(target: Target, options: Options) -> None:
                 )
 
 
-def _evaluates_again(optimizer: Optimizer, kind: str) -> None:
+def _evaluates_again(optimizer: Optimizer, kind: str, otherwise: str) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedOptimizerError(
             f"{kind} evaluates the loss again within a step, and every update depends on all parameters: no part of "
-            "the step can run apart from it. schedule='forward' takes it, with defer='auto' and without clip, "
-            "nonfinite and check_steps"
+            f"the step can run apart from it. {otherwise}"
         )
 
 
-def _holds_another(optimizer: Optimizer, kind: str) -> None:
+def _holds_another(optimizer: Optimizer, kind: str, otherwise: str) -> None:
     inner = next(_inner_optimizers(optimizer), None)
     if inner is not None:
         attribute, wrapped = inner
         raise UnsupportedOptimizerError(
             f"{kind} holds another optimizer ({attribute}: {type(wrapped).__name__}), so its step is more than an "
-            "update per parameter. Attach the inner optimizer if the wrapper adds nothing to step(), or use "
-            "schedule='forward' with defer='auto', which calls step() as it is"
+            f"update per parameter. {otherwise}. Attach the inner optimizer only if the wrapper adds nothing to "
+            "step()"
         )
 
 
@@ -68,27 +69,26 @@ def _inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
                 yield attribute, candidate
 
 
-def _has_overrides(optimizer: Optimizer, kind: str) -> None:
+def _has_overrides(optimizer: Optimizer, kind: str, otherwise: str) -> None:
     overrides = getattr(optimizer, "mng", None)  # bitsandbytes' GlobalOptimManager
     if any(getattr(overrides, name, None) for name in ("index2config", "pid2config", "module_weight_config_triple")):
         raise UnsupportedOptimizerError(
             f"bitsandbytes' GlobalOptimManager has overrides for single parameters, which {kind} finds by their "
-            "position in param_groups: in a bucket that would be another parameter's. Give these parameters a "
-            "group of their own instead"
+            f"position in param_groups: in a bucket that would be another parameter's. {otherwise}. Or give these "
+            "parameters a group of their own instead"
         )
 
 
-def _is_patched(optimizer: Optimizer, kind: str) -> None:
+def _is_patched(optimizer: Optimizer, kind: str, otherwise: str) -> None:
     patch = replaced_step(optimizer)
     if patch is not None and (reason := cannot_follow(optimizer)) is not None:
         raise UnsupportedOptimizerError(
             f"the step method of this {kind} object was replaced (by {getattr(patch, '__qualname__', patch)!r}), "
-            f"and instep cannot tell what it does: {reason}. Attach before it is replaced, or use schedule='forward' "
-            "with defer='auto', which calls step() as it is"
+            f"and instep cannot tell what it does: {reason}. {otherwise}. Or attach before it is replaced"
         )
 
 
-def _is_differentiable(optimizer: Optimizer, kind: str) -> None:
+def _refuse_differentiable(optimizer: Optimizer, kind: str) -> None:
     if any(group.get("differentiable", False) for group in optimizer.param_groups):
         raise UnsupportedOptimizerError(
             f"{kind}(differentiable=True) keeps the step in the autograd graph, which backward is just leaving. "

@@ -33,11 +33,12 @@ class _Given:
 def unsteppable(target: Target, options: Options) -> None:
     seen: dict[int, str] = {}
     # Those are stepped by optimizer.step(), at once and by itself.
-    leaves_others = options.asks_for_nothing and any(given.name is not None for given in _given(target))
+    knows_some = any(given.name is not None for given in _given(target))
+    leaves_others = knows_some and options.asks_for_nothing
     for given in _given(target):
         _refuse_derived(given)
         if not leaves_others:
-            _refuse_strange(given)
+            _refuse_strange(given, target, knows_some=knows_some)
         _refuse_seen(given, seen)
         _refuse_taken(given, target)
         seen[id(given.parameter)] = given.where
@@ -71,14 +72,18 @@ def _refuse_derived(given: _Given) -> None:
         )
 
 
-def _refuse_strange(given: _Given) -> None:
-    if given.name is None:
-        raise AttachError(
-            f"{given.where}, {given.known}, is not a parameter of the model. Attach the model that owns it, or the "
-            "module that holds both models; if the parameter was replaced (fully_shard replaces all of "
-            "them), shard first, then build the optimizer, then attach. schedule='forward' without further options "
-            "leaves a parameter that is in no module to optimizer.step()"
-        )
+def _refuse_strange(given: _Given, target: Target, *, knows_some: bool) -> None:
+    if given.name is not None:
+        return
+    advice = [
+        "Attach the model that owns it, or the module that holds both models",
+        "If the parameter was replaced since, build the optimizer anew on the model's parameters, then attach",
+    ]
+    if target.fsdp1 or target.fsdp2:
+        advice.append("Sharding replaces all of them: shard first, then build the optimizer, then attach")
+    if knows_some:
+        advice.append("schedule='forward' without further options leaves such a parameter to optimizer.step()")
+    raise AttachError(f"{given.where}, {given.known}, is not a parameter of the model. {'. '.join(advice)}")
 
 
 def _refuse_seen(given: _Given, seen: dict[int, str]) -> None:

@@ -20,4 +20,6 @@ def defer(target: Target, options: Options) -> None:
     if options.defer != "auto" and not isinstance(options.defer, bool):
         raise AttachError(f"defer must be 'auto', True or False, not {options.defer!r}")
     if options.defer is True and options.schedule == "backward":
-        raise AttachError("defer=True is for schedule='forward': with schedule='backward' the step runs in backward")
+        raise AttachError(
+            "defer=True is for schedule='forward': with schedule='backward' the step runs in backward. Leave it out"
+        )

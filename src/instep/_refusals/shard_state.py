@@ -17,9 +17,12 @@ def not_one_ddp(target: Target, options: Options) -> None:
     ddps = target.ddps
     if options.communication.shard_state and len(ddps) != 1:
         found = "there is none" if not ddps else f"there are {len(ddps)}"
+        sharded = target.fsdp1 or target.fsdp2
+        advice = (
+            "Leave it out: FSDP shards the state by itself" if sharded else "Leave it out, or wrap the model in one"
+        )
         raise AttachError(
-            f"shard_state=True is for a model with one DistributedDataParallel, and {found} in this model. fully_shard "
-            "shards the state by itself"
+            f"shard_state=True is for a model with one DistributedDataParallel, and {found} in this model. {advice}"
         )
 
 
@@ -40,10 +43,13 @@ def other_options(target: Target, options: Options) -> None:
     if options.undo:
         raise AttachError(
             f"undo={options.undo!r} does not go with shard_state=True: a step is not known to stand on all ranks "
-            "before the rows have been gathered. Use schedule='forward'"
+            "before the rows have been gathered. Leave out one of the two"
         )
     if isinstance(options.clip, ClipNorm) and options.clip.mode == "two_pass":
-        raise AttachError("clip=ClipNorm(mode='two_pass') does not go with shard_state=True: use schedule='forward'")
+        raise AttachError(
+            "clip=ClipNorm(mode='two_pass') does not go with shard_state=True: leave out mode, and use "
+            "schedule='forward'"
+        )
     if options.communication.comm_hook is not None:
         raise AttachError(
             "comm_hook does not go with shard_state=True, which sends the gradients in a way of its own. Leave one out"

@@ -29,8 +29,8 @@ def nothing_to_undo(target: Target, options: Options) -> None:
 
 def scaled_gradients(target: Target, options: Options) -> None:
     if options.schedule == "backward" and options.scaler is not None and not options.undo:
+        undo = "" if options.communication.shard_state else "undo=True, with which such a step is put back, or "
         raise AttachError(
             "scaler: with schedule='backward' weights are updated before GradScaler has seen whether a gradient is "
-            "infinite. Use undo=True, with which such a step is put back, or schedule='forward', which needs no scaler "
-            "argument"
+            f"infinite. Use {undo}schedule='forward', which needs no scaler argument"
         )

@@ -133,7 +133,10 @@ class BackwardSchedule(BucketSink):
 
     def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
         """``optimizer.step()`` is about to do otherwise than backward has done: ``error`` says how."""
-        self._calls.leave_to_optimizer(stepper, error)
+        try:
+            self._calls.leave_to_optimizer(stepper, error)
+        finally:
+            del error  # or it would refer to itself, by way of this frame
 
     def begin_flush(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to update what backward left."""

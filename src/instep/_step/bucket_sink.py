@@ -98,8 +98,11 @@ class BucketSink(HoldsStep):
         offered, round_ = self._step.members.offered, self._step.round
         for attached in parameters if not offered.isdisjoint(parameters.indices) else ():
             if attached.spec.index in offered and (error := self._writes.second_gradient(attached)) is not None:
-                self._stop(error, wrote=False)
-                raise error
+                try:
+                    self._stop(error, wrote=False)
+                    raise error
+                finally:
+                    del error  # or it would refer to itself, by way of this frame
             offered.add(attached.spec.index)
             round_.owing.add(attached.stepper)
         offered.update(parameters.indices)

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._autograd.watch import plain_type
-from instep._optim.calling import autocast_of
+from instep._optim.calling import STEPPED_WHOLE, autocast_of
 from instep._optim.calls import OptimizerCall, calls_of
 from instep._optim.generators import Generators
 from instep._optim.parameters import AttachedParameter
@@ -196,7 +196,7 @@ class Check:
         why = "draws random numbers in step()" if step.drew else "couples parameters"
         return UnsupportedOptimizerError(
             f"{stepper.name} {why}: step {number} was taken again on copies, with the same gradients, by its plain "
-            f"step(), and differs from it in {found}. Use this optimizer without instep"
+            f"step(), and differs from it in {found}. {STEPPED_WHOLE}, and leave out check_steps"
         )
 
     def stepped(self) -> None:

@@ -23,6 +23,8 @@ LEAST_WINS = 13
 HEARINGS = (64, 128, 256, 512, 1024)
 """At these backwards all ranks say what each has found. A rank that has found nothing by the last never puts off."""
 
+ONLY_DEFER = "Only defer=True refuses it: with defer='auto' instep takes the loop"
+
 Smallest = Callable[[int], int]
 """The smallest of what all ranks say. All must ask; waits for them."""
 
@@ -34,11 +36,13 @@ class Deferring(Protocol):
         never: whether no further step will be put off.
         gives_up: whether ``cannot`` is heard: else the loop is told.
         why: of the decision, in words.
+        otherwise: what takes a loop that cannot be followed, in words; ``None``: nothing else does.
     """
 
     puts_off: bool
     gives_up: bool
     why: str
+    otherwise: str | None
 
     @property
     def never(self) -> bool: ...
@@ -57,13 +61,18 @@ class Deferring(Protocol):
 
 
 class Always:
-    """``defer=True``."""
+    """``defer=True``.
+
+    Args:
+        alone: whether nothing but ``defer=True`` has every step put off.
+    """
 
     gives_up = False
 
-    def __init__(self, why: str = "defer=True") -> None:
+    def __init__(self, *, alone: bool = False) -> None:
         self.puts_off = True
-        self.why = why
+        self.why = "defer=True"
+        self.otherwise = ONLY_DEFER if alone else None
 
     @property
     def never(self) -> bool:
@@ -87,6 +96,7 @@ class Never:
     never = True
     gives_up = True
     why = "defer=False"
+    otherwise: str | None = None
 
     def backward_begins(self) -> None: ...
 
@@ -107,6 +117,7 @@ class Trial:
     """
 
     gives_up = True
+    otherwise: str | None = None
 
     def __init__(
         self,

@@ -177,8 +177,11 @@ class FinalWrites(Writes):
     # step() of an optimizer.
 
     def leave_to_optimizer(self, error: InstepError) -> None:
-        self.tear(error)
-        raise error
+        try:
+            self.tear(error)
+            raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame
 
     def before_step(self, stepper: Stepper, left: AttachedParameters) -> None:
         applied = self._step.members.applied_by(stepper)
@@ -221,7 +224,15 @@ class FinalWrites(Writes):
                 )
 
     def step_stopped(self, stepper: Stepper) -> None:
-        self.tear(InstepError(f"{stepper.name}.step() raised"))
+        members, round_ = self._step.members, self._step.round
+        living = [a for a in members.all if a.peek() is not None]
+        mine = [a for a in living if a.spec.index in members.offered or gradient_of(a) is not None]
+        # Those that instep itself has stepped before step() began, and those whose optimizer's step() has returned.
+        done = [attached for attached, _ in round_.hidden]
+        done += [a for a in mine if a.stepper is not stepper and a.stepper not in round_.owing]
+        members.applied.update(attached.spec.index for attached in done)
+        unsure = [a.spec.name for a in mine if a.stepper is stepper and not members.is_applied(a)]
+        self.tear(InstepError(f"{stepper.name}.step() raised"), unsure)
 
     def committed(self, stepper: Stepper, applied: AttachedParameters) -> None:
         for parameter, spent in zip(applied.tensors(), applied.spent, strict=True):

@@ -96,9 +96,14 @@ class ForwardSchedule(HoldsStep):
 
     def lost(self, error: InstepError) -> None:
         """The loop does what a step that is put off cannot follow: no further one is, unless that was asked for."""
-        if self._hand_over.touches_gradients or not self._deferring.gives_up:
-            raise error
-        self._deferring.cannot(str(error))
+        try:
+            if self._hand_over.touches_gradients or not self._deferring.gives_up:
+                if self._deferring.otherwise is not None and not self._hand_over.touches_gradients:
+                    error.args = (f"{error}. {self._deferring.otherwise}",)
+                raise error
+            self._deferring.cannot(str(error))
+        finally:
+            del error  # or it would refer to itself, by way of this frame
 
     def before_compile(self) -> None:
         """torch.compile is about to trace a function. Of parameters and gradients whose update is due it would make

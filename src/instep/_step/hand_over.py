@@ -86,11 +86,15 @@ class HandOver:
     def hear(self) -> None:
         """Wait for what the ranks have said of the last step: raise, if it does not stand on all of them."""
         ledger = self._step.ledger
-        if (error := ledger.heard(wait=True)) is not None:
-            ledger.tear(ledger.step_count, [a.spec.name for a in self._step.members.all], [], error)
-            if isinstance(error, StepMismatchError):
-                raise error
-            ledger.require_whole()
+        error = ledger.heard(wait=True)
+        try:
+            if error is not None:
+                ledger.tear(ledger.step_count, [a.spec.name for a in self._step.members.all], [], error)
+                if isinstance(error, StepMismatchError):
+                    raise error
+                ledger.require_whole()
+        finally:
+            del error  # or it would refer to itself, by way of this frame
 
     def before_update(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to update: take over the gradients that can be applied later."""
@@ -157,8 +161,8 @@ class HandOver:
             step.check.keep_rest(stepper, mine, set(later), in_grad_if_any)
         self.now = False
         if not later:
-            # Whoever has asked for a step that is put off is told of one that is torn, wherever it runs.
-            told = may_wait and not self._deferring.gives_up
+            # One that raises leaves what the plain loop's leaves. Other ranks, which may put theirs off, are told.
+            told = may_wait and not self._deferring.gives_up and step.ledger.votes.voting is not None
             self.rest = [a.spec.name for a in with_gradient] if told else []
             step.round.begins(stepper, step.ledger)
             return
@@ -206,8 +210,12 @@ class HandOver:
     def _require_agreement(self) -> None:
         """Something of this step is about to be written by torch itself."""
         vote, self.vote = self.vote, None
-        if vote is not None and (error := error_of(vote)) is not None:
-            raise error
+        error = None if vote is None else error_of(vote)
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame
 
     def _in_loop(self, optimizer: Optimizer, with_gradient: Iterable[AttachedParameter]) -> bool:
         """Whether this is a step of a training loop: else whoever made the gradients wants the step now."""

@@ -120,8 +120,11 @@ class HandOverCalls:
         for name, parameter, version in met:
             if version_of(parameter) != version:
                 error = writes_without_gradient(stepper.name, name)
-                self._tear(stepper, error)
-                raise error
+                try:
+                    self._tear(stepper, error)
+                    raise error
+                finally:
+                    del error  # or it would refer to itself, by way of this frame
 
     def _require_checked(self, stepper: Stepper) -> None:
         """Wait for the step, raise, and call it torn, if it differs from a plain one."""
@@ -132,9 +135,12 @@ class HandOverCalls:
         self._pending.finish([self._pending.of(a.peek()) for a in mine])
         step.ledger.require_whole()
         error = step.check.error(stepper, step.number, mine)
-        if error is not None:
-            self._tear(stepper, error)
-            raise error
+        try:
+            if error is not None:
+                self._tear(stepper, error)
+                raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame
 
     def _tear(self, stepper: Stepper, error: BaseException) -> None:
         ledger, number = self._step.ledger, self._step.number
@@ -154,10 +160,13 @@ class HandOverCalls:
     def end_raised(self, stepper: Stepper) -> None:
         """``step()`` has raised. The buckets that were handed over stand; parameters that were left to ``step()``
         itself beside those may have been written in part."""
-        rest, ledger = self._hand_over.rest, self._step.ledger
+        rest, ledger, check = self._hand_over.rest, self._step.ledger, self._step.check
+        handed_over = [attached.spec.name for attached, _ in self._step.round.hidden]
+        if check is not None and (rest or not handed_over):
+            check.forget()  # a plain step would have raised, too
         self.returned(stepper)
         if rest and ledger.torn is None:
             self._pending.finish(self._pending.all())
-            names = [a.spec.name for a in self._step.members.of(stepper) if a.spec.name not in rest]
-            ledger.tear(ledger.step_count, names, rest, InstepError(f"{stepper.name}.step() raised"), in_part=True)
+            error = InstepError(f"{stepper.name}.step() raised")
+            ledger.tear(ledger.step_count, handed_over, [], error, unsure=rest)
             ledger.votes.say_failed(ledger.step_count + 1)

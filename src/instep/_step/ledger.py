@@ -45,10 +45,12 @@ class Ledger:
         *,
         accepted: int | None = None,
         in_part: bool = False,
+        unsure: Sequence[str] = (),
     ) -> None:
         """Step ``number`` stands in part. See ``Torn``."""
         accepted = number if accepted is None else accepted
-        self.torn = Torn(number, applied, pending, self.votes.rank(), cause, accepted, in_part, graph_task())
+        rank, in_part = self.votes.rank(), in_part or bool(unsure)
+        self.torn = Torn(number, applied, pending, rank, cause, accepted, in_part, graph_task(), unsure)
         self.happened(Event.TORE)
 
     def require_whole(self) -> None:

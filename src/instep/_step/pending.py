@@ -28,6 +28,7 @@ from instep._ranks.votes import Vote, error_of
 from instep._step.recorder import Recorder
 from instep._step.streams import Mark
 from instep._step.times import StepTimes
+from instep._step.torn import without_frames
 from instep._step.writes import Gather
 from instep.errors import InstepError, UncommittedStepError, UnsupportedOptimizerError
 
@@ -110,6 +111,10 @@ class Outcome:
         """The first error counts."""
         self.failure = self.failure or error
 
+    def is_over(self) -> None:
+        """Nobody raises the error any more. The frames that it was raised in refer to the buckets, and these to it."""
+        self.failure = without_frames(self.failure)
+
 
 class HandedOverStep:
     """An optimizer as it was when its ``step()`` was called.
@@ -162,10 +167,13 @@ class HandedOverStep:
     def raise_interrupt(self) -> None:
         """Ctrl-C in an update that the loop's own thread has run is for the loop, at once; and the step is torn."""
         error = self.outcome.failure
-        if error is not None and not isinstance(error, Exception):
-            self.outcome.failure = InstepError(f"{self.stepper.name}.step() was interrupted")
-            self.outcome.told = True
-            raise error
+        try:
+            if error is not None and not isinstance(error, Exception):
+                self.outcome.failure = InstepError(f"{self.stepper.name}.step() was interrupted")
+                self.outcome.told = True
+                raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame, which has the gradients
 
     def stepped_here(self) -> list[torch.Tensor]:
         """Its parameters, without those that another rank updates."""
@@ -373,7 +381,8 @@ class PendingBucket:
             where = "the gradient of a parameter" if replaced else "a value of its groups, its attributes or its state"
             raise UnsupportedOptimizerError(
                 f"{stepper.name} replaced {where} in step(), for the first time in a step that was put off: until now "
-                "the loop would have found the old one. Use schedule='backward', or this optimizer without instep"
+                "the loop would have found the old one. Use defer='auto', without cross_iteration and shard_state: "
+                "step() is then called as it is"
             )
 
 

@@ -191,6 +191,8 @@ class PendingBuckets:
     def _tear(self, step: HandedOverStep) -> None:
         for bucket in self.all():
             self.wait(bucket)
+            if bucket.step is not step:
+                bucket.step.outcome.is_over()
         outcome, ledger = step.outcome, self._step.ledger
         pending = [name for name in outcome.pending if name not in outcome.applied]
         accepted = step.number if outcome.written else step.number - 1

@@ -78,8 +78,11 @@ class Rollback:
                     error = self._restore()
             finally:
                 self._runs = False
-            if error is not None:
-                raise error
+            try:
+                if error is not None:
+                    raise error
+            finally:
+                del error  # or it would refer to itself, by way of this frame
 
     def if_applied(self) -> None:
         """Where backward has written anything."""

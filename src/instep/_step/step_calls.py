@@ -41,7 +41,10 @@ class StepCalls:
     def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
         """``optimizer.step()`` is about to do otherwise than backward has done: ``error`` says how."""
         if self._step.members.applied_by(stepper) and self._step.ledger.torn is None:
-            self._writes.leave_to_optimizer(error)
+            try:
+                self._writes.leave_to_optimizer(error)
+            finally:
+                del error  # or it would refer to itself, by way of this frame
 
     def before_update(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to update what backward left. Spent gradients are taken off the parameters."""
@@ -111,8 +114,11 @@ class StepCalls:
         """Raise, and tear the step, if it differs from a plain one."""
         members = self._step.members
         error = check.error(stepper, self._step.number, members.of(stepper))
-        if error is not None:
-            self._step.round.is_noted()
-            members.applied.update(a.spec.index for a in members.of(stepper) if a.spec.index in members.offered)
-            self._writes.tear(error)
-            raise error
+        try:
+            if error is not None:
+                self._step.round.is_noted()
+                members.applied.update(a.spec.index for a in members.of(stepper) if a.spec.index in members.offered)
+                self._writes.tear(error)
+                raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame

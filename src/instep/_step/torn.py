@@ -16,6 +16,7 @@ class Torn:
         pending: names of those that were to be, and were not.
         accepted: how many steps were taken, once it is accepted.
         in_part: whether this rank may have neither the weights of before nor those of after the step.
+        unsure: names of the parameters of which nobody knows whether they were updated.
         task: the backward in which it tore, as ``graph_task`` names it; ``None``: outside.
     """
 
@@ -27,16 +28,18 @@ class Torn:
     accepted: int
     in_part: bool = False
     task: int | None = None
+    unsure: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "cause", _without_frames(self.cause))
+        object.__setattr__(self, "cause", without_frames(self.cause))
 
     def error(self) -> TornStepError:
         """A new one each time: whoever catches an error adds frames to it."""
-        return TornStepError(self.step, self.applied, self.pending, self.rank, self.cause)
+        return TornStepError(self.step, self.applied, self.pending, self.rank, self.cause, self.unsure)
 
 
-def _without_frames(error: BaseException | None) -> BaseException | None:
+def without_frames(error: BaseException | None) -> BaseException | None:
+    """The same error, without those it was raised in."""
     if error is None:
         return None
     # No constructor runs: its arguments need not be those of the error.

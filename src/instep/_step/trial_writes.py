@@ -260,8 +260,11 @@ class TrialWrites(Writes):
         if step.check is not None and applied:
             self._keep_for_check(step.check, stepper)
             if (difference := step.check.error(stepper, step.number, applied, groups=False)) is not None:
-                self._rollback()  # now, while it can be
-                raise difference
+                try:
+                    self._rollback()  # now, while it can be
+                    raise difference
+                finally:
+                    del difference  # or it would refer to itself, by way of this frame
         self._save_rest(stepper, left)
         self._step_rest(stepper, left)
         self._hide(self._kept.pairs(applied))

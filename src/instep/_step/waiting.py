@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from instep._autograd.placeholders import HeldGradient, Placeholder
 from instep._autograd.watch import plain_type
 from instep._optim.calls import shard_of_gradient
+from instep._optim.kinds import refuses_dense_gradients
 from instep._optim.owners import (
     Owners,
     are_kept,
@@ -85,8 +86,11 @@ def _exposed(
     in_views: Owners | None,
 ) -> set[AttachedParameter]:
     """Those of ``mine`` whose values, gradient or state others have got hold of, who may read or write them after
-    ``step()``. Called before anything else refers to the gradients."""
+    ``step()``; all of an optimizer that raises at such gradients as can wait. Called before anything else refers to the
+    gradients."""
     if state_is_kept(optimizer):
+        return set(mine)
+    if refuses_dense_gradients(optimizer):
         return set(mine)
     with torch._C.DisableTorchFunctionSubclass():
         tensors = mine.tensors()

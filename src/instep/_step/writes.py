@@ -2,7 +2,8 @@
 (``trial_writes``). Here: that which both do alike."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -156,16 +157,27 @@ class Writes(ABC):
 
     # What both do.
 
-    def tear(self, cause: BaseException | None) -> None:
-        """The running step stands in part: on this rank, and perhaps on others."""
+    def tear(self, cause: BaseException | None, unsure: Collection[str] = ()) -> None:
+        """The running step stands in part: on this rank, and perhaps on others.
+
+        Args:
+            unsure: names of the parameters of which nobody knows whether they were updated.
+        """
         step = self._step
         members, number = step.members, step.number
         names = [a.spec.name for a in members.all if members.is_applied(a)]
         offered = (a for a in members.all if a.spec.index in members.offered)
-        pending = [a.spec.name for a in offered if not members.is_applied(a)]
-        step.ledger.tear(number, names, pending, cause, in_part=bool(pending))
+        pending = [a.spec.name for a in offered if not members.is_applied(a) and a.spec.name not in unsure]
+        step.ledger.tear(number, names, pending, cause, in_part=bool(pending), unsure=tuple(unsure))
         self.release()
         step.ledger.votes.say_failed(number)
+
+    def _tear_and_raise(self, error: InstepError) -> NoReturn:
+        try:
+            self.tear(error)
+            raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame
 
     def tear_last(self, cause: BaseException) -> None:
         """The last step was committed here, and is not known to stand on the other ranks."""
@@ -176,11 +188,14 @@ class Writes(ABC):
     def hear(self, *, wait: bool) -> None:
         """What the ranks have said of the last step: raise, if it does not stand on all of them."""
         error = self._step.ledger.heard(wait=wait)
-        if error is not None:
-            self.tear_last(error)
-            if isinstance(error, StepMismatchError):
-                raise error
-            self._step.ledger.require_whole()
+        try:
+            if error is not None:
+                self.tear_last(error)
+                if isinstance(error, StepMismatchError):
+                    raise error
+                self._step.ledger.require_whole()
+        finally:
+            del error  # or it would refer to itself, by way of this frame
 
     def clip_rest(self, left: Sequence[AttachedParameter]) -> None:
         """The gradients that backward has left to ``step()`` are a bucket of their own."""
@@ -188,9 +203,7 @@ class Writes(ABC):
         if passes.clipping.policy is None:
             return
         if (changed := passes.changed_since()) is not None:
-            error = changed_after_measuring(changed)
-            self.tear(error)
-            raise error
+            self._tear_and_raise(changed_after_measuring(changed))
         try:
             passes.clipping.compute_total_norm(self._step.members.all, gradient_of)
         except RuntimeError:
@@ -204,10 +217,8 @@ class Writes(ABC):
         them alone."""
         (at_rest, versions), self._at_rest = self._at_rest, (AttachedParameters(), [])
         if (written := first_written(at_rest, versions)) is not None:
-            error = writes_without_gradient(stepper.name, written.spec.name)
             self._step.round.stepper = None
-            self.tear(error)
-            raise error
+            self._tear_and_raise(writes_without_gradient(stepper.name, written.spec.name))
 
     def _require_as_left(self, stepper: Stepper, applied: AttachedParameters) -> None:
         """Raise if groups, state or parameters are not as backward has left them."""

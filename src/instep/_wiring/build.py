@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from instep._gradients.clipping import Clipping
 from instep._life.weak import weakly
+from instep._optim.calling import STEPPED_WHOLE
 from instep._optim.owners import in_views_of_ddp, in_views_of_replicate
-from instep._optim.probe import not_asked, separability_of
+from instep._optim.probe import Separability, not_asked, separability_of
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation, Syncing
 from instep._step.checking import Check
@@ -31,6 +33,7 @@ from instep._wiring.sharding import Sharding
 from instep._wiring.sources import connect_crossing, make_sources
 from instep._wiring.stepping_itself import SteppingItself
 from instep._wiring.threads import Threads
+from instep.errors import UnsupportedOptimizerError
 from instep.options import Options
 from instep.sources import Source
 from instep.sources.fsdp.wrappers import FSDP1Sync, FSDP2Sync, fsdp2_reading_streams
@@ -82,10 +85,8 @@ def build(target: Target, options: Options) -> Parts:
     clipping, votes = Clipping(options.clip), StepVotes(rank)
     in_backward, on_trial = options.schedule == "backward", bool(options.undo)
     if options.splits_steps or options.check_steps:
-        separability = [
-            separability_of(optimizer, in_backward=in_backward, on_trial=on_trial)
-            for optimizer in ([] if options.disabled else target.optimizers)
-        ]
+        asked = [] if options.disabled else target.optimizers
+        separability = [_separability(one, options, in_backward=in_backward, on_trial=on_trial) for one in asked]
     else:
         separability = list(map(not_asked, target.optimizers))
     check = Check(options.check_steps) if options.check_steps and not options.disabled else None
@@ -137,6 +138,16 @@ def build(target: Target, options: Options) -> Parts:
         StepHooks(schedule, late, zero, forwards, handles),
         handles,
     )
+
+
+def _separability(optimizer: Optimizer, options: Options, *, in_backward: bool, on_trial: bool) -> Separability:
+    try:
+        return separability_of(optimizer, in_backward=in_backward, on_trial=on_trial)
+    except UnsupportedOptimizerError as error:
+        if not str(error).endswith(STEPPED_WHOLE):
+            raise
+        otherwise = options.taken_whole(*(["check_steps"] if options.check_steps else []))
+        raise UnsupportedOptimizerError(str(error).removesuffix(STEPPED_WHOLE) + otherwise) from error.__cause__
 
 
 def _synced(wrapped: "Sequence[weakref.ref[Wrapped]]", target: Target) -> Callable[[], list[Syncing]]:

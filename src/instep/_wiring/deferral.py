@@ -19,7 +19,7 @@ from instep.target import Target
 def deferring_of(options: Options, target: Target, held: Held) -> Deferring:
     """Decides of each step."""
     if options.always_puts_off:
-        return Always()
+        return Always(alone=options.defer is True and not options.communication.puts_off)
     if options.defer is False:
         return Never()
     return Trial(partial(_prevented, held), _smallest_of(target))

@@ -91,7 +91,7 @@ class LateParameters:
                 if attached.stepper is stepper and id(attached.peek()) not in found:
                     raise StaleAttachmentError(
                         f"parameter {attached.spec.name!r} is no longer in {stepper.name}.param_groups. detach() "
-                        "before taking parameters out of an optimizer, and attach again after"
+                        "before taking parameters out of an optimizer, or now, and attach again after"
                     )
 
 
@@ -100,7 +100,7 @@ def _require_once(grouped: Sequence[Sequence[int]], names: Names) -> None:
         if count > 1 and key in names:
             raise StaleAttachmentError(
                 f"parameter {names[key][1][0].name!r} has come into param_groups a second time: it would be stepped "
-                "twice. Give it to one optimizer, once"
+                "twice. Take it out of the groups it has come into"
             )
 
 

@@ -34,17 +34,20 @@ class Collective:
             error = caught
             kind = _DAMAGED if isinstance(error, DamagedCheckpointError) else _FAILED
             told = kind + _described(error).encode("utf-8", "backslashreplace")
-        everyone = self.exchange(told)
-        for kind, raised in ((_DAMAGED, DamagedCheckpointError), (_FAILED, CheckpointError)):
-            failed = [(rank, told) for rank, told in enumerate(everyone) if told[:1] == kind]
-            if not failed:
-                continue
-            if error is not None and told[:1] == kind and not isinstance(error, OSError):
-                raise error
-            rank, told = failed[0]
-            where = "" if self.size == 1 else f"rank {rank}: "
-            raise raised(f"{what}: {where}{told[1:].decode()}") from error
-        return [told[1:] for told in everyone]
+        try:
+            everyone = self.exchange(told)
+            for kind, raised in ((_DAMAGED, DamagedCheckpointError), (_FAILED, CheckpointError)):
+                failed = [(rank, told) for rank, told in enumerate(everyone) if told[:1] == kind]
+                if not failed:
+                    continue
+                if error is not None and told[:1] == kind and not isinstance(error, OSError):
+                    raise error
+                rank, told = failed[0]
+                where = "" if self.size == 1 else f"rank {rank}: "
+                raise raised(f"{what}: {where}{told[1:].decode()}") from error
+            return [told[1:] for told in everyone]
+        finally:
+            del error  # or it would refer to itself, by way of this frame
 
     def exchange(self, mine: bytes) -> list[bytes]:
         """What every rank gave, in rank order. All ranks must call this."""
