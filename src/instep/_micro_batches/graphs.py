@@ -63,12 +63,12 @@ class Graphs:
 
     def _walk(self, number: int, loss: torch.Tensor, first: int) -> None:
         assert loss.grad_fn is not None
-        newest = loss.grad_fn._sequence_nr()
+        numbers = set(range(first, loss.grad_fn._sequence_nr() + 1))  # of the nodes that the thread has made
         todo = [loss.grad_fn]
         self._number_of.setdefault(loss.grad_fn, number)
         while todo:
             node = todo.pop()
-            self._require_own(node, first, newest)
+            self._require_own(node, numbers)
             for place, (following, _) in enumerate(node.next_functions):
                 if following is None:
                     continue
@@ -90,19 +90,20 @@ class Graphs:
         if getattr(node, "_saved_sparse", False):
             self._sparse.add(leaf)
 
-    def _require_own(self, node: Node, first: int, newest: int) -> None:
+    def _require_own(self, node: Node, numbers: set[int]) -> None:
         if node.name() == _NESTING:
             raise AccumulationError(
                 "micro_batches() cannot look into torch.utils.checkpoint with use_reentrant=True, which runs a "
                 "backward of its own for each segment: give it use_reentrant=False"
             )
-        if not first <= node._sequence_nr() <= newest:
+        if node._sequence_nr() not in numbers:
             raise AccumulationError(
                 f"a part of a micro-batch's graph ({node.name()}) was made by another thread, or outside of "
                 "loss_of(batch): in which order backward comes to it is not the plain loop's. Compute in "
-                "loss_of(batch) all that depends on parameters; a gradient penalty (create_graph=True) on an accelerator needs a loop "
-                "with overlap.accumulate()"
+                "loss_of(batch) all that depends on parameters; for a gradient penalty (create_graph=True) on an "
+                "accelerator use overlap.accumulate()"
             )
+        numbers.remove(node._sequence_nr())
 
     def _require_alike(self, leaf: torch.Tensor, each: Sequence[int]) -> None:
         if leaf._backward_hooks and self._count > 1:

@@ -135,7 +135,8 @@ def _require_whole(parts: Parts) -> None:
         if isinstance(ddp, DistributedDataParallel) and ddp.static_graph:
             raise AccumulationError(
                 "micro_batches() with schedule='backward' does not run with "
-                "DistributedDataParallel(static_graph=True), which counts the forwards of a backward: leave out static_graph"
+                "DistributedDataParallel(static_graph=True), which counts the forwards of a backward: leave out "
+                "static_graph"
             )
 
 
