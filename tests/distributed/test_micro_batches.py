@@ -157,10 +157,10 @@ def _hooked() -> str | None:
     for _ in range(2):
         torch.manual_seed(0)
         models.append(ddp(Blocks()))
-    _, hook = HOOKS["fp16"]
-    models[0].register_comm_hook(None, hook)
+    state, hook = HOOKS["fp16"]
+    models[0].register_comm_hook(state(), hook)
     optimizers = list(map(optimizer_of, models))
-    with instep.attach(models[1], optimizers[1], schedule="backward", comm_hook=hook) as overlap:
+    with instep.attach(models[1], optimizers[1], schedule="backward", comm_hook=(state(), hook)) as overlap:
         for i in range(STEPS):
             seeds = [1000 * dist.get_rank() + COUNT * i + micro for micro in range(COUNT)]
             _plain(models[0], blocks_loss, seeds, {})
