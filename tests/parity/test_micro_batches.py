@@ -5,6 +5,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -236,8 +237,9 @@ def test_gradients_that_autograd_makes_fit() -> None:
     lockstep("backward", lambda: adamw(Scaled()), of(usual, 3))
 
 
-@pytest.mark.skipif("torch.accelerator.is_available()", reason="refused there, see below")
 def test_a_gradient_penalty() -> None:
+    """On an accelerator another thread makes a part of the graph: the order is then known, or the step is refused."""
+
     def loss(lane: Contender, seed: int) -> torch.Tensor:
         x, y = batch(seed)
         x.requires_grad_()
@@ -245,7 +247,8 @@ def test_a_gradient_penalty() -> None:
         (slope,) = torch.autograd.grad(found, x, create_graph=True)
         return found + slope.square().sum()
 
-    lockstep("backward", lambda: adamw(Blocks(depth=1)), of(loss, 4))
+    with nullcontext() if here().type == "cpu" else suppress(AccumulationError):
+        lockstep("backward", lambda: adamw(Blocks(depth=1)), of(loss, 4))
 
 
 @pytest.mark.parametrize("clip", [ClipNorm(0.3, mode="per_bucket"), ClipValue(0.01)], ids=["per bucket", "value"])
