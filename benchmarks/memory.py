@@ -5,9 +5,9 @@
     pip install torchtune torchao==0.15.0 lomo-optim torch-optimi   # peers that are left out where not installed
 
 Every variant is trained in a process of its own, on the same batches. Weights after three steps are compared with the
-plain loop's of the same number of micro-batches, bit for bit; the table says where they are others. Then resident memory
-is read, as the operating system counts it: between two steps, and the most within the next ones. The allocator gives
-large tensors back at once. ``no step`` is the floor: each gradient is dropped as soon as it is there.
+plain loop's of the same number of micro-batches, bit for bit; the table says where they are others. Then resident
+memory is read, as the operating system counts it: between two steps, and the most within the next ones. The allocator
+gives large tensors back at once. ``no step`` is the floor: each gradient is dropped as soon as it is there.
 """
 
 import argparse
