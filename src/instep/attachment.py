@@ -251,7 +251,7 @@ class Attachment:
                 reentrant checkpointing, a graph that micro-batches share, DDP's ``static_graph``, within
                 ``accumulate()``. Nothing was updated; of a backward that draws random numbers or writes buffers the
                 step is torn.
-            InstepError: ``loss_of`` returned no loss, or the call is within something that only this thread sees.
+            InstepError: ``loss_of`` returned no loss.
         """
         options = self._options
         together = options.schedule == "backward" and not options.disabled

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import instep
@@ -630,15 +631,54 @@ def test_a_loss_that_is_none() -> None:
 
 
 class Watching(torch.overrides.TorchFunctionMode):
+    def __init__(self, seen: list[int]) -> None:
+        super().__init__()
+        self.seen = seen
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(threading.get_ident())
         return func(*args, **(kwargs or {}))
 
 
-def test_what_only_this_thread_has_entered() -> None:
-    with Watching():
-        refused(lambda: adamw(Blocks()), plain_loss, "inside of Watching", InstepError)
-    with torch.autograd.graph.save_on_cpu():
-        refused(lambda: adamw(Blocks()), plain_loss, "inside of saved_tensors_hooks", InstepError)
+class Counting(TorchDispatchMode):
+    def __init__(self, seen: list[int]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(threading.get_ident())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Watching, Counting])
+def test_modes_see_the_forwards(mode: Any) -> None:
+    seen: list[int] = []
+
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        with mode(seen) if lane.overlap is not None else nullcontext():
+            losses = accumulated(lane, partial(usual, lane), range(3 * i, 3 * i + 3))
+        finish(lane)
+        return losses
+
+    lockstep("backward", lambda: adamw(Blocks()), step, steps=2)
+    assert len(set(seen) - {threading.get_ident()}) >= 1
+
+
+def test_hooks_for_saved_tensors_see_the_forwards() -> None:
+    saved: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(threading.get_ident())
+        return tensor
+
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            losses = accumulated(lane, partial(usual, lane), range(3 * i, 3 * i + 3))
+        finish(lane)
+        return losses
+
+    lockstep("backward", lambda: adamw(Blocks()), step, steps=2)
+    assert len(set(saved)) >= 2
 
 
 class Noisy(torch.autograd.Function):
