@@ -7,7 +7,8 @@
 Every variant is trained in a process of its own, on the same batches. Weights after three steps are compared with the
 plain loop's of the same number of micro-batches, bit for bit; the table says where they are others. Then resident
 memory is read, as the operating system counts it: between two steps, and the most within the next ones. The allocator
-gives large tensors back at once. ``no step`` is the floor: each gradient is dropped as soon as it is there.
+gives large tensors back at once. Beside it stands what ``instep plan`` says before anything is trained. ``no step`` is
+the floor: each gradient is dropped as soon as it is there.
 """
 
 import argparse
@@ -30,8 +31,20 @@ from torch.utils.checkpoint import checkpoint
 
 from instep._optim.plan import MIB
 from instep.demo.job import Shape
+from instep.planning.job import Job
+from instep.planning.making import plan
 
 STEPS = 3
+PLANNED = "INSTEP_BENCHMARK_PLANNED"
+"""The environment's name for the model, and its dtype, that ``instep plan`` is to make."""
+WAYS = {
+    PLAIN: "plain",
+    "4 MiB": "backward",
+    "plain accumulation": "plain",
+    "accumulate": "backward",
+    "micro_batches": "backward, micro_batches",
+}
+"""What ``instep plan`` calls them."""
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 ONE_BATCH = {
     PLAIN: "plain, `AdamW(fused=True)`",
@@ -169,6 +182,45 @@ def measured(model: Model, make: Callable[[Model], Plain]) -> dict[str, Any]:
     }
 
 
+class Trained(nn.Module):
+    """What returns the loss, for ``instep plan``."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.inner, self.loss = model.make(), model.loss
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.inner, x)
+
+
+def _planned_model() -> Model:
+    name, dtype = os.environ[PLANNED].split()
+    return models(getattr(torch, dtype), 1)[name]
+
+
+def build_planned() -> nn.Module:
+    return Trained(_planned_model())
+
+
+def planned_inputs() -> torch.Tensor:
+    return next(_planned_model().batches())
+
+
+def planned(arguments: argparse.Namespace, model: str, micro_batches: int) -> dict[str, int]:
+    """By way: bytes at the peak above weights and state, as ``instep plan`` says."""
+    os.environ[PLANNED] = f"{model} {arguments.dtype}"
+    job = Job(
+        "memory:build_planned",
+        options=("fused=True", f"lr={OPTIONS['lr']}"),
+        inputs="memory:planned_inputs",
+        bucket_bytes=4 * MIB,
+        tflops=1.0,
+        terabytes=1.0,
+        micro_batches=micro_batches,
+    )
+    return {peak.way: peak.above for peak in plan(job).peaks}
+
+
 def in_a_process(arguments: argparse.Namespace, model: str, micro_batches: int, variant: str) -> dict[str, Any]:
     command = [sys.executable, __file__, "--dtype", arguments.dtype, "--micro-batches", str(micro_batches)]
     command += ["--one", model, variant]
@@ -183,13 +235,15 @@ def say(arguments: argparse.Namespace, model: str, micro_batches: int) -> None:
     variants = SINGLE if micro_batches == 1 else SEVERAL
     found = {name: in_a_process(arguments, model, micro_batches, name) for name in variants}
     first = next(iter(found.values()))
+    predicted = planned(arguments, model, micro_batches)
     title = "one batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
     print(f"\n{model}, {arguments.dtype}, {first['weights'] / MIB:.0f} MiB of weights, {title}\n")
-    print("| | weights after three steps | MiB above weights and state |\n|---|---|---|")
+    print("| | weights after three steps | MiB above weights and state | `instep plan` |\n|---|---|---|---|")
     for name, (words, _) in variants.items():
         same = "plain's, bit for bit" if found[name]["digest"] == first["digest"] else "others"
         same = "not trained" if name == "no step" else same
-        print(f"| {words} | {same} | {found[name]['above'] / MIB:.0f} |", flush=True)
+        said = f"{predicted[WAYS[name]] / MIB:.0f}" if name in WAYS else ""
+        print(f"| {words} | {same} | {found[name]['above'] / MIB:.0f} | {said} |", flush=True)
 
 
 def main() -> None:

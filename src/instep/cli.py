@@ -153,6 +153,9 @@ def plan(
     bucket_bytes: Annotated[
         int | None, typer.Option(help="bucket_bytes of instep.attach, on one device.", show_default="16 MiB")
     ] = None,
+    micro_batches: Annotated[
+        int, typer.Option(help="Number of forwards and backwards in one step, on one device.")
+    ] = 1,
     gbits: Annotated[
         float | None, typer.Option(help="Speed of each rank's link, in Gbit/s in each direction.", show_default="100")
     ] = None,
@@ -201,6 +204,7 @@ def plan(
         tflops,
         terabytes,
         forward_ms,
+        micro_batches,
     )
     from instep.planning.run import run
 

@@ -136,6 +136,7 @@ ALLOWED = {
         "sources.replicate",
         "report",
         "options",
+        "attachment",
         "attaching",
         "_version",
     },

@@ -45,9 +45,10 @@ def run_forward(number: int, compute: Callable[[], object], state: ThreadState, 
 
     def run() -> None:
         try:
-            first = _make_nodes(max(0, _AHEAD - number))
+            _make_nodes(max(0, _AHEAD - number))
             ACTING_FOR.set(thread)
             with state.entered():
+                first = torch.autograd._get_sequence_nr()
                 found.append(Forward(compute(), first))
         except BaseException as error:  # raised on the loop's thread
             errors.append(error)
@@ -67,11 +68,10 @@ def run_forward(number: int, compute: Callable[[], object], state: ThreadState, 
         errors.clear()  # the traceback refers to this frame
 
 
-def _make_nodes(count: int) -> int:
+def _make_nodes(count: int) -> None:
     one = torch.zeros(1, requires_grad=True, device="cpu")
     for _ in range(count):
         one.view_as(one)
-    return count
 
 
 def _take_over(context: contextvars.Context) -> None:

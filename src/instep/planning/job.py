@@ -20,6 +20,7 @@ class Job:
         gbits: of each rank's link, in each direction; ``None``: a default, as with the latency.
         tflops: that forward and backward reach; ``None``: measured on this machine, as with the memory's terabytes.
         forward_ms: of one forward, measured; ``None``: from its operations.
+        micro_batches: forwards and backwards in one step, on one device.
     """
 
     build: str
@@ -36,3 +37,4 @@ class Job:
     tflops: float | None = None
     terabytes: float | None = None
     forward_ms: float | None = None
+    micro_batches: int = 1

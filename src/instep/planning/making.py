@@ -48,7 +48,16 @@ def plan(job: Job, *, refusals: bool = False) -> Estimate:
 
 
 def _require_sensible(job: Job) -> None:
-    positive = ("world_size", "bucket_cap_mb", "bucket_bytes", "gbits", "tflops", "terabytes", "forward_ms")
+    positive = (
+        "world_size",
+        "micro_batches",
+        "bucket_cap_mb",
+        "bucket_bytes",
+        "gbits",
+        "tflops",
+        "terabytes",
+        "forward_ms",
+    )
     for name in positive:
         value = getattr(job, name)
         if value is not None and not value > 0:
@@ -57,6 +66,8 @@ def _require_sensible(job: Job) -> None:
         raise PlanError(f"--latency-us {job.latency_us}: a number of at least 0 is needed")
     if job.world_size > 1 and job.bucket_bytes is not None:
         raise PlanError("--bucket-bytes is for one device: DistributedDataParallel's buckets have --bucket-cap-mb")
+    if job.world_size > 1 and job.micro_batches > 1:
+        raise PlanError("--micro-batches is for one device: leave it out with --world-size above 1")
     if job.world_size == 1 and job.bucket_cap_mb is not None:
         raise PlanError("--bucket-cap-mb is for --world-size above 1: the buckets of one device have --bucket-bytes")
     if os.environ.get("INSTEP_DISABLE", "") not in ("", "0"):
@@ -128,7 +139,8 @@ class _Planning:
         return [peak for peaks in found.values() for peak in peaks]
 
     def _alone(self, make: MakeOptimizer) -> Iterator[tuple[str, Measured]]:
-        run, size = DryRun(self._planned, make), self._job.bucket_bytes
+        run = DryRun(self._planned, make, self._job.micro_batches)
+        size = self._job.bucket_bytes
         plain = run.plain()
         self._first = self._first or plain
         yield "plain", plain
@@ -139,6 +151,8 @@ class _Planning:
         if not self._first.buckets:
             self._first = replace(self._first, buckets=attached.buckets)
         yield "backward", attached
+        if self._job.micro_batches > 1:
+            yield "backward, micro_batches", run.attached(size, together=True)
         yield "forward", run.by_bucket(self._step_buckets())
         yield "backward, undo", run.attached(size, undo=True)
 
@@ -225,7 +239,7 @@ class _Planning:
 
     def _forward_seconds(self, machine: Machine) -> float | None:
         if self._job.forward_ms is not None:
-            return self._job.forward_ms / 1e3
+            return self._job.micro_batches * self._job.forward_ms / 1e3
         if not self._planned.runs:
             self._assumptions.append("no activations, and no times of an iteration: the model has no --inputs")
             return None
@@ -235,4 +249,4 @@ class _Planning:
         if not flops:
             self._assumptions.append("no times of an iteration: the forward has no operations that torch counts")
             return None
-        return flops / machine.flops
+        return self._job.micro_batches * flops / machine.flops
