@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from instep._optim.plan import MIB
 from instep.demo.job import Shape
-from instep.planning.job import Job
+from instep.planning.job import Job, Rates
 from instep.planning.making import plan
 
 STEPS = 3
@@ -214,8 +214,7 @@ def planned(arguments: argparse.Namespace, model: str, micro_batches: int) -> di
         options=("fused=True", f"lr={OPTIONS['lr']}"),
         inputs="memory:planned_inputs",
         bucket_bytes=4 * MIB,
-        tflops=1.0,
-        terabytes=1.0,
+        rates=Rates(tflops=1.0, terabytes=1.0),
         micro_batches=micro_batches,
     )
     return {peak.way: peak.above for peak in plan(job).peaks}

@@ -19,7 +19,7 @@ from instep._version import __version__
 from instep.demo.errors import DemoError
 from instep.demo.job import Size
 from instep.planning.errors import PlanError
-from instep.planning.job import Job
+from instep.planning.job import Job, Rates
 from instep.report.files import NotWrittenError, write
 from instep.report.run import NotARecordingError, load_all
 
@@ -199,11 +199,7 @@ def plan(
         bucket_cap_mb,
         bucket_view,
         bucket_bytes,
-        gbits,
-        latency_us,
-        tflops,
-        terabytes,
-        forward_ms,
+        Rates(gbits, latency_us, tflops, terabytes, forward_ms),
         micro_batches,
     )
     from instep.planning.run import run
