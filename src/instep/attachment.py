@@ -2,11 +2,11 @@
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep._arguments import optimizers_of, require_model
+from instep._micro_batches.run import micro_batches
 from instep._optim.plan import MIB, Plan
 from instep._step.recorder import Recorder
 from instep._wiring.advice import advice
@@ -29,6 +30,8 @@ from instep.target import Target
 
 if TYPE_CHECKING:
     from instep.recording import Recording
+
+Batch = TypeVar("Batch")
 
 _logger = logging.getLogger("instep")
 _attachments: "weakref.WeakKeyDictionary[nn.Module, Attachment]" = weakref.WeakKeyDictionary()
@@ -225,6 +228,34 @@ class Attachment:
         if not isinstance(loss, torch.Tensor):
             raise InstepError(f"loss must be the tensor that backward() begins from, not {type(loss).__name__}")
         self._parts.schedule.backward(loss, gradient, self._parts.late.adopt)
+
+    def micro_batches(self, loss_of: Callable[[Batch], torch.Tensor], batches: Iterable[Batch]) -> list[torch.Tensor]:
+        """Forward and backward of all micro-batches of a step, with ``optimizer.step()`` to follow: the numbers of
+        ``for batch in batches: loss_of(batch).backward()``, bit for bit, without all gradients in memory.
+
+        With ``schedule="backward"`` the forwards run first, one after the other, each on a thread of its own. One
+        backward follows, in which each parameter's gradient is added up over the micro-batches, applied, and freed.
+        What the forwards keep for backward (activations, or with checkpointing the inputs of the segments) is in
+        memory for all micro-batches at once. With ``schedule="forward"``, or ``INSTEP_DISABLE=1``, this is the loop
+        above; under DDP with ``no_sync()`` around all micro-batches but the last.
+
+        Args:
+            loss_of: computes the loss of a micro-batch, a tensor of one number, divided or scaled as the loop would.
+            batches: each is taken when the one before is done. On several ranks: with a length.
+
+        Returns:
+            The losses, detached, in order; an empty list if there were no batches.
+
+        Raises:
+            AccumulationError: one backward would not compute what the loop does: with FSDP, a hook on a parameter,
+                reentrant checkpointing, a graph that micro-batches share, DDP's ``static_graph``, within
+                ``accumulate()``. Nothing was updated; of a backward that draws random numbers or writes buffers the
+                step is torn.
+            InstepError: ``loss_of`` returned no loss.
+        """
+        options = self._options
+        together = options.schedule == "backward" and not options.disabled
+        return micro_batches(self._parts, loss_of, batches, together=together)
 
     def rollback(self) -> None:
         """Go back to where the last ``optimizer.step()`` left parameters and state, bit for bit, and clear all

@@ -19,7 +19,7 @@ from instep._version import __version__
 from instep.demo.errors import DemoError
 from instep.demo.job import Size
 from instep.planning.errors import PlanError
-from instep.planning.job import Job
+from instep.planning.job import Job, Rates
 from instep.report.files import NotWrittenError, write
 from instep.report.run import NotARecordingError, load_all
 
@@ -153,6 +153,9 @@ def plan(
     bucket_bytes: Annotated[
         int | None, typer.Option(help="bucket_bytes of instep.attach, on one device.", show_default="16 MiB")
     ] = None,
+    micro_batches: Annotated[
+        int, typer.Option(help="Number of forwards and backwards in one step, on one device.")
+    ] = 1,
     gbits: Annotated[
         float | None, typer.Option(help="Speed of each rank's link, in Gbit/s in each direction.", show_default="100")
     ] = None,
@@ -196,11 +199,8 @@ def plan(
         bucket_cap_mb,
         bucket_view,
         bucket_bytes,
-        gbits,
-        latency_us,
-        tflops,
-        terabytes,
-        forward_ms,
+        Rates(gbits, latency_us, tflops, terabytes, forward_ms),
+        micro_batches,
     )
     from instep.planning.run import run
 

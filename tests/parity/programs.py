@@ -145,7 +145,7 @@ def programs(draw: Any, ways: tuple[str, ...] = RIGHT) -> Program:
         way=way,
         clip=draw(st.sampled_from(clip)),
         limit=draw(st.sampled_from([1e-3, 0.1, 10.0, 1e4])),
-        accumulate=draw(st.sampled_from(["hold", "plain"])) if free else "hold",
+        accumulate=draw(st.sampled_from(["hold", "micro_batches", *(["plain"] if free else [])])),
         scaler=draw(st.sampled_from(["step", "unscale"])) if scaled else None,
         give_scaler=draw(st.booleans()),
         # A step that GradScaler skips is not clipped by instep: infinite gradients are left for who does not clear.
@@ -319,6 +319,8 @@ class Loop:
     def _forward_and_backward(self, step: Step) -> torch.Tensor | None:
         loss: torch.Tensor | None = None
         forwards: Iterable[tuple[int, Any]] = enumerate(step.micro_batches)
+        if self.program.accumulate == "micro_batches" and self.overlap is not None:
+            return self._micro_batches(step)
         if self.program.call == "pipeline":
             losses = [self._loss(step, *batch) for batch in forwards]
             forwards = enumerate(losses)
@@ -331,6 +333,27 @@ class Loop:
                     self._backward(loss)
         self._at("backward")
         return None if loss is None else loss.detach()
+
+    def _micro_batches(self, step: Step) -> torch.Tensor | None:
+        """By the verb. A micro-batch without a graph has no backward."""
+        assert self.overlap is not None
+        last: torch.Tensor | None = None
+
+        def loss_of(given: tuple[int, tuple[bool, ...]]) -> torch.Tensor:
+            loss = self._loss(step, *given)
+            return loss if self.program.scaler is None else self.scaler.scale(loss)
+
+        trains = [any(p.requires_grad for p in self._used(run)) for run in step.micro_batches]
+        batches = [given for given, has_graph in zip(enumerate(step.micro_batches), trains, strict=True) if has_graph]
+        if not trains[-1]:
+            last = self._loss(step, len(trains) - 1, step.micro_batches[-1]).detach()
+        losses = self.overlap.micro_batches(loss_of, batches)
+        self._at("forward")
+        self._at("backward")
+        return losses[-1] if trains[-1] else last
+
+    def _used(self, run: tuple[bool, ...]) -> Iterator[nn.Parameter]:
+        return (p for layer, runs in zip(self.net.layers, run, strict=True) if runs for p in layer.parameters())
 
     def _loss(self, step: Step, micro: int, run: tuple[bool, ...]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * self.rank + 10 * self.number + micro)

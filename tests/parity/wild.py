@@ -67,6 +67,9 @@ def _watched(way: str, edits: tuple[tuple[str, str], ...]) -> tuple[tuple[str, s
 
 def _agreeing(draw: Any, program: Program) -> Program:
     """Without what the plain loop has no word for."""
+    if program.call == "pipeline" or any(moment == "forward" for step in program.steps for moment, _ in step.edits):
+        # The verb runs forward and backward: nothing is done in between.
+        program = replace(program, accumulate="hold" if program.accumulate == "micro_batches" else program.accumulate)
     if program.nonfinite == "skip" and program.way in ("backward", "two_pass"):
         program = replace(program, nonfinite="raise")
     if program.closure:

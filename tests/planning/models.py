@@ -46,6 +46,10 @@ def deep() -> nn.Module:
     return nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(20)))
 
 
+def eights() -> torch.Tensor:
+    return torch.ones(1, 8)
+
+
 def a_number() -> int:
     return 3
 

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import plan_against_measured
@@ -16,7 +17,7 @@ from torch.profiler import record_function
 import instep
 from instep.planning.dry_run import DryRun, order_of_gradients
 from instep.planning.errors import PlanError
-from instep.planning.job import Job
+from instep.planning.job import Job, Rates
 from instep.planning.kernels import LiveInside
 from instep.planning.live_bytes import LiveBytes
 from instep.planning.making import plan
@@ -243,32 +244,60 @@ def test_times() -> None:
 
 
 def test_operations_of_the_forward_become_its_time() -> None:
-    found = plan(Job(f"{HERE}:layers_and_rows", loss=f"{HERE}:squared", tflops=1e-6))
+    found = plan(Job(f"{HERE}:layers_and_rows", loss=f"{HERE}:squared", rates=Rates(tflops=1e-6)))
     operations = 2 * 3 * (8 * 16 + 16 * 16 + 16 * 4)
     assert found.times.forward == pytest.approx(operations / 1e6)
     assert not any("loss" in one for one in found.assumptions)
-    assert plan(Job(f"{HERE}:layers", forward_ms=5)).times.forward == 0.005
+    assert plan(Job(f"{HERE}:layers", rates=Rates(forward_ms=5))).times.forward == 0.005
 
 
 def test_the_verdict_of_a_model_whose_peak_is_gradients() -> None:
-    said = list(verdict(plan(Job(f"{HERE}:deep", terabytes=1.0, bucket_bytes=1))))
+    said = list(verdict(plan(Job(f"{HERE}:deep", rates=Rates(terabytes=1.0), bucket_bytes=1))))
     assert 'schedule="backward" would save' in said[0]
     assert said[-1] == 'Take instep.attach(model, optimizer, schedule="backward")'
 
 
+def test_micro_batches_are_what_a_loop_takes() -> None:
+    """Counted in a loop that trains: forwards run on other threads, where tensors are counted all the same."""
+    job = Job(f"{HERE}:deep", options=("fused=True",), inputs=f"{HERE}:eights", bucket_bytes=512, micro_batches=2)
+    predicted = {peak.way: peak.above for peak in plan(job).peaks}
+    model = models.deep()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with instep.attach(model, optimizer, schedule="backward", bucket_bytes=512) as overlap:
+        for step in range(3):
+            state = [value for entry in optimizer.state.values() for value in entry.values()]
+            with LiveBytes([*model.parameters(), *state]) if step == 2 else nullcontext() as live:
+                overlap.micro_batches(lambda _: model(models.eights()).sum(), range(2))
+                optimizer.step()
+                optimizer.zero_grad()
+    assert live is not None
+    assert predicted["backward, micro_batches"] == pytest.approx(live.peak, rel=MOST)
+    assert predicted["backward, micro_batches"] < 0.7 * predicted["backward"]
+    assert predicted["backward"] == pytest.approx(predicted["plain"], rel=MOST)
+
+
+def test_the_verdict_names_micro_batches() -> None:
+    job = Job(f"{HERE}:deep", inputs=f"{HERE}:eights", bucket_bytes=512, micro_batches=2, rates=Rates(1, 1, 1, 1))
+    said = list(verdict(plan(job)))
+    assert said[0].startswith("5.00 KiB of gradients. overlap.micro_batches() with")
+    assert said[-1].endswith(
+        'schedule="backward"), and overlap.micro_batches() in place of the loop over micro-batches'
+    )
+
+
 def test_the_verdict_on_ranks_names_replicate() -> None:
-    said = list(verdict(plan(Job(f"{HERE}:deep", world_size=2, terabytes=1.0, bucket_cap_mb=0.0002))))
+    said = list(verdict(plan(Job(f"{HERE}:deep", world_size=2, rates=Rates(terabytes=1.0), bucket_cap_mb=0.0002))))
     assert said[-1] == 'Take model = instep.replicate(model), and instep.attach(model, optimizer, schedule="backward")'
 
 
 def test_the_verdict_where_little_is_saved() -> None:
-    said = list(verdict(plan(Job(f"{HERE}:layers", terabytes=1.0, bucket_bytes=1 << 30))))
+    said = list(verdict(plan(Job(f"{HERE}:layers", rates=Rates(terabytes=1.0), bucket_bytes=1 << 30))))
     assert "nothing would be saved" in said[0]
     assert said[-1] == "Take instep.attach(model, optimizer)"
 
 
 def test_the_verdict_where_backward_is_refused() -> None:
-    said = list(verdict(plan(Job(f"{HERE}:layers", f"{HERE}:Coupled", ("lr=0.1",), terabytes=1.0))))
+    said = list(verdict(plan(Job(f"{HERE}:layers", f"{HERE}:Coupled", ("lr=0.1",), rates=Rates(terabytes=1.0)))))
     assert said[-1].startswith("Take instep.attach(model, optimizer). schedule='backward' is refused: ")
     assert "couples parameters" in said[-1]
 

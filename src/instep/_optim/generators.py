@@ -120,7 +120,7 @@ def _held_by(owners: Iterable[object]) -> Iterator[Any]:
 
 def _same(now: Any, before: Any) -> bool:
     if isinstance(now, torch.Tensor):
-        return torch.equal(now, before)
+        return bool(now.tolist() == before.tolist())  # no operation: one would meet the modes that are entered
     if isinstance(now, dict):
         return now.keys() == before.keys() and all(_same(value, before[key]) for key, value in now.items())
     if hasattr(now, "tobytes"):  # an array of NumPy's

@@ -26,6 +26,7 @@ from instep._step.bucket_sink import BucketSink
 from instep._step.checking import Check
 from instep._step.final_writes import FinalWrites
 from instep._step.members import StepMembers
+from instep._step.passes import Losses
 from instep._step.running_step import RunningStep
 from instep._step.spent_uses import after_update, never_cleared, while_measuring
 from instep._step.states import Event
@@ -88,25 +89,30 @@ class BackwardSchedule(BucketSink):
         """The backward that ``begin_backward`` told of is over."""
         self._seen.running = None
 
+    def stop(self, error: InstepError) -> None:
+        """The backward that has just ended did not compute the plain loop's step: put it back, or it is torn."""
+        self._writes.stopped(error, wrote=False)
+        raise error
+
     # Two passes.
 
-    def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:
+    def backward(self, loss: Losses, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:
         """With ``ClipNorm(mode="two_pass")``: a backward that measures, and one that steps. See ``Passes``."""
         passes, accumulation = self._step.passes, self._step.accumulation
         if passes.clipping.mode != "two_pass" or accumulation.holds_next or self.keeps_gradients:
-            loss.backward(gradient)
+            torch.autograd.backward(loss, gradient)
             return
         if self.state != "open":
             adopt()
         if accumulation.distributed:
             with passes.measured(waits_for_all=True):
-                loss.backward(gradient)
+                torch.autograd.backward(loss, gradient)
             return
         with passes.measuring() as parameters:
             if parameters:  # all that are attached may be frozen
                 torch.autograd.backward(loss, gradient, retain_graph=True, inputs=parameters)
         with passes.measured():
-            loss.backward(gradient)
+            torch.autograd.backward(loss, gradient)
 
     # What the user does.
 

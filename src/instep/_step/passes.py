@@ -16,6 +16,9 @@ from instep._step.members import StepMembers, gradient_of
 from instep._step.ways_out import ANY_LOOP
 from instep.errors import InstepError, SpentGradientError
 
+Losses = torch.Tensor | Sequence[torch.Tensor]
+"""From which one backward begins: a loss, or those of several graphs."""
+
 
 class Passes:
     """

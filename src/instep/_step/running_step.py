@@ -19,7 +19,7 @@ from instep._step.checking import Check
 from instep._step.ledger import Ledger
 from instep._step.members import GradientOf, StepMembers
 from instep._step.observed import Gains
-from instep._step.passes import Passes
+from instep._step.passes import Losses, Passes
 from instep._step.round import Round
 from instep._step.streams import StepStreams
 from instep._step.times import StepTimes
@@ -148,9 +148,9 @@ class HoldsStep:
     def lock(self) -> AbstractContextManager[Any]:
         return self._step.lock
 
-    def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:
+    def backward(self, loss: Losses, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:
         """One backward does, where nothing is measured before it steps."""
-        loss.backward(gradient)
+        torch.autograd.backward(loss, gradient)
 
     def before_load(self, model: str) -> None:
         """The model's ``load_state_dict()`` is called. Where nothing is written in backward, that may be."""
@@ -176,6 +176,10 @@ class HoldsStep:
             raise error
         finally:
             del error  # or it would refer to itself, by way of this frame
+
+    def stop(self, error: InstepError) -> None:
+        """Backward has written nothing."""
+        raise error
 
     def divides(self, owners_in_views: Owners) -> None:
         """Gradients may be views of buckets: that does not matter where none is put off."""

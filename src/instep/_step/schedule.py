@@ -10,6 +10,7 @@ from instep._optim.parameters import AttachedParameter
 from instep._optim.plan import Bucket
 from instep._optim.stepper import Stepper
 from instep._step.observed import Gains
+from instep._step.passes import Losses
 from instep._step.pending import InFlightBucket
 from instep._step.recorder import Recorder
 from instep._step.times import StepTimes
@@ -68,6 +69,9 @@ class Schedule(Protocol):
     def lost(self, error: InstepError) -> None:
         """The loop does what the schedule cannot follow: raise ``error``, or leave all further steps to torch."""
 
+    def stop(self, error: InstepError) -> None:
+        """The backward that has just ended did not compute the plain loop's step: ``error`` says why, and is raised."""
+
     # What torch's hooks call.
 
     def before_forward(self) -> None:
@@ -114,9 +118,9 @@ class Schedule(Protocol):
 
     # What the user's verbs, checkpoints and recordings call.
 
-    def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:
-        """``loss.backward(gradient)``; twice, if the norm is measured in a backward of its own. ``adopt`` takes in the
-        parameters that were added to an optimizer since the forward: these are measured too."""
+    def backward(self, loss: Losses, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:
+        """``torch.autograd.backward(loss, gradient)``; twice, if the norm is measured in a backward of its own.
+        ``adopt`` takes in the parameters that were added to an optimizer since the forward: these are measured too."""
 
     def planned(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
         """The buckets of the plan, given those of the sources."""

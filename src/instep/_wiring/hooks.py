@@ -1,7 +1,6 @@
 """What torch calls in each iteration: around the model's forward, where backward begins, and around ``step()``."""
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from instep._wiring.late import LateParameters
 from instep._wiring.plain import PlainHooks
 from instep._wiring.sharding import Sharding
 from instep._wiring.stepping_itself import SteppingItself
-from instep._wiring.threads import Threads
+from instep._wiring.threads import Threads, this_thread
 from instep.errors import HyperparameterChangedError, InstepError, StaleAttachmentError, UnsupportedOptimizerError
 from instep.sources import Source
 from instep.sources.local.parts import ForwardCounts
@@ -62,7 +61,7 @@ class BackwardHooks:
 
     def see_backward_from(self, output: object) -> None:
         """A forward has returned ``output``, at which a backward may begin."""
-        before_backward = UntracedHook(weakly(self.before_backward, threading.get_ident()))
+        before_backward = UntracedHook(weakly(self.before_backward, this_thread()))
         for node in nodes_of(output):
             node.register_prehook(before_backward)
 
@@ -151,7 +150,7 @@ class ForwardHooks:
         """Raise if the model was wrapped since, or is trained by another thread."""
         self._refuse_late_ddp()
         if torch.is_grad_enabled():
-            self._threads.require_one(threading.get_ident(), "forward")
+            self._threads.require_one(this_thread(), "forward")
 
     def _look(self) -> None:
         """Raise if the parameters are not those that were attached any more. Take in those that were added."""

@@ -2,10 +2,20 @@
 
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 
 from instep._autograd.backward import Phase, current
 from instep._step.schedule import Schedule
 from instep.errors import ConcurrentBackwardError
+
+ACTING_FOR: ContextVar[int | None] = ContextVar("instep_acting_for", default=None)
+"""The thread that the running one is a part of: ``micro_batches()`` has threads of its own, and is called on one."""
+
+
+def this_thread() -> int:
+    """The thread that a forward which runs here belongs to."""
+    acting_for = ACTING_FOR.get()
+    return threading.get_ident() if acting_for is None else acting_for
 
 
 class Threads:

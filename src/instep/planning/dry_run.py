@@ -7,7 +7,7 @@ gradients, and a step behind the next forward goes bucket by bucket.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,11 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
 from instep.attaching import attach
+from instep.attachment import Attachment
 from instep.planning.errors import PlanError
 from instep.planning.kernels import LiveInside
 from instep.planning.planned_model import PlannedModel
 
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
+Hold = Callable[[], AbstractContextManager[None]]
 Buckets = Sequence[Sequence[torch.Tensor]]
 
 
@@ -78,10 +80,15 @@ def forward_flops(planned: PlannedModel) -> int:
 
 
 class DryRun:
-    """One optimizer on one model. Each way to train goes on where the one before has stopped."""
+    """One optimizer on one model. Each way to train goes on where the one before has stopped.
 
-    def __init__(self, planned: PlannedModel, make: MakeOptimizer) -> None:
+    Args:
+        micro_batches: how many there are in a step.
+    """
+
+    def __init__(self, planned: PlannedModel, make: MakeOptimizer, micro_batches: int = 1) -> None:
         self._planned = planned
+        self._micro_batches = micro_batches
         tensors = [*planned.model.parameters(), *planned.model.buffers()]
         self._there = sum(bytes_by_dtype(tensors).values())
         self._live = LiveInside(tensors)
@@ -99,15 +106,20 @@ class DryRun:
         with self._flat(permanent, view):
             return self._counted(self._optimizer.step)
 
-    def attached(self, bucket_bytes: int | None, *, undo: bool = False) -> Measured:
-        """With ``instep.attach``, in ``schedule="backward"``, on one device."""
+    def attached(self, bucket_bytes: int | None, *, undo: bool = False, together: bool = False) -> Measured:
+        """With ``instep.attach``, in ``schedule="backward"``, on one device.
+
+        Args:
+            together: whether ``micro_batches()`` runs them; else all but the last are in ``accumulate()``.
+        """
         with self._planned.fakes.copying():  # it tries optimizers out, on copies of what they have
             attached = attach(
                 self._planned.model, self._optimizer, schedule="backward", undo=undo, bucket_bytes=bucket_bytes
             )
         with attached as overlap:
-            self._step(self._optimizer.step)  # after which buckets follow the order in which gradients arrived
-            seen = self._counted(self._optimizer.step)
+            how = overlap if together else overlap.accumulate
+            self._step(self._optimizer.step, how)  # after which buckets follow the order in which gradients arrived
+            seen = self._counted(self._optimizer.step, how)
             return replace(seen, buckets=tuple(tuple(p.name for p in one.parameters) for one in overlap.plan.buckets))
 
     def by_bucket(
@@ -133,9 +145,9 @@ class DryRun:
             for one in flat:
                 one.remove()
 
-    def _counted(self, step: Callable[[], object]) -> Measured:
+    def _counted(self, step: Callable[[], object], how: Attachment | Hold = nullcontext) -> Measured:
         self._live.reset()
-        activations = self._step(step)
+        activations = self._step(step, how)
         places = {id(p): number for number, p in enumerate(self._planned.model.parameters())}
         state = {
             places[id(p)]: bytes_by_dtype(value for value in entry.values() if isinstance(value, torch.Tensor))
@@ -145,20 +157,35 @@ class DryRun:
         own = self._there + sum(sum(one.values()) for one in state.values())
         return Measured(self._there + self._live.peak, own, state, activations)
 
-    def _step(self, step: Callable[[], object]) -> int:
-        """One iteration; the bytes that its forward left for backward."""
+    def _step(self, step: Callable[[], object], how: Attachment | Hold = nullcontext) -> int:
+        """One iteration; the bytes that its first forward left for backward.
+
+        Args:
+            how: what runs all micro-batches, or is around all of them but the last.
+        """
+        activations: list[int] = []
         with self._planned.fakes(), self._live:
-            before = self._live.now
-            with _explained("forward"):
-                loss = self._planned.loss()
-            activations = self._live.now - before
-            with _explained("backward"):
-                loss.backward()
-            del loss
+            if isinstance(how, Attachment):
+                with _explained("backward"):
+                    how.micro_batches(lambda _: self._forward(activations), range(self._micro_batches))
+            else:
+                for number in range(self._micro_batches):
+                    with nullcontext() if number + 1 == self._micro_batches else how():
+                        loss = self._forward(activations)
+                        with _explained("backward"):
+                            loss.backward()
+                        del loss
             with _explained(f"{type(self._optimizer).__name__}.step()"):
                 step()
             self._optimizer.zero_grad()
-        return activations
+        return activations[0]
+
+    def _forward(self, activations: list[int]) -> torch.Tensor:
+        before = self._live.now
+        with _explained("forward"):
+            loss = self._planned.loss()
+        activations.append(self._live.now - before)
+        return loss
 
 
 class _Flat:

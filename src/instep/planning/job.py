@@ -4,6 +4,23 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Rates:
+    """Of the machine that is to train.
+
+    Attributes:
+        gbits: of each rank's link, in each direction; ``None``: a default, as with the latency.
+        tflops: that forward and backward reach; ``None``: measured on this machine, as with the memory's terabytes.
+        forward_ms: of one forward, measured; ``None``: from its operations.
+    """
+
+    gbits: float | None = None
+    latency_us: float | None = None
+    tflops: float | None = None
+    terabytes: float | None = None
+    forward_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """The words of the command line.
 
@@ -17,9 +34,8 @@ class Job:
         bucket_cap_mb: of DistributedDataParallel; ``None``: its default.
         bucket_view: whether DistributedDataParallel's gradients are views of its buckets.
         bucket_bytes: of ``instep.attach``; ``None``: its default.
-        gbits: of each rank's link, in each direction; ``None``: a default, as with the latency.
-        tflops: that forward and backward reach; ``None``: measured on this machine, as with the memory's terabytes.
-        forward_ms: of one forward, measured; ``None``: from its operations.
+        rates: how fast the machine is.
+        micro_batches: forwards and backwards in one step, on one device.
     """
 
     build: str
@@ -31,8 +47,5 @@ class Job:
     bucket_cap_mb: float | None = None
     bucket_view: bool = True
     bucket_bytes: int | None = None
-    gbits: float | None = None
-    latency_us: float | None = None
-    tflops: float | None = None
-    terabytes: float | None = None
-    forward_ms: float | None = None
+    rates: Rates = Rates()
+    micro_batches: int = 1

@@ -48,15 +48,19 @@ def plan(job: Job, *, refusals: bool = False) -> Estimate:
 
 
 def _require_sensible(job: Job) -> None:
-    positive = ("world_size", "bucket_cap_mb", "bucket_bytes", "gbits", "tflops", "terabytes", "forward_ms")
-    for name in positive:
-        value = getattr(job, name)
+    positive = ("world_size", "micro_batches", "bucket_cap_mb", "bucket_bytes")
+    rates = ("gbits", "tflops", "terabytes", "forward_ms")
+    given = {name: getattr(job, name) for name in positive} | {name: getattr(job.rates, name) for name in rates}
+    for name, value in given.items():
         if value is not None and not value > 0:
             raise PlanError(f"--{name.replace('_', '-')} {value}: a number above 0 is needed")
-    if job.latency_us is not None and job.latency_us < 0:
-        raise PlanError(f"--latency-us {job.latency_us}: a number of at least 0 is needed")
+    latency = job.rates.latency_us
+    if latency is not None and latency < 0:
+        raise PlanError(f"--latency-us {latency}: a number of at least 0 is needed")
     if job.world_size > 1 and job.bucket_bytes is not None:
         raise PlanError("--bucket-bytes is for one device: DistributedDataParallel's buckets have --bucket-cap-mb")
+    if job.world_size > 1 and job.micro_batches > 1:
+        raise PlanError("--micro-batches is for one device: leave it out with --world-size above 1")
     if job.world_size == 1 and job.bucket_cap_mb is not None:
         raise PlanError("--bucket-cap-mb is for --world-size above 1: the buckets of one device have --bucket-bytes")
     if os.environ.get("INSTEP_DISABLE", "") not in ("", "0"):
@@ -128,7 +132,8 @@ class _Planning:
         return [peak for peaks in found.values() for peak in peaks]
 
     def _alone(self, make: MakeOptimizer) -> Iterator[tuple[str, Measured]]:
-        run, size = DryRun(self._planned, make), self._job.bucket_bytes
+        run = DryRun(self._planned, make, self._job.micro_batches)
+        size = self._job.bucket_bytes
         plain = run.plain()
         self._first = self._first or plain
         yield "plain", plain
@@ -139,6 +144,8 @@ class _Planning:
         if not self._first.buckets:
             self._first = replace(self._first, buckets=attached.buckets)
         yield "backward", attached
+        if self._job.micro_batches > 1:
+            yield "backward, micro_batches", run.attached(size, together=True)
         yield "forward", run.by_bucket(self._step_buckets())
         yield "backward, undo", run.attached(size, undo=True)
 
@@ -207,25 +214,25 @@ class _Planning:
 
     def _machine(self) -> Machine:
         job = self._job
-        terabytes, tflops = job.terabytes, job.tflops
+        terabytes, tflops = job.rates.terabytes, job.rates.tflops
         if terabytes is None:
             terabytes = measured_memory_bytes() / 1e12
             self._assumptions.append(
                 f"{terabytes:.3g} TB/s of memory, measured here on a step of fused AdamW (--terabytes)"
             )
-        if tflops is None and self._planned.runs and job.forward_ms is None:
+        if tflops is None and self._planned.runs and job.rates.forward_ms is None:
             tflops = measured_flops() / 1e12
             self._assumptions.append(f"{tflops:.3g} TFLOP/s, measured here on a product of float32 matrices (--tflops)")
-        gbits, latency = job.gbits or GBITS, LATENCY_US if job.latency_us is None else job.latency_us
-        if job.world_size > 1 and job.gbits is None:
+        gbits, latency = job.rates.gbits or GBITS, LATENCY_US if job.rates.latency_us is None else job.rates.latency_us
+        if job.world_size > 1 and job.rates.gbits is None:
             self._assumptions.append(f"{gbits:g} Gbit/s of each rank's link (--gbits)")
-        if job.world_size > 1 and job.latency_us is None:
+        if job.world_size > 1 and job.rates.latency_us is None:
             self._assumptions.append(f"{latency:g} µs from one rank to another (--latency-us)")
         return Machine(job.world_size, (tflops or 1.0) * 1e12, terabytes * 1e12, gbits * 1e9 / 8, latency * 1e-6)
 
     def _forward_seconds(self, machine: Machine) -> float | None:
-        if self._job.forward_ms is not None:
-            return self._job.forward_ms / 1e3
+        if self._job.rates.forward_ms is not None:
+            return self._job.micro_batches * self._job.rates.forward_ms / 1e3
         if not self._planned.runs:
             self._assumptions.append("no activations, and no times of an iteration: the model has no --inputs")
             return None
@@ -235,4 +242,4 @@ class _Planning:
         if not flops:
             self._assumptions.append("no times of an iteration: the forward has no operations that torch counts")
             return None
-        return flops / machine.flops
+        return self._job.micro_batches * flops / machine.flops

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from instep.report.estimate import EVERYTHING, Estimate, Peak
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-BACKWARD, REPLICATE = 'schedule="backward"', "instep.replicate"
+BACKWARD, REPLICATE, TOGETHER = 'schedule="backward"', "instep.replicate", "overlap.micro_batches()"
 WORTH = 0.05
 """Of the peak: less than that is not worth a schedule that has limits."""
 
@@ -33,7 +33,11 @@ def verdict(estimate: Estimate) -> Iterator[str]:
 
 def _best(peaks: Mapping[str, Peak]) -> tuple[str, int]:
     """Of the ways that free gradients early the one with the lowest peak, in words, and that peak."""
-    ways = {"backward": BACKWARD, "backward, replicate": f"{REPLICATE} with {BACKWARD}"}
+    ways = {
+        "backward": BACKWARD,
+        "backward, replicate": f"{REPLICATE} with {BACKWARD}",
+        "backward, micro_batches": f"{TOGETHER} with {BACKWARD}",
+    }
     found = {said: peaks[way].total for way, said in ways.items() if way in peaks} or {"": peaks["plain"].total}
     said = min(found, key=found.__getitem__)
     return said, found[said]
@@ -46,7 +50,8 @@ def _line(estimate: Estimate, way: str | None) -> str:
     if way is None:
         return "instep.attach(model, optimizer)"
     wrap = f"model = {REPLICATE}(model), and " if REPLICATE in way else ""
-    return f"{wrap}instep.attach(model, optimizer, {BACKWARD})"
+    call = f", and {TOGETHER} in place of the loop over micro-batches" if TOGETHER in way else ""
+    return f"{wrap}instep.attach(model, optimizer, {BACKWARD}){call}"
 
 
 def size_of(size: int) -> str:

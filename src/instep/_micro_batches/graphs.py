@@ -1,0 +1,153 @@
+"""The graphs of micro-batches, between forward and backward: where their gradients meet, and how they are added."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol, cast
+
+import torch
+from torch.autograd.graph import Node
+
+from instep._micro_batches.sums import OrderedSum
+from instep.errors import AccumulationError
+
+Names = Callable[[torch.Tensor], str]
+"""What to call a leaf in a message."""
+
+
+class _Leaf(Protocol):
+    """The node at which backward writes ``.grad``."""
+
+    variable: torch.Tensor
+
+
+_LEAF = "torch::autograd::AccumulateGrad"
+_NESTING = "CheckpointFunctionBackward"
+
+
+class Graphs:
+    """The graphs of several losses, for one backward of all of them.
+
+    Autograd runs the node that was made last first, and each thread counts its nodes by itself. So graphs that were
+    made on a thread each are walked side by side, and the contributions to one parameter arrive together.
+
+    Args:
+        losses: of the micro-batches, in order.
+        firsts: of each, how many nodes its thread had made before.
+
+    Attributes:
+        contributions: of each leaf, how many edges of each micro-batch's graph lead to it.
+
+    Raises:
+        AccumulationError: one backward of all graphs would not compute what a backward for each of them does.
+    """
+
+    def __init__(self, losses: Sequence[torch.Tensor], firsts: Sequence[int], name_of: Names) -> None:
+        self.contributions: dict[torch.Tensor, list[int]] = {}
+        self._name_of = name_of
+        self._count = len(losses)
+        self._number_of: dict[Node, int] = {}
+        # Of each node that leads to leaves: by the place of the output, the leaf.
+        self._edges: dict[Node, list[tuple[int, torch.Tensor]]] = {}
+        self._sparse: set[torch.Tensor] = set()
+        for number, (loss, first) in enumerate(zip(losses, firsts, strict=True)):
+            self._walk(number, loss, first)
+        for leaf, each in self.contributions.items():
+            self._require_alike(leaf, each)
+
+    def add_in_order(self) -> None:
+        """Have backward add the contributions to each leaf as the plain loop adds them."""
+        sums = {leaf: OrderedSum(each) for leaf, each in self.contributions.items()}
+        for node, edges in self._edges.items():
+            places = {place: (leaf, sums[leaf]) for place, leaf in edges}
+            node.register_hook(partial(_contribute, self._number_of[node], places))
+
+    def _walk(self, number: int, loss: torch.Tensor, first: int) -> None:
+        assert loss.grad_fn is not None
+        numbers = set(range(first, loss.grad_fn._sequence_nr() + 1))  # of the nodes that the thread has made
+        todo = [loss.grad_fn]
+        self._number_of.setdefault(loss.grad_fn, number)
+        while todo:
+            node = todo.pop()
+            self._require_own(node, numbers)
+            for place, (following, _) in enumerate(node.next_functions):
+                if following is None:
+                    continue
+                if following.name() == _LEAF:
+                    self._count_edge(number, node, place, cast(_Leaf, following).variable)
+                elif following not in self._number_of:
+                    self._number_of[following] = number
+                    todo.append(following)
+                elif (other := self._number_of[following]) != number:
+                    raise AccumulationError(
+                        f"micro-batches {other + 1} and {number + 1} share a part of their graphs "
+                        f"({following.name()}): its gradient would be computed once for both, and the plain loop "
+                        "computes it for each. Compute in loss_of(batch) all that depends on parameters"
+                    )
+
+    def _count_edge(self, number: int, node: Node, place: int, leaf: torch.Tensor) -> None:
+        self._edges.setdefault(node, []).append((place, leaf))
+        self.contributions.setdefault(leaf, [0] * self._count)[number] += 1
+        if getattr(node, "_saved_sparse", False):
+            self._sparse.add(leaf)
+
+    def _require_own(self, node: Node, numbers: set[int]) -> None:
+        if node.name() == _NESTING:
+            raise AccumulationError(
+                "micro_batches() cannot look into torch.utils.checkpoint with use_reentrant=True, which runs a "
+                "backward of its own for each segment: give it use_reentrant=False"
+            )
+        if node._sequence_nr() not in numbers:
+            raise AccumulationError(
+                f"a part of a micro-batch's graph ({node.name()}) was made by another thread, or outside of "
+                "loss_of(batch): in which order backward comes to it is not the plain loop's. Compute in "
+                "loss_of(batch) all that depends on parameters; for a gradient penalty (create_graph=True) on an "
+                "accelerator use overlap.accumulate()"
+            )
+        numbers.remove(node._sequence_nr())
+
+    def _require_alike(self, leaf: torch.Tensor, each: Sequence[int]) -> None:
+        if leaf._backward_hooks and self._count > 1:
+            raise AccumulationError(
+                f"{self._name_of(leaf)} has a hook (register_hook): the plain loop calls it with the gradient of each "
+                "micro-batch, and here it would be called once with the sum. Remove it, or use overlap.accumulate()"
+            )
+        sparse = any(
+            getattr(node, "_saved_sparse", False) for node, edges in self._edges.items() if _leads(edges, leaf)
+        )
+        if sparse and max(each) > 1:
+            raise AccumulationError(_several_sparse(self._name_of(leaf)))
+
+
+def _leads(edges: Sequence[tuple[int, torch.Tensor]], leaf: torch.Tensor) -> bool:
+    return any(one is leaf for _, one in edges)
+
+
+def _several_sparse(name: str) -> str:
+    return (
+        f"{name} is used several times in a micro-batch, with sparse gradients: autograd adds these in an order of its "
+        "own. Use sparse=False, or overlap.accumulate()"
+    )
+
+
+def _contribute(
+    number: int,
+    places: Mapping[int, tuple[torch.Tensor, OrderedSum]],
+    gradients: Sequence[torch.Tensor | None],
+    _: object,
+) -> tuple[torch.Tensor | None, ...]:
+    """A node of micro-batch ``number`` has computed ``gradients``: those of leaves go on as sums."""
+    found = list(gradients)
+    for place, (leaf, total) in places.items():
+        gradient = found[place]
+        found[place] = total.add(number, None if gradient is None else _as_of(leaf, gradient))
+    return tuple(found)
+
+
+def _as_of(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """As autograd would hand the gradient on: in the shape and dtype of the leaf."""
+    if gradient.shape != leaf.shape:
+        gradient = gradient.sum_to_size(leaf.shape)
+    dtype = getattr(leaf, "grad_dtype", leaf.dtype) or gradient.dtype
+    if gradient.dtype != dtype:
+        gradient = (gradient.real if gradient.is_complex() and not dtype.is_complex else gradient).to(dtype)
+    return gradient

@@ -1,0 +1,168 @@
+"""``overlap.micro_batches``: one step's micro-batches, by one backward for all of them or by one for each."""
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from instep._autograd.engine import graph_task
+from instep._micro_batches.forwards import run_forward
+from instep._micro_batches.graphs import Graphs
+from instep._micro_batches.thread_state import ThreadState
+from instep._micro_batches.unlike import BackwardDoes
+from instep._wiring.build import Parts
+from instep._wiring.threads import this_thread
+from instep.errors import AccumulationError, InstepError
+
+Batch = TypeVar("Batch")
+
+
+def micro_batches(
+    parts: Parts, loss_of: Callable[[Batch], torch.Tensor], batches: Iterable[Batch], *, together: bool
+) -> list[torch.Tensor]:
+    """The losses, detached.
+
+    Args:
+        together: one backward for all; else one for each.
+    """
+    _require_own_step(parts)
+    marked = _marked(batches, needs_last=bool(parts.held.wrapped) or parts.sharding is not None)
+    if together:
+        _require_whole(parts)
+        return _together(parts, loss_of, marked)
+    return _one_by_one(parts, loss_of, marked)
+
+
+def _one_by_one(
+    parts: Parts, loss_of: Callable[[Batch], torch.Tensor], batches: Iterable[tuple[Batch, bool]]
+) -> list[torch.Tensor]:
+    losses = []
+    for number, (batch, is_last) in enumerate(batches):
+        with _added(parts, is_last):
+            loss = _checked(number, loss_of(batch))
+            parts.schedule.backward(loss, None, parts.late.adopt)
+        losses.append(loss.detach())
+    return losses
+
+
+def _together(
+    parts: Parts, loss_of: Callable[[Batch], torch.Tensor], batches: Iterable[tuple[Batch, bool]]
+) -> list[torch.Tensor]:
+    state, thread = ThreadState(parts.schedule.parameters[0].spec.device), this_thread()
+    losses: list[torch.Tensor] = []
+    firsts: list[int] = []
+    for number, (batch, is_last) in enumerate(batches):
+        with _added(parts, is_last):
+            forward = run_forward(number, partial(loss_of, batch), state, thread)
+        losses.append(_checked(number, forward.loss))
+        firsts.append(forward.first)
+    if not losses:
+        return []
+    graphs = Graphs(losses, firsts, partial(_name_of, parts))
+    _require_no_gradients(parts, graphs)
+    _require_used_in_last(parts, graphs)
+    graphs.add_in_order()
+    del graphs  # the nodes are freed as backward comes to them
+    unlike = BackwardDoes(parts) if len(losses) > 1 else None
+    parts.schedule.backward(losses, None, parts.late.adopt)
+    if unlike is not None:
+        unlike.require_nothing()
+    return [loss.detach() for loss in losses]
+
+
+def _added(parts: Parts, is_last: bool) -> AbstractContextManager[None]:
+    """Around a micro-batch whose gradients are not reduced over the ranks."""
+    return nullcontext() if is_last else parts.accumulation.hold()
+
+
+def _marked(batches: Iterable[Batch], *, needs_last: bool) -> Iterator[tuple[Batch, bool]]:
+    """Each with whether it is the last. It is taken when the one before is done, as a loop takes it: to make a batch
+    may draw random numbers."""
+    if not needs_last:
+        yield from ((batch, True) for batch in batches)
+        return
+    if not isinstance(batches, Sized):
+        raise InstepError(
+            f"micro_batches() of a model on several ranks must know which micro-batch is the last: give a list, not "
+            f"{type(batches).__name__}"
+        )
+    count = len(batches)
+    for number, batch in enumerate(batches):
+        yield batch, number + 1 == count
+
+
+def _checked(number: int, loss: object) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise InstepError(
+            f"loss_of(batch) must return one loss, a tensor of one number: micro-batch {number + 1} gave {found}"
+        )
+    if loss.grad_fn is None:
+        raise InstepError(
+            f"the loss of micro-batch {number + 1} has no graph: micro_batches() is called within torch.no_grad(), or "
+            "loss_of(batch) detaches the loss"
+        )
+    return loss
+
+
+def _require_own_step(parts: Parts) -> None:
+    """Raise unless a step of its own can begin and end here."""
+    if graph_task() is not None:
+        raise InstepError("micro_batches() was called within a backward: call it where the loop would call backward()")
+    if parts.accumulation.steps > 1:
+        raise AccumulationError(
+            f"micro_batches() runs all micro-batches of a step, and attach(accumulation_steps="
+            f"{parts.accumulation.steps}) counts backwards: leave out accumulation_steps"
+        )
+    if parts.accumulation.is_held:
+        raise AccumulationError(
+            "micro_batches() was called within overlap.accumulate() or no_sync(): it runs all micro-batches of a step, "
+            "and holds back all but the last by itself. Call it outside"
+        )
+
+
+def _require_whole(parts: Parts) -> None:
+    """Raise where one backward of several forwards is not a sum of backwards."""
+    if parts.sharding is not None:
+        raise AccumulationError(
+            "micro_batches() with schedule='backward' does not run with FSDP, which frees a layer's weights after each "
+            "micro-batch's backward: use overlap.accumulate(), or schedule='forward'"
+        )
+    for ddp in parts.held.living_wrappers():
+        if isinstance(ddp, DistributedDataParallel) and ddp.static_graph:
+            raise AccumulationError(
+                "micro_batches() with schedule='backward' does not run with "
+                "DistributedDataParallel(static_graph=True), which counts the forwards of a backward: leave out "
+                "static_graph"
+            )
+
+
+def _require_no_gradients(parts: Parts, graphs: Graphs) -> None:
+    """Raise if the plain loop would add to gradients from before: (a + b) + c is not a + (b + c)."""
+    for leaf, each in graphs.contributions.items():
+        if leaf.grad is not None and len(each) > 1 and bool(leaf.grad.ne(0).any()):
+            raise AccumulationError(
+                f"{_name_of(parts, leaf)} has a gradient from an earlier backward: micro_batches() runs all "
+                "micro-batches of a step. Call zero_grad() before it, or run the step with overlap.accumulate()"
+            )
+
+
+def _require_used_in_last(parts: Parts, graphs: Graphs) -> None:
+    """Raise where DDP would take a parameter for unused, and then find its gradient."""
+    looks = [one for one in parts.held.living_wrappers() if getattr(one, "find_unused_parameters", False)]
+    managed = {id(p) for ddp in looks for p in ddp.parameters()}
+    for leaf, each in graphs.contributions.items():
+        if id(leaf) in managed and not each[-1]:
+            raise AccumulationError(
+                f"{_name_of(parts, leaf)} is used in a micro-batch, and not in the last one, where "
+                "DistributedDataParallel(find_unused_parameters=True) looks for unused parameters: use "
+                "overlap.accumulate(), or schedule='forward'"
+            )
+
+
+def _name_of(parts: Parts, leaf: torch.Tensor) -> str:
+    name = next((a.spec.name for a in parts.schedule.parameters if a.peek() is leaf), None)
+    return f"a tensor of shape {tuple(leaf.shape)}" if name is None else repr(name)

@@ -1,0 +1,730 @@
+"""``micro_batches()``: the plain accumulation loop, whatever the micro-batches' graphs look like."""
+
+import contextvars
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import instep
+from instep import ClipNorm, ClipValue
+from instep._micro_batches import forwards
+from instep.errors import AccumulationError, InstepError, TornStepError
+from tests.cases import Blocks, Rotations, Sometimes, SparseWords, Tied, batch, channels_last, two_groups
+from tests.devices import here
+from tests.parity.lockstep import SMALL, Contender, Step, in_every_way, lockstep, loss_of
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+def accumulated(lane: Contender, loss: Loss, batches: Any) -> list[torch.Tensor]:
+    """A step's micro-batches: by the verb, or by the loop that it stands for."""
+    if lane.overlap is not None:
+        losses: list[torch.Tensor] = lane.overlap.micro_batches(loss, batches)
+        return losses
+    losses = []
+    for one in batches:
+        found = loss(one)
+        found.backward()
+        losses.append(found.detach())
+    return losses
+
+
+def finish(lane: Contender) -> None:
+    lane.step()
+    lane.zero_grad()
+
+
+def of(model_loss: Callable[[Contender, int], torch.Tensor], count: int = 3) -> Step:
+    """An iteration of ``count`` micro-batches; ``model_loss`` is given the number of each."""
+
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        losses = accumulated(lane, lambda seed: model_loss(lane, seed) / count, range(count * i, count * (i + 1)))
+        finish(lane)
+        return losses
+
+    return step
+
+
+def usual(lane: Contender, seed: int) -> torch.Tensor:
+    x, y = batch(seed)
+    return loss_of(lane.model(x), y)
+
+
+def adamw(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return model, torch.optim.AdamW(two_groups(model), lr=1e-2)
+
+
+def sgd(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def tokens(seed: int, length: int = 7) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randint(0, 32, (3, length), generator=generator, device="cpu").to(here())
+
+
+# The plain loop, bit for bit.
+
+
+@in_every_way
+def test_every_way(way: str) -> None:
+    lockstep(way, lambda: adamw(Blocks()), of(usual, 4))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 16])
+def test_any_number(count: int) -> None:
+    lane = lockstep("backward", lambda: adamw(Blocks()), of(usual, count), steps=3)
+    assert lane.overlap.step_count == 3
+
+
+def test_sizes_that_change_from_step_to_step() -> None:
+    counts = [3, 1, 5, 0, 2]
+
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        losses = accumulated(lane, partial(usual, lane), range(10 * i, 10 * i + counts[i]))
+        finish(lane)
+        return losses
+
+    assert lockstep("backward", lambda: adamw(Blocks()), step).overlap.micro_batches(partial(usual), []) == []
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_a_weight_that_is_used_twice(count: int) -> None:
+    def loss(lane: Contender, seed: int) -> torch.Tensor:
+        words = tokens(seed)
+        return loss_of(lane.model(words).flatten(0, 1), words.flatten())
+
+    lockstep("backward", lambda: adamw(Tied()), of(loss, count))
+
+
+class Recurrent(nn.Module):
+    """Its weights are used once for each step in time; a submodule's weight is read by the model itself, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(32, 8)
+        self.cell = nn.GRUCell(8, 8)
+        self.out = nn.Linear(8, 32)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.words(words)
+        hidden = x[:, 0]
+        for at in range(words.shape[1]):
+            hidden = self.cell(x[:, at], hidden) @ self.cell.weight_hh[:8]
+        return self.out(hidden)
+
+
+def test_graphs_that_differ_between_micro_batches() -> None:
+    def loss(lane: Contender, seed: int) -> torch.Tensor:
+        words = tokens(seed, length=2 + 5 * (seed % 3))
+        return loss_of(lane.model(words), words[:, 0])
+
+    lockstep("backward", lambda: adamw(Recurrent()), of(loss, 5))
+
+
+def test_parameters_that_only_some_micro_batches_use() -> None:
+    def loss(lane: Contender, seed: int) -> torch.Tensor:
+        x, y = batch(seed)
+        return loss_of(lane.model(x, (None, 0, 1)[seed % 3] if seed < 8 else None), y)
+
+    lockstep("backward", lambda: adamw(Sometimes()), of(loss, 4))
+
+
+class Dropping(nn.Module):
+    """Dropout, in segments that may be computed once more."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 24)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(24, 24), nn.Dropout(0.3), nn.GELU(), nn.Linear(24, 24)) for _ in range(3)
+        )
+        self.outer = nn.Linear(24, 10)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x))
+        return self.outer(x)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_dropout_draws_in_the_order_of_the_loop(checkpointed: bool) -> None:
+    lockstep("backward", lambda: adamw(Dropping(checkpointed)), of(usual, 4))
+
+
+def test_batch_normalization_sees_the_micro_batches_in_order() -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        return sgd(nn.Sequential(nn.Linear(16, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 10)))
+
+    def with_buffers(lane: Contender, i: int) -> list[torch.Tensor]:
+        return [*of(usual, 4)(lane, i), *(b.clone() for b in lane.model.buffers())]
+
+    lockstep("backward", build, with_buffers)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in the loss", "around all"])
+def test_autocast(inside: bool) -> None:
+    def loss(lane: Contender, seed: int) -> torch.Tensor:
+        with torch.autocast(here().type, torch.bfloat16, enabled=inside or torch.is_autocast_enabled(here().type)):
+            return usual(lane, seed)
+
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        with torch.autocast(here().type, torch.bfloat16, enabled=not inside):
+            losses = accumulated(lane, partial(loss, lane), range(3 * i, 3 * i + 3))
+        finish(lane)
+        return losses
+
+    lockstep("backward", lambda: adamw(Blocks()), step)
+
+
+def test_complex_parameters() -> None:
+    lockstep("backward", lambda: sgd(Rotations()), of(usual, 3))
+
+
+def test_layouts_of_convolutions() -> None:
+    def loss(lane: Contender, seed: int) -> torch.Tensor:
+        x, y = batch(seed)
+        return loss_of(lane.model(x.view(8, 1, 4, 4)), y)
+
+    lockstep("backward", lambda: adamw(channels_last()), of(loss, 3))
+
+
+def test_sparse_gradients() -> None:
+    def loss(lane: Contender, seed: int) -> torch.Tensor:
+        words = tokens(seed)
+        return loss_of(lane.model(words).flatten(0, 1), words.flatten())
+
+    lockstep("backward", lambda: (m := SparseWords(), torch.optim.SGD(m.parameters(), lr=0.1)), of(loss, 3))
+
+
+class Narrow(torch.autograd.Function):
+    """Gives a gradient of another shape and dtype than the weight's, which autograd makes fit."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).to(torch.float64)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(1, 16))
+        self.out = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = Narrow.apply(Narrow.apply(x, self.scale), self.scale)
+        return self.out(scaled)
+
+
+def test_gradients_that_autograd_makes_fit() -> None:
+    lockstep("backward", lambda: adamw(Scaled()), of(usual, 3))
+
+
+def test_a_gradient_penalty() -> None:
+    """On an accelerator another thread makes a part of the graph: the order is then known, or the step is refused."""
+
+    def loss(lane: Contender, seed: int) -> torch.Tensor:
+        x, y = batch(seed)
+        x.requires_grad_()
+        found = loss_of(lane.model(x), y)
+        (slope,) = torch.autograd.grad(found, x, create_graph=True)
+        return found + slope.square().sum()
+
+    with nullcontext() if here().type == "cpu" else suppress(AccumulationError):
+        lockstep("backward", lambda: adamw(Blocks(depth=1)), of(loss, 4))
+
+
+@pytest.mark.parametrize("clip", [ClipNorm(0.3, mode="per_bucket"), ClipValue(0.01)], ids=["per bucket", "value"])
+def test_clipping(clip: Any) -> None:
+    """Per bucket, the plain loop with one bucket for each parameter."""
+
+    class Clipped(Contender):
+        def clip(self) -> None:
+            if self.overlap is None:
+                for p in self.model.parameters():
+                    if isinstance(clip, ClipValue):
+                        nn.utils.clip_grad_value_(p, 0.01)
+                    else:
+                        nn.utils.clip_grad_norm_(p, 0.3)
+
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        lane.__class__ = Clipped
+        return of(usual, 3)(lane, i)
+
+    lockstep("backward", lambda: adamw(Blocks()), step, clip=clip, bucket_bytes=1)
+
+
+def test_a_loss_scale() -> None:
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        lane.extra = lane.extra or torch.amp.GradScaler(here().type, init_scale=2.0**14)
+        losses = accumulated(lane, lambda seed: lane.extra.scale(usual(lane, seed) / 3), range(3 * i, 3 * i + 3))
+        lane.extra.step(lane.optimizer)
+        lane.extra.update()
+        lane.zero_grad()
+        return losses
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Blocks()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    lockstep("undo", build, step)
+
+
+def test_gradients_that_are_kept() -> None:
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        if lane.overlap is None:
+            losses = accumulated(lane, partial(usual, lane), range(3 * i, 3 * i + 3))
+        else:
+            with lane.overlap.keep_gradients():
+                losses = accumulated(lane, partial(usual, lane), range(3 * i, 3 * i + 3))
+        norm = nn.utils.clip_grad_norm_(lane.model.parameters(), 0.1)
+        finish(lane)
+        return [*losses, norm]
+
+    lockstep("backward", lambda: adamw(Blocks()), step)
+
+
+@pytest.mark.parametrize("way", ["undo", "forward"])
+def test_zeroed_gradients(way: str) -> None:
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        losses = accumulated(lane, partial(usual, lane), range(3 * i, 3 * i + 3))
+        lane.step()
+        lane.optimizer.zero_grad(set_to_none=False)
+        return losses
+
+    lockstep(way, lambda: adamw(Blocks()), step)
+
+
+def test_batches_are_made_as_they_are_used() -> None:
+    """Making one draws, as a loader that augments does."""
+
+    def drawn() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for _ in range(3):
+            yield torch.randn(8, 16, device=here()), torch.randint(0, 10, (8,), device=here())
+
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        losses = accumulated(lane, lambda xy: loss_of(lane.model(xy[0]), xy[1]), drawn())
+        finish(lane)
+        return losses
+
+    lockstep("backward", lambda: adamw(Dropping(checkpointed=False)), step)
+
+
+def test_more_micro_batches_than_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwards, "_AHEAD", 2)
+    lockstep("backward", lambda: adamw(Dropping(checkpointed=True)), of(usual, 6), steps=3)
+
+
+# What it is for.
+
+
+def _built() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    return adamw(Blocks(depth=6).to(here()))
+
+
+def most_gradients(run: Callable[[nn.Module, torch.optim.Optimizer], None]) -> int:
+    """The most bytes of gradients that are there when a gradient is final."""
+    model, optimizer = _built()
+    most = 0
+
+    def seen(_: torch.Tensor) -> None:
+        nonlocal most
+        most = max(most, sum(p.grad.nbytes for p in model.parameters() if type(p.grad) is torch.Tensor))
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(seen)
+    run(model, optimizer)
+    return most
+
+
+@pytest.mark.parametrize("count", [2, 4, 300])
+def test_gradients_are_freed_while_backward_runs(count: int) -> None:
+    def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for seed in range(2):
+            x, y = batch(seed)
+            loss_of(model(x), y).backward()
+
+    def attached(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        with instep.attach(model, optimizer, schedule="backward", bucket_bytes=SMALL) as overlap:
+            for _ in range(2):
+                overlap.micro_batches(partial(usual, Contender(model, optimizer, {})), range(count))
+                optimizer.step()
+                optimizer.zero_grad()
+            assert overlap.stats()["freed_bytes"] > 0
+
+    assert most_gradients(attached) < 0.3 * most_gradients(plain)
+
+
+def test_backward_walks_the_graphs_side_by_side() -> None:
+    """What torch does not document: of the nodes that are ready, that with the highest number comes first, and each
+    thread has numbers of its own. Where that is no longer so, sums are right, and no memory is saved."""
+    order: list[tuple[int, int]] = []
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, layer: int, number: int) -> torch.Tensor:
+            ctx.place = layer, number
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+            order.append(ctx.place)
+            return gradient, None, None
+
+    weight = nn.Parameter(torch.ones(2))
+    model = nn.Module()
+    model.weight = weight
+
+    def loss(number: int) -> torch.Tensor:
+        x = weight * 1
+        for layer in range(4):
+            x = Seen.apply(x, layer, number) * 1
+        return x.sum()
+
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with instep.attach(model, optimizer, schedule="backward") as overlap:
+        overlap.micro_batches(loss, range(3))
+    assert order == [(layer, number) for layer in (3, 2, 1, 0) for number in range(3)]
+
+
+# The thread.
+
+
+def test_a_forward_finds_the_state_of_the_loops_thread() -> None:
+    model, optimizer = _built()
+    setting = contextvars.ContextVar("setting", default="none")
+    setting.set("the loop's")
+    seen: list[Any] = []
+
+    def loss(seed: int) -> torch.Tensor:
+        seen.append((torch.get_num_threads(), setting.get(), torch.is_grad_enabled(), torch.get_default_device()))
+        seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        setting.set(f"of {seed}")
+        return usual(Contender(model, optimizer, {}), seed)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        with (
+            instep.attach(model, optimizer, schedule="backward") as overlap,
+            torch.device(here()),
+            torch.autocast("cpu", torch.float16),
+        ):
+            expected = (before + 1, "the loop's", True, torch.get_default_device()), (True, torch.float16)
+            overlap.micro_batches(loss, [0, 1])
+    finally:
+        torch.set_num_threads(before)
+    assert seen[:2] == list(expected)
+    assert seen[2] == (before + 1, "of 0", True, expected[0][3])
+    assert setting.get() == "of 1"
+
+
+def test_no_thread_is_left_and_the_models_own_error_is_raised() -> None:
+    model, optimizer = _built()
+    before = threading.active_count()
+    old = [p.detach().clone() for p in model.parameters()]
+
+    def loss(seed: int) -> torch.Tensor:
+        if seed == 2:
+            raise ZeroDivisionError("of the model")
+        return usual(Contender(model, optimizer, {}), seed)
+
+    with instep.attach(model, optimizer, schedule="backward") as overlap:
+        with pytest.raises(ZeroDivisionError, match="of the model"):
+            overlap.micro_batches(loss, range(4))
+        assert threading.active_count() == before
+        assert overlap.state == "idle"
+        assert all(map(torch.equal, old, model.parameters()))
+        assert all(p.grad is None for p in model.parameters())
+        overlap.micro_batches(loss, range(2))
+        optimizer.step()
+        assert overlap.step_count == 1
+
+
+def test_another_threads_step_is_still_refused() -> None:
+    model, optimizer = _built()
+    errors: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            usual(Contender(model, optimizer, {}), 5)
+        except BaseException as error:
+            errors.append(error)
+
+    with instep.attach(model, optimizer, schedule="backward") as overlap:
+        overlap.micro_batches(partial(usual, Contender(model, optimizer, {})), range(2))
+        other = threading.Thread(target=train)
+        other.start()
+        other.join()
+        assert [type(error).__name__ for error in errors] == ["ConcurrentBackwardError"]
+        optimizer.step()
+
+
+def test_nothing_keeps_the_graphs() -> None:
+    model, optimizer = _built()
+    kept: list[Any] = []
+
+    def loss(seed: int) -> torch.Tensor:
+        found = usual(Contender(model, optimizer, {}), seed)
+        kept.append(weakref.ref(found))
+        return found
+
+    with instep.attach(model, optimizer, schedule="backward") as overlap:
+        gc.disable()
+        try:
+            overlap.micro_batches(loss, range(3))
+            optimizer.step()
+            assert [ref() for ref in kept] == [None] * 3
+        finally:
+            gc.enable()
+
+
+# What is refused, and what is a mistake.
+
+
+def refused(
+    build: Callable[[], tuple[nn.Module, torch.optim.Optimizer]],
+    loss: Callable[[nn.Module, int], torch.Tensor],
+    match: str,
+    error: type[Exception] = AccumulationError,
+    **options: Any,
+) -> None:
+    """Nothing was written, and the loop goes on without the verb."""
+    model, optimizer = build()
+    model.to(here())
+    old = [p.detach().clone() for p in model.parameters()]
+    with instep.attach(model, optimizer, **{"schedule": "backward", **options}) as overlap:
+        with pytest.raises(error, match=match):
+            overlap.micro_batches(partial(loss, model), range(2))
+        assert overlap.state == "idle"
+        assert all(map(torch.equal, old, model.parameters()))
+        assert all(p.grad is None for p in model.parameters())
+
+
+def plain_loss(model: nn.Module, seed: int) -> torch.Tensor:
+    x, y = batch(seed)
+    return loss_of(model(x), y)
+
+
+def test_a_hook_on_a_parameter_is_refused() -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Blocks()
+        model.inner.weight.register_hook(lambda g: g * 2)
+        return adamw(model)
+
+    refused(build, plain_loss, r"'inner\.weight' has a hook")
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
+    def loss(model: Any, seed: int) -> torch.Tensor:
+        x, y = batch(seed)
+        inner = model.inner(x)
+        return loss_of(model.outer(checkpoint(model.blocks[0], inner, use_reentrant=True)), y)
+
+    refused(lambda: adamw(Blocks()), loss, "use_reentrant=False")
+
+
+def test_a_graph_that_is_shared_is_refused() -> None:
+    shared: list[torch.Tensor] = []
+
+    def loss(model: Any, seed: int) -> torch.Tensor:
+        if not shared:
+            shared.append(model.inner.weight.sum() * 2)
+        return plain_loss(model, seed) + shared[0]
+
+    refused(lambda: adamw(Blocks()), loss, "micro-batches 1 and 2 share")
+
+
+def test_sparse_gradients_of_several_uses_are_refused() -> None:
+    def loss(model: Any, seed: int) -> torch.Tensor:
+        words = tokens(seed)
+        return model.out(model.words(words) + model.words(words.flip(0))).square().mean()
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = SparseWords()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    refused(build, loss, "sparse gradients")
+
+
+@pytest.mark.parametrize("made", ["by another thread", "before"])
+def test_a_graph_from_elsewhere_is_refused(made: str) -> None:
+    found: list[torch.Tensor] = []
+
+    def loss(model: Any, seed: int) -> torch.Tensor:
+        def more() -> None:
+            for _ in range(1000):
+                one = model.inner.weight.sum() * 2
+            found.append(one)
+
+        if made == "by another thread":
+            thread = threading.Thread(target=more)
+            thread.start()
+            thread.join()
+        return plain_loss(model, seed) + found.pop()
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Blocks()
+        found.extend(model.inner.weight.sum() * 2 for _ in range(2 * (made == "before")))
+        return adamw(model)
+
+    refused(build, loss, "was made by another thread, or outside")
+
+
+def test_a_gradient_from_before_is_refused() -> None:
+    model, optimizer = _built()
+    with instep.attach(model, optimizer, schedule="backward") as overlap:
+        with overlap.accumulate():
+            plain_loss(model, 0).backward()
+        with pytest.raises(AccumulationError, match="has a gradient from an earlier backward"):
+            overlap.micro_batches(partial(plain_loss, model), range(2))
+        assert overlap.state == "idle"
+
+
+def test_a_second_call_before_step_is_refused() -> None:
+    model, optimizer = _built()
+    with instep.attach(model, optimizer, schedule="backward") as overlap:
+        overlap.micro_batches(partial(plain_loss, model), range(2))
+        with pytest.raises(AccumulationError, match=r"step\(\) has not been called since"):
+            overlap.micro_batches(partial(plain_loss, model), range(2))
+
+
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+def test_within_accumulate(schedule: Any) -> None:
+    model, optimizer = _built()
+    with (
+        instep.attach(model, optimizer, schedule=schedule) as overlap,
+        overlap.accumulate(),
+        pytest.raises(AccumulationError, match=r"within overlap\.accumulate\(\)"),
+    ):
+        overlap.micro_batches(partial(plain_loss, model), range(2))
+
+
+def test_with_accumulation_steps() -> None:
+    refused(lambda: adamw(Blocks()), plain_loss, "leave out accumulation_steps", accumulation_steps=2)
+
+
+def test_a_loss_that_is_none() -> None:
+    refused(lambda: adamw(Blocks()), lambda *_: None, "micro-batch 1 gave NoneType", InstepError)  # type: ignore[arg-type]
+    refused(lambda: adamw(Blocks()), lambda model, _: model(batch(0)[0]), r"of shape \(8, 10\)", InstepError)
+    with torch.no_grad():
+        refused(lambda: adamw(Blocks()), plain_loss, r"within torch\.no_grad\(\)", InstepError)
+
+
+class Watching(torch.overrides.TorchFunctionMode):
+    def __init__(self, seen: list[int]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(threading.get_ident())
+        return func(*args, **(kwargs or {}))
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self, seen: list[int]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(threading.get_ident())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Watching, Counting])
+def test_modes_see_the_forwards(mode: Any) -> None:
+    seen: list[int] = []
+
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        with mode(seen) if lane.overlap is not None else nullcontext():
+            losses = accumulated(lane, partial(usual, lane), range(3 * i, 3 * i + 3))
+        finish(lane)
+        return losses
+
+    lockstep("backward", lambda: adamw(Blocks()), step, steps=2)
+    assert len(set(seen) - {threading.get_ident()}) >= 1
+
+
+def test_hooks_for_saved_tensors_see_the_forwards() -> None:
+    saved: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(threading.get_ident())
+        return tensor
+
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            losses = accumulated(lane, partial(usual, lane), range(3 * i, 3 * i + 3))
+        finish(lane)
+        return losses
+
+    lockstep("backward", lambda: adamw(Blocks()), step, steps=2)
+    assert len(set(saved)) >= 2
+
+
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.rand_like(gradient)
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
+        self.outer = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(checkpoint(self.inner, x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("undo", [False, True])
+@pytest.mark.parametrize("what", ["drawn random numbers", "written the buffer"])
+def test_a_backward_that_does_more_is_told(what: str, undo: bool) -> None:
+    torch.manual_seed(0)
+    model, optimizer = adamw((Blocks() if "drawn" in what else Normalized()).to(here()))
+    old = [p.detach().clone() for p in model.parameters()]
+
+    def loss(seed: int) -> torch.Tensor:
+        x, y = batch(seed)
+        return loss_of(Noisy.apply(model(x)) if "drawn" in what else model(x), y)
+
+    with instep.attach(model, optimizer, schedule="backward", undo=undo) as overlap:
+        overlap.micro_batches(loss, range(1))  # is the plain loop
+        if undo:
+            overlap.rollback()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(AccumulationError, match=what):
+            overlap.micro_batches(loss, range(2))
+        if undo:
+            overlap.synchronize()
+            assert all(map(torch.equal, old, model.parameters()))
+        else:
+            with pytest.raises(TornStepError):
+                optimizer.step()
+            overlap.accept_torn()
