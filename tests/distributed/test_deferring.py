@@ -24,7 +24,6 @@ from tests.distributed.pool import RankPool
 from tests.late import late_updates
 
 PAIRS = 4
-HEARINGS = (2 * PAIRS + 4, 4 * PAIRS)
 STEPS = 4 * PAIRS + 3
 
 
@@ -70,12 +69,12 @@ def trial(gains: list[bool], view: bool) -> tuple[str | None, list[bool], str]:
         put_off = 1 <= i <= 2 * PAIRS and (i - 1) % 4 in (1, 2)
         return 0.5 if put_off and gains[dist.get_rank()] else 1.0
 
-    def make(prevented: Any, smallest: Any) -> Any:
-        return made(lambda: None, smallest, clock)
+    def make(prevented: Any, others: Any) -> Any:
+        return made(lambda: None, others, clock)
 
     put_off, difference = [], None
     with (
-        patch.multiple(deferring, WARM_UP=1, PAIRS=PAIRS, HEARINGS=HEARINGS, LEAST_WINS=PAIRS),
+        patch.multiple(deferring, WARM_UP=1, PAIRS=PAIRS, LEAST_WINS=PAIRS),
         patch("instep._wiring.deferral.Trial", make),
         instep.attach(*attached) as overlap,
     ):
@@ -94,29 +93,78 @@ def trial(gains: list[bool], view: bool) -> tuple[str | None, list[bool], str]:
 def test_all_ranks_decide_alike(two_ranks: RankPool, gains: list[bool], decided: bool, view: bool) -> None:
     (first, *_), (second, *_) = found = two_ranks.run(trial, gains, view)
     assert (first, second) == (None, None)
-    assert found[0][1] == found[1][1]
-    put_off = found[0][1]
-    assert put_off[:5] == [False, False, True, True, False]
-    assert put_off[-3:] == [decided] * 3
-    for _, _, said in found:
+    for _, put_off, said in found:
+        assert put_off[:5] == [False, False, True, True, False]
+        assert put_off[-3:] == [decided] * 3
         assert said.startswith("Steps are put off (" if decided else "Steps are taken at once (")
         assert "on all ranks" in said or decided
 
 
-def uneven() -> str | None:
-    """A rank that has no data left shadows the others, in DDP's ``join()``."""
+LONG = 70
+"""Steps: more than a trial takes."""
+
+
+def uneven(option: str) -> str | None:
+    """A rank that has no data left shadows the others, in DDP's ``join()``, or does so in a first epoch alone."""
     plain, attached = both(view=True)
-    with patch.object(deferring, "HEARINGS", (3, 5)), instep.attach(*attached) as overlap:
+    with instep.attach(*attached) as overlap:
         for one in (plain, attached):
             with Join([one[0]]):
-                for i in range(4 + 3 * dist.get_rank()):
+                for i in range(4 + LONG * dist.get_rank()):
                     step(*one, i)
+            for i in range(LONG if option == "an epoch after" else 0):
+                step(*one, i)
         assert "join()" in overlap.advice
     return differs(plain, attached)
 
 
-def test_uneven_inputs(two_ranks: RankPool) -> None:
-    assert two_ranks.run(uneven) == [None] * 2
+@pytest.mark.parametrize("option", ["alone", "an epoch after"])
+def test_uneven_inputs(two_ranks: RankPool, option: str) -> None:
+    assert two_ranks.run(uneven, option) == [None] * 2
+
+
+def joined_later() -> str | None:
+    """Ranks with other numbers of batches, once the trial is under way."""
+    plain, attached = both(view=True)
+    with instep.attach(*attached):
+        for one in (plain, attached):
+            for i in range(10):
+                step(*one, i)
+            with Join([one[0]]):
+                for i in range(10 + LONG * dist.get_rank()):
+                    step(*one, i)
+            for i in range(10):
+                step(*one, i)
+    return differs(plain, attached)
+
+
+def test_uneven_inputs_in_the_middle_of_a_trial(two_ranks: RankPool) -> None:
+    assert two_ranks.run(joined_later) == [None] * 2
+
+
+def backwards_of_one_rank(how: str) -> str | None:
+    """The first rank alone runs a backward that reduces nothing, now and then, and logs what it gives."""
+    plain, attached = both(view=False)
+    if how == "replicate":
+        torch.manual_seed(0)
+        model = instep.replicate(Blocks(), bucket_cap_mb=0.004)
+        attached = model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    with instep.attach(*attached):
+        for model, optimizer in (plain, attached):
+            for i in range(LONG):
+                x, y = batch(100 * dist.get_rank() + i)
+                loss = nn.functional.cross_entropy(model(x), y)
+                if dist.get_rank() == 0 and i % 9 == 2:
+                    torch.autograd.grad(loss, list(model.parameters())[-1], retain_graph=True)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return differs(plain, attached)
+
+
+@pytest.mark.parametrize("how", ["ddp", "replicate"])
+def test_a_backward_of_one_rank_alone(two_ranks: RankPool, how: str) -> None:
+    assert two_ranks.run(backwards_of_one_rank, how) == [None] * 2
 
 
 def wrapped_later() -> str | None:

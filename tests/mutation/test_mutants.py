@@ -141,7 +141,8 @@ MUTANTS = [
         "True",
         DEFERRING,
     ),
-    Mutant("decide alone", "Trial.backward_begins", "found >= 0 or", "True or", DEFERRING),
+    Mutant("decide alone", "Trial.backward_begins", "found and self._others is not None", "False", DEFERRING),
+    Mutant("ask for ever", "Trial._ask", "self._waited == max(ASKED)", "False", DEFERRING),
     Mutant(
         "give up nothing that cannot be followed",
         "ForwardSchedule.lost",
@@ -350,8 +351,8 @@ MUTANTS = [
     Mutant(
         "let a graph own the attachment",
         "BackwardHooks.see_backward_from",
-        "weakly(self.before_backward, threading.get_ident())",
-        "functools.partial(self.before_backward, threading.get_ident())",
+        "weakly(self.before_backward, this_thread())",
+        "functools.partial(self.before_backward, this_thread())",
         "tests/unit/test_life.py",
     ),
     Mutant(

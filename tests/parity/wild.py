@@ -119,7 +119,8 @@ def on_ranks(draw: Any) -> Program:
     if program.way == "shard_state":  # what docs/sharded.md says is equal within rounding
         foreach = program.optimizer.replace("-fused", "-foreach")
         program = replace(program, optimizer=foreach, clip=None if "norm" in str(program.clip) else program.clip)
-    return replace(program, no_sync=draw(st.sampled_from([False, False, False, True])))
+    no_sync = program.accumulate != "micro_batches" and draw(st.sampled_from([False, False, False, True]))
+    return replace(program, no_sync=no_sync)
 
 
 @st.composite

@@ -1,11 +1,11 @@
 """Whether steps are put off: the trial of ``defer="auto"``, with a clock of its own."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-from instep._step.deferring import HEARINGS, PAIRS, WARM_UP, Always, Never, Trial
+from instep._step.deferring import ASKED, PAIRS, WARM_UP, Always, Never, Others, Trial
 
 OF_ONE_RANK = WARM_UP + 2 * PAIRS + 2
 
@@ -25,12 +25,12 @@ class Loop:
         self,
         seconds: Callable[[int, bool], float],
         prevented: Callable[[], str | None] = _free,
-        smallest: Callable[[int], int] | None = None,
+        others: Others | None = None,
     ) -> None:
         self.now = 0.0
         self.put_off: list[bool] = []
         self._seconds = seconds
-        self.trial = Trial(prevented, smallest, lambda: self.now)
+        self.trial = Trial(prevented, others, lambda: self.now)
 
     def run(self, steps: int = OF_ONE_RANK) -> "Loop":
         for _ in range(steps):
@@ -103,47 +103,90 @@ def test_a_loop_that_cannot_be_followed_any_more() -> None:
 
 
 class Ranks:
-    """Several, of which each says the same in the same order."""
+    """The others, which have all said what they found when they are asked for the ``answers``-th time.
 
-    def __init__(self, *others: Iterator[int]) -> None:
-        self.others = others
-        self.said: list[int] = []
+    Args:
+        found: what comes of it then.
+    """
 
-    def __call__(self, mine: int) -> int:
-        self.said.append(mine)
-        return min(mine, *(next(other) for other in self.others))
+    def __init__(self, found: bool, answers: int = 1) -> None:
+        self.said: list[bool] = []
+        self.asked = 0
+        self._found = found
+        self._answers = answers
+
+    def say(self, found: bool) -> None:
+        self.said.append(found)
+
+    def all_found(self) -> bool | None:
+        self.asked += 1
+        return self._found if self.asked >= self._answers else None
 
 
-@pytest.mark.parametrize(
-    ("others", "gains"), [([1], True), ([0], False), ([-1, 1], True), ([-1, -1, -1, -1, -1], False)]
-)
-def test_all_ranks_decide_alike(others: list[int], gains: bool) -> None:
-    ranks = Ranks(iter(others))
-    loop = Loop(faster_by(0.5), smallest=ranks).run(HEARINGS[len(others) - 1] - 1)
+KNOWN = WARM_UP + 2 * PAIRS + 1
+"""The steps after which a rank knows whether it gains."""
+
+
+@pytest.mark.parametrize(("answers", "after"), [(1, 1), (2, 2), (3, 4), (4, 8)])
+@pytest.mark.parametrize("gains", [True, False])
+def test_all_ranks_decide_alike(gains: bool, answers: int, after: int) -> None:
+    ranks = Ranks(gains, answers)
+    loop = Loop(faster_by(0.5), others=ranks).run(KNOWN + after - 1)
     assert not loop.trial.decided
+    assert not any(loop.put_off[KNOWN - 1 :])
     loop.run(1)
     assert loop.trial.decided
     assert loop.trial.puts_off is gains
-    assert ranks.said == [1] * len(others)
-    loop.run(HEARINGS[-1])
-    assert len(ranks.said) == len(others)
+    assert ranks.said == [True] + [False] * (not gains)
+    loop.run(max(ASKED))
+    assert ranks.asked == answers
 
 
-def test_a_rank_that_cannot_gain_says_so_when_all_are_asked() -> None:
-    ranks = Ranks(iter([1]))
-    loop = Loop(faster_by(0.5), lambda: "fused=False", ranks).run(HEARINGS[0] - 1)
+def test_ranks_that_never_say_anything() -> None:
+    ranks = Ranks(True, answers=100)
+    loop = Loop(faster_by(0.5), others=ranks).run(KNOWN + max(ASKED))
+    assert loop.trial.decided
+    assert not loop.trial.puts_off
+    assert ranks.said == [True, False]
+    assert ranks.asked == len(ASKED)
+
+
+def test_a_rank_that_cannot_gain_says_so_and_asks_nobody() -> None:
+    ranks = Ranks(True)
+    loop = Loop(faster_by(0.5), lambda: "fused=False", ranks).run(1)
+    assert loop.trial.decided
     assert loop.trial.never
-    assert not any(loop.put_off)
-    assert not ranks.said
-    loop.run(1)
-    assert ranks.said == [0]
+    assert ranks.said == [False]
+    assert ranks.asked == 0
     assert loop.trial.why == "fused=False"
 
 
+def test_a_rank_that_finds_no_gain_asks_nobody() -> None:
+    ranks = Ranks(True)
+    loop = Loop(faster_by(0.0), others=ranks).run(KNOWN + 1)
+    assert loop.trial.decided
+    assert (ranks.said, ranks.asked) == ([False], 0)
+
+
 def test_a_rank_whose_others_gain_nothing_says_so() -> None:
-    trial = Loop(faster_by(0.5), smallest=Ranks(iter([0]))).run(HEARINGS[0]).trial
+    trial = Loop(faster_by(0.5), others=Ranks(False)).run(KNOWN + 1).trial
     assert not trial.puts_off
     assert "on all ranks" in trial.why
+
+
+class Gone(Ranks):
+    def say(self, found: bool) -> None:
+        raise RuntimeError("the process that has the store has ended")
+
+    def all_found(self) -> bool | None:
+        raise RuntimeError("the process that has the store has ended")
+
+
+@pytest.mark.parametrize("share", [0.5, 0.0])
+def test_others_that_are_gone(share: float) -> None:
+    trial = Loop(faster_by(share), others=Gone(True)).run(KNOWN + 1).trial
+    assert trial.decided
+    assert not trial.puts_off
 
 
 def test_asked_for() -> None:

@@ -16,6 +16,7 @@ from instep._micro_batches.unlike import BackwardDoes
 from instep._wiring.build import Parts
 from instep._wiring.threads import this_thread
 from instep.errors import AccumulationError, InstepError
+from instep.sources.ddp.unused import look_from
 
 Batch = TypeVar("Batch")
 
@@ -63,7 +64,8 @@ def _together(
         return []
     graphs = Graphs(losses, firsts, partial(_name_of, parts))
     _require_no_gradients(parts, graphs)
-    _require_used_in_last(parts, graphs)
+    for ddp in _ddps(parts):
+        look_from(ddp, losses)
     graphs.add_in_order()
     del graphs  # the nodes are freed as backward comes to them
     unlike = BackwardDoes(parts) if len(losses) > 1 else None
@@ -131,8 +133,8 @@ def _require_whole(parts: Parts) -> None:
             "micro_batches() with schedule='backward' does not run with FSDP, which frees a layer's weights after each "
             "micro-batch's backward: use overlap.accumulate(), or schedule='forward'"
         )
-    for ddp in parts.held.living_wrappers():
-        if isinstance(ddp, DistributedDataParallel) and ddp.static_graph:
+    for ddp in _ddps(parts):
+        if ddp.static_graph:
             raise AccumulationError(
                 "micro_batches() with schedule='backward' does not run with "
                 "DistributedDataParallel(static_graph=True), which counts the forwards of a backward: leave out "
@@ -150,17 +152,8 @@ def _require_no_gradients(parts: Parts, graphs: Graphs) -> None:
             )
 
 
-def _require_used_in_last(parts: Parts, graphs: Graphs) -> None:
-    """Raise where DDP would take a parameter for unused, and then find its gradient."""
-    looks = [one for one in parts.held.living_wrappers() if getattr(one, "find_unused_parameters", False)]
-    managed = {id(p) for ddp in looks for p in ddp.parameters()}
-    for leaf, each in graphs.contributions.items():
-        if id(leaf) in managed and not each[-1]:
-            raise AccumulationError(
-                f"{_name_of(parts, leaf)} is used in a micro-batch, and not in the last one, where "
-                "DistributedDataParallel(find_unused_parameters=True) looks for unused parameters: use "
-                "overlap.accumulate(), or schedule='forward'"
-            )
+def _ddps(parts: Parts) -> list[DistributedDataParallel]:
+    return [one for one in parts.held.living_wrappers() if isinstance(one, DistributedDataParallel)]
 
 
 def _name_of(parts: Parts, leaf: torch.Tensor) -> str:

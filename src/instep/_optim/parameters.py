@@ -7,7 +7,6 @@ from itertools import repeat
 from operator import attrgetter, is_, is_not
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from instep._autograd.placeholders import SpentGradient
@@ -120,9 +119,7 @@ class AttachedParameter:
 def anew(found: Iterable[torch.Tensor | None]) -> str:
     """What to do where a parameter was replaced by one of ``found``."""
     again = "detach(), build the optimizer anew on the model's parameters, and attach again"
-    # While FSDP has gathered it, the new one is a plain parameter.
-    gathers = dist.is_available() and dist.is_initialized()
-    if gathers or any(parameter is not None and is_sharded(parameter) for parameter in found):
+    if any(parameter is not None and is_sharded(parameter) for parameter in found):
         return f"{again}; with fully_shard: shard first, then build the optimizer, then attach"
     return again
 

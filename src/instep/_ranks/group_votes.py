@@ -112,14 +112,6 @@ class _Cast:
             return self._verdict
 
 
-def smallest_of(groups: Iterable[dist.ProcessGroup], value: int) -> int:
-    """The smallest ``value`` of the ranks of all ``groups``. All must ask; waits for them."""
-    box = torch.tensor([value], dtype=torch.int64, device="cpu")
-    for group in groups:
-        _group_beside(group).minimum(box).wait()
-    return int(box.item())
-
-
 def groups_of(wrapped: Iterable[Any], parameters: Iterable[torch.Tensor]) -> list[dist.ProcessGroup]:
     """The process groups of more than one rank with whom this rank takes its steps.
 

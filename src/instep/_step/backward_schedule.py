@@ -91,8 +91,11 @@ class BackwardSchedule(BucketSink):
 
     def stop(self, error: InstepError) -> None:
         """The backward that has just ended did not compute the plain loop's step: put it back, or it is torn."""
-        self._writes.stopped(error, wrote=False)
-        raise error
+        try:
+            self._writes.stopped(error, wrote=False)
+            raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame
 
     # Two passes.
 

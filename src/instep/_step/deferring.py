@@ -7,6 +7,7 @@ undecided means at once.
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from statistics import median
 from time import perf_counter
 from typing import Protocol
@@ -20,13 +21,21 @@ LEAST_GAIN = 0.05
 """Of an iteration, in the median."""
 LEAST_WINS = 13
 """Of the pairs. By chance alone so many are won in one trial of a hundred."""
-HEARINGS = (64, 128, 256, 512, 1024)
-"""At these backwards all ranks say what each has found. A rank that has found nothing by the last never puts off."""
+ASKED = frozenset(1 << n for n in range(11))
+"""A rank that gains looks at these of its backwards, counted from when it knows, for what the others have found. If
+they have not all said so by the last, no step is put off."""
 
 ONLY_DEFER = "Only defer=True refuses it: with defer='auto' instep takes the loop"
 
-Smallest = Callable[[int], int]
-"""The smallest of what all ranks say. All must ask; waits for them."""
+
+class Others(Protocol):
+    """The other ranks. None of them is waited for."""
+
+    def say(self, found: bool) -> None:
+        """Tell them whether this rank gains."""
+
+    def all_found(self) -> bool | None:
+        """Whether all ranks gain; ``None``: not known yet."""
 
 
 class Deferring(Protocol):
@@ -112,7 +121,7 @@ class Trial:
 
     Args:
         prevented: why no step can gain from being put off, found out as the first backward begins; ``None``: one may.
-        smallest: asks the other ranks; ``None``: there are none.
+        others: the other ranks; ``None``: there are none.
         clock: in seconds.
     """
 
@@ -122,17 +131,18 @@ class Trial:
     def __init__(
         self,
         prevented: Callable[[], str | None],
-        smallest: Smallest | None = None,
+        others: Others | None = None,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.puts_off = False
         self.why = "not decided yet"
         self.decided = False
         self._prevented = prevented
-        self._smallest = smallest
+        self._others = others
         self._clock = clock
         self._reason: str | None = None
-        self._backwards = 0
+        self._has_begun = False
+        self._waited = 0  # backwards since this rank knows that it gains
         self._steps = 0
         self._began: float | None = None
         self._seconds: list[float] = []
@@ -144,16 +154,29 @@ class Trial:
     def backward_begins(self) -> None:
         if self.decided:
             return
-        self._backwards += 1
-        if self._backwards == 1 and (reason := self._prevented()) is not None:
-            self.cannot(reason)
-        if self._smallest is None:
-            if self._found is not None:
-                self._decide(self._found)
-        elif self._backwards in HEARINGS:
-            found = self._smallest(-1 if self._found is None else int(self._found))
-            if found >= 0 or self._backwards == HEARINGS[-1]:
-                self._decide(found > 0)
+        if not self._has_begun:
+            self._has_begun = True
+            if (reason := self._prevented()) is not None:
+                self.cannot(reason)
+                return
+        found = self._found
+        if found and self._others is not None:
+            found = self._ask(self._others)
+        if found is not None:
+            self._decide(found)
+
+    def _ask(self, others: Others) -> bool | None:
+        """This rank gains: whether all others do."""
+        self._waited += 1
+        if self._waited not in ASKED:
+            return None
+        try:
+            if self._waited == 1:
+                others.say(True)
+            found = others.all_found()
+        except RuntimeError:  # the rank that keeps what they say has ended
+            return False
+        return False if found is None and self._waited == max(ASKED) else found
 
     def step_begins(self) -> None:
         if self.decided or self._reason is not None:
@@ -170,8 +193,7 @@ class Trial:
         if self.decided and not self.puts_off:
             return
         self._reason, self.puts_off = reason, False
-        if self._smallest is None or self.decided:
-            self._decide(False)
+        self._decide(False)
 
     def must_not(self, reason: str) -> None:
         self.cannot(reason)
@@ -195,6 +217,9 @@ class Trial:
         return found
 
     def _decide(self, gains: bool) -> None:
+        if self._others is not None and not gains:
+            with suppress(RuntimeError):  # as above
+                self._others.say(False)
         self.decided, self.puts_off, self.why = True, gains, self._words(gains)
         _logger.info("the step is %s: %s", "put off" if gains else "taken at once", self.why)
 
@@ -211,5 +236,5 @@ class Trial:
         if gains:
             return measured
         least = f"{LEAST_WINS} of {PAIRS} and {100 * LEAST_GAIN:.0f}%"
-        others = "" if self._smallest is None else ", on all ranks"
+        others = "" if self._others is None else ", on all ranks"
         return f"{measured}; it is put off from {least} on{others}"

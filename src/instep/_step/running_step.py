@@ -179,7 +179,10 @@ class HoldsStep:
 
     def stop(self, error: InstepError) -> None:
         """Backward has written nothing."""
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame
 
     def divides(self, owners_in_views: Owners) -> None:
         """Gradients may be views of buckets: that does not matter where none is put off."""

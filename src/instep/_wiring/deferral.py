@@ -9,8 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep._optim.probe import not_asked
-from instep._ranks.group_votes import groups_of, in_join, smallest_of
-from instep._step.deferring import Always, Deferring, Never, Smallest, Trial
+from instep._ranks.findings import Findings
+from instep._ranks.group_votes import groups_of, in_join
+from instep._step.deferring import Always, Deferring, Never, Trial
 from instep._wiring.held import Held
 from instep.options import Options
 from instep.target import Target
@@ -22,14 +23,14 @@ def deferring_of(options: Options, target: Target, held: Held) -> Deferring:
         return Always(alone=options.defer is True and not options.communication.puts_off)
     if options.defer is False:
         return Never()
-    return Trial(partial(_prevented, held), _smallest_of(target))
+    return Trial(partial(_prevented, held), _others_of(target))
 
 
-def _smallest_of(target: Target) -> Smallest | None:
+def _others_of(target: Target) -> Findings | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     groups = groups_of([*target.wrapped, *target.fsdp1], target.optimized())
-    return partial(smallest_of, groups) if groups else None
+    return Findings(groups) if groups else None
 
 
 def _prevented(held: Held) -> str | None:
