@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from torch import nn
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from instep._arguments import models_of, optimizers_of
 from instep._gradients.finite import Policy
 from instep._gradients.policies import ClipNorm, ClipValue
-from instep._refusals.rules import DISABLED, MODEL, OPTIONS, PARAMETERS, refuse
+from instep._refusals.rules import DISABLED, LEFT_TO_TORCH, MODEL, OPTIONS, PARAMETERS, left_to_torch, refuse
 from instep.attachment import Attachment, attached_parameters, giving_way, register
 from instep.errors import AttachError
 from instep.options import Communication, Defer, Options, Schedules
@@ -162,12 +163,16 @@ def attach_stepping_itself(model: nn.Module, optimizer: Optimizer) -> Attachment
 
 def _attach(target: Target, options: Options, earlier: Sequence[Attachment] = ()) -> Attachment:
     refuse(OPTIONS, target, options)
-    if options.disabled:
+    put_shards_in_place(target.model)
+    if (why := left_to_torch(target, options)) is not None:
+        refuse(LEFT_TO_TORCH, target, options)
+        options = replace(options, disabled=True, left_to_torch=why)
+        _logger.info("the step is taken at once: %s", why)
+    elif options.disabled:
         refuse(DISABLED, target, options)
         _logger.warning("INSTEP_DISABLE is set: %s trains without overlap", type(target.model).__name__)
     else:
         refuse(MODEL, target, options)
-        put_shards_in_place(target.model)
         refuse(PARAMETERS, target, options)
     for one in earlier:
         one.detach()

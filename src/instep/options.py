@@ -46,7 +46,8 @@ class Options:
 
     Attributes:
         steps_itself: nobody calls ``optimizer.step()``: the end of each backward does.
-        disabled: ``INSTEP_DISABLE=1``: torch takes every step.
+        disabled: torch takes every step: ``INSTEP_DISABLE=1``, or nobody else can.
+        left_to_torch: why nobody else can.
     """
 
     schedule: Schedules = "forward"
@@ -61,6 +62,7 @@ class Options:
     check_steps: int = 0
     steps_itself: bool = False
     disabled: bool = False
+    left_to_torch: str | None = None
 
     @property
     def always_puts_off(self) -> bool:
@@ -85,6 +87,11 @@ class Options:
             return "Only defer=True refuses it: with defer='auto' instep takes the loop, and calls step() as it is"
         also = "" if not others else " and without " + ", ".join(others[:-1]) + " and " * (len(others) > 1) + others[-1]
         return f"Use schedule='forward' with defer='auto'{also}, which calls step() as it is"
+
+    @property
+    def takes_any_loop(self) -> bool:
+        """Whether a step may be taken at once where it cannot be put off."""
+        return self.asks_for_nothing and self.defer is not True
 
     @property
     def asks_for_nothing(self) -> bool:

@@ -187,6 +187,29 @@ def test_a_model_that_is_wrapped_later(two_ranks: RankPool) -> None:
     assert two_ranks.run(wrapped_later) == [None] * 2
 
 
+def redundant() -> str | None:
+    """An optimizer that shards its state over the ranks, with a backward of one rank alone during the trial."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of torch.jit where it is imported
+
+    found = []
+    for attach in (False, True):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Blocks(), bucket_cap_mb=0.004)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+        if attach:
+            instep.attach(model, optimizer)
+        for i in range(LONG):
+            if dist.get_rank() == 0 and i == 5:
+                torch.autograd.grad(model(batch(i)[0]).sum(), list(model.parameters())[-1])
+            step(model, optimizer, i)
+        found.append(list(model.named_parameters()))
+    return first_difference(iter(found[0]), iter(found[1]))
+
+
+def test_a_zero_redundancy_optimizer(two_ranks: RankPool) -> None:
+    assert two_ranks.run(redundant) == [None] * 2
+
+
 SHARED: dict[str, Callable[[Any, Any], Any]] = {
     "nothing": lambda weight, optimizer: None,
     "a local tensor": lambda weight, optimizer: weight.to_local(),

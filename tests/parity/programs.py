@@ -319,7 +319,7 @@ class Loop:
     def _forward_and_backward(self, step: Step) -> torch.Tensor | None:
         loss: torch.Tensor | None = None
         forwards: Iterable[tuple[int, Any]] = enumerate(step.micro_batches)
-        if self.program.accumulate == "micro_batches" and self.overlap is not None:
+        if self._by_the_verb(step):
             return self._micro_batches(step)
         if self.program.call == "pipeline":
             losses = [self._loss(step, *batch) for batch in forwards]
@@ -335,22 +335,22 @@ class Loop:
         return None if loss is None else loss.detach()
 
     def _micro_batches(self, step: Step) -> torch.Tensor | None:
-        """By the verb. A micro-batch without a graph has no backward."""
+        """By the verb."""
         assert self.overlap is not None
-        last: torch.Tensor | None = None
 
         def loss_of(given: tuple[int, tuple[bool, ...]]) -> torch.Tensor:
             loss = self._loss(step, *given)
             return loss if self.program.scaler is None else self.scaler.scale(loss)
 
-        trains = [any(p.requires_grad for p in self._used(run)) for run in step.micro_batches]
-        batches = [given for given, has_graph in zip(enumerate(step.micro_batches), trains, strict=True) if has_graph]
-        if not trains[-1]:
-            last = self._loss(step, len(trains) - 1, step.micro_batches[-1]).detach()
-        losses = self.overlap.micro_batches(loss_of, batches)
+        losses = self.overlap.micro_batches(loss_of, list(enumerate(step.micro_batches)))
         self._at("forward")
         self._at("backward")
-        return losses[-1] if trains[-1] else last
+        return losses[-1]
+
+    def _by_the_verb(self, step: Step) -> bool:
+        """Whether the attached loop runs this step by ``micro_batches()``, where each of them has a graph."""
+        graphs = (any(p.requires_grad for p in self._used(run)) for run in step.micro_batches)
+        return self.program.accumulate == "micro_batches" and self.overlap is not None and all(graphs)
 
     def _used(self, run: tuple[bool, ...]) -> Iterator[nn.Parameter]:
         return (p for layer, runs in zip(self.net.layers, run, strict=True) if runs for p in layer.parameters())

@@ -38,12 +38,19 @@ def around_the_model(target: Target, options: Options) -> None:
     inside = set(target.model.modules())
     everywhere: list[Wrapped] = [*instances_of(DistributedDataParallel), *living()]
     for wrapper in everywhere:
-        if wrapper not in inside and any(id(p) in target.names for p in wrapper.parameters()):
-            kind, _ = _kind_and_call(wrapper)
+        if wrapper in inside or not any(id(p) in target.names for p in wrapper.parameters()):
+            continue
+        kind, _ = _kind_and_call(wrapper)
+        if target.wrapped:
             raise AttachError(
-                f"{type(target.model).__name__} is wrapped in a {kind}: its own gradients are those of this rank "
-                f"alone. Attach the {kind} instead"
+                f"{type(target.called[0]).__name__} shares parameters with another {kind}, which is not attached. "
+                "Where the loop calls both, attach both: attach([first, second], optimizer). Where one is from before, "
+                "drop it: nothing may refer to it"
             )
+        raise AttachError(
+            f"{type(target.model).__name__} is wrapped in a {kind}: its own gradients are those of this rank "
+            f"alone. Attach the {kind} instead"
+        )
 
 
 def _kind_and_call(wrapper: Wrapped) -> tuple[str, str]:

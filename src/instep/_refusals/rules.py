@@ -20,6 +20,7 @@ from instep._refusals import (
     shard_state,
     undo,
 )
+from instep.errors import AttachError
 from instep.options import Options
 from instep.target import Target
 
@@ -90,6 +91,16 @@ PARAMETERS: Sequence[Rule] = (
     clipping.unlike_norms_of_buckets,
     clipping.two_pass_in_part,
 )
+# What is left to torch, whole, where nothing but the default was asked for.
+TORCHS: Sequence[Rule] = (
+    model.sharded_among_several,
+    fsdp.flat_parameters,
+    ddp.precision_of_its_own,
+    ddp.delayed,
+    ddp.around_the_model,
+)
+# Of such a model, in place of the last two.
+LEFT_TO_TORCH: Sequence[Rule] = (parameters.unsteppable,)
 # With INSTEP_DISABLE=1, in place of the last two.
 DISABLED: Sequence[Rule] = (
     optimizers.unsupported,
@@ -99,6 +110,16 @@ DISABLED: Sequence[Rule] = (
     parameters.unsteppable,
     parameters.all_frozen,
 )
+
+
+def left_to_torch(target: Target, options: Options) -> str | None:
+    """Why nobody but torch can step this model, if any loop is to be taken."""
+    if options.takes_any_loop and not options.disabled:
+        try:
+            refuse(TORCHS, target, options)
+        except AttachError as error:
+            return str(error)
+    return None
 
 
 def refuse(rules: Sequence[Rule], target: Target, options: Options) -> None:

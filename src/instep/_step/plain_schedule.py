@@ -1,4 +1,5 @@
-"""``INSTEP_DISABLE=1``: torch takes every step, and gradients are clipped, and looked at, where ``step()`` begins."""
+"""``INSTEP_DISABLE=1``: torch takes every step, and gradients are clipped, and looked at, where ``step()`` begins.
+So it is where nobody but torch can take the steps of a model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,9 +26,11 @@ from instep._step.writes import Gather
 
 
 class PlainSchedule(HoldsStep):
-    """The steps of a model that would be attached, as the plain loop takes them."""
+    """The steps of a model that would be attached, as the plain loop takes them.
 
-    state = "disabled"
+    Args:
+        why: nobody but torch can take them; ``None``: nobody else is to.
+    """
 
     def __init__(
         self,
@@ -36,13 +39,23 @@ class PlainSchedule(HoldsStep):
         accumulation: Accumulation,
         clipping: Clipping,
         nonfinite: Policy,
+        why: str | None = None,
     ) -> None:
+        self._why = why
         self.recorder: Recorder | None = None
         self.gather: Gather | None = None
         self._step = RunningStep(StepMembers(steppers), votes, accumulation, clipping, check=None)
         self._agreement = Agreement(nonfinite, votes)
         self._backward: int | None = None
         self._watch = Watch(gradient=self._used)
+
+    @property
+    def state(self) -> str:
+        return "disabled" if self._why is None else "idle"
+
+    @property
+    def deferral(self) -> str | None:
+        return None if self._why is None else f"taken at once ({self._why})"
 
     def begin_backward(self) -> bool:
         """An output of the model is about to get its gradient. Returns whether this is the first of them in the

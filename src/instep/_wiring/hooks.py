@@ -173,8 +173,9 @@ class ForwardHooks:
         ddp = DistributedDataParallel._get_active_ddp_module()
         if ddp is not None and not any(ref() is ddp for ref in self._held.wrapped):
             raise StaleAttachmentError(
-                f"{self._held.name} was wrapped in a DistributedDataParallel after attach: its own gradients are "
-                "those of this rank alone. detach(), wrap the model first, and attach the DistributedDataParallel"
+                f"{self._held.name} is run by a DistributedDataParallel that was not attached: its own gradients are "
+                "those of this rank alone. detach(), wrap the model in DistributedDataParallel (not in torch's "
+                "composable replicate(), which hides it), and attach that"
             )
 
 

@@ -55,7 +55,7 @@ def choose(
 ) -> Chosen:
     """The schedule that ``options`` ask for."""
     if options.disabled:
-        plain = PlainSchedule(steppers, votes, accumulation, clipping, options.nonfinite)
+        plain = PlainSchedule(steppers, votes, accumulation, clipping, options.nonfinite, options.left_to_torch)
         return Chosen(plain, None, False, lambda _: NoReaders(), None)
     if options.schedule == "forward":
         contained = [s for s, found in zip(steppers, separability, strict=True) if found.contained]
