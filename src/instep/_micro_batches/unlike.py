@@ -1,5 +1,7 @@
 """A backward that does more than compute gradients: for several micro-batches at once it does so in another order."""
 
+import torch
+
 from instep._optim.generators import Generators
 from instep._wiring.build import Parts
 from instep.errors import AccumulationError
@@ -12,7 +14,10 @@ class BackwardDoes:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._generators = Generators({a.spec.device for a in parts.schedule.parameters})
+        devices = {a.spec.device for a in parts.schedule.parameters} - {torch.device("cpu")}
+        # The engine's own thread draws on an accelerator. On the CPU another thread of the loop's may have drawn.
+        self._on_devices = [(device, _state_of(device)) for device in devices]
+        self._generators = Generators(())
         model = parts.held.model()
         self._buffers = [] if model is None else [(name, b, b._version) for name, b in model.named_buffers()]
 
@@ -21,7 +26,7 @@ class BackwardDoes:
         written = next((name for name, buffer, version in self._buffers if buffer._version != version), None)
         if written is not None:
             found = f"backward has written the buffer {written!r} (batch normalization in a checkpointed segment?)"
-        elif self._generators.drawn() == "yes":
+        elif self._has_drawn():
             found = "backward has drawn random numbers"
         else:
             return
@@ -30,3 +35,12 @@ class BackwardDoes:
             "each. This step is not the plain loop's. Use overlap.accumulate() in place of micro_batches()"
         )
         self._parts.schedule.stop(error)
+
+    def _has_drawn(self) -> bool:
+        drew = any(_state_of(device) != before for device, before in self._on_devices)
+        return drew or self._generators.drawn() == "yes"
+
+
+def _state_of(device: torch.device) -> list[int]:
+    state: list[int] = torch.get_device_module(device).get_rng_state(device).tolist()
+    return state
