@@ -60,6 +60,8 @@ SEVERAL = "tests/parity/test_several_models.py"
 OWNERS = "tests/unit/test_owners.py"
 ALIASES = "tests/parity/test_aliases.py"
 DEFERRING = "tests/unit/test_deferring.py"
+MICRO = "tests/parity/test_micro_batches.py"
+MICRO_RANKS = "tests/distributed/test_micro_batches_on_ranks.py"
 DEFAULT = "tests/parity/test_default.py"
 
 MUTANTS = [
@@ -140,6 +142,55 @@ MUTANTS = [
         "len(found) % 2 == 0",
         "True",
         DEFERRING,
+    ),
+    Mutant(
+        "add contributions as they arrive",
+        "OrderedSum.add",
+        "self._sums[number].add(gradient)",
+        "self._sums[self._next].add(gradient)",
+        MICRO,
+    ),
+    Mutant("add into a gradient of autograd's", "_Sum.add", "elif self._is_own:", "elif True:", MICRO),
+    Mutant(
+        "do not see that graphs are shared",
+        "Graphs._walk",
+        ":= self._number_of[following]) != number",
+        ":= number) != number",
+        MICRO,
+    ),
+    Mutant(
+        "do not see nodes from elsewhere", "Graphs._require_own", "node._sequence_nr() not in numbers", "False", MICRO
+    ),
+    Mutant(
+        "do not see that a node's number is taken",
+        "Graphs._require_own",
+        "numbers.remove(node._sequence_nr())",
+        "pass",
+        MICRO,
+    ),
+    Mutant("do not see hooks on parameters", "Graphs._require_alike", "leaf._backward_hooks and", "False and", MICRO),
+    Mutant("add to gradients from before", "_require_no_gradients", "leaf.grad is not None and", "False and", MICRO),
+    Mutant("give no micro-batch a lead", "run_forward", "max(0, _AHEAD - number)", "0", MICRO),
+    Mutant("count a forward as one of its own thread", "run_forward", "ACTING_FOR.set(thread)", "pass", MICRO),
+    Mutant("lose context variables", "_take_over", "variable.set(value)", "pass", MICRO),
+    Mutant("forget autocast", "ThreadState.entered", "self._autocast.items()", "()", MICRO),
+    Mutant("forget modes", "ThreadState._enter_the_rest", "for mode in operations:", "for mode in ():", MICRO),
+    Mutant("overlook draws", "BackwardDoes.require_nothing", "elif self._has_drawn():", "elif False:", MICRO),
+    Mutant("overlook buffers", "BackwardDoes.require_nothing", "written is not None", "False", MICRO),
+    Mutant("reduce each micro-batch", "_added", "parts.accumulation.hold()", "nullcontext()", MICRO_RANKS),
+    Mutant(
+        "look for unused parameters in the last forward alone",
+        "look_from",
+        "ddp.find_unused_parameters",
+        "False",
+        MICRO_RANKS,
+    ),
+    Mutant(
+        "refuse what only torch can step",
+        "left_to_torch",
+        "options.takes_any_loop and",
+        "False and",
+        "tests/distributed/test_left_to_torch.py",
     ),
     Mutant("decide alone", "Trial.backward_begins", "found and self._others is not None", "False", DEFERRING),
     Mutant("ask for ever", "Trial._ask", "self._waited == max(ASKED)", "False", DEFERRING),

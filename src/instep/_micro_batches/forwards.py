@@ -11,8 +11,8 @@ from instep._wiring.threads import ACTING_FOR
 
 _AHEAD = 256
 """So many nodes are made on the first micro-batch's thread before its forward, and one less on each later one. So
-backward comes to each node of the first before it comes to the same node of the second. With more micro-batches than
-this the sums are right all the same, and some gradients live a little longer."""
+backward comes to each node of the first before it comes to the same node of the second, and a sum never has to keep
+more than itself. With more micro-batches than this the sums are right all the same, and keep some terms."""
 
 
 class Forward:

@@ -58,7 +58,7 @@ class Graphs:
         """Have backward add the contributions to each leaf as the plain loop adds them."""
         sums = {leaf: OrderedSum(each) for leaf, each in self.contributions.items()}
         for node, edges in self._edges.items():
-            places = {place: (leaf, sums[leaf]) for place, leaf in edges}
+            places = {place: sums[leaf] for place, leaf in edges}
             node.register_hook(partial(_contribute, self._number_of[node], places))
 
     def _walk(self, number: int, loss: torch.Tensor, first: int) -> None:
@@ -131,23 +131,13 @@ def _several_sparse(name: str) -> str:
 
 def _contribute(
     number: int,
-    places: Mapping[int, tuple[torch.Tensor, OrderedSum]],
+    places: Mapping[int, OrderedSum],
     gradients: Sequence[torch.Tensor | None],
     _: object,
 ) -> tuple[torch.Tensor | None, ...]:
-    """A node of micro-batch ``number`` has computed ``gradients``: those of leaves go on as sums."""
+    """A node of micro-batch ``number`` has computed ``gradients``, of the leaves' shapes and dtypes by now: those of
+    leaves go on as sums."""
     found = list(gradients)
-    for place, (leaf, total) in places.items():
-        gradient = found[place]
-        found[place] = total.add(number, None if gradient is None else _as_of(leaf, gradient))
+    for place, total in places.items():
+        found[place] = total.add(number, found[place])
     return tuple(found)
-
-
-def _as_of(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """As autograd would hand the gradient on: in the shape and dtype of the leaf."""
-    if gradient.shape != leaf.shape:
-        gradient = gradient.sum_to_size(leaf.shape)
-    dtype = getattr(leaf, "grad_dtype", leaf.dtype) or gradient.dtype
-    if gradient.dtype != dtype:
-        gradient = (gradient.real if gradient.is_complex() and not dtype.is_complex else gradient).to(dtype)
-    return gradient
