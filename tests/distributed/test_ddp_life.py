@@ -244,7 +244,7 @@ def body_refusals() -> bool:
     early = Blocks()
     with instep.attach(early, torch.optim.SGD(early.parameters(), lr=0.1), schedule="backward"):
         wrapped = DistributedDataParallel(early)
-        with pytest.raises(StaleAttachmentError, match="wrap the model first"):
+        with pytest.raises(StaleAttachmentError, match="wrap the model in DistributedDataParallel"):
             loss_of(wrapped, 0)
     return True
 

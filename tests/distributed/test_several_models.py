@@ -82,7 +82,7 @@ def refused(make: Callable[[nn.Module], nn.Module], options: dict[str, Any]) -> 
 
 
 def test_a_sharded_one_is_refused(two_ranks: RankPool) -> None:
-    for message in two_ranks.run(refused, nested, {}):
+    for message in two_ranks.run(refused, nested, {"defer": True}):
         assert "model is a list, and FSDP shards one of its modules" in message
 
 

@@ -17,6 +17,12 @@ def is_sharded(parameter: torch.Tensor) -> bool:
     return tensor is not None and isinstance(parameter, tensor.DTensor)
 
 
+def may_be_gathered() -> bool:
+    """Whether a plain parameter may be one that FSDP has gathered: FSDP has been imported, and there are ranks."""
+    ranks = sys.modules.get("torch.distributed")
+    return "torch.distributed.fsdp" in sys.modules and ranks is not None and bool(ranks.is_initialized())
+
+
 def mesh_of(parameter: Any) -> Hashable:
     """The device mesh of a ``DTensor``; ``None`` for a plain tensor."""
     mesh: Hashable = parameter.device_mesh if is_sharded(parameter) else None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from instep._autograd.placeholders import SpentGradient
-from instep._optim.dtensor import is_sharded
+from instep._optim.dtensor import is_sharded, may_be_gathered
 from instep._optim.parts import LocalShard
 from instep._optim.plan import ParameterSpec
 from instep._optim.stepper import Stepper
@@ -119,7 +119,7 @@ class AttachedParameter:
 def anew(found: Iterable[torch.Tensor | None]) -> str:
     """What to do where a parameter was replaced by one of ``found``."""
     again = "detach(), build the optimizer anew on the model's parameters, and attach again"
-    if any(parameter is not None and is_sharded(parameter) for parameter in found):
+    if may_be_gathered() or any(parameter is not None and is_sharded(parameter) for parameter in found):
         return f"{again}; with fully_shard: shard first, then build the optimizer, then attach"
     return again
 
