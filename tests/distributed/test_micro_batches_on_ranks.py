@@ -237,5 +237,21 @@ def test_which_one_is_the_last_must_be_known(two_ranks: RankPool) -> None:
     assert all("give a list, not generator" in one for one in found), found
 
 
+class Short(list[int]):
+    """Says that it has more than it gives."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(2))
+
+
+def test_batches_that_run_out_early(two_ranks: RankPool) -> None:
+    for said in two_ranks.run(_short):
+        assert "was given 3 batches by len(), and 2 came" in said
+
+
+def _short() -> str:
+    return _refused(ddp, Short(range(3)))
+
+
 def _unsized() -> str:
     return _refused(ddp, (i for i in range(3)))

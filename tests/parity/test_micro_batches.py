@@ -226,6 +226,64 @@ def test_a_gradient_that_is_in_use_elsewhere_is_left_alone() -> None:
     lockstep("backward", lambda: adamw(Positions()), of(usual, 4))
 
 
+class Gate(torch.autograd.Function):
+    """Lets a gradient through, or gives none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, is_open: bool) -> torch.Tensor:
+        ctx.is_open = is_open
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        return gradient if ctx.is_open else None, None
+
+
+@pytest.mark.parametrize("used", ["once", "twice"])
+@pytest.mark.parametrize("way", ["backward", "undo"])
+def test_contributions_that_turn_out_to_be_none(way: str, used: str) -> None:
+    """The last of all, too: what came before is the gradient."""
+
+    def loss(lane: Contender, seed: int) -> torch.Tensor:
+        x, y = batch(seed)
+        gated = Gate.apply(lane.model.inner(x), used == "once" and seed % 3 != 2)
+        hidden = lane.model.blocks[0](gated)
+        return loss_of(lane.model.outer(hidden + (lane.model.inner(x) if used == "twice" else 0)), y)
+
+    lockstep(way, lambda: adamw(Blocks(depth=1)), of(loss, 3))
+
+
+class Workspace(torch.autograd.Function):
+    """Its backward computes into memory that it uses again."""
+
+    memory = torch.empty(12, 16)
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        Workspace.memory = Workspace.memory.to(x.device)
+        return gradient @ weight, torch.mm(gradient.t(), x, out=Workspace.memory)
+
+
+class Reused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 12, bias=False), nn.Linear(12, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.outer(torch.tanh(Workspace.apply(x, self.inner.weight)))
+        return found
+
+
+def test_gradients_in_memory_that_is_used_again() -> None:
+    lockstep("backward", lambda: adamw(Reused()), of(usual, 4))
+
+
 class Narrow(torch.autograd.Function):
     """Gives a gradient of another shape and dtype than the weight's, which autograd makes fit."""
 
@@ -585,6 +643,27 @@ def test_sparse_gradients_of_several_uses_are_refused() -> None:
     refused(build, loss, "sparse gradients")
 
 
+def test_sparse_and_dense_gradients_are_refused() -> None:
+    def loss(model: Any, seed: int) -> torch.Tensor:
+        words = tokens(seed)
+        found: torch.Tensor = model.words(words) if seed else model.words.weight[words]
+        return model.out(found).square().mean()
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = SparseWords()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    refused(build, loss, "has dense ones")
+
+
+def test_a_parameter_that_is_frozen_in_the_middle_is_refused() -> None:
+    def loss(model: Any, seed: int) -> torch.Tensor:
+        model.inner.weight.requires_grad_(seed == 0)
+        return plain_loss(model, seed)
+
+    refused(lambda: adamw(Blocks()), loss, r"'inner\.weight' was frozen")
+
+
 @pytest.mark.parametrize("made", ["by another thread", "by another thread, with numbers that are taken", "before"])
 def test_a_graph_from_elsewhere_is_refused(made: str) -> None:
     found: list[torch.Tensor] = []
@@ -713,18 +792,39 @@ class Noisy(torch.autograd.Function):
 class Normalized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
+        self.inner: nn.Module = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
         self.outer = nn.Linear(16, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.outer(checkpoint(self.inner, x, use_reentrant=False))
 
 
+class Seen(nn.Linear):
+    """Its buffer is another tensor after each forward."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = 0.9 * self.seen + x.detach().mean()
+        return super().forward(x)
+
+
+class Rebinding(Normalized):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Seen()
+
+
 @pytest.mark.parametrize("undo", [False, True])
-@pytest.mark.parametrize("what", ["drawn random numbers", "written the buffer"])
+@pytest.mark.parametrize("what", ["drawn random numbers", "written the buffer", "written the buffer 'inner.seen'"])
 def test_a_backward_that_does_more_is_told(what: str, undo: bool) -> None:
     torch.manual_seed(0)
-    model, optimizer = adamw((Blocks() if "drawn" in what else Normalized()).to(here()))
+    made = Blocks() if "drawn" in what else Rebinding() if "seen" in what else Normalized()
+    model, optimizer = adamw(made.to(here()))
     old = [p.detach().clone() for p in model.parameters()]
 
     def loss(seed: int) -> torch.Tensor:

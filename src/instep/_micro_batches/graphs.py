@@ -1,5 +1,6 @@
 """The graphs of micro-batches, between forward and backward: where their gradients meet, and how they are added."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, cast
@@ -45,20 +46,22 @@ class Graphs:
         self.contributions: dict[torch.Tensor, list[int]] = {}
         self._name_of = name_of
         self._count = len(losses)
+        self._sparse: Counter[torch.Tensor] = Counter()
         self._number_of: dict[Node, int] = {}
         # Of each node that leads to leaves: by the place of the output, the leaf.
         self._edges: dict[Node, list[tuple[int, torch.Tensor]]] = {}
-        self._sparse: set[torch.Tensor] = set()
         for number, (loss, first) in enumerate(zip(losses, firsts, strict=True)):
             self._walk(number, loss, first)
-        for leaf, each in self.contributions.items():
+        for leaf, each in self.contributions.items() if self._count > 1 else ():
             self._require_alike(leaf, each)
 
     def add_in_order(self) -> None:
         """Have backward add the contributions to each leaf as the plain loop adds them."""
+        if self._count == 1:
+            return
         sums = {leaf: OrderedSum(each) for leaf, each in self.contributions.items()}
         for node, edges in self._edges.items():
-            places = {place: sums[leaf] for place, leaf in edges}
+            places = {place: (leaf, sums[leaf]) for place, leaf in edges}
             node.register_hook(partial(_contribute, self._number_of[node], places))
 
     def _walk(self, number: int, loss: torch.Tensor, first: int) -> None:
@@ -88,7 +91,7 @@ class Graphs:
         self._edges.setdefault(node, []).append((place, leaf))
         self.contributions.setdefault(leaf, [0] * self._count)[number] += 1
         if getattr(node, "_saved_sparse", False):
-            self._sparse.add(leaf)
+            self._sparse[leaf] += 1
 
     def _require_own(self, node: Node, numbers: set[int]) -> None:
         if node.name() == _NESTING:
@@ -106,38 +109,37 @@ class Graphs:
         numbers.remove(node._sequence_nr())
 
     def _require_alike(self, leaf: torch.Tensor, each: Sequence[int]) -> None:
-        if leaf._backward_hooks and self._count > 1:
+        if leaf._backward_hooks:
             raise AccumulationError(
                 f"{self._name_of(leaf)} has a hook (register_hook): the plain loop calls it with the gradient of each "
                 "micro-batch, and here it would be called once with the sum. Remove it, or use overlap.accumulate()"
             )
-        sparse = any(
-            getattr(node, "_saved_sparse", False) for node, edges in self._edges.items() if _leads(edges, leaf)
-        )
-        if sparse and max(each) > 1:
-            raise AccumulationError(_several_sparse(self._name_of(leaf)))
-
-
-def _leads(edges: Sequence[tuple[int, torch.Tensor]], leaf: torch.Tensor) -> bool:
-    return any(one is leaf for _, one in edges)
-
-
-def _several_sparse(name: str) -> str:
-    return (
-        f"{name} is used several times in a micro-batch, with sparse gradients: autograd adds these in an order of its "
-        "own. Use sparse=False, or overlap.accumulate()"
-    )
+        if leaf in self._sparse and (max(each) > 1 or self._sparse[leaf] < sum(each)):
+            raise AccumulationError(
+                f"{self._name_of(leaf)} is used several times in a micro-batch, with sparse gradients, or has dense "
+                "ones as well: autograd adds these in an order of its own. Use sparse=False, or overlap.accumulate()"
+            )
+        if not leaf.requires_grad:
+            raise AccumulationError(
+                f"{self._name_of(leaf)} was frozen after a micro-batch had used it: the plain loop keeps the gradient "
+                "that it has got by then. Freeze parameters before the first micro-batch, or use overlap.accumulate()"
+            )
 
 
 def _contribute(
     number: int,
-    places: Mapping[int, OrderedSum],
+    places: Mapping[int, tuple[torch.Tensor, OrderedSum]],
     gradients: Sequence[torch.Tensor | None],
     _: object,
 ) -> tuple[torch.Tensor | None, ...]:
     """A node of micro-batch ``number`` has computed ``gradients``, of the leaves' shapes and dtypes by now: those of
     leaves go on as sums."""
     found = list(gradients)
-    for place, total in places.items():
-        found[place] = total.add(number, found[place])
+    for place, (leaf, contributions) in places.items():
+        total = contributions.add(number, found[place])
+        if total is not None and found[place] is None:
+            # The last contribution is none, and a hook must not put a gradient in its place: as the leaf's node would.
+            leaf.grad = total if leaf.grad is None else leaf.grad.add_(total)
+        else:
+            found[place] = total
     return tuple(found)

@@ -91,9 +91,15 @@ def _marked(batches: Iterable[Batch], *, needs_last: bool) -> Iterator[tuple[Bat
             f"micro_batches() of a model on several ranks must know which micro-batch is the last: give a list, not "
             f"{type(batches).__name__}"
         )
-    count = len(batches)
-    for number, batch in enumerate(batches):
-        yield batch, number + 1 == count
+    count, came = len(batches), 0
+    for batch in batches:
+        came += 1
+        yield batch, came >= count
+    if came < count:
+        raise InstepError(
+            f"micro_batches() was given {count} batches by len(), and {came} came: no micro-batch was the last, whose "
+            "gradients are reduced over the ranks. Give a list"
+        )
 
 
 def _checked(number: int, loss: object) -> torch.Tensor:
@@ -157,5 +163,6 @@ def _ddps(parts: Parts) -> list[DistributedDataParallel]:
 
 
 def _name_of(parts: Parts, leaf: torch.Tensor) -> str:
-    name = next((a.spec.name for a in parts.schedule.parameters if a.peek() is leaf), None)
+    model = parts.held.model()
+    name = None if model is None else next((name for name, p in model.named_parameters() if p is leaf), None)
     return f"a tensor of shape {tuple(leaf.shape)}" if name is None else repr(name)

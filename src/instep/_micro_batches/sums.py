@@ -6,20 +6,19 @@ import torch
 
 
 class _Sum:
-    __slots__ = ("_is_own", "value")
+    """Of tensors that stay as they are: a gradient may be in use elsewhere in backward, and whoever has computed it may
+    use its memory again. So the first one is copied."""
+
+    __slots__ = ("value",)
 
     def __init__(self) -> None:
         self.value: torch.Tensor | None = None
-        self._is_own = False
 
     def add(self, gradient: torch.Tensor) -> None:
         if self.value is None:
-            self.value = gradient
-        elif self._is_own:
+            self.value = gradient.clone()
+        else:
             self.value.add_(gradient)
-        else:  # the first gradient may be in use elsewhere in backward
-            self.value = self.value + gradient
-            self._is_own = True
 
 
 class OrderedSum:

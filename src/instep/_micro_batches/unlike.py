@@ -19,11 +19,15 @@ class BackwardDoes:
         self._on_devices = [(device, _state_of(device)) for device in devices]
         self._generators = Generators(())
         model = parts.held.model()
-        self._buffers = [] if model is None else [(name, b, b._version) for name, b in model.named_buffers()]
+        self._buffers = {} if model is None else {name: (b, b._version) for name, b in model.named_buffers()}
 
     def require_nothing(self) -> None:
         """Raise, and leave the step torn if it has written weights."""
-        written = next((name for name, buffer, version in self._buffers if buffer._version != version), None)
+        model = self._parts.held.model()
+        now = {} if model is None else dict(model.named_buffers())
+        written = next(
+            (name for name, before in self._buffers.items() if not _is_as_before(now.get(name), *before)), None
+        )
         if written is not None:
             found = f"backward has written the buffer {written!r} (batch normalization in a checkpointed segment?)"
         elif self._has_drawn():
@@ -39,6 +43,10 @@ class BackwardDoes:
     def _has_drawn(self) -> bool:
         drew = any(_state_of(device) != before for device, before in self._on_devices)
         return drew or self._generators.drawn() == "yes"
+
+
+def _is_as_before(buffer: torch.Tensor | None, before: torch.Tensor, version: int) -> bool:
+    return buffer is before and before._version == version
 
 
 def _state_of(device: torch.device) -> list[int]:
