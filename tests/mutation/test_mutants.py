@@ -156,8 +156,8 @@ MUTANTS = [
     Mutant("end without a last micro-batch", "_marked", "came < count", "False", MICRO_RANKS),
     Mutant(
         "do not see that graphs are shared",
-        "Graphs._walk",
-        ":= self._number_of[following]) != number",
+        "Graphs._come_to",
+        ":= self._number_of[node]) != number",
         ":= number) != number",
         MICRO,
     ),

@@ -631,6 +631,32 @@ def test_a_graph_that_is_shared_is_refused() -> None:
     refused(lambda: adamw(Blocks()), loss, "micro-batches 1 and 2 share")
 
 
+def test_a_loss_that_comes_twice_is_refused() -> None:
+    made: list[torch.Tensor] = []
+
+    def loss(model: Any, seed: int) -> torch.Tensor:
+        made.append(plain_loss(model, seed))
+        return made[0]
+
+    refused(lambda: adamw(Blocks()), loss, "micro-batches 1 and 2 share")
+
+
+def test_one_micro_batch_is_an_ordinary_backward() -> None:
+    """Whatever its graph is like: a hook on a parameter, and reentrant checkpointing."""
+
+    def loss(lane: Contender, seed: int) -> torch.Tensor:
+        x, y = batch(seed)
+        inner = lane.model.inner(x)
+        return loss_of(lane.model.outer(checkpoint(lane.model.blocks[0], inner, use_reentrant=True)), y)
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Blocks(depth=1)
+        model.inner.weight.register_hook(lambda g: g * 2)
+        return adamw(model)
+
+    lockstep("backward", build, of(loss, 1))
+
+
 def test_sparse_gradients_of_several_uses_are_refused() -> None:
     def loss(model: Any, seed: int) -> torch.Tensor:
         words = tokens(seed)

@@ -32,7 +32,7 @@ class Graphs:
     made on a thread each are walked side by side, and the contributions to one parameter arrive together.
 
     Args:
-        losses: of the micro-batches, in order.
+        losses: of the micro-batches, in order: two or more.
         firsts: of each, how many nodes its thread had made before.
 
     Attributes:
@@ -52,13 +52,11 @@ class Graphs:
         self._edges: dict[Node, list[tuple[int, torch.Tensor]]] = {}
         for number, (loss, first) in enumerate(zip(losses, firsts, strict=True)):
             self._walk(number, loss, first)
-        for leaf, each in self.contributions.items() if self._count > 1 else ():
+        for leaf, each in self.contributions.items():
             self._require_alike(leaf, each)
 
     def add_in_order(self) -> None:
         """Have backward add the contributions to each leaf as the plain loop adds them."""
-        if self._count == 1:
-            return
         sums = {leaf: OrderedSum(each) for leaf, each in self.contributions.items()}
         for node, edges in self._edges.items():
             places = {place: (leaf, sums[leaf]) for place, leaf in edges}
@@ -67,8 +65,8 @@ class Graphs:
     def _walk(self, number: int, loss: torch.Tensor, first: int) -> None:
         assert loss.grad_fn is not None
         numbers = set(range(first, loss.grad_fn._sequence_nr() + 1))  # of the nodes that the thread has made
-        todo = [loss.grad_fn]
-        self._number_of.setdefault(loss.grad_fn, number)
+        todo: list[Node] = []
+        self._come_to(number, loss.grad_fn, todo)
         while todo:
             node = todo.pop()
             self._require_own(node, numbers)
@@ -77,15 +75,19 @@ class Graphs:
                     continue
                 if following.name() == _LEAF:
                     self._count_edge(number, node, place, cast(_Leaf, following).variable)
-                elif following not in self._number_of:
-                    self._number_of[following] = number
-                    todo.append(following)
-                elif (other := self._number_of[following]) != number:
-                    raise AccumulationError(
-                        f"micro-batches {other + 1} and {number + 1} share a part of their graphs "
-                        f"({following.name()}): its gradient would be computed once for both, and the plain loop "
-                        "computes it for each. Compute in loss_of(batch) all that depends on parameters"
-                    )
+                else:
+                    self._come_to(number, following, todo)
+
+    def _come_to(self, number: int, node: Node, todo: list[Node]) -> None:
+        if node not in self._number_of:
+            self._number_of[node] = number
+            todo.append(node)
+        elif (other := self._number_of[node]) != number:
+            raise AccumulationError(
+                f"micro-batches {other + 1} and {number + 1} share a part of their graphs ({node.name()}): its "
+                "gradient would be computed once for both, and the plain loop computes it for each. Compute in "
+                "loss_of(batch) all that depends on parameters"
+            )
 
     def _count_edge(self, number: int, node: Node, place: int, leaf: torch.Tensor) -> None:
         self._edges.setdefault(node, []).append((place, leaf))

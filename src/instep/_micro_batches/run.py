@@ -60,18 +60,19 @@ def _together(
             forward = run_forward(number, partial(loss_of, batch), state, thread)
         losses.append(_checked(number, forward.loss))
         firsts.append(forward.first)
-    if not losses:
-        return []
+    if len(losses) < 2:
+        for loss in losses:
+            parts.schedule.backward(loss, None, parts.late.adopt)
+        return [loss.detach() for loss in losses]
     graphs = Graphs(losses, firsts, partial(_name_of, parts))
     _require_no_gradients(parts, graphs)
     for ddp in _ddps(parts):
         look_from(ddp, losses)
     graphs.add_in_order()
     del graphs  # the nodes are freed as backward comes to them
-    unlike = BackwardDoes(parts) if len(losses) > 1 else None
+    unlike = BackwardDoes(parts)
     parts.schedule.backward(losses, None, parts.late.adopt)
-    if unlike is not None:
-        unlike.require_nothing()
+    unlike.require_nothing()
     return [loss.detach() for loss in losses]
 
 
@@ -150,8 +151,8 @@ def _require_whole(parts: Parts) -> None:
 
 def _require_no_gradients(parts: Parts, graphs: Graphs) -> None:
     """Raise if the plain loop would add to gradients from before: (a + b) + c is not a + (b + c)."""
-    for leaf, each in graphs.contributions.items():
-        if leaf.grad is not None and len(each) > 1 and bool(leaf.grad.ne(0).any()):
+    for leaf in graphs.contributions:
+        if leaf.grad is not None and bool(leaf.grad.ne(0).any()):
             raise AccumulationError(
                 f"{_name_of(parts, leaf)} has a gradient from an earlier backward: micro_batches() runs all "
                 "micro-batches of a step. Call zero_grad() before it, or run the step with overlap.accumulate()"

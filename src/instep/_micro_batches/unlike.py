@@ -34,11 +34,12 @@ class BackwardDoes:
             found = "backward has drawn random numbers"
         else:
             return
-        error = AccumulationError(
-            f"{found}: with one backward for all micro-batches it does so after all forwards, and the plain loop after "
-            "each. This step is not the plain loop's. Use overlap.accumulate() in place of micro_batches()"
+        self._parts.schedule.stop(
+            AccumulationError(
+                f"{found}: with one backward for all micro-batches it does so after all forwards, and the plain loop "
+                "after each. This step is not the plain loop's. Use overlap.accumulate() in place of micro_batches()"
+            )
         )
-        self._parts.schedule.stop(error)
 
     def _has_drawn(self) -> bool:
         drew = any(_state_of(device) != before for device, before in self._on_devices)
