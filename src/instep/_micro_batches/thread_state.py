@@ -14,6 +14,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from instep._optim.switches import in_threads
 
+_saving = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+"""``None`` in torch 2.6, which tells nobody of the hooks: they do not see these forwards."""
+
 
 class ThreadState:
     """That of the thread that makes this: grad mode, autocast, default device, current stream, number of threads; and
@@ -33,7 +36,7 @@ class ThreadState:
             kind: torch.get_autocast_dtype(kind) for kind in {"cpu", device.type} if torch.is_autocast_enabled(kind)
         }
         self._modes = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
-        self._saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._saving = None if _saving is None else _saving(True)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
