@@ -163,7 +163,8 @@ def attach_stepping_itself(model: nn.Module, optimizer: Optimizer) -> Attachment
 
 def _attach(target: Target, options: Options, earlier: Sequence[Attachment] = ()) -> Attachment:
     refuse(OPTIONS, target, options)
-    put_shards_in_place(target.model)
+    if not options.disabled:
+        put_shards_in_place(target.model)
     if (why := left_to_torch(target, options)) is not None:
         refuse(LEFT_TO_TORCH, target, options)
         options = replace(options, disabled=True, left_to_torch=why)

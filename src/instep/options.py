@@ -8,6 +8,7 @@ from torch.amp import GradScaler
 
 from instep._gradients.finite import Policy
 from instep._gradients.policies import ClipNorm, ClipValue
+from instep._optim.calling import ONLY_DEFER
 from instep._optim.plan import MIB
 from instep.sources.ddp.hook_slot import CommHook
 
@@ -84,7 +85,7 @@ class Options:
         splitting = [name for name in ("cross_iteration", "shard_state") if getattr(self.communication, name)]
         others = [*splitting, *without]
         if self.schedule == "forward" and self.defer is True and not others:
-            return "Only defer=True refuses it: with defer='auto' instep takes the loop, and calls step() as it is"
+            return f"{ONLY_DEFER}, and calls step() as it is"
         also = "" if not others else " and without " + ", ".join(others[:-1]) + " and " * (len(others) > 1) + others[-1]
         return f"Use schedule='forward' with defer='auto'{also}, which calls step() as it is"
 

@@ -127,6 +127,17 @@ def test_the_norm_of_the_whole_step(two_ranks: RankPool) -> None:
     assert two_ranks.run(compare, Blocks, blocks_loss, "ddp", "ddp", clip=clip) == [None] * 2
 
 
+def _train(models: list[Any], optimizers: list[torch.optim.Optimizer], overlap: instep.Attachment) -> None:
+    """Both, the second by the verb."""
+    for i in range(STEPS):
+        seeds = [1000 * dist.get_rank() + COUNT * i + micro for micro in range(COUNT)]
+        _plain(models[0], blocks_loss, seeds, {})
+        overlap.micro_batches(partial(blocks_loss, models[1]), seeds)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def test_sharded_state(two_ranks: RankPool) -> None:
     assert two_ranks.run(_sharded_state) == [None] * 2
 
@@ -138,13 +149,7 @@ def _sharded_state() -> str | None:
         models.append(ddp(Blocks()))
     optimizers = list(map(optimizer_of, models))
     with instep.attach(models[1], optimizers[1], schedule="backward", shard_state=True) as overlap:
-        for i in range(STEPS):
-            seeds = [1000 * dist.get_rank() + COUNT * i + micro for micro in range(COUNT)]
-            _plain(models[0], blocks_loss, seeds, {})
-            overlap.micro_batches(partial(blocks_loss, models[1]), seeds)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+        _train(models, optimizers, overlap)
     return first_difference(models[0].named_parameters(), models[1].named_parameters())
 
 
@@ -161,13 +166,7 @@ def _hooked() -> str | None:
     models[0].register_comm_hook(state(), hook)
     optimizers = list(map(optimizer_of, models))
     with instep.attach(models[1], optimizers[1], schedule="backward", comm_hook=(state(), hook)) as overlap:
-        for i in range(STEPS):
-            seeds = [1000 * dist.get_rank() + COUNT * i + micro for micro in range(COUNT)]
-            _plain(models[0], blocks_loss, seeds, {})
-            overlap.micro_batches(partial(blocks_loss, models[1]), seeds)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+        _train(models, optimizers, overlap)
     return first_difference(*map(_state, models, optimizers))
 
 

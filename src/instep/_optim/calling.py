@@ -12,6 +12,8 @@ from instep._optim.patched import replaced_step, steps_one
 
 STEPPED_WHOLE = "Use schedule='forward' with defer='auto', which calls step() as it is"
 """What to do with an optimizer whose update cannot be split."""
+ONLY_DEFER = "Only defer=True refuses it: with defer='auto' instep takes the loop"
+"""What to do where nothing but that option splits the update, or puts the step off."""
 
 
 def undecorated_step(cls: type[Optimizer]) -> Callable[..., Any]:

@@ -12,6 +12,8 @@ from statistics import median
 from time import perf_counter
 from typing import Protocol
 
+from instep._optim.calling import ONLY_DEFER
+
 _logger = logging.getLogger("instep")
 
 WARM_UP = 8
@@ -24,8 +26,6 @@ LEAST_WINS = 13
 ASKED = frozenset(1 << n for n in range(11))
 """A rank that gains looks at these of its backwards, counted from when it knows, for what the others have found. If
 they have not all said so by the last, no step is put off."""
-
-ONLY_DEFER = "Only defer=True refuses it: with defer='auto' instep takes the loop"
 
 
 class Others(Protocol):
@@ -149,7 +149,7 @@ class Trial:
 
     @property
     def never(self) -> bool:
-        return self._reason is not None or (self.decided and not self.puts_off)
+        return self.decided and not self.puts_off
 
     def backward_begins(self) -> None:
         if self.decided:
@@ -179,7 +179,7 @@ class Trial:
         return False if found is None and self._waited == max(ASKED) else found
 
     def step_begins(self) -> None:
-        if self.decided or self._reason is not None:
+        if self.decided:
             return
         now = self._clock()
         if self._began is not None and WARM_UP < self._steps <= WARM_UP + 2 * PAIRS:
@@ -201,8 +201,6 @@ class Trial:
     @property
     def _found(self) -> bool | None:
         """Whether this rank gains; ``None``: not known yet."""
-        if self._reason is not None:
-            return False
         if len(self._seconds) < 2 * PAIRS:
             return None
         gains = self._gains()
@@ -226,8 +224,6 @@ class Trial:
     def _words(self, gains: bool) -> str:
         if self._reason is not None:
             return self._reason
-        if len(self._seconds) < 2 * PAIRS:
-            return "another rank can gain nothing from putting it off"
         found = self._gains()
         measured = (
             f"in {sum(gain > 0 for gain in found)} of {PAIRS} pairs an iteration was shorter with the step put off, by "
