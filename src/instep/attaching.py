@@ -16,7 +16,7 @@ from instep._gradients.policies import ClipNorm, ClipValue
 from instep._refusals.rules import DISABLED, LEFT_TO_TORCH, MODEL, OPTIONS, PARAMETERS, left_to_torch, refuse
 from instep.attachment import Attachment, attached_parameters, giving_way, register
 from instep.errors import AttachError
-from instep.options import Communication, Defer, Options, Schedules
+from instep.options import Communication, Defer, Offload, Options, Schedules
 from instep.sources.ddp.hook_slot import CommHook
 from instep.sources.fsdp.wrappers import put_shards_in_place
 from instep.target import Target, as_one
@@ -43,6 +43,7 @@ def attach(
     mixed_precision: "MixedPrecisionPolicy | None" = None,
     cross_iteration: bool = False,
     shard_state: bool = False,
+    offload: Offload | None = None,
     check_steps: int = 0,
 ) -> Attachment:
     """Step the parameters of ``model`` behind backward, or behind the next forward, with the user's ``optimizer``.
@@ -107,6 +108,10 @@ def attach(
             and gets the others' from the other ranks: 1/N of state and step on N ranks (ZeRO-1). Where the update is
             not elementwise, or not known to be, each parameter is one rank's. ``optimizer.state_dict()`` is the plain
             optimizer's, and ``detach()`` makes the optimizer so again; all ranks must call them.
+        offload: ``"host"``: optimizer state is in pinned host memory, and on the accelerator only while it is stepped:
+            that of two buckets at most. It is stepped there, by ``optimizer``, with the numbers of the plain loop.
+            ``optimizer.state`` and ``state_dict()`` have the tensors in host memory; ``detach()`` moves them back.
+            Where a step ends the host waits for the copies. Steps of ``schedule="forward"`` are always put off.
         check_steps: so many of the first steps are taken twice: beside instep's own, copies of parameters and state are
             stepped by the optimizer's plain ``step()`` with the same gradients, and every parameter, every entry of
             state and every value of a group is compared bit for bit. For optimizers that ``overlap.plan`` calls
@@ -142,6 +147,7 @@ def attach(
         undo,
         nonfinite,
         Communication(comm_hook, mixed_precision, cross_iteration, shard_state),
+        offload,
         check_steps,
         disabled=os.environ.get("INSTEP_DISABLE", "") not in ("", "0"),
     )

@@ -342,6 +342,10 @@ class Attachment:
         parameters = self._parts.schedule.parameters
         return {id(a.get()): a.shard for a in parameters if a.shard is not None and a.shard.state_is_sharded}
 
+    def offloaded(self) -> list[torch.Tensor]:
+        """The parameters whose state lives in host memory."""
+        return [a.get() for a in self._parts.schedule.parameters if a.stepper.home is not None]
+
     def detach(self) -> None:
         """Give the model and the optimizer back as they came. Safe to call twice, and with a step open or torn. What
         ``optimizer.step()`` was called for is finished first. Of a step that backward has applied in part, the
@@ -368,6 +372,8 @@ class Attachment:
         try:
             parts.schedule.close()
         finally:
+            for stepper in parts.held.steppers:
+                stepper.bring_home()
             if not parts.threads.in_backward:
                 parts.planned.keep()
                 for attached in parts.schedule.parameters:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Schedules = Literal["backward", "forward"]
 Defer = Literal["auto"] | bool
+Offload = Literal["host"]
 DEFAULT_BUCKET_BYTES = 16 * MIB
 
 
@@ -60,16 +61,22 @@ class Options:
     undo: bool | Literal["host"] = False
     nonfinite: Policy = "allow"
     communication: Communication = field(default_factory=Communication)
+    offload: Offload | None = None
     check_steps: int = 0
     steps_itself: bool = False
     disabled: bool = False
     left_to_torch: str | None = None
 
     @property
+    def puts_off_unasked(self) -> bool:
+        """Whether it is not ``defer`` that decides if a step is put off: shards of a step are sent, gradients still
+        arrive, or state is copied, when ``step()`` returns."""
+        return self.communication.puts_off or self.offload is not None
+
+    @property
     def always_puts_off(self) -> bool:
-        """Whether no trial decides if a step is put off: shards of a step are sent, or gradients still arrive, when
-        ``step()`` returns."""
-        return self.schedule == "forward" and (self.defer is True or self.communication.puts_off)
+        """Whether no trial decides if a step is put off."""
+        return self.schedule == "forward" and (self.defer is True or self.puts_off_unasked)
 
     @property
     def splits_steps(self) -> bool:
@@ -83,7 +90,7 @@ class Options:
             without: options that do not go with it either.
         """
         splitting = [name for name in ("cross_iteration", "shard_state") if getattr(self.communication, name)]
-        others = [*splitting, *without]
+        others = [*splitting, *(["offload"] if self.offload else []), *without]
         if self.schedule == "forward" and self.defer is True and not others:
             return f"{ONLY_DEFER}, and calls step() as it is"
         also = "" if not others else " and without " + ", ".join(others[:-1]) + " and " * (len(others) > 1) + others[-1]

@@ -10,6 +10,7 @@ from instep._optim.attributes import attributes_of, read_by_update, shared_by_up
 from instep._optim.changes import Snapshot, changes, private
 from instep._optim.entries import Entries
 from instep._optim.foreign import watched
+from instep._optim.host_state import StateHome
 from instep._optim.layout import GroupLayout, Members
 from instep._optim.parts import LocalShard
 from instep._optim.update import Update
@@ -27,6 +28,7 @@ class OptimizerStep:
     Args:
         name: of the optimizer.
         layout: of its groups as they are now.
+        home: where the state lives, if that is not on the parameters' device.
         looks_back: whether anybody asks, after an update, if the state was written since.
 
     Attributes:
@@ -34,8 +36,11 @@ class OptimizerStep:
         updates: the updates so far, looked at as far as the optimizer needs it.
     """
 
-    def __init__(self, name: str, optimizer: Optimizer, layout: GroupLayout, *, looks_back: bool) -> None:
+    def __init__(
+        self, name: str, optimizer: Optimizer, layout: GroupLayout, home: StateHome | None, *, looks_back: bool
+    ) -> None:
         self._name = name
+        self._home = home
         self._looks_back = looks_back
         self._layout = layout
         self._state = optimizer.state
@@ -57,9 +62,8 @@ class OptimizerStep:
         """Step one bucket. See ``Update`` for the arguments."""
         members_of = self._layout.members_of(owned)
         groups, given = self._groups_of(optimizer, tensors, members_of)
-        update = Update(
-            optimizer, groups, private(self._shared_state), tensors, owned, shards, counts_writes=self._looks_back
-        )
+        shared = private(self._shared_state)
+        update = Update(optimizer, groups, shared, tensors, owned, shards, self._home, counts_writes=self._looks_back)
         watch = self.updates.begin(update)
         before = attributes_of(update.shadow)
         try:

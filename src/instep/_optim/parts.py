@@ -38,6 +38,22 @@ class LocalShard(Protocol):
         """The entry to keep for one that was made for the part."""
 
 
+def shard_of_entry(entry: dict[Any, Any] | None, shard: LocalShard | None) -> dict[Any, Any] | None:
+    """The part of a parameter's state; ``None``: there is none yet."""
+    if entry is None or shard is None:
+        return entry
+    return {key: shard.of_state(value) for key, value in entry.items()}
+
+
+def whole_of_entry(stepped: dict[Any, Any], entry: dict[Any, Any] | None, shard: LocalShard) -> dict[Any, Any]:
+    """The parameter's own entry, with what an update of its part, whose state is ``stepped``, has added or replaced."""
+    entry = {} if entry is None else entry
+    for key, value in stepped.items():
+        if key not in entry or shard.of_state(entry[key]) is not value:
+            entry[key] = shard.as_state(value)
+    return entry
+
+
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that has the memory: of a ``DTensor`` its local tensor."""
     if type(tensor) in _WITHOUT_LOCAL:

@@ -18,6 +18,7 @@ from instep._optim.attributes import held_by_classes, read_by_update
 from instep._optim.calling import STEPPED_WHOLE
 from instep._optim.changes import PER_PARAMETER
 from instep._optim.elsewhere import Elsewhere
+from instep._optim.host_state import StateHome
 from instep._optim.kinds import is_torchs_own
 from instep._optim.layout import GroupLayout
 from instep._optim.optimizer_step import OptimizerStep
@@ -31,13 +32,16 @@ class Stepper:
 
     Args:
         looks_back: whether anybody asks, after an update, if the state was written since.
+        home: where the state lives, if that is not on the parameters' device.
 
     Attributes:
+        home: as above.
         wrote_in_place: whether an update has changed an object beside parameters and their state: nobody can put that
             back.
     """
 
-    def __init__(self, optimizer: Optimizer, *, looks_back: bool = True) -> None:
+    def __init__(self, optimizer: Optimizer, *, looks_back: bool = True, home: StateHome | None = None) -> None:
+        self.home = home
         self._optimizer = weakref.ref(optimizer)
         self._looks_back = looks_back
         self.name = type(optimizer).__name__
@@ -163,13 +167,32 @@ class Stepper:
             into: the user's optimizer, where this one steps a copy of it.
         """
         optimizer = into or self.optimizer()
+        self.settle()
         if self._running is not None:
             self._running.commit(optimizer)
         self._running = None
 
     def abort(self) -> None:
         """Forget the step."""
+        self.settle()
         self._running = None
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether the optimizer's own ``step()`` is to find no gradient: it could not step with the state where that
+        is."""
+        return self.home is not None
+
+    def bring_home(self) -> None:
+        """From now on the state is on the parameters' device."""
+        home, self.home = self.home, None
+        if home is not None:
+            home.give_back()
+
+    def settle(self) -> None:
+        """Return when the host may read and write the state."""
+        if self.home is not None:
+            self.home.finish()
 
     def optimizer(self) -> Optimizer:
         """The user's optimizer; ``StaleAttachmentError`` if it is gone."""
@@ -186,7 +209,7 @@ class Stepper:
         if self._running is None:
             if not self._layout.is_of(optimizer.param_groups):
                 self._layout = GroupLayout(self.name, optimizer.param_groups)
-            self._running = OptimizerStep(self.name, optimizer, self._layout, looks_back=self._looks_back)
+            self._running = OptimizerStep(self.name, optimizer, self._layout, self.home, looks_back=self._looks_back)
         return self._running
 
 

@@ -9,8 +9,10 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.calling import step_bucket, without_autocast
+from instep._optim.host_state import StateHome
 from instep._optim.kinds import is_torchs_own
-from instep._optim.parts import LocalShard
+from instep._optim.lent_entries import LentEntries
+from instep._optim.parts import LocalShard, shard_of_entry, whole_of_entry
 from instep._optim.shadow import shadow_of
 
 
@@ -24,6 +26,7 @@ class Update:
         tensors: to step: parameters, aliases of them, or aliases of this rank's shards of them.
         owned: the optimizer's own parameter for each.
         shards: for each the shard that is stepped in the parameter's place; ``None``: all are stepped whole.
+        home: where the state lives, if that is not on the parameters' device.
         counts_writes: whether a write of each parameter is counted where the kernel does not.
 
     Attributes:
@@ -34,7 +37,9 @@ class Update:
 
     __slots__ = (
         "_counts_writes",
+        "_home",
         "_in_place",
+        "_lent",
         "_shards",
         "_values",
         "entries",
@@ -52,16 +57,19 @@ class Update:
         tensors: Sequence[torch.Tensor],
         owned: Sequence[torch.Tensor],
         shards: Sequence[LocalShard | None] | None,
+        home: StateHome | None,
         *,
         counts_writes: bool,
     ) -> None:
         self._counts_writes = counts_writes
+        self._home = home
+        self._lent: LentEntries | None = None
         self.optimizer = optimizer
         self.tensors = tensors
         self.owned = owned
         self._shards = shards
         # torch's own read and write the entries of the parameters that they are given, and no others.
-        self._in_place = tensors is owned and is_torchs_own(optimizer)
+        self._in_place = tensors is owned and is_torchs_own(optimizer) and home is None
         self._values: list[Any] = []
         self.entries: list[Any] = []
         if self._in_place:
@@ -69,8 +77,12 @@ class Update:
             return
         self.entries = list(map(optimizer.state.get, owned))
         if shards is not None:
-            self.entries = [_shard_of(entry, shard) for entry, shard in zip(self.entries, shards, strict=True)]
-        state = {p: entry for p, entry in zip(tensors, self.entries, strict=True) if entry is not None}
+            self.entries = [shard_of_entry(entry, shard) for entry, shard in zip(self.entries, shards, strict=True)]
+        given = self.entries
+        if home is not None:
+            self._lent = home.lend(owned, shards, self.entries)
+            given = self._lent.entries
+        state = {p: entry for p, entry in zip(tensors, given, strict=True) if entry is not None}
         self.shadow = shadow_of(optimizer, groups, defaultdict(dict, {**shared, **state}))
         self._values = list(self.shadow.state.values())
 
@@ -88,10 +100,14 @@ class Update:
             torch.autograd.graph.increment_version(self.tensors)
         if self._in_place:
             return
+        if self._home is not None and self._lent is not None:
+            beside = [tensor for p in self.tensors for tensor in (p, p.grad) if tensor is not None]
+            kept = self._home.take_back(self._lent, list(map(found.get, self.tensors)), beside)
+            found.update((p, entry) for p, entry in zip(self.tensors, kept, strict=True) if entry is not None)
         if self._shards is not None:
             for p, own, shard in zip(self.tensors, self.owned, self._shards, strict=True):
                 if shard is not None and p in found:
-                    found[p] = _whole_of(found[p], optimizer.state.get(own), shard)
+                    found[p] = whole_of_entry(found[p], optimizer.state.get(own), shard)
         made = len(found) != len(self._values) or not all(map(is_, found.values(), self._values))
         if made:
             optimizer.state.update(
@@ -101,18 +117,3 @@ class Update:
             self.entries = list(map(optimizer.state.get, self.owned))
         if self._shards is not None:
             torch.autograd.graph.increment_version(self.owned)
-
-
-def _shard_of(entry: dict[Any, Any] | None, shard: LocalShard | None) -> dict[Any, Any] | None:
-    if entry is None or shard is None:
-        return entry
-    return {key: shard.of_state(value) for key, value in entry.items()}
-
-
-def _whole_of(stepped: dict[Any, Any], entry: dict[Any, Any] | None, shard: LocalShard) -> dict[Any, Any]:
-    """The parameter's own entry, with what the update of its shard has added or replaced."""
-    entry = {} if entry is None else entry
-    for key, value in stepped.items():
-        if key not in entry or shard.of_state(entry[key]) is not value:
-            entry[key] = shard.as_state(value)
-    return entry

@@ -14,6 +14,7 @@ from instep._refusals import (
     mixed_precision,
     model,
     nonfinite,
+    offload,
     optimizers,
     parameters,
     schedule,
@@ -47,8 +48,10 @@ OPTIONS: Sequence[Rule] = (
     clipping.exact_while_writing,
     clipping.mode_with_undo,
     undo.scaled_gradients,
+    offload.unknown,
     checking.no_number,
     checking.with_shards,
+    offload.checked,
 )
 # The model and its wrappers, with these options.
 MODEL: Sequence[Rule] = (
@@ -84,6 +87,7 @@ MODEL: Sequence[Rule] = (
 PARAMETERS: Sequence[Rule] = (
     parameters.unsteppable,
     parameters.all_frozen,
+    offload.on_the_cpu,
     ddp.delayed,
     ddp.around_the_model,
     parameters.shared_memory,

@@ -227,6 +227,8 @@ class BackwardSchedule(BucketSink):
     def synchronize(self) -> None:
         self._step.backwards.let_go()
         self._step.streams.join_all()
+        for stepper in self._step.members.steppers:
+            stepper.settle()
         self._writes.hear(wait=True)
 
     def before_state(self, stepper: Stepper, *, saving: bool) -> None:

@@ -105,7 +105,7 @@ class HandOver:
         step.ledger.require_whole()
         if not step.round.owing:
             self._deferring.step_begins()
-        if self._is_torchs:
+        if self._is_torchs and not stepper.takes_all:
             self._leave(stepper, mine)
             return
         with_gradient = _with_gradient(mine)
@@ -141,8 +141,8 @@ class HandOver:
     def _take(self, stepper: Stepper, with_gradient: AttachedParameters, clip: Clip | None, *, in_loop: bool) -> None:
         """The step is taken: put off all that can wait, and leave the rest to ``optimizer.step()``."""
         step, mine = self._step, self._step.members.of(stepper)
-        if not with_gradient.are_plain and any(map(_is_sharded, with_gradient)):
-            require_same_in_autocast(stepper.optimizer())  # this rank's shards are updated by instep, put off or not
+        if stepper.takes_all or (not with_gradient.are_plain and any(a.only_here for a in with_gradient)):
+            require_same_in_autocast(stepper.optimizer())  # they are updated by instep, put off or not
         in_flight = self._in_flight_of(mine)
         may_wait = in_loop and self._can_be_put_off(stepper)
         waiting = dict.fromkeys(with_gradient, False)
@@ -152,7 +152,7 @@ class HandOver:
         in_flight = _without_landed(in_flight, waiting)
         later = with_gradient
         if not all(waiting.values()):
-            later = AttachedParameters(a for a, wait in waiting.items() if wait or _is_sharded(a))
+            later = AttachedParameters(a for a, wait in waiting.items() if wait or a.only_here)
         if len(later) < len(with_gradient):
             self._require_agreement()
             if clip is not None:
@@ -302,7 +302,7 @@ class HandOver:
     ) -> list[PendingBucket]:
         """Take the gradients off."""
         step, optimizer = self._step, stepper.optimizer()
-        handed_over = HandedOverStep(optimizer, parameters, step.number, self.vote, self._pending.recorder, step.times)
+        handed_over = HandedOverStep(stepper, parameters, step.number, self.vote, self._pending.recorder, step.times)
         begin_state(optimizer, parameters.tensors())
         keep = partial(step.check.keep, stepper) if step.check is not None and step.checks else None
         buckets = []
@@ -359,10 +359,6 @@ def _with_gradient(parameters: AttachedParameters) -> AttachedParameters:
 
 def _finds_gradient(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-
-
-def _is_sharded(attached: AttachedParameter) -> bool:
-    return attached.shard is not None and attached.shard.state_is_sharded
 
 
 def _without_landed(in_flight: InFlight, waiting: Mapping[AttachedParameter, bool]) -> InFlight:

@@ -119,6 +119,9 @@ class Outcome:
 class HandedOverStep:
     """An optimizer as it was when its ``step()`` was called.
 
+    Args:
+        stepper: of the optimizer.
+
     Attributes:
         number: of the step.
         optimizer: the user's, weakly.
@@ -132,18 +135,19 @@ class HandedOverStep:
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        stepper: Stepper,
         parameters: AttachedParameters,
         number: int,
         vote: Vote | None,
         recorder: Recorder | None,
         times: StepTimes,
     ) -> None:
+        optimizer = stepper.optimizer()
         self.number = number
         self.optimizer = weakref.ref(optimizer)
         self.entries_before = len(optimizer.state)
         self._frozen = snapshot_of(optimizer)  # held here: the stepper holds it weakly
-        self.stepper = Stepper(self._frozen, looks_back=False)
+        self.stepper = Stepper(self._frozen, looks_back=False, home=stepper.home)
         self.circumstances = _Circumstances(optimizer)
         self.outcome = Outcome(parameters)
         self.unapplied: list[PendingBucket] = []

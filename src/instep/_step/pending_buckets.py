@@ -193,6 +193,7 @@ class PendingBuckets:
             self.wait(bucket)
             if bucket.step is not step:
                 bucket.step.outcome.is_over()
+        step.stepper.settle()
         outcome, ledger = step.outcome, self._step.ledger
         pending = [name for name in outcome.pending if name not in outcome.applied]
         accepted = step.number if outcome.written else step.number - 1

@@ -94,6 +94,8 @@ class Rollback:
         self._kept.release(step.members.all)
         if self._found is None:
             self._found = _written_since(step.members)
+        for stepper in step.members.steppers:
+            stepper.settle()
         for device in self.copies.devices:
             # On the side stream, which comes after the trial.
             with step.streams.on(device):

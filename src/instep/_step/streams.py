@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from instep._optim.current_stream import on_stream
+
 
 def is_captured(device: torch.device) -> bool:
     """Whether a CUDA graph is being recorded: all that is launched for a step is to be in it, on the loop's stream."""
@@ -130,26 +132,17 @@ class StepStreams:
         if device.type == "cpu":
             yield
             return
-        current = torch.accelerator.current_stream(device)
         side = self._sides.get(device)
         if side is None:
             side = self._sides[device] = _Side(torch.Stream(device), self.makers)
-        if current == side.stream:
+        if torch.accelerator.current_stream(device) == side.stream:
             yield
             return
         self.makers.saw(device)
         for stream in side.makers:
             side.stream.wait_stream(stream)
-        index = torch.accelerator.current_device_index()
-        try:
-            torch.accelerator.set_stream(side.stream)  # and its device, which may not be the loop's
+        with on_stream(side.stream):
             yield
-        finally:
-            try:
-                _go_on(current, index)
-            except BaseException:  # Ctrl-C: the loop is to go on where it was
-                _go_on(current, index)
-                raise
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep alive ``tensors``, which the side stream of their device has used, until the stream that was current
@@ -211,10 +204,3 @@ class StepStreams:
         for side in self._sides.values():
             side.stream.synchronize()
             side.drop()
-
-
-def _go_on(stream: torch.Stream, device_index: int) -> None:
-    """Make ``stream`` current on its device, and that device current."""
-    torch.accelerator.set_stream(stream)
-    if device_index != stream.device.index:
-        torch.accelerator.set_device_index(device_index)

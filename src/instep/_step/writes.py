@@ -170,6 +170,8 @@ class Writes(ABC):
         pending = [a.spec.name for a in offered if not members.is_applied(a) and a.spec.name not in unsure]
         step.ledger.tear(number, names, pending, cause, in_part=bool(pending), unsure=tuple(unsure))
         self.release()
+        for stepper in members.steppers:
+            stepper.settle()  # it is there to be read
         step.ledger.votes.say_failed(number)
 
     def _tear_and_raise(self, error: InstepError) -> NoReturn:
@@ -241,10 +243,11 @@ class Writes(ABC):
 
     def _step_rest(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
         """Step those of ``left`` that the optimizer's own ``step()`` could not: torch's foreach kernels refuse plain
-        tensors beside DTensors, and DTensors of several meshes, and know nothing of shards."""
+        tensors beside DTensors, and DTensors of several meshes, and know nothing of shards, nor of state that is
+        elsewhere."""
         rest = [a for a in left if gradient_of(a) is not None]
         sharded = [a for a in rest if a.shard is not None and a.shard.state_is_sharded]
-        if not sharded and not self._is_mixed(stepper, rest):
+        if not sharded and not stepper.takes_all and not self._is_mixed(stepper, rest):
             return
         require_same_in_autocast(stepper.optimizer())
         gradients = [g for a in rest if (g := gradient_of(a)) is not None]

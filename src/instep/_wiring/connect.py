@@ -23,6 +23,7 @@ from instep._step.accumulation import Accumulation
 from instep._step.schedule import Schedule
 from instep._wiring.build import Parts
 from instep._wiring.held import living_parameters
+from instep._wiring.offloading import offload
 from instep._wiring.ranks import communicates, voting_of
 from instep.options import Options
 from instep.target import Target
@@ -121,6 +122,8 @@ def _watch_saving(parts: Parts, target: Target, options: Options) -> None:
             before_load = UntracedHook(partial(parts.steps.before_state, stepper, False))
             parts.handles.append(optimizer.register_state_dict_pre_hook(before_save))
             parts.handles.append(optimizer.register_load_state_dict_pre_hook(before_load))
+    if options.offload is not None:
+        offload(parts.schedule.parameters, target.optimizers, parts.held.steppers, parts.handles)
     wrapped: set[nn.Module] = {one.module for one in target.wrapped}
     for saved in {*target.called, *wrapped}:
         parts.handles.append(saved.register_state_dict_pre_hook(BoundHook(parts.steps.before_model_state)))

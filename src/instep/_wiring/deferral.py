@@ -20,7 +20,7 @@ from instep.target import Target
 def deferring_of(options: Options, target: Target, held: Held) -> Deferring:
     """Decides of each step."""
     if options.always_puts_off:
-        return Always(alone=options.defer is True and not options.communication.puts_off)
+        return Always(alone=options.defer is True and not options.puts_off_unasked)
     if options.defer is False:
         return Never()
     return Trial(partial(_prevented, held), _others_of(target))

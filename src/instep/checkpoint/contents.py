@@ -1,6 +1,7 @@
 """What of a model and its optimizers goes into a checkpoint, as this rank has it."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,11 @@ class TrainingState:
         by_id = attached_parameters()
         found = [by_id[id(named.tensor)] for named in self.parameters if id(named.tensor) in by_id]
         self.attachments: list[Attachment] = list(dict.fromkeys(found))
+        self._offloaded = {id(p) for one in self.attachments for p in one.offloaded()}
+
+    def is_offloaded(self, parameter: torch.Tensor, shape: Sequence[int]) -> bool:
+        """Whether state of this shape lives in host memory, and would be beside ``parameter`` without ``offload``."""
+        return id(parameter) in self._offloaded and math.prod(shape) > 1
 
     def labelled(self) -> Iterator[tuple[str, Optimizer]]:
         """The optimizers, as messages name them."""
@@ -182,7 +188,7 @@ class LocalState:
                 def put(path: str, tensor: Any, p: Any = parameter, name: str = name, where: str = where) -> Json:
                     key = self._put(f"optimizer/{number}/state/{name}{path}", where + path, tensor, finite=True)
                     leaf: dict[str, Json] = {"tensor": key}
-                    if tensor.device.type != p.device.type:
+                    if tensor.device.type != p.device.type and not training.is_offloaded(p, tensor.shape):
                         leaf["elsewhere"] = True
                     if is_sharded(p) and not is_sharded(tensor):
                         leaf["plain"] = True

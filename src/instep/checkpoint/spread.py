@@ -33,9 +33,12 @@ def without_sums(tensor: Any) -> Any:
     return tensor.redistribute(placements=[replicate if p.is_partial() else p for p in tensor.placements])
 
 
-def empty_beside(parameter: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
+def empty_beside(parameter: Any, shape: Sequence[int], dtype: torch.dtype, *, in_host_memory: bool) -> Any:
     """A new ``DTensor`` on the mesh of ``parameter``: spread as that is if of its shape, else whole on each rank."""
     if tuple(shape) == tuple(parameter.shape):
+        if in_host_memory:
+            local = torch.empty_like(parameter._local_tensor, dtype=dtype, device="cpu", pin_memory=True)
+            return spread(local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     tensor: Any = sys.modules["torch.distributed.tensor"]
     local = torch.empty(shape, dtype=dtype, device=parameter._local_tensor.device)

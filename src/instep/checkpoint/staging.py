@@ -35,11 +35,11 @@ class StagedLoad:
         self.states: list[tuple[Optimizer, dict[torch.Tensor, dict[str, Any]], dict[Any, Any]]] = []
         self.groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.norms: list[torch.Tensor | None] = []
-        self._training = training
+        self.training = training
 
     @torch.no_grad()
     def write(self) -> None:
-        for attachment, norm in zip(self._training.attachments, self.norms, strict=True):
+        for attachment, norm in zip(self.training.attachments, self.norms, strict=True):
             attachment.restore(self.manifest.step, norm)
         for into, values in self.copies:
             into.copy_(values)
@@ -49,7 +49,7 @@ class StagedLoad:
             optimizer.state.update(state)
         for group, new in self.groups:
             group.update(new)
-        for named in self._training.parameters:
+        for named in self.training.parameters:
             named.tensor.grad = None
 
 
@@ -287,16 +287,19 @@ class _IntoOptimizer:
         if isinstance(existing, torch.Tensor) and existing.dtype == record.dtype:
             return existing
         like = record.shape == tuple(parameter.shape)
+        offloaded = self._staged.training.is_offloaded(parameter, record.shape)
         if is_sharded(parameter) and not leaf.get("plain") and key != "step" and (like or record.shape):
-            return empty_beside(parameter, record.shape, record.dtype)
+            return empty_beside(parameter, record.shape, record.dtype, in_host_memory=offloaded)
         device = local_of(parameter).device
         # As in torch's own load_state_dict.
         at_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-        if at_host or leaf.get("elsewhere"):
+        if at_host or offloaded or leaf.get("elsewhere"):
             device = torch.device("cpu")
         if like and not is_sharded(parameter):
-            return torch.empty_like(parameter, dtype=record.dtype, device=device, requires_grad=False)
-        return torch.empty(record.shape, dtype=record.dtype, device=device)
+            made = torch.empty_like(parameter, dtype=record.dtype, device=device, requires_grad=False)
+        else:
+            made = torch.empty(record.shape, dtype=record.dtype, device=device)
+        return made.pin_memory() if offloaded else made
 
 
 def _norms(reader: CheckpointReader, attachments: Sequence[Attachment]) -> list[torch.Tensor | None]:
