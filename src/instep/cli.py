@@ -156,6 +156,14 @@ def plan(
     micro_batches: Annotated[
         int, typer.Option(help="Number of forwards and backwards in one step, on one device.")
     ] = 1,
+    offload: Annotated[
+        str | None,
+        typer.Option(help="host: plan with optimizer state in host memory, too.", show_default=False),
+    ] = None,
+    pcie_gbytes: Annotated[
+        float | None,
+        typer.Option(help="Speed between host and device, in GB/s in each direction.", show_default="25"),
+    ] = None,
     gbits: Annotated[
         float | None, typer.Option(help="Speed of each rank's link, in Gbit/s in each direction.", show_default="100")
     ] = None,
@@ -199,8 +207,9 @@ def plan(
         bucket_cap_mb,
         bucket_view,
         bucket_bytes,
-        Rates(gbits, latency_us, tflops, terabytes, forward_ms),
+        Rates(gbits, latency_us, tflops, terabytes, forward_ms, pcie_gbytes),
         micro_batches,
+        offload,
     )
     from instep.planning.run import run
 

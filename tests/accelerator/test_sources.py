@@ -125,7 +125,8 @@ def train(
     wrap, ways = SOURCES[source]
     torch.manual_seed(0)
     model = wrap(Blocks())
-    options = None if way is None else {**ways[way], **_SIZES.get(source, {})}
+    offload = how.pop("offload", None)
+    options = None if way is None else {**ways[way], **_SIZES.get(source, {}), "offload": offload}
     if options is not None and "clip_value" in how:
         options["clip"] = instep.ClipValue(how.pop("clip_value"))
     loss = _loss if source == "tensor parallel" else _of_this_rank(_loss)

@@ -17,6 +17,14 @@ def rows() -> torch.Tensor:
     return torch.ones(3, 8)
 
 
+def forty_layers() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(40)])
+
+
+def two_rows() -> torch.Tensor:
+    return torch.ones(2, 128)
+
+
 def layers_and_rows() -> tuple[nn.Module, torch.Tensor]:
     return layers(), rows()
 

@@ -126,3 +126,35 @@ def test_nothing_is_planned_where_instep_is_off(monkeypatch: pytest.MonkeyPatch)
     code, _, error = invoke(f"{HERE}:layers")
     assert code == 2
     assert "INSTEP_DISABLE" in error
+
+
+def test_offload_has_its_rows_and_its_price(tmp_path: Path) -> None:
+    written = tmp_path / "plan.json"
+    words = (f"{HERE}:layers", "--inputs", f"{HERE}:rows", "--terabytes", 1, "--forward-ms", 1e-4, "--bucket-bytes", 1)
+    code, shown, _ = invoke(*words, "--offload", "host", "--pcie-gbytes", 2, "--json", written)
+    assert code == 0
+    assert "offload='host' copies 4.06 KiB of state to the device and back in each step: 2.1 µs, beside a" in shown
+    assert 'Take instep.attach(model, optimizer, schedule="backward", offload="host")' in shown
+    numbers = json.loads(written.read_text())
+    state = numbers["sizes"]["state"]["float32"]
+    assert numbers["offloaded"] == {"nbytes": state, "seconds": state / 2e9, "exposed": state / 2e9 - 2e-7}
+    peaks = {(peak["way"], peak["implementation"]): peak for peak in numbers["peaks"]}
+    # Of the largest layer and the one before or after it, with 4 bytes for each parameter's number of steps.
+    two = 2 * 4 * (16 * 16 + 16) + 2 * 4
+    for way in ("backward", "forward"):
+        without, found = peaks[way, "fused"], peaks[f"{way}, offload", "fused"]
+        assert without["own"] - found["own"] == without["total"] - found["total"] >= state - 2 * two
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--offload", "disk"), "--offload disk: it is host, or left out"),
+        (("--pcie-gbytes", 12), "--pcie-gbytes is for --offload host: give both"),
+        (("--offload", "host", "--pcie-gbytes", 0), "--pcie-gbytes 0.0: a number above 0 is needed"),
+    ],
+)
+def test_options_of_offload_that_make_no_sense(words: tuple[object, ...], said: str) -> None:
+    code, _, error = invoke(f"{HERE}:layers", *words)
+    assert code != 0
+    assert said in error

@@ -279,12 +279,13 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def _can_be_read(tensor: torch.Tensor) -> bool:
-    """Without waiting for an accelerator."""
-    return _is_small(tensor) and tensor.device.type == "cpu"
+    """Without waiting for an accelerator, which may be copying to pinned memory."""
+    return _is_small(tensor) and tensor.device.type == "cpu" and not tensor.is_pinned()
 
 
 def _waits_for_host(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and _is_small(value) and not _can_be_read(value) and not value.is_meta
+    is_elsewhere = isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta")
+    return is_elsewhere and _is_small(value)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -57,6 +57,6 @@ class Copies:
     def finish(self) -> None:
         """Return when all copies have been made."""
         if self.is_under_way:
-            self._in.synchronize()
+            self._out.wait_stream(self._in)
             self._out.synchronize()
             self._returning, self.is_under_way = [], False

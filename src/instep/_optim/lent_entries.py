@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from instep._optim.parts import are_plain, memory_of
 from instep._optim.reach import reached_from
 from instep.errors import UnsupportedOptimizerError
 
@@ -138,7 +139,9 @@ class LentEntries:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    memory = memory_of(tensor)
+    has_one = are_plain([memory]) and memory.layout is torch.strided
+    return memory.untyped_storage().data_ptr() if has_one else 0
 
 
 def _is_alike(value: torch.Tensor, home: torch.Tensor) -> bool:

@@ -19,6 +19,14 @@ def checked(target: Target, options: Options) -> None:
         )
 
 
+def divided(target: Target, options: Options) -> None:
+    if options.offload is not None and options.communication.shard_state:
+        raise AttachError(
+            f"offload={options.offload!r} does not go with shard_state=True, which sends optimizer state between the "
+            "ranks' devices in state_dict() and detach(). Leave out one of the two"
+        )
+
+
 def on_the_cpu(target: Target, options: Options) -> None:
     if options.offload is None:
         return

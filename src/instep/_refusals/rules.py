@@ -52,6 +52,7 @@ OPTIONS: Sequence[Rule] = (
     checking.no_number,
     checking.with_shards,
     offload.checked,
+    offload.divided,
 )
 # The model and its wrappers, with these options.
 MODEL: Sequence[Rule] = (

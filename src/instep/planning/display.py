@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from instep.planning.verdict import size_of, verdict
-from instep.report.estimate import EVERYTHING, Estimate, Peak, PlannedBucket
+from instep.report.estimate import EVERYTHING, Estimate, Offloaded, Peak, PlannedBucket, Times
 
 SHOWN = 12
 """Buckets; of more, the first and the last."""
@@ -33,6 +33,7 @@ def show(console: Console, estimate: Estimate, quiet: bool) -> None:
         _print(console, said)
         console.print(_buckets(estimate.buckets))
     _show_times(console, estimate)
+    _show_offloaded(console, estimate.offloaded, estimate.times)
     _show_refusals(console, estimate, quiet)
     if not quiet:
         for assumption in estimate.assumptions:
@@ -100,6 +101,19 @@ def _show_times(console: Console, estimate: Estimate) -> None:
     for one in times.schedules:
         table.add_row(one.schedule, _time(one.iteration), _time(one.exposed), f"{plain / one.iteration:.3f}")
     console.print(table)
+
+
+def _show_offloaded(console: Console, offloaded: Offloaded | None, times: Times) -> None:
+    if offloaded is None:
+        return
+    beside = ""
+    if offloaded.exposed is not None and times.backward is not None:
+        beside = f", beside a backward of {_time(times.backward)}: {_time(offloaded.exposed)} more in an iteration"
+    _print(
+        console,
+        f"offload='host' copies {size_of(offloaded.nbytes)} of state to the device and back in each step: "
+        f"{_time(offloaded.seconds)}{beside}",
+    )
 
 
 def _show_refusals(console: Console, estimate: Estimate, quiet: bool) -> None:

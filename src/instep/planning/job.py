@@ -11,6 +11,7 @@ class Rates:
         gbits: of each rank's link, in each direction; ``None``: a default, as with the latency.
         tflops: that forward and backward reach; ``None``: measured on this machine, as with the memory's terabytes.
         forward_ms: of one forward, measured; ``None``: from its operations.
+        pcie_gbytes: GB a second between host and device, in each direction; ``None``: a default.
     """
 
     gbits: float | None = None
@@ -18,6 +19,7 @@ class Rates:
     tflops: float | None = None
     terabytes: float | None = None
     forward_ms: float | None = None
+    pcie_gbytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Job:
         bucket_bytes: of ``instep.attach``; ``None``: its default.
         rates: how fast the machine is.
         micro_batches: forwards and backwards in one step, on one device.
+        offload: ``"host"``: also with optimizer state in host memory; ``None``: not.
     """
 
     build: str
@@ -49,3 +52,4 @@ class Job:
     bucket_bytes: int | None = None
     rates: Rates = Rates()
     micro_batches: int = 1
+    offload: str | None = None

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,11 +22,11 @@ from instep.planning.job import Job
 from instep.planning.planned_model import PlannedModel, optimizer_makers
 from instep.planning.rates import measured_flops, measured_memory_bytes
 from instep.planning.refusals import try_options, try_schedules
-from instep.report.estimate import EVERYTHING, Estimate, Machine, Peak, PlannedBucket, Sizes, times
+from instep.report.estimate import EVERYTHING, Estimate, Machine, Offloaded, Peak, PlannedBucket, Sizes, times
 from instep.sources.replicate.layout import BucketSizes, as_they_arrived
 from instep.sources.replicate.transient import IN_FLIGHT
 
-GBITS, LATENCY_US = 100.0, 20.0
+GBITS, LATENCY_US, PCIE_GBYTES = 100.0, 20.0, 25.0
 
 
 def plan(job: Job, *, refusals: bool = False) -> Estimate:
@@ -49,7 +49,7 @@ def plan(job: Job, *, refusals: bool = False) -> Estimate:
 
 def _require_sensible(job: Job) -> None:
     positive = ("world_size", "micro_batches", "bucket_cap_mb", "bucket_bytes")
-    rates = ("gbits", "tflops", "terabytes", "forward_ms")
+    rates = ("gbits", "tflops", "terabytes", "forward_ms", "pcie_gbytes")
     given = {name: getattr(job, name) for name in positive} | {name: getattr(job.rates, name) for name in rates}
     for name, value in given.items():
         if value is not None and not value > 0:
@@ -57,6 +57,10 @@ def _require_sensible(job: Job) -> None:
     latency = job.rates.latency_us
     if latency is not None and latency < 0:
         raise PlanError(f"--latency-us {latency}: a number of at least 0 is needed")
+    if job.offload not in (None, "host"):
+        raise PlanError(f"--offload {job.offload}: it is host, or left out")
+    if job.rates.pcie_gbytes is not None and job.offload is None:
+        raise PlanError("--pcie-gbytes is for --offload host: give both")
     if job.world_size > 1 and job.bucket_bytes is not None:
         raise PlanError("--bucket-bytes is for one device: DistributedDataParallel's buckets have --bucket-cap-mb")
     if job.world_size > 1 and job.micro_batches > 1:
@@ -102,6 +106,7 @@ class _Planning:
             plain.activations if self._planned.runs else None,
         )
         forward = self._forward_seconds(machine)
+        found = times(buckets, machine, forward)
         return Estimate(
             model=type(model).__name__,
             optimizer=job.optimizer.rpartition(":")[2],
@@ -111,7 +116,8 @@ class _Planning:
             sizes=sizes,
             peaks=tuple(peaks),
             buckets=buckets,
-            times=times(buckets, machine, forward),
+            times=found,
+            offloaded=self._offloaded(sum(sizes.state.values()), found.backward),
             refusals=refusals,
             accepted=accepted,
             assumptions=tuple(self._assumptions),
@@ -144,9 +150,12 @@ class _Planning:
         if not self._first.buckets:
             self._first = replace(self._first, buckets=attached.buckets)
         yield "backward", attached
+        yield from self._away("backward", attached, attached.buckets)
         if self._job.micro_batches > 1:
             yield "backward, micro_batches", run.attached(size, together=True)
-        yield "forward", run.by_bucket(self._step_buckets())
+        forward = run.by_bucket(self._step_buckets())
+        yield "forward", forward
+        yield from self._away("forward", forward, self._named(self._step_buckets()))
         yield "backward, undo", run.attached(size, undo=True)
 
     def _among_ranks(self, make: MakeOptimizer) -> Iterator[tuple[str, Measured]]:
@@ -161,6 +170,7 @@ class _Planning:
         transient = run.attached(self._sizes.rest)
         backward = run.by_bucket(ddp, ddp, view=view)
         yield "backward", backward
+        yield from self._away("backward", backward, self._named(ddp))
         yield "forward", run.by_bucket(self._step_buckets(), ddp, view=view)
         yield "backward, undo", run.by_bucket(ddp, ddp, view=view, undo=True)
         state = sum(sum(one.values()) for one in backward.state.values())
@@ -173,6 +183,32 @@ class _Planning:
             yield f"{schedule}, shard_state", replace(backward, peak=own + max(during, step), own=own)
         in_flight = sorted((sum(p.nbytes for p in bucket) for bucket in ddp), reverse=True)[:IN_FLIGHT]
         yield "backward, replicate", replace(transient, peak=transient.peak + sum(in_flight))
+
+    def _away(self, way: str, seen: Measured, buckets: Sequence[Sequence[str]]) -> Iterator[tuple[str, Measured]]:
+        """The same with ``offload="host"``: state of two buckets that are stepped one after the other is there."""
+        if self._job.offload is None:
+            return
+        of_buckets = [self._state_of(seen, bucket) for bucket in buckets]
+        two = max(map(sum, zip(of_buckets, [*of_buckets[1:], 0], strict=True)), default=0)
+        away = sum(of_buckets) - two
+        yield f"{way}, offload", replace(seen, peak=seen.peak - away, own=seen.own - away)
+
+    def _state_of(self, seen: Measured, names: Sequence[str]) -> int:
+        places = {name: number for number, (name, _) in enumerate(self._planned.model.named_parameters())}
+        return sum(sum(seen.state.get(places[name], {}).values()) for name in names)
+
+    def _named(self, buckets: Sequence[Sequence[torch.Tensor]]) -> list[list[str]]:
+        names = {id(p): name for name, p in self._trained.items()}
+        return [[names[id(p)] for p in bucket] for bucket in buckets]
+
+    def _offloaded(self, state: int, backward: float | None) -> Offloaded | None:
+        if self._job.offload is None:
+            return None
+        speed = self._job.rates.pcie_gbytes or PCIE_GBYTES
+        if self._job.rates.pcie_gbytes is None:
+            self._assumptions.append(f"{speed:g} GB/s between host and device, in each direction (--pcie-gbytes)")
+        seconds = state / (speed * 1e9)
+        return Offloaded(state, seconds, None if backward is None else max(0.0, seconds - backward))
 
     @property
     def _sizes(self) -> BucketSizes:
@@ -199,17 +235,14 @@ class _Planning:
         return [[self._trained[spec.name] for spec in bucket.parameters] for bucket in buckets]
 
     def _buckets(self, plain: Measured) -> tuple[PlannedBucket, ...]:
-        names = {id(p): name for name, p in self._trained.items()}
-        places = {name: number for number, (name, _) in enumerate(self._planned.model.named_parameters())}
         if self._job.world_size > 1:
-            buckets = [tuple(names[id(p)] for p in bucket) for bucket in self._ddp_buckets()]
+            buckets = list(map(tuple, self._named(self._ddp_buckets())))
         else:
             buckets = list(plain.buckets) or [tuple(self._order)]  # refused: the optimizer steps all at once
         made = []
         for bucket in buckets:
             nbytes = sum(self._trained[name].nbytes for name in bucket)
-            state = sum(sum(plain.state[places[name]].values()) for name in bucket if places[name] in plain.state)
-            made.append(PlannedBucket(nbytes, bucket, 3 * nbytes + 2 * state))
+            made.append(PlannedBucket(nbytes, bucket, 3 * nbytes + 2 * self._state_of(plain, bucket)))
         return tuple(made)
 
     def _machine(self) -> Machine:

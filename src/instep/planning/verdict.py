@@ -6,6 +6,7 @@ from instep.report.estimate import EVERYTHING, Estimate, Peak
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 BACKWARD, REPLICATE, TOGETHER = 'schedule="backward"', "instep.replicate", "overlap.micro_batches()"
+OFFLOAD = f'{BACKWARD}, offload="host"'
 WORTH = 0.05
 """Of the peak: less than that is not worth a schedule that has limits."""
 
@@ -35,6 +36,7 @@ def _best(peaks: Mapping[str, Peak]) -> tuple[str, int]:
     """Of the ways that free gradients early the one with the lowest peak, in words, and that peak."""
     ways = {
         "backward": BACKWARD,
+        "backward, offload": OFFLOAD,
         "backward, replicate": f"{REPLICATE} with {BACKWARD}",
         "backward, micro_batches": f"{TOGETHER} with {BACKWARD}",
     }
@@ -51,7 +53,7 @@ def _line(estimate: Estimate, way: str | None) -> str:
         return "instep.attach(model, optimizer)"
     wrap = f"model = {REPLICATE}(model), and " if REPLICATE in way else ""
     call = f", and {TOGETHER} in place of the loop over micro-batches" if TOGETHER in way else ""
-    return f"{wrap}instep.attach(model, optimizer, {BACKWARD}){call}"
+    return f"{wrap}instep.attach(model, optimizer, {OFFLOAD if OFFLOAD in way else BACKWARD}){call}"
 
 
 def size_of(size: int) -> str:

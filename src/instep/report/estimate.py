@@ -111,6 +111,21 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
+class Offloaded:
+    """``offload="host"``: what is copied in a step.
+
+    Attributes:
+        nbytes: of state, in each direction.
+        seconds: that this takes, in both directions at a time.
+        exposed: of these, what backward does not hide; ``None``: it is not known how long backward takes.
+    """
+
+    nbytes: int
+    seconds: float
+    exposed: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Refusal:
     """What ``attach`` says to some options in this set-up."""
 
@@ -123,6 +138,7 @@ class Estimate:
     """The whole plan, as ``--json`` writes it.
 
     Attributes:
+        offloaded: ``None``: it was not asked for.
         accepted: options, with the schedule, that ``attach`` takes.
         assumptions: what was not given, and taken to be so.
     """
@@ -136,6 +152,7 @@ class Estimate:
     peaks: tuple[Peak, ...]
     buckets: tuple[PlannedBucket, ...]
     times: Times
+    offloaded: Offloaded | None
     refusals: tuple[Refusal, ...]
     accepted: tuple[str, ...]
     assumptions: tuple[str, ...]

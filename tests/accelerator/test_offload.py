@@ -1,0 +1,418 @@
+"""``offload="host"``: the plain loop's bits, no access left to chance, state of two buckets on the device at most."""
+
+import io
+from collections.abc import Callable, Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import instep
+from instep.errors import UnsupportedOptimizerError
+from instep.planning.job import Job, Rates
+from instep.planning.making import plan
+from tests.accelerator.loops import CLIP, HAPPENINGS, MODELS, ONLY, OPTIMIZERS, train
+from tests.accelerator.recording import recorded
+from tests.accelerator.test_host import require_waits
+from tests.accelerator.test_memory import BUCKET, GRADIENTS, measure, peak, plain_peak
+from tests.accelerator.test_one_device import compare
+from tests.accelerator.test_sources import HAPPENS, SOURCES, on_device
+from tests.cases import Blocks, batch
+from tests.distributed.pool import RankPool
+
+pytestmark = pytest.mark.accelerator
+WEIGHTS = GRADIENTS  # bytes of both
+OFFLOADED: Mapping[str, Mapping[str, Any]] = {
+    "backward": {"schedule": "backward", "offload": "host"},
+    "forward": {"schedule": "forward", "offload": "host"},
+    "undo": {"schedule": "backward", "undo": True, "offload": "host"},
+    "undo on the host": {"schedule": "backward", "undo": "host", "offload": "host"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _on_the_device() -> Any:
+    with torch.device("emu"):
+        yield
+
+
+@pytest.mark.parametrize("way", OFFLOADED)
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [
+        (model, optimizer)
+        for model, optimizer in product(MODELS, OPTIMIZERS)
+        # Of two devices the plain NAdam has its state on one.
+        if optimizer != "failing" and (model, optimizer) != ("two devices", "NAdam")
+    ],
+)
+def test_models_and_optimizers(model: str, optimizer: str, way: str) -> None:
+    compare(OFFLOADED[way], model=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("reader", ["another stream", "the host", "the next allocation"])
+@pytest.mark.parametrize(
+    ("happening", "way"), [(one, way) for one, way in product(HAPPENINGS, OFFLOADED) if way in ONLY.get(one, OFFLOADED)]
+)
+def test_what_happens_and_who_reads_next(happening: str, way: str, reader: str) -> None:
+    optimizer = "failing" if happening == "a bucket that fails" else "AdamW"
+    options = dict(OFFLOADED[way])
+    if happening == "a gradient that is not finite":
+        options["nonfinite"] = "skip"
+    compare(options, optimizer=optimizer, happening=happening, reader=reader, own_stream=True)
+
+
+CLIPS: Mapping[str, Mapping[str, Any]] = {
+    "forward": {"schedule": "forward", "clip": instep.ClipNorm(CLIP)},
+    "two passes": {"schedule": "backward", "clip": instep.ClipNorm(CLIP, mode="two_pass")},
+    "undo": {"schedule": "backward", "undo": True, "clip": instep.ClipNorm(CLIP)},
+}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_clips(clip: str, micro_batches: int) -> None:
+    compare({**CLIPS[clip], "offload": "host"}, {"clip": CLIP}, optimizer="fused", micro_batches=micro_batches)
+
+
+@pytest.mark.parametrize("way", ["forward", "undo"])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "fused"])
+def test_a_scaler(optimizer: str, way: str) -> None:
+    scalers = [torch.amp.GradScaler("emu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
+    options = {**OFFLOADED[way], **({"scaler": scalers[1]} if way == "undo" else {})}
+    expected = train(None, optimizer=optimizer, scaler=scalers[0])
+    with recorded() as log:
+        found = train(options, optimizer=optimizer, scaler=scalers[1])
+    assert all(map(torch.equal, expected, found))
+    log.assert_ordered()
+
+
+# Ranks.
+
+RANKS = [
+    (source, way)
+    for source, (_, ways) in SOURCES.items()
+    for way in ways
+    # The state of the first is in host memory, and that of the others is refused.
+    if source != "fsdp2, offloaded" and "shard_state" not in source
+]
+
+
+@pytest.mark.parametrize(("source", "way"), RANKS)
+def test_ranks(two_emulated_ranks: RankPool, source: str, way: str) -> None:
+    args = (source, way, "nothing", "another stream", True, "AdamW")
+    two_emulated_ranks.run(on_device, *args, offload="host")
+
+
+@pytest.mark.parametrize(
+    ("source", "way", "happening"),
+    [
+        (source, way, happening)
+        for source, happening in product(("ddp", "replicate", "fsdp2"), HAPPENS)
+        for way in HAPPENS[happening]
+        if way in OFFLOADED
+    ],
+)
+def test_what_happens_on_ranks(two_emulated_ranks: RankPool, source: str, way: str, happening: str) -> None:
+    two_emulated_ranks.run(on_device, source, way, happening, "another stream", False, "AdamW", offload="host")
+
+
+# Memory.
+
+
+def state_bytes(optimizer: str) -> int:
+    """Of the plain loop's, beside the weights."""
+    return plain_peak(optimizer).own - WEIGHTS
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "fused AdamW"])
+@pytest.mark.parametrize("way", ["backward", "undo on the host"])
+def test_state_of_two_buckets_is_on_the_device(way: str, optimizer: str) -> None:
+    options = {"schedule": "backward", **({"undo": "host"} if "undo" in way else {})}
+    beside = peak(optimizer, options) - peak(optimizer, {**options, "offload": "host"})
+    of_a_bucket = state_bytes(optimizer) * BUCKET // WEIGHTS
+    assert beside >= state_bytes(optimizer) - 2 * of_a_bucket - 1024
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "fused AdamW"])
+def test_forward_has_state_of_two_buckets_too(optimizer: str) -> None:
+    options = {"schedule": "forward", "defer": True}
+    beside = peak(optimizer, options) - peak(optimizer, {**options, "offload": "host"})
+    of_a_bucket = state_bytes(optimizer) * BUCKET // WEIGHTS
+    assert beside >= state_bytes(optimizer) - 2 * of_a_bucket - 1024
+
+
+def test_state_of_a_shard_leaves_the_device(two_emulated_ranks: RankPool) -> None:
+    plain, found = (
+        two_emulated_ranks.run(measure, "fsdp2", "SGD", {"schedule": "backward", "offload": offload})[0][0]
+        for offload in (None, "host")
+    )
+    assert plain - found >= WEIGHTS // 2 - 3 * BUCKET
+
+
+# What the loop sees.
+
+
+def attached(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, instep.Attachment]:
+    torch.manual_seed(0)
+    model = Blocks()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    given = {"schedule": "backward", "offload": "host", "bucket_bytes": 2_000, **options}
+    return model, optimizer, instep.attach(model, optimizer, **given)
+
+
+def learn(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for i in steps:
+        x, y = batch(i)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [t for entry in optimizer.state.values() for t in entry.values() if t.numel() > 1]
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [t.detach().cpu() for t in (*model.parameters(), *tensors_of(optimizer))]
+
+
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+def test_state_is_in_pinned_memory_and_may_be_read_after_the_step(schedule: str) -> None:
+    plain_model, plain, overlap = attached(offload=None, schedule=schedule)
+    overlap.detach()
+    model, optimizer, overlap = attached(schedule=schedule)
+    for i in range(3):
+        learn(plain_model, plain, range(i, i + 1))
+        with recorded() as log:
+            learn(model, optimizer, range(i, i + 1))
+            found = [t.clone() for t in tensors_of(optimizer)]
+        log.assert_ordered()
+        assert all(t.device.type == "cpu" and t.is_pinned() for t in tensors_of(optimizer))
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(found, tensors_of(plain), strict=True))
+    overlap.detach()
+
+
+def test_detach_brings_it_back() -> None:
+    model, optimizer, overlap = attached()
+    learn(model, optimizer, range(2))
+    overlap.detach()
+    assert {t.device.type for t in tensors_of(optimizer)} == {"emu"}
+    learn(model, optimizer, range(2, 4))
+    other, plain, without = attached(offload=None)
+    without.detach()
+    learn(other, plain, range(4))
+    assert all(map(torch.equal, everything(model, optimizer), everything(other, plain)))
+
+
+def test_state_from_before_attach_is_moved() -> None:
+    model, optimizer, overlap = attached(offload=None)
+    learn(model, optimizer, range(2))
+    overlap.detach()
+    with instep.attach(model, optimizer, schedule="backward", offload="host"):
+        assert {t.device.type for t in tensors_of(optimizer)} == {"cpu"}
+        learn(model, optimizer, range(2, 4))
+    other, plain, overlap = attached()
+    learn(other, plain, range(4))
+    assert all(map(torch.equal, everything(model, optimizer), everything(other, plain)))
+    overlap.detach()
+
+
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+@pytest.mark.parametrize("into", ["attached", "plain"])
+def test_a_state_dict_loads_anywhere(into: str, schedule: str) -> None:
+    model, optimizer, overlap = attached(schedule=schedule)
+    learn(model, optimizer, range(2))
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    saved = {key: _kept(value) for key, value in saved.items()}
+    learn(model, optimizer, range(2, 4))
+    other, loaded, again = attached(schedule=schedule)
+    learn(other, loaded, range(7, 8))
+    if into == "plain":
+        again.detach()
+    other.load_state_dict(saved["model"])
+    loaded.load_state_dict(saved["optimizer"])
+    assert {t.device.type for t in tensors_of(loaded)} == {"emu" if into == "plain" else "cpu"}
+    learn(other, loaded, range(2, 4))
+    assert all(map(torch.equal, everything(model, optimizer), everything(other, loaded)))
+    for one in (overlap, again):
+        one.detach()
+
+
+def _kept(value: Any) -> Any:
+    """As a file has it."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer)
+
+
+def test_loading_puts_no_state_on_the_device() -> None:
+    model, optimizer, overlap = attached()
+    learn(model, optimizer, range(2))
+    saved = _kept(optimizer.state_dict())
+    with recorded() as log:
+        optimizer.load_state_dict(saved)
+    overlap.detach()
+    assert log.count("alloc") == 0
+
+
+def test_loading_casts_as_torch_does() -> None:
+    model, optimizer, overlap = attached()
+    learn(model, optimizer, range(2))
+    saved = _kept(optimizer.state_dict())
+    for entry in saved["state"].values():
+        entry["exp_avg"] = entry["exp_avg"].double()
+    optimizer.load_state_dict(saved)
+    assert {t.dtype for t in tensors_of(optimizer)} == {torch.float32}
+    learn(model, optimizer, range(2, 3))
+    overlap.detach()
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+@pytest.mark.parametrize("into", ["attached", "plain"])
+def test_checkpoints(tmp_path: Path, into: str, schedule: str, before: int) -> None:
+    model, optimizer, overlap = attached(schedule=schedule)
+    learn(model, optimizer, range(2))
+    instep.save(tmp_path, model, optimizer)
+    learn(model, optimizer, range(2, 4))
+    other, loaded, again = attached(schedule=schedule)
+    learn(other, loaded, range(7, 7 + before))
+    if into == "plain":
+        again.detach()
+    instep.load(tmp_path, other, loaded)
+    assert {t.device.type for t in tensors_of(loaded)} == {"emu" if into == "plain" else "cpu"}
+    learn(other, loaded, range(2, 4))
+    assert all(map(torch.equal, everything(model, optimizer), everything(other, loaded)))
+    for one in (overlap, again):
+        one.detach()
+
+
+@pytest.mark.parametrize(("way", "more"), [("backward", 1), ("forward", 1)])
+def test_the_host_waits_once_a_step(way: str, more: int) -> None:
+    require_waits(OFFLOADED[way], more)
+
+
+def test_state_is_copied_ahead_of_its_step() -> None:
+    """While a bucket is stepped, the state of the next one is on its way: its copies are launched before."""
+    model, optimizer, overlap = attached()
+    learn(model, optimizer, range(2))
+    with recorded() as log:
+        learn(model, optimizer, range(2, 3))
+    overlap.detach()
+    ops = [line[2] for line in log.lines if line[0] == "op" and ("copy" in line[2] or "sqrt" in line[2])]
+    copies = [index for index, name in enumerate(ops) if name == "copy from host"]
+    steps = [index for index, name in enumerate(ops) if "sqrt" in name]
+    assert sum(copy < steps[0] for copy in copies) > len(tensors_of(optimizer)) // len(overlap.plan.buckets)
+
+
+@pytest.mark.parametrize("way", ["backward", "forward"])
+def test_the_plan_says_what_the_allocator_gives_out(way: str) -> None:
+    job = Job(
+        "tests.planning.models:forty_layers",
+        options=("fused=True",),
+        inputs="tests.planning.models:two_rows",
+        bucket_bytes=BUCKET,
+        offload="host",
+        rates=Rates(tflops=1, terabytes=1, pcie_gbytes=1),
+    )
+    with torch.device("cpu"):
+        said = {one.way: one.total for one in plan(job).peaks}
+    found = peak("fused AdamW", {"schedule": way, "defer": way == "forward", "offload": "host"})
+    assert abs(said[f"{way}, offload"] - found) < found / 10
+
+
+# What is refused.
+
+
+class Odd(torch.optim.SGD):
+    """SGD with state of a kind that cannot live in host memory."""
+
+    def __init__(self, params: Any, make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__(params, lr=0.1)
+        self.make = make
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and not self.state[p]:
+                    self.state[p]["odd"] = self.make(p.detach())
+        return super().step(closure)
+
+
+class Wrapper(torch.Tensor):
+    pass
+
+
+class Holder:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+def _twice(p: torch.Tensor) -> list[torch.Tensor]:
+    made = torch.zeros_like(p)
+    return [made, made.view(-1)]
+
+
+REFUSED: Mapping[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "the parameter": (lambda p: p, "shares memory with another tensor"),
+    "a part of a larger one": (lambda p: torch.zeros(2 * p.numel(), device=p.device)[: p.numel()], "shares memory"),
+    "the same memory twice": (_twice, "shares memory"),
+    "a class of its own": (lambda p: torch.zeros_like(p).as_subclass(Wrapper), "is a Wrapper"),
+    "in host memory": (lambda p: torch.zeros(p.shape, device="cpu"), "is on cpu"),
+    "in an object": (lambda p: Holder(torch.zeros_like(p)), "holds tensors in a Holder"),
+    "sparse": (lambda p: torch.zeros_like(p).to_sparse(), r"is a Tensor \(torch.sparse_coo\)"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+def test_state_that_cannot_live_in_host_memory(schedule: str, kind: str) -> None:
+    make, said = REFUSED[kind]
+    model = nn.Linear(16, 8)
+    optimizer = Odd(model.parameters(), make)
+
+    def learn_once() -> None:
+        with instep.attach(model, optimizer, schedule=schedule, offload="host") as overlap:
+            model(torch.ones(2, 16)).sum().backward()
+            optimizer.step()
+            overlap.synchronize()
+
+    with pytest.raises(UnsupportedOptimizerError, match=rf"(?s)offload='host'.*Odd {said}"):
+        learn_once()
+
+
+@pytest.mark.parametrize("make", [lambda p: [torch.zeros_like(p), (torch.ones_like(p), 3)], lambda p: {"a": p + 1}])
+def test_state_in_containers(make: Callable[[torch.Tensor], Any]) -> None:
+    def run(**options: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8))
+        optimizer = Counting(model.parameters(), make)
+        with instep.attach(model, optimizer, schedule="backward", bucket_bytes=600, **options):
+            for _ in range(3):
+                model(torch.ones(2, 16)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return tree_leaves([optimizer.state[p] for p in model.parameters()] + list(model.parameters()))
+
+    with recorded() as log:
+        found = run(offload="host")
+    log.assert_ordered()
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(found, run(), strict=True))
+
+
+class Counting(Odd):
+    """Adds to all of its state in each step."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            for leaf in tree_leaves(self.state[p]):
+                if isinstance(leaf, torch.Tensor):
+                    leaf.add_(p)
+        return loss
