@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -299,16 +300,46 @@ def test_the_host_waits_once_a_step(way: str, more: int) -> None:
 
 
 def test_state_is_copied_ahead_of_its_step() -> None:
-    """While a bucket is stepped, the state of the next one is on its way: its copies are launched before."""
+    """Before the first bucket is stepped, the copies of its state and of that of the second are launched."""
     model, optimizer, overlap = attached()
     learn(model, optimizer, range(2))
+    first, second = (len(bucket.parameters) for bucket in overlap.plan.buckets[:2])
     with recorded() as log:
         learn(model, optimizer, range(2, 3))
     overlap.detach()
-    ops = [line[2] for line in log.lines if line[0] == "op" and ("copy" in line[2] or "sqrt" in line[2])]
-    copies = [index for index, name in enumerate(ops) if name == "copy from host"]
-    steps = [index for index, name in enumerate(ops) if "sqrt" in name]
-    assert sum(copy < steps[0] for copy in copies) > len(tensors_of(optimizer)) // len(overlap.plan.buckets)
+    kernels = log.kernels()
+    step = next(index for index, name in enumerate(kernels) if "sqrt" in name)
+    assert kernels[:step].count("copy from host") == 2 * (first + second) + len(batch(2))
+
+
+class Replacing(torch.optim.SGD):
+    """Makes its state anew in each step."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                self.state[p]["made"] = self.state[p].get("made", 0) + p.grad
+                p.sub_(self.state[p]["made"], alpha=0.1)
+
+
+def test_state_that_is_made_anew_in_each_step() -> None:
+    """It is copied out, and what the next bucket makes gets its memory."""
+
+    def run(**options: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(4)])
+        optimizer = Replacing(model.parameters(), lr=0.1)
+        with instep.attach(model, optimizer, schedule="backward", bucket_bytes=1, **options):
+            for _ in range(4):
+                model(torch.ones(2, 16)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return everything(model, optimizer)
+
+    with recorded() as log:
+        found = run(offload="host")
+    log.assert_ordered()
+    assert all(map(torch.equal, found, run()))
 
 
 @pytest.mark.parametrize("way", ["backward", "forward"])
@@ -325,6 +356,95 @@ def test_the_plan_says_what_the_allocator_gives_out(way: str) -> None:
         said = {one.way: one.total for one in plan(job).peaks}
     found = peak("fused AdamW", {"schedule": way, "defer": way == "forward", "offload": "host"})
     assert abs(said[f"{way}, offload"] - found) < found / 10
+
+
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+def test_a_gradient_that_no_backward_has_made(schedule: str) -> None:
+    """It is stepped in ``step()``, where torch's own would not find the state."""
+
+    def run(options: Mapping[str, Any] | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Blocks()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with nullcontext() if options is None else instep.attach(model, optimizer, **options):
+            for i in range(3):
+                for number, p in enumerate(model.parameters()):
+                    p.grad = torch.full_like(p, (i + 1) * 0.1 / (number + 1))
+                optimizer.step()
+                optimizer.zero_grad()
+                learn(model, optimizer, range(i, i + 1))
+        return everything(model, optimizer)
+
+    expected = run(None)
+    with recorded() as log:
+        found = run({"schedule": schedule, "offload": "host", "bucket_bytes": 2_000})
+    log.assert_ordered()
+    assert all(map(torch.equal, found, expected))
+
+
+class StoppedError(Exception):
+    """A backward is stopped."""
+
+
+def stop(gradient: torch.Tensor) -> None:
+    raise StoppedError
+
+
+@pytest.mark.parametrize("torn", [True, False])
+def test_state_is_read_when_the_step_is_torn(torn: bool) -> None:
+    model, optimizer, overlap = attached(**({} if torn else {"undo": True}))
+    learn(model, optimizer, range(2))
+    handle = next(model.parameters()).register_hook(stop)
+    with recorded() as log:
+        with pytest.raises(StoppedError):
+            learn(model, optimizer, range(2, 3))
+        assert overlap.state == ("torn" if torn else "open")
+        found = [t.clone() for t in tensors_of(optimizer)]
+    log.assert_ordered()
+    assert len(found) == len(tensors_of(optimizer))
+    handle.remove()
+    overlap.accept_torn() if torn else overlap.rollback()
+    overlap.detach()
+
+
+def test_state_is_written_after_a_backward_that_raised() -> None:
+    """Also that of a bucket that was on its way to the device."""
+    model, optimizer, overlap = attached()
+    learn(model, optimizer, range(2))
+    with recorded() as log:
+        handle = next(model.parameters()).register_hook(stop)
+        with pytest.raises(StoppedError):
+            learn(model, optimizer, range(2, 3))
+        handle.remove()
+        overlap.accept_torn()
+        for tensor in tensors_of(optimizer):
+            tensor.zero_()
+        learn(model, optimizer, range(3, 4))
+    log.assert_ordered()
+    overlap.detach()
+
+
+def test_state_is_written_in_backward() -> None:
+    """Of a bucket whose state has been copied to the device before."""
+
+    def run(options: Mapping[str, Any] | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Blocks()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        first = next(model.parameters())
+
+        def double(gradient: torch.Tensor) -> None:
+            optimizer.state[first]["momentum_buffer"].mul_(2)
+
+        with nullcontext() if options is None else instep.attach(model, optimizer, **options):
+            for i in range(4):
+                if i == 2:
+                    first.register_hook(double)
+                learn(model, optimizer, range(i, i + 1))
+        return everything(model, optimizer)
+
+    found = run({"schedule": "backward", "offload": "host", "bucket_bytes": 2_000})
+    assert all(map(torch.equal, found, run(None)))
 
 
 # What is refused.
