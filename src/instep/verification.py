@@ -133,6 +133,8 @@ def first_difference(plain: Iterator[tuple[str, Any]], other: Iterator[tuple[str
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
             if a.dtype != b.dtype or a.shape != b.shape:
                 return f"{name} is {a.dtype} {tuple(a.shape)}, attached {b.dtype} {tuple(b.shape)}"
+            if a.device != b.device:
+                a, b = a.cpu(), b.cpu()  # state of offload="host"
             if not _same_bits(a, b):
                 gap = (a.detach().double() - b.detach().double()).abs().max().item()
                 return f"{name} differs by up to {gap:.3g}"

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import instep
@@ -272,6 +275,58 @@ def test_loading_casts_as_torch_does() -> None:
     assert {t.dtype for t in tensors_of(optimizer)} == {torch.float32}
     learn(model, optimizer, range(2, 3))
     overlap.detach()
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+def test_torchs_own_checkpoints(schedule: str, before: int) -> None:
+    """Which have an optimizer without state make it, in a step of their own."""
+    model, optimizer, overlap = attached(schedule=schedule)
+    learn(model, optimizer, range(2))
+    saved = {key: _kept(value) for key, value in zip("mo", get_state_dict(model, optimizer), strict=True)}
+    learn(model, optimizer, range(2, 4))
+    other, loaded, again = attached(schedule=schedule)
+    learn(other, loaded, range(7, 7 + before))
+    set_state_dict(other, loaded, model_state_dict=saved["m"], optim_state_dict=saved["o"])
+    learn(other, loaded, range(2, 4))
+    assert {t.device.type for t in tensors_of(loaded)} == {"cpu"}
+    assert all(map(torch.equal, everything(model, optimizer), everything(other, loaded)))
+    for one in (overlap, again):
+        one.detach()
+
+
+def _resynced() -> None:
+    with torch.device("emu"):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Blocks())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with instep.attach(model, optimizer, schedule="backward", offload="host") as overlap:
+            learn(model, optimizer, range(2))
+            if dist.get_rank() == 1:
+                for tensor in tensors_of(optimizer):
+                    tensor.zero_()
+            overlap.resync_from(0)
+            assert all(t.is_pinned() for t in tensors_of(optimizer))
+            learn(model, optimizer, range(2, 4))
+            for tensor in everything(model, optimizer):
+                first = tensor.to("emu")
+                dist.broadcast(first, 0)
+                assert torch.equal(first.cpu(), tensor)
+
+
+def test_resync(two_emulated_ranks: RankPool) -> None:
+    two_emulated_ranks.run(_resynced)
+
+
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+def test_verify(schedule: str) -> None:
+    def build() -> Any:
+        model = Blocks()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, optimizer, lambda i: learn(model, optimizer, range(i, i + 1))
+
+    found = instep.verify(build, steps=3, schedule=schedule, offload="host")
+    assert found.difference is None
 
 
 @pytest.mark.parametrize("before", [0, 2])

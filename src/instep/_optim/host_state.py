@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.host_copies import Copies
-from instep._optim.lent_entries import Entry, LentEntries, tensors_in
+from instep._optim.lent_entries import Entry, LentEntries, is_at_home, tensors_in
 from instep._optim.parts import LocalShard, shard_of_entry, version_of, whole_of_entry
 from instep.errors import UnsupportedOptimizerError
 
@@ -156,6 +156,10 @@ def _entries_of(call: _Call, parameters: Sequence[torch.Tensor]) -> list[Entry |
     return [shard_of_entry(entry, shard) for entry, shard in zip(entries, call.shards, strict=True)]
 
 
+def _is_unpinned(value: object) -> bool:
+    return type(value) is torch.Tensor and is_at_home(value) and not value.is_pinned()
+
+
 class StateHome:
     """Where the state of one optimizer lives.
 
@@ -189,7 +193,7 @@ class StateHome:
         self._state.finish()
 
     def take_in(self) -> None:
-        """Move state that is on the device, or in host memory that no device can copy from by itself.
+        """Move state that is on the device.
 
         Raises:
             UnsupportedOptimizerError: there is state that cannot live in host memory.
@@ -201,6 +205,11 @@ class StateHome:
             (kept,) = lent.take_back([stepped], [parameter])
             torch.accelerator.current_stream(parameter.device).synchronize()
             self._put(entry, kept, shard)
+
+    def pin(self) -> None:
+        """Others have put tensors into the state, in host memory that no device can copy from by itself."""
+        for _, entry, _ in self._entries():
+            entry.update((key, value.pin_memory()) for key, value in entry.items() if _is_unpinned(value))
 
     def give_back(self) -> None:
         """Move the state to the device, where the optimizer's own ``step()`` finds it."""

@@ -29,4 +29,7 @@ def resync_from(parts: Parts, rank: int) -> None:
     parts.schedule.forget(gradients=True)
     parts.votes.forget()
     resync(model, parts.held.optimizers(), group, ranks.index(rank))
+    for stepper in parts.held.steppers:
+        if stepper.home is not None:
+            stepper.home.pin()
     parts.schedule.step_count = step
