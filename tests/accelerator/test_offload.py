@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import instep
-from instep.errors import UnsupportedOptimizerError
+from instep.errors import AttachError, UnsupportedOptimizerError
 from instep.planning.job import Job, Rates
 from instep.planning.making import plan
 from tests.accelerator.loops import CLIP, HAPPENINGS, MODELS, ONLY, OPTIMIZERS, train
@@ -503,6 +503,36 @@ def test_state_is_written_in_backward() -> None:
 
 
 # What is refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"offload": "disk"}, "offload must be None or 'host', not 'disk'"),
+        ({"offload": True}, "offload must be None or 'host', not True"),
+        ({"offload": "host", "check_steps": 2}, "check_steps=2 does not go with offload='host'"),
+        ({"offload": "host", "shard_state": True}, "offload='host' does not go with shard_state=True"),
+    ],
+)
+def test_options_that_do_not_go_together(options: Mapping[str, Any], said: str) -> None:
+    model = Blocks()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(AttachError, match=said):
+        instep.attach(model, optimizer, **options)
+
+
+def test_a_model_in_host_memory_is_refused() -> None:
+    with torch.device("cpu"):
+        model = Blocks()
+    with pytest.raises(ValueError, match=r"the parameter 'inner\.weight' is on cpu: leave out offload"):
+        instep.attach(model, torch.optim.AdamW(model.parameters()), offload="host")
+
+
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+def test_an_optimizer_that_is_stepped_as_a_whole_is_refused(schedule: str) -> None:
+    model = Blocks()
+    with pytest.raises(UnsupportedOptimizerError, match="without offload"):
+        instep.attach(model, torch.optim.LBFGS(model.parameters()), schedule=schedule, offload="host")
 
 
 class Odd(torch.optim.SGD):
