@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import instep
 from instep.errors import AttachError, UnsupportedOptimizerError
+from instep.options import Schedules
 from instep.planning.job import Job, Rates
 from instep.planning.making import plan
 from tests.accelerator.loops import CLIP, HAPPENINGS, MODELS, ONLY, OPTIMIZERS, train
@@ -529,7 +530,7 @@ def test_a_model_in_host_memory_is_refused() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["backward", "forward"])
-def test_an_optimizer_that_is_stepped_as_a_whole_is_refused(schedule: str) -> None:
+def test_an_optimizer_that_is_stepped_as_a_whole_is_refused(schedule: Schedules) -> None:
     model = Blocks()
     with pytest.raises(UnsupportedOptimizerError, match="without offload"):
         instep.attach(model, torch.optim.LBFGS(model.parameters()), schedule=schedule, offload="host")
@@ -577,7 +578,7 @@ REFUSED: Mapping[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.parametrize("schedule", ["backward", "forward"])
-def test_state_that_cannot_live_in_host_memory(schedule: str, kind: str) -> None:
+def test_state_that_cannot_live_in_host_memory(schedule: Schedules, kind: str) -> None:
     make, said = REFUSED[kind]
     model = nn.Linear(16, 8)
     optimizer = Odd(model.parameters(), make)

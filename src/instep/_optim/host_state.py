@@ -6,7 +6,7 @@ copied to the device, and that of the one before is copied back: so state of two
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,6 +42,9 @@ class _Ahead(NamedTuple):
     lent: LentEntries
     there: torch.Event
     found: Sequence[tuple[torch.Tensor, int]]
+
+
+Part = tuple[torch.Tensor, LocalShard | None]
 
 
 class HostState:
@@ -165,15 +168,13 @@ class StateHome:
 
     Args:
         optimizer: the user's, which is held weakly.
-        shard_of: the shard that is stepped in the place of a parameter of this ``id``, if one is.
+        parts: the parameters whose state lives there, each with the shard that is stepped in its place, if one is.
     """
 
-    def __init__(
-        self, state: HostState, optimizer: Optimizer, shard_of: Callable[[int], LocalShard | None] = lambda _: None
-    ) -> None:
+    def __init__(self, state: HostState, optimizer: Optimizer, parts: Callable[[], Iterable[Part]]) -> None:
         self._state = state
         self._optimizer = weakref.ref(optimizer)
-        self._shard_of = shard_of
+        self._parts = parts
 
     def lend(
         self,
@@ -224,9 +225,9 @@ class StateHome:
 
     def _entries(self) -> Iterator[tuple[torch.Tensor, Entry, LocalShard | None]]:
         optimizer = self._optimizer()
-        for parameter, entry in [] if optimizer is None else list(optimizer.state.items()):
-            if isinstance(parameter, torch.Tensor) and type(entry) is dict:
-                yield parameter, entry, self._shard_of(id(parameter))
+        for parameter, shard in self._parts():
+            if optimizer is not None and (entry := optimizer.state.get(parameter)):
+                yield parameter, entry, shard
 
     def _put(self, entry: Entry, found: Entry | None, shard: LocalShard | None) -> None:
         assert found is not None
