@@ -24,6 +24,7 @@ from instep.errors import InstepError
 from instep.sources.fsdp.wrappers import put_shards_in_place
 from instep.verification import first_difference, training_state
 from tests.cases import optimizer_cases
+from tests.devices import here
 from tests.parity.edits import EDITS
 from tests.parity.made import Made, Recipe
 from tests.parity.outputs import OUTPUTS
@@ -97,6 +98,7 @@ class Program:
     check_steps: int = 0
     no_sync: bool = False
     autocast: str = ""
+    offload: bool = False
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -162,6 +164,7 @@ def programs(draw: Any, ways: tuple[str, ...] = RIGHT) -> Program:
         decay=draw(st.sampled_from([None, 0.5, 0.9])),
         bucket_bytes=draw(st.sampled_from([1, 64, 512, 25_000_000])),
         seed=draw(st.integers(0, 3)),
+        offload=here().type != "cpu" and way != "shard_state" and draw(st.booleans()),
     )
 
 
@@ -269,6 +272,8 @@ class Loop:
             options["nonfinite"] = program.nonfinite
         if program.check_steps:
             options["check_steps"] = program.check_steps
+        if program.offload:
+            options["offload"] = "host"
         return instep.attach(self.model, self.optimizer, **options)
 
     def attach_again(self) -> None:
