@@ -16,7 +16,7 @@ from instep._gradients.policies import ClipNorm, ClipValue
 from instep._refusals.rules import DISABLED, LEFT_TO_TORCH, MODEL, OPTIONS, PARAMETERS, left_to_torch, refuse
 from instep.attachment import Attachment, attached_parameters, giving_way, register
 from instep.errors import AttachError
-from instep.options import Communication, Defer, Options, Schedules
+from instep.options import Communication, Defer, Options, Randomness, Schedules
 from instep.sources.ddp.hook_slot import CommHook
 from instep.sources.fsdp.wrappers import put_shards_in_place
 from instep.target import Target, as_one
@@ -44,6 +44,8 @@ def attach(
     cross_iteration: bool = False,
     shard_state: bool = False,
     check_steps: int = 0,
+    random: Literal["keyed"] | None = None,
+    seed: int | None = None,
 ) -> Attachment:
     """Step the parameters of ``model`` behind backward, or behind the next forward, with the user's ``optimizer``.
 
@@ -114,6 +116,12 @@ def attach(
             ``optimizer.step()`` returns, which with ``schedule="forward"`` waits for the update. Forward and backward
             run once, and random numbers stay the loop's. ``UnsupportedOptimizerError`` from ``optimizer.step()`` names
             the first tensor that differs; the step is torn, or with ``undo`` put back.
+        random: ``"keyed"``, with a ``seed``: for an optimizer that draws random numbers in its update (stochastic
+            rounding). Each parameter is stepped by one call for it alone, for which torch's default generators are
+            seeded with ``instep.draw_key(seed, step, name)`` and then put back. So the draws depend neither on buckets
+            nor on the schedule or the number of ranks, and those of the loop stay as if the optimizer drew none. They
+            are not the draws of the plain loop. torch's own optimizers draw nothing, and are stepped as ever.
+        seed: a number from 0 to 2**63 - 1, the same on all ranks.
 
     Returns:
         The attachment. It lives as long as the model does, or any of several, whether or not it is kept.
@@ -126,7 +134,8 @@ def attach(
 
     With ``INSTEP_DISABLE=1`` in the environment the same training runs without overlap, and a warning says so: torch
     takes each step, and gradients are clipped and looked at where ``optimizer.step()`` begins. What cannot be had that
-    way is refused: ``ClipNorm(mode="per_bucket")``, ``comm_hook`` and ``mixed_precision``.
+    way is refused: ``ClipNorm(mode="per_bucket")``, ``comm_hook``, ``mixed_precision``, and ``random`` where an
+    optimizer is not torch's own.
     """
     models = models_of(model, AttachError)
     optimizers = optimizers_of(optimizer, AttachError)
@@ -143,6 +152,7 @@ def attach(
         nonfinite,
         Communication(comm_hook, mixed_precision, cross_iteration, shard_state),
         check_steps,
+        Randomness(random, seed),
         disabled=os.environ.get("INSTEP_DISABLE", "") not in ("", "0"),
     )
     earlier = giving_way(optimizers) if options.asks_for_nothing else []

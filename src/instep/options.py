@@ -42,6 +42,14 @@ class Communication:
 
 
 @dataclass(frozen=True, slots=True)
+class Randomness:
+    """What updates draw their random numbers from."""
+
+    random: Literal["keyed"] | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """The options of one attachment.
 
@@ -61,6 +69,7 @@ class Options:
     nonfinite: Policy = "allow"
     communication: Communication = field(default_factory=Communication)
     check_steps: int = 0
+    randomness: Randomness = field(default_factory=Randomness)
     steps_itself: bool = False
     disabled: bool = False
     left_to_torch: str | None = None
@@ -74,7 +83,7 @@ class Options:
     @property
     def splits_steps(self) -> bool:
         """Whether parts of a step may run apart from ``step()``, so that it matters which updates can be split."""
-        return self.schedule == "backward" or self.always_puts_off
+        return self.schedule == "backward" or self.always_puts_off or self.randomness.random is not None
 
     def taken_whole(self, *without: str) -> str:
         """Which options take an optimizer whose update cannot be split, in words.
@@ -83,6 +92,7 @@ class Options:
             without: options that do not go with it either.
         """
         splitting = [name for name in ("cross_iteration", "shard_state") if getattr(self.communication, name)]
+        splitting += ["random"] if self.randomness.random is not None else []
         others = [*splitting, *without]
         if self.schedule == "forward" and self.defer is True and not others:
             return f"{ONLY_DEFER}, and calls step() as it is"
@@ -113,7 +123,7 @@ def _unlike(options: Any, default: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in (option.name for option in fields(options)):
         value, usual = getattr(options, name), getattr(default, name)
-        if isinstance(value, Communication):
+        if isinstance(value, (Communication, Randomness)):
             found |= _unlike(value, usual)
         elif value != usual:
             found[name] = repr(value)

@@ -85,6 +85,18 @@ def shard_of(parameter: torch.Tensor, optimizer: Optimizer) -> LocalShard | None
     return None
 
 
+def shard_index(parameter: Any) -> int | None:
+    """Which part of a ``DTensor`` this rank has, counted along the dimensions of the mesh over which it is sharded;
+    ``None``: all of it, as other ranks do."""
+    if not is_sharded(parameter) or all(placement.is_replicate() for placement in parameter.placements):
+        return None
+    index, mesh = 0, parameter.device_mesh
+    for dim, placement in enumerate(parameter.placements):
+        if not placement.is_replicate():
+            index = index * mesh.size(dim) + mesh.get_local_rank(dim)
+    return index
+
+
 def local_numel(parameter: Any) -> int:
     """How many elements of it this rank has."""
     local: torch.Tensor = parameter._local_tensor if is_sharded(parameter) else parameter

@@ -18,6 +18,7 @@ from instep._optim.attributes import held_by_classes, read_by_update
 from instep._optim.calling import STEPPED_WHOLE
 from instep._optim.changes import PER_PARAMETER
 from instep._optim.elsewhere import Elsewhere
+from instep._optim.keyed import KeyedDraws
 from instep._optim.kinds import is_torchs_own
 from instep._optim.layout import GroupLayout
 from instep._optim.optimizer_step import OptimizerStep
@@ -33,6 +34,7 @@ class Stepper:
         looks_back: whether anybody asks, after an update, if the state was written since.
 
     Attributes:
+        draws: with ``random="keyed"``: what each parameter's update draws from.
         wrote_in_place: whether an update has changed an object beside parameters and their state: nobody can put that
             back.
     """
@@ -41,6 +43,7 @@ class Stepper:
         self._optimizer = weakref.ref(optimizer)
         self._looks_back = looks_back
         self.name = type(optimizer).__name__
+        self.draws: KeyedDraws | None = None
         self.wrote_in_place = False
         self._call_is_seen = False
         self._kept_in: str | None = None  # where the optimizer keeps values of single parameters, its state aside
@@ -87,10 +90,35 @@ class Stepper:
         """
         optimizer = self.optimizer()
         running = self._begun(optimizer)
+        owned = parameters if in_place_of is None else in_place_of
         try:
-            running.step(optimizer, parameters, parameters if in_place_of is None else in_place_of, shards)
+            if self.is_keyed:
+                self._step_keyed(running, optimizer, parameters, owned, shards)
+            else:
+                running.step(optimizer, parameters, owned, shards)
         finally:
             self.wrote_in_place |= running.writes.in_place
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether each parameter is stepped by a call of its own, which draws by its key. torch's own never draw."""
+        return self.draws is not None and not is_torchs_own(self.optimizer())
+
+    def _step_keyed(
+        self,
+        running: OptimizerStep,
+        optimizer: Optimizer,
+        parameters: Sequence[torch.Tensor],
+        owned: Sequence[torch.Tensor],
+        shards: Sequence[LocalShard | None] | None,
+    ) -> None:
+        assert self.draws is not None
+        for number, own in enumerate(owned):
+            one = slice(number, number + 1)
+            drawing = self.draws.drawing(self.name, own)
+            running.step(
+                optimizer, parameters[one], owned[one], None if shards is None else shards[one], drawing=drawing
+            )
 
     def require_unchanged(self) -> None:
         """Raise ``HyperparameterChangedError`` if groups or state are not those the buckets were stepped with."""
@@ -186,7 +214,9 @@ class Stepper:
         if self._running is None:
             if not self._layout.is_of(optimizer.param_groups):
                 self._layout = GroupLayout(self.name, optimizer.param_groups)
-            self._running = OptimizerStep(self.name, optimizer, self._layout, looks_back=self._looks_back)
+            self._running = OptimizerStep(
+                self.name, optimizer, self._layout, looks_back=self._looks_back, keyed=self.is_keyed
+            )
         return self._running
 
 

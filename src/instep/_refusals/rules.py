@@ -16,6 +16,7 @@ from instep._refusals import (
     nonfinite,
     optimizers,
     parameters,
+    randomness,
     schedule,
     shard_state,
     undo,
@@ -49,14 +50,20 @@ OPTIONS: Sequence[Rule] = (
     undo.scaled_gradients,
     checking.no_number,
     checking.with_shards,
+    randomness.unknown,
+    randomness.no_pair,
+    randomness.no_seed,
+    randomness.checked,
 )
 # The model and its wrappers, with these options.
 MODEL: Sequence[Rule] = (
     optimizers.unsupported,
     optimizers.asked_for_more,
+    randomness.untold,
     model.sharded_among_several,
     model.cast_among_several,
     fsdp.flat_parameters,
+    randomness.flat_shards,
     fsdp.groups_of_its_own,
     fsdp.precision_of_its_own,
     fsdp.norms,
@@ -107,6 +114,7 @@ DISABLED: Sequence[Rule] = (
     model.sharded_among_several,
     disabled.clipped_buckets,
     disabled.other_numbers,
+    randomness.disabled,
     parameters.unsteppable,
     parameters.all_frozen,
 )

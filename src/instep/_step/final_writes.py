@@ -202,11 +202,11 @@ class FinalWrites(Writes):
         self.clip_rest(left)
         if self._step.check is not None:
             self._keep_for_check(self._step.check, stepper)
+        self._step.round.begins(stepper, self._step.ledger)
         self._step_rest(stepper, left)
         for parameter in parameters:
             parameter.grad = None
         self._leave_alone(stepper, applied)
-        self._step.round.begins(stepper, self._step.ledger)
 
     def _require_unwritten(self, applied: AttachedParameters) -> None:
         # Without a spent gradient nobody has come between: backward has not returned.

@@ -7,10 +7,12 @@ from functools import partial
 import torch
 from torch.optim import Optimizer
 
+from instep._autograd.tracing import is_captured
 from instep._gradients.clipping import Clip
 from instep._gradients.scaling import found_inf, take_off_here
 from instep._life.worker import ending
 from instep._optim.autocast import autocast_matters, require_same_in_autocast
+from instep._optim.calls import calls_of
 from instep._optim.initial_state import asks_for_state, begin_state
 from instep._optim.kinds import is_torchs_own
 from instep._optim.owners import Owners
@@ -25,7 +27,6 @@ from instep._step.pending import HandedOverStep, InFlightBucket, PendingBucket, 
 from instep._step.pending_buckets import PendingBuckets
 from instep._step.reading import Reading
 from instep._step.running_step import RunningStep
-from instep._step.streams import is_captured
 from instep._step.waiting import InFlight, waiting_of
 from instep._step.writes import Gather
 from instep.errors import StepMismatchError
@@ -123,12 +124,13 @@ class HandOver:
         """Whether this step is the plain loop's: nothing is put off, and nothing done to gradients before."""
         step = self._step
         asks_nobody = step.ledger.votes.voting is None and not step.checks
-        return not self._deferring.puts_off and not self.touches_gradients and asks_nobody
+        return not self._deferring.puts_off and not self.acts_in_each_step and asks_nobody
 
     @property
-    def touches_gradients(self) -> bool:
-        """Whether ``clip`` or ``nonfinite`` was asked for."""
-        return self._step.passes.clipping.policy is not None or self._agreement.policy != "allow"
+    def acts_in_each_step(self) -> bool:
+        """Whether ``clip``, ``nonfinite`` or ``random`` was asked for, which concern a step that is not put off, too."""
+        is_keyed = any(stepper.draws is not None for stepper in self._step.members.steppers)
+        return is_keyed or self._step.passes.clipping.policy is not None or self._agreement.policy != "allow"
 
     def _leave(self, stepper: Stepper, mine: AttachedParameters) -> None:
         """``optimizer.step()`` steps all of it. Of the parameters no more is asked than which optimizers will."""
@@ -141,8 +143,8 @@ class HandOver:
     def _take(self, stepper: Stepper, with_gradient: AttachedParameters, clip: Clip | None, *, in_loop: bool) -> None:
         """The step is taken: put off all that can wait, and leave the rest to ``optimizer.step()``."""
         step, mine = self._step, self._step.members.of(stepper)
-        if not with_gradient.are_plain and any(map(_is_sharded, with_gradient)):
-            require_same_in_autocast(stepper.optimizer())  # this rank's shards are updated by instep, put off or not
+        if stepper.is_keyed or (not with_gradient.are_plain and any(map(_is_sharded, with_gradient))):
+            require_same_in_autocast(stepper.optimizer())  # these are updated by instep, put off or not
         in_flight = self._in_flight_of(mine)
         may_wait = in_loop and self._can_be_put_off(stepper)
         waiting = dict.fromkeys(with_gradient, False)
@@ -165,6 +167,7 @@ class HandOver:
             told = may_wait and not self._deferring.gives_up and step.ledger.votes.voting is not None
             self.rest = [a.spec.name for a in with_gradient] if told else []
             step.round.begins(stepper, step.ledger)
+            self._step_keyed(stepper, with_gradient)
             return
         self.rest = [] if later is with_gradient else [a.spec.name for a in with_gradient if a not in later]
         at_once = [] if later is with_gradient else [a for a, wait in waiting.items() if not wait]
@@ -172,6 +175,17 @@ class HandOver:
             at_once.insert(0, later[0])  # one bucket makes state, see begin_state
         self._put_off(stepper, later, in_flight, clip)
         self._pending.finish([self._pending.of(attached.get()) for attached in at_once])
+        if later is not with_gradient:
+            self._step_keyed(stepper, AttachedParameters(a for a in with_gradient if a not in later))
+
+    def _step_keyed(self, stepper: Stepper, rest: AttachedParameters) -> None:
+        """With ``random="keyed"``, what cannot wait is stepped here: nobody else draws by key."""
+        if not stepper.is_keyed:
+            return
+        gradients = [in_grad(attached) for attached in rest]
+        for call in calls_of(rest, gradients, alias=False):
+            call.step(stepper)
+        self._hide(list(zip(rest, gradients, strict=True)))
 
     def _begin_round(self, stepper: Stepper) -> None:
         """This is the first of the step's optimizers."""
@@ -303,6 +317,7 @@ class HandOver:
         """Take the gradients off."""
         step, optimizer = self._step, stepper.optimizer()
         handed_over = HandedOverStep(optimizer, parameters, step.number, self.vote, self._pending.recorder, step.times)
+        handed_over.stepper.draws = None if stepper.draws is None else stepper.draws.of_this_step()
         begin_state(optimizer, parameters.tensors())
         keep = partial(step.check.keep, stepper) if step.check is not None and step.checks else None
         buckets = []

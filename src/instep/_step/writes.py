@@ -241,10 +241,11 @@ class Writes(ABC):
 
     def _step_rest(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
         """Step those of ``left`` that the optimizer's own ``step()`` could not: torch's foreach kernels refuse plain
-        tensors beside DTensors, and DTensors of several meshes, and know nothing of shards."""
+        tensors beside DTensors, and DTensors of several meshes, and know nothing of shards; nobody but instep draws by
+        key."""
         rest = [a for a in left if gradient_of(a) is not None]
         sharded = [a for a in rest if a.shard is not None and a.shard.state_is_sharded]
-        if not sharded and not self._is_mixed(stepper, rest):
+        if not sharded and not stepper.is_keyed and not self._is_mixed(stepper, rest):
             return
         require_same_in_autocast(stepper.optimizer())
         gradients = [g for a in rest if (g := gradient_of(a)) is not None]

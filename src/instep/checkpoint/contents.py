@@ -13,11 +13,12 @@ from instep._arguments import optimizers_of, require_model
 from instep._optim.dtensor import is_sharded
 from instep.attachment import Attachment, attached_parameters
 from instep.checkpoint.files import DTYPES
-from instep.checkpoint.names import Named, buffers_of, parameters_of, refuse_modules
+from instep.checkpoint.names import refuse_modules
 from instep.checkpoint.spread import box_of, local_of, without_sums
 from instep.checkpoint.tiles import Box
 from instep.checkpoint.values import Json, encode
 from instep.errors import CheckpointError
+from instep.naming import Named, buffers_of, parameters_of
 from instep.sources.fsdp.wrappers import fsdp1_in, put_shards_in_place
 
 NOT_IN_GROUP = ("params", "param_names")

@@ -15,11 +15,11 @@ from instep.attachment import Attachment
 from instep.checkpoint.contents import NOT_IN_GROUP, TrainingState, class_of
 from instep.checkpoint.groups import check_values
 from instep.checkpoint.manifest import GroupRecord, Manifest, OptimizerRecord, TensorRecord
-from instep.checkpoint.names import Named
 from instep.checkpoint.reading import CheckpointReader
 from instep.checkpoint.spread import box_of, empty_beside, local_of
 from instep.checkpoint.values import Json, decode
 from instep.errors import CheckpointError, DamagedCheckpointError
+from instep.naming import Named
 
 _logger = logging.getLogger("instep")
 _SHOWN = 6
