@@ -1,4 +1,4 @@
-"""``random="keyed"``: the update of each parameter draws from generators that are seeded for that parameter and step."""
+"""``random="keyed"``: the update of each parameter draws from generators that are seeded for it, and for the step."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,7 @@
 """``random="keyed"``: a trial of an optimizer that may draw random numbers, on made-up parameters.
 
-What one call draws serves its parameters in order. So only the first parameter of a call draws what it draws alone, from
-generators in the same state. Each kind of parameter is in first place once.
+What one call draws serves its parameters in order. So only the first parameter of a call draws what it draws alone,
+from generators in the same state. Each kind of parameter is in first place once.
 """
 
 from collections.abc import Sequence

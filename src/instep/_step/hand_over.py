@@ -128,9 +128,9 @@ class HandOver:
 
     @property
     def acts_in_each_step(self) -> bool:
-        """Whether ``clip``, ``nonfinite`` or ``random`` was asked for, which concern a step that is not put off, too."""
-        is_keyed = any(stepper.draws is not None for stepper in self._step.members.steppers)
-        return is_keyed or self._step.passes.clipping.policy is not None or self._agreement.policy != "allow"
+        """Whether ``clip``, ``nonfinite`` or ``random`` was asked for: for steps that are not put off, too."""
+        touches_gradients = self._step.passes.clipping.policy is not None or self._agreement.policy != "allow"
+        return touches_gradients or self._step.draws is not None
 
     def _leave(self, stepper: Stepper, mine: AttachedParameters) -> None:
         """``optimizer.step()`` steps all of it. Of the parameters no more is asked than which optimizers will."""
@@ -145,7 +145,7 @@ class HandOver:
         step, mine = self._step, self._step.members.of(stepper)
         if stepper.is_keyed or (not with_gradient.are_plain and any(map(_is_sharded, with_gradient))):
             require_same_in_autocast(stepper.optimizer())  # these are updated by instep, put off or not
-        in_flight = self._in_flight_of(mine)
+        in_flight = _in_flight_of(mine, self.in_flight())
         may_wait = in_loop and self._can_be_put_off(stepper)
         waiting = dict.fromkeys(with_gradient, False)
         if may_wait:
@@ -239,16 +239,6 @@ class HandOver:
         )
 
     # Which of them can wait.
-
-    def _in_flight_of(self, mine: Iterable[AttachedParameter]) -> InFlight:
-        """Those whose gradient may still be on its way."""
-        wanted = set(mine)
-        return {
-            a: bucket
-            for bucket in self.in_flight()
-            for a in bucket.parameters
-            if a in wanted and bucket.gradient(a) is not None
-        }
 
     def _can_be_put_off(self, stepper: Stepper) -> bool:
         """Whether an update of this optimizer can run later, and need not run now."""
@@ -370,6 +360,14 @@ def _with_gradient(parameters: AttachedParameters) -> AttachedParameters:
     if all_there(map(GRADIENT, parameters.tensors())):
         return parameters
     return AttachedParameters(a for a in parameters if a.get().grad is not None)
+
+
+def _in_flight_of(mine: Iterable[AttachedParameter], buckets: Iterable[InFlightBucket]) -> InFlight:
+    """Those of ``mine`` whose gradient may still be on its way."""
+    wanted = set(mine)
+    return {
+        a: bucket for bucket in buckets for a in bucket.parameters if a in wanted and bucket.gradient(a) is not None
+    }
 
 
 def _finds_gradient(optimizer: Optimizer) -> bool:

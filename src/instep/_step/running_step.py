@@ -43,6 +43,7 @@ class RunningStep:
         freed_bytes: of gradients that backward has freed before ``optimizer.step()``, in all steps.
         has_gradients: whether sources have offered gradients since the last step, or, with ``schedule="forward"``, a
             backward was seen to begin.
+        draws: with ``random="keyed"``: what updates draw from.
         lock: held while gradients are offered and applied. On accelerators the engine runs one thread per device, each
             of which may complete a bucket.
     """
@@ -66,6 +67,7 @@ class RunningStep:
         self.times = StepTimes()
         self.freed_bytes = 0
         self.has_gradients = False
+        self.draws: KeyedDraws | None = None
         self.lock = threading.RLock()
 
     @property
@@ -169,12 +171,15 @@ class HoldsStep:
     def lock(self) -> AbstractContextManager[Any]:
         return self._step.lock
 
-    def draw_by(self, seed: int) -> KeyedDraws:
+    @property
+    def draws(self) -> KeyedDraws | None:
+        return self._step.draws
+
+    def draw_by(self, seed: int) -> None:
         """From now on each update draws by its key, with this seed."""
-        draws = KeyedDraws(seed, partial(getattr, self._step.ledger, "step_count"))
+        self._step.draws = KeyedDraws(seed, partial(getattr, self._step.ledger, "step_count"))
         for stepper in self._step.members.steppers:
-            stepper.draws = draws
-        return draws
+            stepper.draws = self._step.draws
 
     def backward(self, loss: Losses, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:
         """One backward does, where nothing is measured before it steps."""

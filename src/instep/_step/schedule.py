@@ -123,7 +123,11 @@ class Schedule(Protocol):
         """``torch.autograd.backward(loss, gradient)``; twice, if the norm is measured in a backward of its own.
         ``adopt`` takes in the parameters that were added to an optimizer since the forward: these are measured too."""
 
-    def draw_by(self, seed: int) -> KeyedDraws:
+    @property
+    def draws(self) -> KeyedDraws | None:
+        """With ``random="keyed"``: what updates draw from."""
+
+    def draw_by(self, seed: int) -> None:
         """From now on each update draws by its key, with this seed."""
 
     def planned(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:

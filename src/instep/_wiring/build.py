@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from instep._gradients.clipping import Clipping
 from instep._life.weak import weakly
 from instep._optim.calling import STEPPED_WHOLE
-from instep._optim.keyed import KeyedDraws
 from instep._optim.owners import in_views_of_ddp, in_views_of_replicate
 from instep._optim.probe import Separability, not_asked, separability_of
 from instep._ranks.votes import StepVotes
@@ -52,7 +51,6 @@ class Parts:
         zero: with ``shard_state``: the shards of the state.
         sharding: of a model that FSDP has divided into groups.
         handles: what was put on the model and the optimizers; empty before it is connected, and once it is detached.
-        draws: with ``random="keyed"``: what updates draw from.
     """
 
     held: Held
@@ -69,7 +67,6 @@ class Parts:
     forwards: ForwardHooks | PlainHooks
     steps: StepHooks
     handles: Handles
-    draws: KeyedDraws | None
 
     def abandon(self) -> None:
         """Model and optimizers are gone: whoever keeps this keeps nothing of them."""
@@ -99,9 +96,9 @@ def build(target: Target, options: Options) -> Parts:
     zero = _zero(target.ddps[0]) if options.communication.shard_state and not options.disabled else None
     if zero is not None:
         schedule.gather = zero.shards.gather
-    seed = options.randomness.seed
-    draws = None if seed is None or options.disabled else chosen.schedule.draw_by(seed)
-    gathering = Gathering(target, held, zero, draws, chosen.error_for_use)
+    if options.randomness.seed is not None and not options.disabled:
+        schedule.draw_by(options.randomness.seed)
+    gathering = Gathering(target, held, zero, schedule.draws, chosen.error_for_use)
     schedule.parameters = gathering.gather(target.optimizers, target.names)
 
     uses = ForwardCounts()
@@ -142,7 +139,6 @@ def build(target: Target, options: Options) -> Parts:
         forwards,
         StepHooks(schedule, late, zero, forwards, handles),
         handles,
-        draws,
     )
 
 

@@ -20,8 +20,9 @@ def resync_from(parts: Parts, rank: int) -> None:
     ranks = dist.get_process_group_ranks(group)
     if rank not in ranks:
         raise InstepError(f"resync_from({rank!r}): the ranks that share this model are {ranks}")
-    drawn = None if parts.draws is None else parts.draws.earlier
-    step, drawn = broadcast_json([parts.schedule.last_complete_step(), drawn], group, ranks.index(rank))
+    draws = parts.schedule.draws
+    told = [parts.schedule.last_complete_step(), None if draws is None else draws.earlier]
+    step, earlier = broadcast_json(told, group, ranks.index(rank))
     if step is None:
         raise InstepError(
             f"resync_from({rank}): the last step was applied only in part on that rank. Name one where it was "
@@ -31,5 +32,5 @@ def resync_from(parts: Parts, rank: int) -> None:
     parts.votes.forget()
     resync(model, parts.held.optimizers(), group, ranks.index(rank))
     parts.schedule.step_count = step
-    if parts.draws is not None and drawn is not None:
-        parts.draws.earlier = drawn
+    if draws is not None and earlier is not None:
+        draws.earlier = earlier

@@ -117,6 +117,7 @@ class LocalState:
             "buffers": self._put_named("buffer", training.buffers, finite=False),
             "optimizers": [self._common(n, *one, training) for n, one in enumerate(training.labelled())],
             "previous_norms": [self._norm(n, one) for n, one in enumerate(training.attachments)],
+            "draws": [one.draws for one in training.attachments],
         }
         self.state = [self._state(n, *one, training) for n, one in enumerate(training.labelled())]
 
