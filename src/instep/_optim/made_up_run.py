@@ -69,9 +69,10 @@ class MadeUpRun:
         self.twin = twin_of(optimizer, groups, shared_state(optimizer), {id(p): p for p in parameters_of(optimizer)})
         self.parameters = list(parameters_of(self.twin))
         self._steps = 0  # so many have been taken
-        self._draws = KeyedDraws(0, self._count) if keyed else None
-        for parameter in self.parameters if self._draws is not None else ():
-            self._draws.name(parameter, "")  # one for all: any of them may be the first of its call
+        draws = KeyedDraws(0, self._count)
+        for parameter in self.parameters:
+            draws.name(parameter, "")  # one for all: any of them may be the first of its call
+        self._draws = draws if keyed else None
         self.contained = True
         self.replaces_gradients = False
         self.returned: Any = None

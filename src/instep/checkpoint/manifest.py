@@ -183,7 +183,7 @@ def _finite(text: str) -> float:
 
 
 _DRAWS_SINCE = 2
-"""The version of the format."""
+"""The version of the format that had them first."""
 _KEYS = (
     "format",
     "version",
@@ -210,7 +210,7 @@ def _parsed(content: Json, directory: Path) -> Manifest:
             f"{directory} was saved in version {version} of the format, and this instep reads up to {VERSION}: "
             "update instep"
         )
-    if version < _DRAWS_SINCE and isinstance(content, dict):
+    if version < _DRAWS_SINCE:
         content = {"draws": [], **content}
     _keys(content, _KEYS, "the manifest")
     files = {name: _file(name, record) for name, record in _object(content["files"], "files").items()}
