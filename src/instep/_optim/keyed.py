@@ -8,7 +8,7 @@ import torch
 
 from instep._autograd.tracing import is_captured
 from instep._optim.draw_keys import draw_key
-from instep._optim.dtensor import shard_index
+from instep._optim.dtensor import drawn_by_part, shard_index
 from instep._optim.generators import TorchGenerators
 from instep._optim.parts import memory_of
 from instep.errors import UnsupportedOptimizerError
@@ -66,6 +66,7 @@ class KeyedDraws:
         generators = TorchGenerators({device})
         try:
             generators.seed(draw_key(self.seed, self.number, name, shard))
-            yield
+            with drawn_by_part(parameter):
+                yield
         finally:
             generators.restore()
