@@ -21,7 +21,6 @@ from tests.cases import batch
 from tests.devices import here
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import fsdp1, mesh, nested
-from tests.late import late_updates
 from tests.parity.keyed import (
     RECIPES,
     SEED,
@@ -226,13 +225,13 @@ def _second_dimension() -> int:
     return dist.get_rank() % 2
 
 
-def test_replicas_of_a_shard_draw_the_same(four_ranks: RankPool) -> None:
+def test_replicas_of_a_shard_of_fsdp2_draw_the_same(four_ranks: RankPool) -> None:
     """HSDP: the index is that along the dimension over which parameters are sharded."""
     found = four_ranks.run(by_shard, _on_two_by_two, _second_dimension, "Langevin", WAYS["backward"])
     assert found == [None] * 4
 
 
-def test_a_mesh_of_two_dimensions_that_shard(four_ranks: RankPool) -> None:
+def test_fsdp2_over_tensor_parallelism(four_ranks: RankPool) -> None:
     """FSDP2 over tensor parallelism: one index over both."""
     assert four_ranks.run(_places) == [[("0.bias", None), ("0.weight", rank)] for rank in range(4)]
 
@@ -274,7 +273,7 @@ def _flat_shards() -> str:
 
 
 @pytest.mark.parametrize("after", [1, 3])
-@pytest.mark.parametrize("shard", [False, True], ids=["DDP", "FSDP2"])
+@pytest.mark.parametrize("shard", [False, True], ids=["ddp", "fsdp2"])
 def test_resumed_on_ranks(two_ranks: RankPool, tmp_path: Path, shard: bool, after: int) -> None:
     wrap = whole if shard else ddp
     assert two_ranks.run(_resumed, wrap, tmp_path, after) == [None] * 2
@@ -316,13 +315,3 @@ def _resynced() -> list[str]:
         assert overlap.draws == (SEED, 13)
         train(model, optimizer, 2, 2)
         return parted(state_of(optimizer, names_of(model)))
-
-
-@pytest.mark.parametrize("way", ["put off"])
-def test_late_on_ranks(two_ranks: RankPool, way: str) -> None:
-    assert two_ranks.run(_late, WAYS[way]) == [(None, [])] * 2
-
-
-def _late(options: Mapping[str, Any]) -> tuple[str | None, list[str]]:
-    with late_updates():
-        return against_the_hand(ddp, "AdamW, rounded", options)

@@ -3,7 +3,7 @@ optimizer for each parameter, and seeds torch's generators by a key before each 
 
 import random
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from instep.errors import AttachError, InstepError, UnsupportedOptimizerError
 from instep.verification import first_difference
 from tests.cases import Tied, batch
 from tests.devices import here, on_cpu_only
-from tests.late import late_updates
 from tests.parity.keyed import (
     RECIPES,
     SEED,
@@ -43,9 +42,8 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "forward": {"schedule": "forward"},
     "at once": {"schedule": "forward", "defer": False},
     "put off": {"schedule": "forward", "defer": True},
-    "late": {"schedule": "forward", "defer": True},
 }
-ANY_LOOP = ("undo", "forward", "at once", "put off", "late")
+ANY_LOOP = ("undo", "forward", "at once", "put off")
 in_every_way = pytest.mark.parametrize("way", list(WAYS))
 in_exact_ways = pytest.mark.parametrize("way", ANY_LOOP)
 MANY = 1 << 30
@@ -116,14 +114,12 @@ def compare(
     **options: Any,
 ) -> Lane:
     """Fail at the first difference from the loop that is written by hand."""
-    late: AbstractContextManager[Any] = late_updates() if way == "late" else nullcontext()
     plain, lane = Lane(make, model, None), Lane(make, model, {"bucket_bytes": 2_000, **WAYS[way], **options})
-    with late, lane.overlap:
+    with lane.overlap:
         for i in range(steps):
             expected, found = plain.run(step, i), lane.run(step, i)
-            if way != "late" or i == steps - 1:
-                lane.overlap.synchronize()
-                assert first_difference(plain.state(), lane.state()) is None, i
+            lane.overlap.synchronize()
+            assert first_difference(plain.state(), lane.state()) is None, i
             assert first_difference(iter([("result", expected)]), iter([("result", found)])) is None, i
     return lane
 
@@ -715,10 +711,14 @@ def test_an_update_that_raises_leaves_the_loops_generators(way: str, monkeypatch
 
 
 @on_cpu_only
-def test_the_update_of_another_thread_is_not_what_the_loop_draws() -> None:
-    """A step that was put off is applied by a worker thread, for which the loop waits."""
+def test_on_a_cpu_nothing_is_put_off() -> None:
+    """Another thread would draw from the generator that the loop draws from."""
     lane = Lane(Langevin, Dropping, WAYS["put off"])
     lane.run(learn, 0)
-    before = torch.get_rng_state()
-    lane.overlap.synchronize()
-    assert torch.equal(torch.get_rng_state(), before)
+    assert lane.overlap.state == "idle"
+
+
+def test_a_loop_that_is_told_why_no_step_is_put_off() -> None:
+    lane = Lane(Langevin, Dropping, WAYS["forward"])
+    lane.run(learn, 0)
+    assert "Langevin is stepped by parameter" in repr(lane.overlap)

@@ -104,10 +104,9 @@ def separability_of(
     if found.keeps is not None and on_trial:
         raise UnsupportedOptimizerError(found.keeps)
     if found.unproven is not None:
+        compared = "" if keyed else "; attach(…, check_steps=…) compares the first steps"
         _logger.warning(
-            "%s. Whether it updates each parameter by itself could not be tried; attach(…, check_steps=…) compares "
-            "the first steps",
-            found.unproven,
+            "%s. Whether it updates each parameter by itself could not be tried%s", found.unproven, compared
         )
     return found
 

@@ -253,6 +253,8 @@ class HandOver:
             and not autocast_matters(optimizer)
             and self._reading.is_alike()
             and not is_captured(self._step.members.all[0].spec.device)
+            # On a CPU another thread would step, and draw from the loop's generator, which it has seeded.
+            and not (stepper.is_keyed and any(a.spec.device.type == "cpu" for a in self._step.members.of(stepper)))
         )
 
     def _clip_of(self, stepper: Stepper, with_gradient: Sequence[AttachedParameter]) -> Clip | None:
