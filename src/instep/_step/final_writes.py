@@ -202,8 +202,9 @@ class FinalWrites(Writes):
         self.clip_rest(left)
         if self._step.check is not None:
             self._keep_for_check(self._step.check, stepper)
+        rest = self._rest_of(stepper, left)
         self._step.round.begins(stepper, self._step.ledger)
-        self._step_rest(stepper, left)
+        self._step_rest(stepper, rest)
         for parameter in parameters:
             parameter.grad = None
         self._leave_alone(stepper, applied)
