@@ -170,7 +170,7 @@ class ByHandOnShards(ByHand):
     """Steps the local tensors of a sharded model's parameters."""
 
     def __init__(self, make: Any, groups: list[dict[str, Any]], names: Mapping[int, str], shards: Any) -> None:
-        self._of = {}
+        self._of: dict[Any, Any] = {}
         local = []
         for group in groups:
             mine = [nn.Parameter(p._local_tensor) for p in group["params"]]
@@ -239,7 +239,7 @@ def test_fsdp2_over_tensor_parallelism(four_ranks: RankPool) -> None:
 def _places() -> list[tuple[str, int | None]]:
     torch.manual_seed(0)
     two = mesh(2, 2)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).to(here())
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).to(here())
     parallelize_module(model, two["tp"], {"0": ColwiseParallel(use_local_output=False)})
     fully_shard(model, mesh=two["dp"])
     optimizer = Langevin([model[0].weight])

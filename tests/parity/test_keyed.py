@@ -14,7 +14,7 @@ from torch import nn
 
 import instep
 from instep import ClipNorm, ClipValue
-from instep.errors import AttachError, InstepError, UnsupportedOptimizerError
+from instep.errors import AttachError, HyperparameterChangedError, InstepError, UnsupportedOptimizerError
 from instep.verification import first_difference
 from tests.cases import Tied, batch
 from tests.devices import here, on_cpu_only
@@ -199,7 +199,7 @@ def clip_in_the_loop(lane: Lane, i: int) -> None:
 
 @in_every_way
 def test_clipped(way: str) -> None:
-    mode = "two_pass" if way == "backward" else "exact"
+    mode: Any = "two_pass" if way == "backward" else "exact"
 
     def without_dropout() -> nn.Module:
         return Dropping(torch.float32).eval()
@@ -351,7 +351,7 @@ def test_scaled(way: str) -> None:
             scaler.update()
         lane.optimizer.zero_grad()
 
-    given = {"scaler": scaler} if way == "undo" else {}
+    given: dict[str, Any] = {"scaler": scaler} if way == "undo" else {}
     lane = compare(way, Rounded, scaled, model=lambda: Dropping(torch.float32), **given)
     assert lane.overlap.step_count == 3
 
@@ -498,20 +498,21 @@ def test_what_a_checkpoint_of_other_draws_does(tmp_path: Path, caplog: pytest.Lo
 class Odd(Rounded):
     """With something that no key reaches, or that couples parameters."""
 
-    draw: Callable[["Odd", torch.Tensor], Any]
+    def draw(self) -> Any:
+        raise NotImplementedError
 
     def update(self, p: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any, begun: Any) -> None:
         p.add_(gradient, alpha=-group["lr"])
-        p.mul_(1 + 1e-3 * float(self.draw(p)))
+        p.mul_(1 + 1e-3 * float(self.draw()))
 
 
 class OfPython(Odd):
-    def draw(self, p: torch.Tensor) -> Any:
+    def draw(self) -> Any:
         return random.random()
 
 
 class OfNumPy(Odd):
-    def draw(self, p: torch.Tensor) -> Any:
+    def draw(self) -> Any:
         return np.random.rand()
 
 
@@ -520,7 +521,7 @@ class OfItsOwn(Odd):
         super().__init__(params)
         self.generator = torch.Generator().manual_seed(0)
 
-    def draw(self, p: torch.Tensor) -> Any:
+    def draw(self) -> Any:
         return torch.rand([], generator=self.generator, device="cpu")
 
 
@@ -722,3 +723,33 @@ def test_a_loop_that_is_told_why_no_step_is_put_off() -> None:
     lane = Lane(Langevin, Dropping, WAYS["forward"])
     lane.run(learn, 0)
     assert "Langevin is stepped by parameter" in repr(lane.overlap)
+
+
+class Multiplied(Rounded):
+    """With a product of matrices, which autocast computes in its own dtype."""
+
+    def update(self, p: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any, begun: Any) -> None:
+        if p.dim() == 2:
+            gradient = gradient @ (gradient.mT @ gradient)
+        super().update(p, gradient, state, group, begun)
+
+
+@pytest.mark.parametrize("way", ["backward", "forward", "undo"])
+def test_a_step_in_an_autocast_block(way: str) -> None:
+    """Updates run outside of it: that is said where it matters."""
+
+    def in_autocast(lane: Lane, i: int) -> None:
+        for number, p in enumerate(lane.model.parameters()):
+            p.grad = torch.full_like(p, 0.01 * number)
+        with torch.autocast(here().type, torch.bfloat16):
+            lane.optimizer.step()
+        lane.optimizer.zero_grad()
+
+    compare(way, Rounded, in_autocast)
+    lane = Lane(Multiplied, lambda: Dropping(torch.float32), WAYS[way])
+    before = [p.detach().clone() for p in lane.model.parameters()]
+    with pytest.raises(HyperparameterChangedError, match="inside an autocast block"):
+        in_autocast(lane, 0)
+    assert all(map(torch.equal, before, lane.model.parameters()))
+    learn(lane, 1)
+    assert lane.overlap.step_count == 1
