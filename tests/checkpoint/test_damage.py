@@ -282,6 +282,16 @@ def test_a_later_version_is_not_taken_for_damage(copied: Path, target: Target) -
     assert not isinstance(target.refuses(copied, "update instep"), DamagedCheckpointError)
 
 
+def test_the_first_version_is_loaded(copied: Path, target: Target) -> None:
+    """It says nothing of draws."""
+    manifest = manifest_of(copied)
+    del manifest["draws"]
+    sign(copied, {**manifest, "version": 1})
+    assert instep.load(copied, *small(seed=2)) is not None
+    sign(copied, {**manifest, "version": 2})
+    target.refuses(copied, "draws", DamagedCheckpointError)
+
+
 def test_a_manifest_that_is_too_long(copied: Path, target: Target) -> None:
     os.truncate(copied / MANIFEST, 65 * 1024 * 1024)
     target.refuses(copied, "more than", DamagedCheckpointError)

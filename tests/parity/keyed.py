@@ -3,10 +3,12 @@ optimizer for each parameter, each of whose steps draws from generators that are
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tests.devices import here
 
@@ -86,6 +88,32 @@ class Langevin(Rounded):
         self.write(p, p.float() - group["lr"] * gradient + group["lr"] * torch.randn_like(p, dtype=torch.float32))
 
 
+class LangevinByKeys(Rounded):
+    """The same in a plain loop: ``step()`` itself seeds torch's generators for each parameter, and puts them back.
+
+    Attributes:
+        number: of the next step that finds a gradient.
+    """
+
+    def __init__(self, params: Any, names: Mapping[int, str], **options: Any) -> None:
+        super().__init__(params, **options)
+        self._names = names
+        self.number = 0
+
+    def begin(self) -> Any:
+        number = self.number
+        self.number += any(p.grad is not None for group in self.param_groups for p in group["params"])
+        return number
+
+    def update(self, p: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any, begun: Any) -> None:
+        shard = p.device_mesh.get_local_rank() if isinstance(p, DTensor) else None
+        with drawing_by(key_of(begun, self._names[id(p)], shard)):
+            Langevin.update(self, p, gradient, state, group, begun)  # type: ignore[arg-type]
+
+
+LangevinByKeys.__name__ = Langevin.__name__  # by which two states are compared
+
+
 class Whitened(Rounded):
     """Kron-like: ``step()`` throws a coin for whether to renew preconditioners, with or without gradients."""
 
@@ -149,6 +177,16 @@ def generators() -> list[torch.Generator]:
     return found
 
 
+@contextmanager
+def drawing_by(key: int) -> Iterator[None]:
+    before = [generator.get_state() for generator in generators()]
+    for generator in generators():
+        generator.manual_seed(key)
+    yield
+    for generator, state in zip(generators(), before, strict=True):
+        generator.set_state(state)
+
+
 class ByHand:
     """The optimizers of a plain loop, one for each parameter.
 
@@ -181,12 +219,8 @@ class ByHand:
 
     def step(self) -> None:
         for name, optimizer in self.optimizers.items():
-            before = [generator.get_state() for generator in generators()]
-            for generator in generators():
-                generator.manual_seed(key_of(self.number, name, self._shards.get(name)))
-            optimizer.step()
-            for generator, state in zip(generators(), before, strict=True):
-                generator.set_state(state)
+            with drawing_by(key_of(self.number, name, self._shards.get(name))):
+                optimizer.step()
         self.number += 1
 
     def zero_grad(self) -> None:

@@ -34,6 +34,9 @@ from tests.parity.keyed import (
     state_of,
 )
 
+# Not by a thread: while one that has just been started runs, it may be that one that draws.
+pytestmark = pytest.mark.timeout(600, method="signal")
+
 KEYED: dict[str, Any] = {"random": "keyed", "seed": SEED}
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "backward": {"schedule": "backward"},
@@ -534,6 +537,20 @@ class Coupled(Rounded):
 
     def update(self, p: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any, begun: Any) -> None:
         super().update(p, gradient / (1 + begun), state, group, begun)
+
+
+class Strict(Rounded):
+    """Raises at a gradient that is not finite, as some that decompose matrices do."""
+
+    def update(self, p: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any, begun: Any) -> None:
+        if not gradient.isfinite().all():
+            raise ValueError("not finite")
+        super().update(p, gradient, state, group, begun)
+
+
+@pytest.mark.parametrize("way", ["backward", "forward"])
+def test_what_raises_where_the_plain_step_does_is_taken(way: str) -> None:
+    compare(way, Strict, steps=2)
 
 
 class Counting(Rounded):

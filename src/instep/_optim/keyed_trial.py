@@ -46,11 +46,17 @@ class KeyedTrial:
 
     def _step_all(self, weather: Weather) -> None:
         """What calls write beside parameters and their state must be the same for all of them."""
-        run = self._runs.anew()
+        plain, stepped = self._runs.anew(), self._runs.anew()
         for step in range(len(weather.scales)):
-            run.give(self._runs.gradients(weather, step))
-            step_divided(self._name, run, "one by one")
-        self.contained = self.contained and run.contained
+            gradients = self._runs.gradients(weather, step)
+            try:
+                step_together(self._name, plain, gradients)
+            except CannotBeTriedError as error:
+                self._leave_out(weather, error)
+                return
+            stepped.give(gradients)
+            step_divided(self._name, stepped, "one by one")
+        self.contained = self.contained and stepped.contained
 
     def _try(self, weather: Weather, number: int, spec: Spec, others: Sequence[Spec]) -> None:
         """
@@ -68,8 +74,7 @@ class KeyedTrial:
                 step_together(self._name, plain, gradients[:1])
                 step_together(self._name, together, gradients)
             except CannotBeTriedError as error:
-                if not weather.odd:  # else so does the loop's
-                    self._leave_out(f"step() fails with {weather} ({error})")
+                self._leave_out(weather, error)
                 return
             stepped.give(gradients[:1])
             step_divided(self._name, stepped, "one by one")
@@ -78,7 +83,8 @@ class KeyedTrial:
             if (what := stepped.differs_from(plain)) is not None:
                 raise UnsupportedOptimizerError(
                     f"{self._name} cannot be stepped by parameter: one that is stepped before step() gets other values "
-                    f"than in step() (in {when}: {what}). {STEPPED_WHOLE}"
+                    f"than in step() (in {when}: {what}). Perhaps it draws random numbers elsewhere: random='keyed' "
+                    f"seeds torch's default generators alone. {STEPPED_WHOLE}"
                 )
             if (what := _first_differs(together, plain)) is not None:
                 raise UnsupportedOptimizerError(
@@ -86,9 +92,13 @@ class KeyedTrial:
                     f"values than stepped by itself (in {when}: {what}). {STEPPED_WHOLE}"
                 )
         if not weather.odd and not all(map(is_finite, plain.parameters)):
-            self._leave_out(f"with {weather} it makes parameters NaN or infinite")
+            self._add(f"with {weather} it makes parameters NaN or infinite")
 
-    def _leave_out(self, reason: str) -> None:
+    def _leave_out(self, weather: Weather, error: CannotBeTriedError) -> None:
+        if not weather.odd:  # else so does the loop's
+            self._add(f"step() fails with {weather} ({error})")
+
+    def _add(self, reason: str) -> None:
         if reason not in self.untried:
             self.untried.append(reason)
 
