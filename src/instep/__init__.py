@@ -8,6 +8,7 @@ from instep._version import __version__ as __version__
 if TYPE_CHECKING:
     from instep._gradients.policies import ClipNorm as ClipNorm
     from instep._gradients.policies import ClipValue as ClipValue
+    from instep._optim.draw_keys import draw_key as draw_key
     from instep.attaching import attach as attach
     from instep.attachment import Attachment as Attachment
     from instep.attachment import attached as attached
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _ROOMS = {
     "ClipNorm": "_gradients.policies",
     "ClipValue": "_gradients.policies",
+    "draw_key": "_optim.draw_keys",
     "Attachment": "attachment",
     "attach": "attaching",
     "attached": "attachment",
@@ -76,6 +78,7 @@ __all__ = [
     "as_overlapped_optim",
     "attach",
     "attached",
+    "draw_key",
     "get_in_backward_optimizers",
     "hook_then_optimizer",
     "load",

@@ -16,7 +16,7 @@ from instep._gradients.policies import ClipNorm, ClipValue
 from instep._refusals.rules import DISABLED, LEFT_TO_TORCH, MODEL, OPTIONS, PARAMETERS, left_to_torch, refuse
 from instep.attachment import Attachment, attached_parameters, giving_way, register
 from instep.errors import AttachError
-from instep.options import Communication, Defer, Offload, Options, Schedules
+from instep.options import BY_ENVIRONMENT, Communication, Defer, Offload, Options, Randomness, Schedules
 from instep.sources.ddp.hook_slot import CommHook
 from instep.sources.fsdp.wrappers import put_shards_in_place
 from instep.target import Target, as_one
@@ -45,6 +45,8 @@ def attach(
     shard_state: bool = False,
     offload: Offload | None = None,
     check_steps: int = 0,
+    random: Literal["keyed"] | None = None,
+    seed: int | None = None,
 ) -> Attachment:
     """Step the parameters of ``model`` behind backward, or behind the next forward, with the user's ``optimizer``.
 
@@ -119,6 +121,12 @@ def attach(
             ``optimizer.step()`` returns, which with ``schedule="forward"`` waits for the update. Forward and backward
             run once, and random numbers stay the loop's. ``UnsupportedOptimizerError`` from ``optimizer.step()`` names
             the first tensor that differs; the step is torn, or with ``undo`` put back.
+        random: ``"keyed"``, with a ``seed``: for an optimizer that draws random numbers in its update (stochastic
+            rounding). Each parameter is stepped by one call for it alone, for which torch's default generators are
+            seeded with ``instep.draw_key(seed, step, name)`` and then put back. So the draws depend neither on buckets
+            nor on the schedule or the number of ranks, and those of the loop stay as if the optimizer drew none. They
+            are not the draws of the plain loop. torch's own optimizers draw nothing, and are stepped as ever.
+        seed: a number from 0 to 2**63 - 1, the same on all ranks.
 
     Returns:
         The attachment. It lives as long as the model does, or any of several, whether or not it is kept.
@@ -131,7 +139,8 @@ def attach(
 
     With ``INSTEP_DISABLE=1`` in the environment the same training runs without overlap, and a warning says so: torch
     takes each step, and gradients are clipped and looked at where ``optimizer.step()`` begins. What cannot be had that
-    way is refused: ``ClipNorm(mode="per_bucket")``, ``comm_hook`` and ``mixed_precision``.
+    way is refused: ``ClipNorm(mode="per_bucket")``, ``comm_hook``, ``mixed_precision``, and ``random`` where an
+    optimizer is not torch's own.
     """
     models = models_of(model, AttachError)
     optimizers = optimizers_of(optimizer, AttachError)
@@ -149,7 +158,8 @@ def attach(
         Communication(comm_hook, mixed_precision, cross_iteration, shard_state),
         offload,
         check_steps,
-        disabled=os.environ.get("INSTEP_DISABLE", "") not in ("", "0"),
+        Randomness(random, seed),
+        left_to_torch=BY_ENVIRONMENT if os.environ.get("INSTEP_DISABLE", "") not in ("", "0") else None,
     )
     earlier = giving_way(optimizers) if options.asks_for_nothing else []
     others = {key: one for key, one in attached_parameters().items() if one not in earlier}
@@ -173,7 +183,7 @@ def _attach(target: Target, options: Options, earlier: Sequence[Attachment] = ()
         put_shards_in_place(target.model)
     if (why := left_to_torch(target, options)) is not None:
         refuse(LEFT_TO_TORCH, target, options)
-        options = replace(options, disabled=True, left_to_torch=why)
+        options = replace(options, left_to_torch=why)
         _logger.info("the step is taken at once: %s", why)
     elif options.disabled:
         refuse(DISABLED, target, options)

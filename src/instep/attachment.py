@@ -326,11 +326,23 @@ class Attachment:
         """With ``ClipNorm(mode="previous_norm")``: the norm that the next step clips by; else ``None``."""
         return self.grad_norm if self._parts.clipping.mode == "previous_norm" else None
 
-    def restore(self, step_count: int, previous_norm: torch.Tensor | None = None) -> None:
+    @property
+    def draws(self) -> tuple[int, int] | None:
+        """With ``random="keyed"``: the seed, and the number of the next step; else ``None``."""
+        draws = self._parts.schedule.draws
+        return None if draws is None else (draws.seed, draws.number)
+
+    def restore(self, step_count: int, previous_norm: torch.Tensor | None = None, drawn: int | None = None) -> None:
         """Begin again where a checkpoint was taken. A step that is open or torn is given up, and gradients are cleared.
-        Parameters and state are the caller's to write, right after."""
-        schedule, clipping = self._parts.schedule, self._parts.clipping
+        Parameters and state are the caller's to write, right after.
+
+        Args:
+            drawn: with ``random="keyed"``, the number of the next step; ``None``: it stays.
+        """
+        schedule, clipping, draws = self._parts.schedule, self._parts.clipping, self._parts.schedule.draws
         schedule.forget(gradients=True)
+        if draws is not None:
+            draws.earlier = (draws.number if drawn is None else drawn) - step_count
         schedule.step_count = step_count
         if clipping.mode == "previous_norm":
             device = next(living_parameters(schedule)).device

@@ -1,6 +1,6 @@
 """How a model is attached: what ``attach`` was given, once for all who ask."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ Schedules = Literal["backward", "forward"]
 Defer = Literal["auto"] | bool
 Offload = Literal["host"]
 DEFAULT_BUCKET_BYTES = 16 * MIB
+BY_ENVIRONMENT = "INSTEP_DISABLE is set"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,20 @@ class Communication:
 
 
 @dataclass(frozen=True, slots=True)
+class Randomness:
+    """What updates draw their random numbers from."""
+
+    random: Literal["keyed"] | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """The options of one attachment.
 
     Attributes:
         steps_itself: nobody calls ``optimizer.step()``: the end of each backward does.
-        disabled: torch takes every step: ``INSTEP_DISABLE=1``, or nobody else can.
-        left_to_torch: why nobody else can.
+        left_to_torch: why torch takes every step: ``BY_ENVIRONMENT``, or nobody else can; ``None``: it does not.
     """
 
     schedule: Schedules = "forward"
@@ -63,9 +71,13 @@ class Options:
     communication: Communication = field(default_factory=Communication)
     offload: Offload | None = None
     check_steps: int = 0
+    randomness: Randomness = field(default_factory=Randomness)
     steps_itself: bool = False
-    disabled: bool = False
     left_to_torch: str | None = None
+
+    @property
+    def disabled(self) -> bool:
+        return self.left_to_torch is not None
 
     @property
     def puts_off_unasked(self) -> bool:
@@ -81,7 +93,7 @@ class Options:
     @property
     def splits_steps(self) -> bool:
         """Whether parts of a step may run apart from ``step()``, so that it matters which updates can be split."""
-        return self.schedule == "backward" or self.always_puts_off
+        return self.schedule == "backward" or self.always_puts_off or self.randomness.random is not None
 
     def taken_whole(self, *without: str) -> str:
         """Which options take an optimizer whose update cannot be split, in words.
@@ -90,7 +102,9 @@ class Options:
             without: options that do not go with it either.
         """
         splitting = [name for name in ("cross_iteration", "shard_state") if getattr(self.communication, name)]
-        others = [*splitting, *(["offload"] if self.offload else []), *without]
+        splitting += ["random"] if self.randomness.random is not None else []
+        splitting += ["offload"] if self.offload is not None else []
+        others = [*splitting, *without]
         if self.schedule == "forward" and self.defer is True and not others:
             return f"{ONLY_DEFER}, and calls step() as it is"
         also = "" if not others else " and without " + ", ".join(others[:-1]) + " and " * (len(others) > 1) + others[-1]
@@ -104,8 +118,8 @@ class Options:
     @property
     def asks_for_nothing(self) -> bool:
         """Whether steps may be put off, and nothing else is done to gradients, parameters or their communication."""
-        usual = Options(defer=self.defer, bucket_bytes=self.bucket_bytes, scaler=self.scaler, disabled=self.disabled)
-        return self == usual
+        usual = Options(defer=self.defer, bucket_bytes=self.bucket_bytes, scaler=self.scaler)
+        return replace(self, left_to_torch=None) == usual
 
     @property
     def bytes_of_a_bucket(self) -> int:
@@ -120,7 +134,7 @@ def _unlike(options: Any, default: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in (option.name for option in fields(options)):
         value, usual = getattr(options, name), getattr(default, name)
-        if isinstance(value, Communication):
+        if isinstance(value, (Communication, Randomness)):
             found |= _unlike(value, usual)
         elif value != usual:
             found[name] = repr(value)

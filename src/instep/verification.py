@@ -46,8 +46,8 @@ def verify(build: Build, steps: int = 3, **options: Any) -> Verification:
             backward, ``optimizer.step()``, and what else belongs to it. It is called twice with the same random
             seed, and so is each step, so both loops see the same weights, dropout and shuffling.
         steps: how many iterations to compare.
-        options: passed on to ``instep.attach``. Not ``clip``, ``comm_hook`` and ``mixed_precision``, which change the
-            numbers themselves. With ``schedule="forward"`` or ``undo`` the loop may clip in ``step(i)``.
+        options: passed on to ``instep.attach``. Not ``clip``, ``comm_hook``, ``mixed_precision`` and ``random``, which
+            change the numbers themselves. With ``schedule="forward"`` or ``undo`` the loop may clip in ``step(i)``.
 
     Raises:
         AttachError: ``build`` or what it returns is something else, and what ``attach`` raises.
@@ -55,7 +55,7 @@ def verify(build: Build, steps: int = 3, **options: Any) -> Verification:
     require_count("steps", steps, AttachError)
     if not callable(build) or isinstance(build, (nn.Module, type)):
         raise AttachError(f"build must be a function that returns (model, optimizer, step), not {build!r}")
-    for name in ("clip", "comm_hook", "mixed_precision"):
+    for name in ("clip", "comm_hook", "mixed_precision", "random"):
         if options.get(name) is not None:
             raise AttachError(
                 f"{name} changes the numbers themselves, so the loop without it is no oracle. Verify without {name}"

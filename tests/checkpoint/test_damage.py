@@ -228,6 +228,10 @@ CRAFTED: dict[str, Callable[[Any], Any]] = {
     "state that is no state": lambda m: m["optimizers"][0]["state"].update({"inner.weight": 1}),
     "shared state that is none": lambda m: m["optimizers"][0].update(shared=1),
     "a previous norm in words": lambda m: m.update(previous_norms=["x"]),
+    "no draws": lambda m: m.pop("draws"),
+    "draws that are none": lambda m: m.update(draws=[1]),
+    "draws without a step": lambda m: m.update(draws=[{"seed": 1}]),
+    "draws of a step below zero": lambda m: m.update(draws=[{"seed": 1, "step": -1}]),
 }
 
 
@@ -274,8 +278,18 @@ def test_manifests_that_are_none(copied: Path, target: Target, text: bytes) -> N
 
 
 def test_a_later_version_is_not_taken_for_damage(copied: Path, target: Target) -> None:
-    sign(copied, {**manifest_of(copied), "version": 2})
+    sign(copied, {**manifest_of(copied), "version": 3})
     assert not isinstance(target.refuses(copied, "update instep"), DamagedCheckpointError)
+
+
+def test_the_first_version_is_loaded(copied: Path, target: Target) -> None:
+    """It says nothing of draws."""
+    manifest = manifest_of(copied)
+    del manifest["draws"]
+    sign(copied, {**manifest, "version": 1})
+    assert instep.load(copied, *small(seed=2)) is not None
+    sign(copied, {**manifest, "version": 2})
+    target.refuses(copied, "draws", DamagedCheckpointError)
 
 
 def test_a_manifest_that_is_too_long(copied: Path, target: Target) -> None:

@@ -56,6 +56,8 @@ KEEP_RANKS = "tests/distributed/test_keep_gradients.py"
 WAYS_OUT = "tests/unit/test_ways_out.py"
 STATS = "tests/unit/test_stats.py"
 SEVERAL = "tests/parity/test_several_models.py"
+KEYED = "tests/parity/test_keyed.py"
+KEYED_RANKS = "tests/distributed/test_keyed_on_ranks.py"
 
 OWNERS = "tests/unit/test_owners.py"
 ALIASES = "tests/parity/test_aliases.py"
@@ -200,7 +202,7 @@ MUTANTS = [
     Mutant(
         "give up nothing that cannot be followed",
         "ForwardSchedule.lost",
-        "self._hand_over.touches_gradients or not self._deferring.gives_up",
+        "self._hand_over.acts_in_each_step or not self._deferring.gives_up",
         "True",
         DEFAULT,
         marks="not full",
@@ -1400,8 +1402,8 @@ MUTANTS = [
     Mutant(
         "leave the step torn",
         "Attachment.restore",
-        "        schedule.forget(gradients=True)\n        schedule.step_count = step_count\n",
-        "        schedule.step_count = step_count\n",
+        "        schedule.forget(gradients=True)\n",
+        "",
         CHECKPOINT + "test_round_trips.py",
     ),
     Mutant(
@@ -1784,7 +1786,7 @@ MUTANTS = [
     ),
     Mutant(
         "update parts that backward has left whatever autocast block step() is in",
-        "Writes._step_rest",
+        "Writes._rest_of",
         "        require_same_in_autocast(stepper.optimizer())\n",
         "",
         ZERO,
@@ -1799,8 +1801,8 @@ MUTANTS = [
     Mutant(
         "put off the update of parts whatever autocast block step() is in",
         "HandOver._take",
-        "            require_same_in_autocast(stepper.optimizer())  # this rank's",
-        "            pass  # this rank's",
+        "            require_same_in_autocast(stepper.optimizer())  # these are",
+        "            pass  # these are",
         ZERO,
     ),
     Mutant(
@@ -2565,6 +2567,97 @@ MUTANTS = [
         "{escape(title)}",
         "{title}",
         STATS,
+    ),
+    Mutant(
+        "keyed: leave the loop's generators as an update has left them",
+        "KeyedDraws.drawing",
+        "            generators.restore()\n",
+        "            pass\n",
+        KEYED,
+    ),
+    Mutant(
+        "keyed: what step() draws without a gradient is the loop's",
+        "RunningStep.keep_draws",
+        "if stepper.is_keyed:",
+        "if False:",
+        KEYED,
+    ),
+    Mutant(
+        "keyed: leave to torch what backward has left",
+        "Writes._rest_of",
+        "not stepper.is_keyed and ",
+        "",
+        KEYED,
+    ),
+    Mutant(
+        "keyed: leave to torch what is not put off",
+        "HandOver._step_keyed",
+        "if not stepper.is_keyed:",
+        "if True:",
+        KEYED,
+    ),
+    Mutant(
+        "keyed: put off on a CPU",
+        "HandOver._can_be_put_off",
+        'a.spec.device.type == "cpu"',
+        "False",
+        KEYED,
+    ),
+    Mutant(
+        "keyed: begin anew after a checkpoint",
+        "Attachment.restore",
+        "draws.earlier = (draws.number if drawn is None else drawn) - step_count",
+        "draws.earlier = -step_count",
+        KEYED,
+    ),
+    Mutant(
+        "keyed: draw by the steps that the loop counts",
+        "Attachment.restore",
+        "draws.earlier = (draws.number if drawn is None else drawn) - step_count",
+        "draws.earlier = 0",
+        KEYED,
+    ),
+    Mutant(
+        "keyed: take what couples parameters",
+        "KeyedTrial._try",
+        "(what := _first_differs(together, plain)) is not None",
+        "False",
+        KEYED,
+    ),
+    Mutant(
+        "keyed: leave a parameter without a name to torch",
+        "RunningStep.require_keys",
+        "id(parameter) not in known and parameter.grad is not None",
+        "False",
+        KEYED,
+    ),
+    Mutant(
+        "keyed: take a wrapper's name for a part of the parameter's",
+        "_WRAPPED",
+        '"_orig_mod", ',
+        "",
+        KEYED,
+    ),
+    Mutant(
+        "keyed: each shard draws as the whole",
+        "KeyedDraws.name",
+        "shard_index(parameter)",
+        "None",
+        KEYED_RANKS,
+    ),
+    Mutant(
+        "keyed: replicas of a shard draw for themselves",
+        "shard_index",
+        "        if not placement.is_replicate():",
+        "        if True:",
+        KEYED_RANKS,
+    ),
+    Mutant(
+        "keyed: who takes all from another rank keeps its number",
+        "resync_from",
+        "        draws.earlier = earlier\n",
+        "        pass\n",
+        KEYED_RANKS,
     ),
 ]
 

@@ -26,11 +26,15 @@ from instep.verification import first_difference, training_state
 from tests.cases import optimizer_cases
 from tests.devices import here
 from tests.parity.edits import EDITS
+from tests.parity.keyed import SEED, Langevin, LangevinByKeys
 from tests.parity.made import Made, Recipe
 from tests.parity.outputs import OUTPUTS
 from tests.parity.zoo import into_training, maker
 
-OPTIMIZERS = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {name: (cls, kwargs) for name, cls, kwargs in optimizer_cases()}
+DRAWING = "Langevin"
+"""It draws: attached with ``random="keyed"``, and in the plain loop by keys that it makes itself."""
+OPTIMIZERS[DRAWING] = Langevin, {"lr": 0.05}
 
 
 @dataclass(frozen=True)
@@ -220,6 +224,7 @@ class Loop:
     def __init__(self, program: Program, attach: bool, wrap: Any = lambda model: model, rank: int = 0) -> None:
         torch.manual_seed(program.seed)
         self.program = program
+        self.attaches = attach
         self.rank = rank
         self.number = 0
         self.seen: torch.Tensor | None = None
@@ -255,6 +260,9 @@ class Loop:
             optimizer = maker(program.optimizer)(unnamed)
             into_training(optimizer)
             return optimizer
+        if program.optimizer == DRAWING and not self.attaches:
+            names = {id(p): name.removeprefix("module.") for name, p in self.model.named_parameters()}
+            return LangevinByKeys(unnamed, names, **own[1])
         return own[0](unnamed, **own[1])
 
     def _attach(self) -> instep.Attachment:
@@ -270,7 +278,9 @@ class Loop:
             options["scaler"] = self.scaler
         if program.nonfinite != "allow":
             options["nonfinite"] = program.nonfinite
-        if program.check_steps:
+        if program.optimizer == DRAWING and program.recipe is None:
+            options |= {"random": "keyed", "seed": SEED}
+        elif program.check_steps:
             options["check_steps"] = program.check_steps
         if program.offload:
             options["offload"] = "host"
@@ -279,6 +289,8 @@ class Loop:
     def attach_again(self) -> None:
         self.norm = None  # a new attachment has taken no step
         self.attached_in = self.number
+        if isinstance(self.optimizer, LangevinByKeys):
+            self.optimizer.number = 0
         if self.overlap is not None:
             self.overlap.detach()
             self.overlap = self._attach()

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 import instep
+from instep._autograd.tracing import is_captured
 from instep._step import deferring
-from instep._step.streams import is_captured
 from instep.errors import StaleAttachmentError, UnsupportedOptimizerError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch

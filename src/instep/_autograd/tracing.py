@@ -36,6 +36,11 @@ class Traced:
             self.yes = True
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded: all that is launched for a step is to be in it, on the loop's stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class Compiles(Protocol):
     def before_compile(self) -> None:
         """torch.compile is about to trace a function, whose arguments it has, and has not looked at yet."""

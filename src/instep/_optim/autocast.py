@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.calling import autocast_of
-from instep._optim.generators import Generators
+from instep._optim.generators import Generators, TorchGenerators
 from instep._optim.made_up import STEPS, WEATHERS, Spec, specs_for
 from instep._optim.made_up_run import MadeUpRun
 from instep._optim.twins import parameters_of, step_plainly
@@ -60,11 +60,14 @@ def _differs(optimizer: Optimizer, specs: list[list[Spec]], dtype: torch.dtype) 
     """``None``: made-up parameters cannot be stepped."""
     try:
         outside, inside = MadeUpRun(optimizer, specs), MadeUpRun(optimizer, specs)
+        generators = TorchGenerators(outside.devices)
         for step in range(STEPS):
             gradients = WEATHERS[1].gradients([spec for mine in specs for spec in mine], step)
             outside.give(gradients)
             inside.give(gradients)
+            generators.seed(step)
             outside.step()
+            generators.seed(step)
             step_plainly(inside.twin, autocast=dtype)
     except Exception:
         return None

@@ -1,7 +1,8 @@
 """Parameters that are ``DTensor``, and this rank's parts of them."""
 
 import sys
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -83,6 +84,43 @@ def shard_of(parameter: torch.Tensor, optimizer: Optimizer) -> LocalShard | None
     if is_sharded(parameter) and parameter.dim() > 0 and is_elementwise(optimizer):
         return _Shard(parameter)
     return None
+
+
+def shard_index(parameter: Any) -> int | None:
+    """Which part of a ``DTensor`` this rank has, counted along the dimensions of the mesh over which it is sharded;
+    ``None``: all of it, as other ranks do."""
+    if not is_sharded(parameter) or all(placement.is_replicate() for placement in parameter.placements):
+        return None
+    index, mesh = 0, parameter.device_mesh
+    for dim, placement in enumerate(parameter.placements):
+        if not placement.is_replicate():
+            index = index * mesh.size(dim) + mesh.get_local_rank(dim)
+    return index
+
+
+class _OfEachRank:
+    """In the place of torch's own, which has the ranks of an accelerator's mesh draw parts of one sequence: each draws
+    for its part from its own generator, as it does on a CPU."""
+
+    distribute_region_enabled = False
+
+    def _distribute_region(self, *_: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@contextmanager
+def drawn_by_part(parameter: torch.Tensor) -> Iterator[None]:
+    """Random operations on ``parameter``, and what is computed of it, draw from the generators of this rank."""
+    if not is_sharded(parameter):
+        yield
+        return
+    # Private: nothing public has a DTensor draw so.
+    module: Any = sys.modules["torch.distributed.tensor._random"]
+    before, module._rng_tracker = module._rng_tracker, _OfEachRank()
+    try:
+        yield
+    finally:
+        module._rng_tracker = before
 
 
 def local_numel(parameter: Any) -> int:

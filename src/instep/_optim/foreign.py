@@ -68,6 +68,7 @@ class WatchedUpdates(TrustedUpdates):
         read: its attributes that an update may read.
         shared: what its ``state`` holds beside parameters.
         writes: of the same step.
+        keyed: whether torch's default generators are seeded for each update, and put back before anybody looks.
     """
 
     def __init__(
@@ -78,8 +79,11 @@ class WatchedUpdates(TrustedUpdates):
         read: Mapping[str, Any],
         shared: Mapping[Any, Any],
         writes: SharedWrites,
+        *,
+        keyed: bool,
     ) -> None:
         self.name = name
+        self._keyed = keyed
         self.writes = writes
         self.containers = [name for name, value in read.items() if name != "defaults" and not is_immutable(value)]
         found = list(reached_from([read, shared, *({**group, "params": None} for group in optimizer.param_groups)]))
@@ -92,6 +96,10 @@ class WatchedUpdates(TrustedUpdates):
 
     def begin(self, update: Update) -> TrustedUpdate:
         return _WatchedUpdate(self, update)
+
+    def refuse_draws(self) -> UnsupportedOptimizerError:
+        """The error to raise when an update has drawn what is not keyed."""
+        return draws_what_has_no_key(self.name) if self._keyed else draws_in_step(self.name)
 
     def require_state_of_one(self, update: Update, versions: Mapping[int, int]) -> None:
         """Raise ``UnsupportedOptimizerError`` if state that several parameters share was written.
@@ -157,10 +165,7 @@ class _WatchedUpdate(TrustedUpdate):
         self._step.require_state_of_one(self._update, self._state)
         if self._generators.drawn() == "yes":
             self._generators.restore()
-            raise UnsupportedOptimizerError(
-                f"{name} draws random numbers in step(): bucket by bucket they would go to other parameters than "
-                f"in the plain loop. {STEPPED_WHOLE}"
-            )
+            raise self._step.refuse_draws()
 
     def require_attributes_kept(self) -> None:
         for name in self._changed_attributes():
@@ -183,11 +188,28 @@ def watched(
     read: Mapping[str, Any],
     shared: Mapping[Any, Any],
     writes: SharedWrites,
+    *,
+    keyed: bool,
 ) -> TrustedUpdates:
     """Look at the updates of a step that begins, as far as this optimizer needs it."""
     if is_torchs_own(optimizer):
         return TrustedUpdates()
-    return WatchedUpdates(name, optimizer, layout, read, shared, writes)
+    return WatchedUpdates(name, optimizer, layout, read, shared, writes, keyed=keyed)
+
+
+def draws_in_step(optimizer: str) -> UnsupportedOptimizerError:
+    return UnsupportedOptimizerError(
+        f"{optimizer} draws random numbers in step(): bucket by bucket they would go to other parameters than in the "
+        f"plain loop. random='keyed' with a seed gives each parameter draws of its own, which are not the plain "
+        f"loop's. {STEPPED_WHOLE}"
+    )
+
+
+def draws_what_has_no_key(optimizer: str) -> UnsupportedOptimizerError:
+    return UnsupportedOptimizerError(
+        f"{optimizer} draws random numbers in step() from Python's random, NumPy's generators or one of its own. "
+        f"random='keyed' seeds torch's default generators alone: draw from these. {STEPPED_WHOLE}"
+    )
 
 
 _TRUSTED = TrustedUpdate()

@@ -20,6 +20,21 @@ Write = Callable[[Any], Any]
 Drawn = Literal["no", "yes", "unknown"]
 
 
+class TorchGenerators:
+    """torch's default generators on the CPU and on ``devices``, with their present states."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._before = [(generator, generator.get_state()) for generator in _defaults(devices)]
+
+    def seed(self, key: int) -> None:
+        for generator, _ in self._before:
+            generator.manual_seed(key)
+
+    def restore(self) -> None:
+        for generator, state in self._before:
+            generator.set_state(state)
+
+
 class Generators:
     """Generators with their present states: those that all share (torch's on the CPU and on ``devices``, Python's and
     NumPy's), and those that ``owners`` refer to.
@@ -89,6 +104,12 @@ def _time_of(native_id: int) -> int | None:
         return time.clock_gettime_ns((~native_id << 3) | 6)
     except OSError:
         return None
+
+
+def _defaults(devices: Iterable[torch.device]) -> Iterator[torch.Generator]:
+    yield torch.default_generator
+    for device in {device for device in devices if device.type not in ("cpu", "meta")}:
+        yield torch.get_device_module(device).default_generators[device.index]
 
 
 def _shared(devices: Iterable[torch.device]) -> Iterator[tuple[Read, Write]]:

@@ -169,9 +169,13 @@ class StateHome:
     Args:
         optimizer: the user's, which is held weakly.
         parts: the parameters whose state lives there, each with the shard that is stepped in its place, if one is.
+        bucket_bytes: of parameters, whose state is lent together.
     """
 
-    def __init__(self, state: HostState, optimizer: Optimizer, parts: Callable[[], Iterable[Part]]) -> None:
+    def __init__(
+        self, state: HostState, optimizer: Optimizer, parts: Callable[[], Iterable[Part]], bucket_bytes: int
+    ) -> None:
+        self._bucket_bytes = bucket_bytes
         self._state = state
         self._optimizer = weakref.ref(optimizer)
         self._parts = parts
@@ -188,6 +192,15 @@ class StateHome:
         self, lent: LentEntries, stepped: Sequence[Entry | None], beside: Sequence[torch.Tensor]
     ) -> list[Entry | None]:
         return self._state.take_back(lent, stepped, beside)
+
+    def portions_of(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
+        """Divide what DDP, FSDP or ``optimizer.step()`` has stepped together."""
+        start = nbytes = 0
+        for number, parameter in enumerate(parameters):
+            nbytes += parameter.nbytes
+            if nbytes >= self._bucket_bytes or number + 1 == len(parameters):
+                yield slice(start, number + 1)
+                start, nbytes = number + 1, 0
 
     def finish(self) -> None:
         """Return when the host may read and write the state."""

@@ -1,12 +1,14 @@
 """Copies of one optimizer over made-up parameters, stepped together or in parts."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from instep._optim.calling import STEPPED_WHOLE
+from instep._optim.keyed import KeyedDraws
 from instep._optim.made_up import Spec, Weather, options_of
 from instep._optim.shadow import alias_of
 from instep._optim.stepper import Stepper
@@ -50,9 +52,12 @@ class MadeUpRun:
         contained: whether no bucket's update wrote anything but parameters and their own state.
         replaces_gradients: whether a bucket's update put another tensor into a ``.grad``.
         returned: by the last plain ``step()``.
+
+    Args:
+        keyed: whether each call draws from generators that are seeded for the step.
     """
 
-    def __init__(self, optimizer: Optimizer, specs: Sequence[Sequence[Spec]]) -> None:
+    def __init__(self, optimizer: Optimizer, specs: Sequence[Sequence[Spec]], *, keyed: bool = False) -> None:
         numbers = iter(range(sum(map(len, specs))))
         groups = [
             {**options_of(optimizer, group), "params": [spec.make(next(numbers)) for spec in mine]}
@@ -63,6 +68,11 @@ class MadeUpRun:
                 group["param_names"] = [f"made_up.{number}.{at}" for at in range(len(group["params"]))]
         self.twin = twin_of(optimizer, groups, shared_state(optimizer), {id(p): p for p in parameters_of(optimizer)})
         self.parameters = list(parameters_of(self.twin))
+        self._steps = 0  # so many have been taken
+        draws = KeyedDraws(0, self._count)
+        for parameter in self.parameters:
+            draws.name(parameter, "")  # one for all: any of them may be the first of its call
+        self._draws = draws if keyed else None
         self.contained = True
         self.replaces_gradients = False
         self.returned: Any = None
@@ -72,13 +82,15 @@ class MadeUpRun:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.clone()
 
-    def step(self) -> None:
+    def step(self, *closure: Callable[[], torch.Tensor]) -> None:
         """Call the plain ``step()``."""
-        self.returned = step_plainly(self.twin)
+        with self._drawing():
+            self.returned = step_plainly(self.twin, *closure)
+        self._steps += 1
 
     def step_divided(self, divide: Divide, *, alias: bool = False) -> None:
         """Step as an attached loop does: buckets first, then the plain ``step()`` for the parameters that are left."""
-        stepper = Stepper(self.twin)
+        stepper = self._stepper()
         with_gradient = [p for p in self.parameters if p.grad is not None]
         for bucket in filter(len, map(list, divide(with_gradient))):
             tensors = [alias_of(p, p.grad) for p in bucket] if alias else bucket
@@ -99,7 +111,7 @@ class MadeUpRun:
 
     def step_in_vain(self) -> None:
         """Step and roll back, as an attached loop does with ``undo``."""
-        stepper, undo = Stepper(self.twin), Undo(host=False)
+        stepper, undo = self._stepper(), Undo(host=False)
         parameters = [p for p in self.parameters if p.grad is not None]
         if not parameters:
             return
@@ -110,6 +122,23 @@ class MadeUpRun:
         for device in undo.devices:
             undo.restore(device)
         stepper.abort()
+
+    @property
+    def devices(self) -> set[torch.device]:
+        return {parameter.device for parameter in self.parameters}
+
+    def _stepper(self) -> Stepper:
+        stepper = Stepper(self.twin)
+        stepper.draws = self._draws
+        return stepper
+
+    def _count(self) -> int:
+        return self._steps
+
+    def _drawing(self) -> AbstractContextManager[Any]:
+        if self._draws is None or not self.parameters:
+            return nullcontext()
+        return self._draws.drawing(type(self.twin).__name__, self.parameters[0])
 
     def differs_from(self, other: "MadeUpRun") -> str | None:
         """The first difference from ``other``, in words; ``None``: all is equal bit for bit."""
@@ -131,17 +160,19 @@ class MadeUpRuns:
     Attributes:
         name: of the optimizer's class.
         specs: by group, the parameters to make.
+        keyed: whether each call draws from generators that are seeded for the step.
     """
 
-    def __init__(self, optimizer: Optimizer, specs: list[list[Spec]]) -> None:
+    def __init__(self, optimizer: Optimizer, specs: list[list[Spec]], *, keyed: bool) -> None:
         self._optimizer = optimizer
+        self.keyed = keyed
         self._made: list[MadeUpRun] = []
         self.name = type(optimizer).__name__
         self.specs = specs
 
     def anew(self, specs: Sequence[Sequence[Spec]] | None = None) -> MadeUpRun:
         """A run that has not been stepped. ``specs``: for parameters other than ``self.specs``."""
-        run = MadeUpRun(self._optimizer, self.specs if specs is None else specs)
+        run = MadeUpRun(self._optimizer, self.specs if specs is None else specs, keyed=self.keyed)
         self._made.append(run)
         return run
 

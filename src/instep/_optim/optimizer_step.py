@@ -1,6 +1,7 @@
 """One step of an optimizer, from its first bucket to ``optimizer.step()``."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class OptimizerStep:
         layout: of its groups as they are now.
         home: where the state lives, if that is not on the parameters' device.
         looks_back: whether anybody asks, after an update, if the state was written since.
+        keyed: whether updates may draw from torch's default generators, which are seeded for each.
 
     Attributes:
         writes: what the updates wrote beside parameters and their own state.
@@ -37,7 +39,14 @@ class OptimizerStep:
     """
 
     def __init__(
-        self, name: str, optimizer: Optimizer, layout: GroupLayout, home: StateHome | None, *, looks_back: bool
+        self,
+        name: str,
+        optimizer: Optimizer,
+        layout: GroupLayout,
+        home: StateHome | None,
+        *,
+        looks_back: bool,
+        keyed: bool,
     ) -> None:
         self._name = name
         self._home = home
@@ -50,7 +59,7 @@ class OptimizerStep:
         self._settings = UsedSettings(name, read, self._shared_state)
         self._left = Entries()  # the state of the parameters, as the updates have left it
         self.writes = SharedWrites(name)
-        self.updates = watched(name, optimizer, layout, read, self._shared_state, self.writes)
+        self.updates = watched(name, optimizer, layout, read, self._shared_state, self.writes, keyed=keyed)
 
     def step(
         self,
@@ -58,8 +67,14 @@ class OptimizerStep:
         tensors: Sequence[torch.Tensor],
         owned: Sequence[torch.Tensor],
         shards: Sequence[LocalShard | None] | None,
+        *,
+        drawing: AbstractContextManager[Any] | None = None,
     ) -> None:
-        """Step one bucket. See ``Update`` for the arguments."""
+        """Step one bucket. See ``Update`` for the arguments.
+
+        Args:
+            drawing: around the update.
+        """
         members_of = self._layout.members_of(owned)
         groups, given = self._groups_of(optimizer, tensors, members_of)
         shared = private(self._shared_state)
@@ -67,7 +82,8 @@ class OptimizerStep:
         watch = self.updates.begin(update)
         before = attributes_of(update.shadow)
         try:
-            update.run([members.in_group for members in members_of])
+            with drawing or nullcontext():
+                update.run([members.in_group for members in members_of])
         except BaseException as error:
             watch.take_back_draws()
             if isinstance(error, Exception):

@@ -97,11 +97,6 @@ class AttachedParameter:
         self.shard = shard
         self.mesh = mesh
 
-    @property
-    def only_here(self) -> bool:
-        """Whether the optimizer's own ``step()`` cannot step it: its state is elsewhere, or that of a part."""
-        return self.stepper.takes_all or (self.shard is not None and self.shard.state_is_sharded)
-
     def peek(self) -> torch.Tensor | None:
         """The parameter, ``None`` if it is gone."""
         return self._ref()

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from instep._autograd.watch import plain_type
 from instep._optim.calling import STEPPED_WHOLE, undecorated_step
 from instep._optim.generators import Generators
+from instep._optim.keyed_trial import KeyedTrial
 from instep._optim.kinds import is_torchs_own
 from instep._optim.made_up import WEATHERS, Spec, Weather, options_of, specs_for
 from instep._optim.made_up_run import DIVISIONS, MadeUpRuns, in_short, raises_without_gradients
@@ -61,7 +62,9 @@ def not_asked(optimizer: Optimizer) -> Separability:
     return Separability(type(optimizer).__name__, contained)
 
 
-def separability_of(optimizer: Optimizer, *, in_backward: bool = False, on_trial: bool = False) -> Separability:
+def separability_of(
+    optimizer: Optimizer, *, in_backward: bool = False, on_trial: bool = False, keyed: bool = False
+) -> Separability:
     """Step made-up parameters together, one by one and in other divisions, and compare bit for bit.
 
     torch's own optimizers are known and not asked. What was found of a class with the same options is remembered.
@@ -70,6 +73,7 @@ def separability_of(optimizer: Optimizer, *, in_backward: bool = False, on_trial
     Args:
         in_backward: whether it is to be stepped where nobody has a closure for it.
         on_trial: whether its steps may be put back.
+        keyed: whether each parameter is stepped by itself, with draws of its own: then ``step()`` may draw.
 
     Raises:
         UnsupportedOptimizerError: the divisions differ, ``step()`` draws random numbers, moves parameters without
@@ -78,9 +82,11 @@ def separability_of(optimizer: Optimizer, *, in_backward: bool = False, on_trial
     """
     if is_torchs_own(optimizer):
         return Separability(type(optimizer).__name__, contained=True)
-    found = _remembered(optimizer)
+    found = _remembered(optimizer, keyed=keyed)
     if isinstance(found, str):
         raise UnsupportedOptimizerError(found)
+    if keyed and not in_backward:
+        _require_steps_apart(found)
     if found.needs_closure and in_backward:
         raise UnsupportedOptimizerError(
             f"{found.optimizer}.step() fails without a closure, and backward has none for it. Use schedule='forward'"
@@ -98,25 +104,39 @@ def separability_of(optimizer: Optimizer, *, in_backward: bool = False, on_trial
     if found.keeps is not None and on_trial:
         raise UnsupportedOptimizerError(found.keeps)
     if found.unproven is not None:
+        compared = "" if keyed else "; attach(…, check_steps=…) compares the first steps"
         _logger.warning(
-            "%s. Whether it updates each parameter by itself could not be tried; attach(…, check_steps=…) compares "
-            "the first steps",
-            found.unproven,
+            "%s. Whether it updates each parameter by itself could not be tried%s", found.unproven, compared
         )
     return found
+
+
+def _require_steps_apart(found: Separability) -> None:
+    """With ``random="keyed"`` instep takes every step, whatever the schedule."""
+    does = {
+        "fails without a closure": found.needs_closure,
+        "returns a value that depends on what it updates": found.returns,
+        "updates by the loss that its closure returns": found.reads_loss,
+    }
+    for what, it_does in does.items():
+        if it_does:
+            raise UnsupportedOptimizerError(
+                f"{found.optimizer}.step() {what}, and random='keyed' has each parameter updated before step(). "
+                f"{STEPPED_WHOLE}"
+            )
 
 
 _found: "weakref.WeakKeyDictionary[type, dict[Hashable, Separability | str]]" = weakref.WeakKeyDictionary()
 
 
-def _remembered(optimizer: Optimizer) -> Separability | str:
+def _remembered(optimizer: Optimizer, *, keyed: bool) -> Separability | str:
     known = _found.setdefault(type(optimizer), {})
     try:
-        key = _key(optimizer)
+        key = keyed, _key(optimizer)
     except TypeError:
-        return _tried(optimizer)
+        return _tried(optimizer, keyed=keyed)
     if key not in known:
-        known[key] = _tried(optimizer)
+        known[key] = _tried(optimizer, keyed=keyed)
     return known[key]
 
 
@@ -151,13 +171,13 @@ def _own_classes(optimizer: Optimizer) -> set[str]:
     return {kind.__name__ for kind in kinds - {torch.Tensor, torch.nn.Parameter}}
 
 
-def _tried(optimizer: Optimizer) -> Separability | str:
+def _tried(optimizer: Optimizer, *, keyed: bool) -> Separability | str:
     """The finding, or the words with which to refuse."""
     generators = Generators({p.device for p in parameters_of(optimizer)}, [optimizer])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _Probe(optimizer).run()
+            return _Probe(optimizer, keyed=keyed).run()
     except UnsupportedOptimizerError as error:
         return str(error)
     except RecursionError:
@@ -171,22 +191,18 @@ def _tried(optimizer: Optimizer) -> Separability | str:
 class _Probe:
     """Tries one optimizer."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, *, keyed: bool) -> None:
         self._optimizer = optimizer
         self._name = type(optimizer).__name__
-        self._runs = MadeUpRuns(optimizer, specs_for(optimizer))
+        self._runs = MadeUpRuns(optimizer, specs_for(optimizer), keyed=keyed)
         self._untried: list[str] = []
 
     def run(self) -> Separability:
         if self._needs_closure():
             return Separability(self._name, False, ("step() needs a closure",), needs_closure=True)
         self._leave_out_what_fails()
-        trial, tried = DivisionTrial(self._runs), any(self._runs.specs)
-        if tried:
-            first, *others = WEATHERS
-            trial.run(first, DIVISIONS)
-            for weather in others:
-                trial.run(weather, ["one by one"])
+        tried = any(self._runs.specs)
+        trial = self._divided() if tried else DivisionTrial(self._runs)
         classes = sorted(_own_classes(self._optimizer))
         as_plain = [f"its parameters of class {name} were tried as plain ones" for name in classes]
         loss = tried and reads_loss(self._runs)
@@ -199,6 +215,19 @@ class _Probe:
             reads_loss=loss,
             keeps=what_is_kept(self._runs) if tried else None,
         )
+
+    def _divided(self) -> DivisionTrial | KeyedTrial:
+        if self._runs.keyed:
+            keyed = KeyedTrial(self._runs)
+            for weather in WEATHERS:
+                keyed.run(weather)
+            return keyed
+        trial = DivisionTrial(self._runs)
+        first, *others = WEATHERS
+        trial.run(first, DIVISIONS)
+        for weather in others:
+            trial.run(weather, ["one by one"])
+        return trial
 
     def _needs_closure(self) -> bool:
         """Raise if the first ``step()``, without gradients, fails for another reason."""

@@ -8,7 +8,7 @@ committed.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -19,6 +19,7 @@ from instep._optim.calling import STEPPED_WHOLE
 from instep._optim.changes import PER_PARAMETER
 from instep._optim.elsewhere import Elsewhere
 from instep._optim.host_state import StateHome
+from instep._optim.keyed import KeyedDraws
 from instep._optim.kinds import is_torchs_own
 from instep._optim.layout import GroupLayout
 from instep._optim.optimizer_step import OptimizerStep
@@ -36,6 +37,7 @@ class Stepper:
 
     Attributes:
         home: as above.
+        draws: with ``random="keyed"``: what each parameter's update draws from.
         wrote_in_place: whether an update has changed an object beside parameters and their state: nobody can put that
             back.
     """
@@ -45,6 +47,7 @@ class Stepper:
         self._optimizer = weakref.ref(optimizer)
         self._looks_back = looks_back
         self.name = type(optimizer).__name__
+        self.draws: KeyedDraws | None = None
         self.wrote_in_place = False
         self._call_is_seen = False
         self._kept_in: str | None = None  # where the optimizer keeps values of single parameters, its state aside
@@ -91,10 +94,29 @@ class Stepper:
         """
         optimizer = self.optimizer()
         running = self._begun(optimizer)
+        owned = parameters if in_place_of is None else in_place_of
         try:
-            running.step(optimizer, parameters, parameters if in_place_of is None else in_place_of, shards)
+            if not self.takes_all:
+                running.step(optimizer, parameters, owned, shards)
+                return
+            for part in self._parts_of(parameters):
+                drawing = self.draws.drawing(self.name, owned[part.start]) if self.draws and self.is_keyed else None
+                of_part = None if shards is None else shards[part]
+                running.step(optimizer, parameters[part], owned[part], of_part, drawing=drawing)
         finally:
             self.wrote_in_place |= running.writes.in_place
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether each parameter is stepped by a call of its own, which draws by its key. torch's own never draw."""
+        return self.draws is not None and not is_torchs_own(self.optimizer())
+
+    def _parts_of(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
+        """What is stepped by a call of its own: each parameter, or as much as there is room for its state."""
+        if self.is_keyed or self.home is None:
+            yield from (slice(number, number + 1) for number in range(len(parameters)))
+        else:
+            yield from self.home.portions_of(parameters)
 
     def require_unchanged(self) -> None:
         """Raise ``HyperparameterChangedError`` if groups or state are not those the buckets were stepped with."""
@@ -180,8 +202,8 @@ class Stepper:
     @property
     def takes_all(self) -> bool:
         """Whether the optimizer's own ``step()`` is to find no gradient: it could not step with the state where that
-        is."""
-        return self.home is not None
+        is, or draws by another key."""
+        return self.home is not None or self.is_keyed
 
     def bring_home(self) -> None:
         """From now on the state is on the parameters' device."""
@@ -209,7 +231,9 @@ class Stepper:
         if self._running is None:
             if not self._layout.is_of(optimizer.param_groups):
                 self._layout = GroupLayout(self.name, optimizer.param_groups)
-            self._running = OptimizerStep(self.name, optimizer, self._layout, self.home, looks_back=self._looks_back)
+            self._running = OptimizerStep(
+                self.name, optimizer, self._layout, self.home, looks_back=self._looks_back, keyed=self.is_keyed
+            )
         return self._running
 
 

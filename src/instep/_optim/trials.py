@@ -6,10 +6,11 @@ from functools import partial
 import torch
 
 from instep._optim.calling import STEPPED_WHOLE
+from instep._optim.foreign import draws_in_step
 from instep._optim.generators import Generators
 from instep._optim.made_up import STEPS, WEATHERS, Weather, is_finite
 from instep._optim.made_up_run import DIVISIONS, MadeUpRun, MadeUpRuns, in_short, one_by_one
-from instep._optim.twins import different, step_plainly
+from instep._optim.twins import different
 from instep.errors import UnsupportedOptimizerError
 
 KEPT = 3
@@ -18,7 +19,7 @@ KEPT = 3
 _BUSY = "whether step() draws random numbers could not be told from what other threads draw"
 
 
-class _CannotBeTriedError(Exception):
+class CannotBeTriedError(Exception):
     """The plain ``step()`` fails on made-up parameters."""
 
 
@@ -54,8 +55,8 @@ class DivisionTrial:
             gradients = self._runs.gradients(weather, step)
             generators = Generators(self._runs.devices, [together.twin])
             try:
-                self._step_together(together, gradients)
-            except _CannotBeTriedError as error:
+                step_together(self._name, together, gradients)
+            except CannotBeTriedError as error:
                 if weather.odd:
                     return  # so does the loop's
                 self.untried.append(f"step() fails with {weather} ({error})")
@@ -63,13 +64,10 @@ class DivisionTrial:
             drawn.append(generators.drawn())
             if drawn[-1] == "yes":
                 generators.restore()  # while it is sure that nobody else has drawn
-                raise UnsupportedOptimizerError(
-                    f"{self._name} draws random numbers in step(): bucket by bucket they would go to other parameters "
-                    f"than in the plain loop. {STEPPED_WHOLE}"
-                )
+                raise draws_in_step(self._name)
             for how, run in divided.items():
                 run.give(gradients)
-                self._step(run, how)
+                step_divided(self._name, run, how)
                 self._require_same(together, run, f"step {step + 1} with {weather}", how)
                 self.returns |= different(together.returned, run.returned)
         self.contained = self.contained and all(run.contained for run in divided.values())
@@ -78,43 +76,56 @@ class DivisionTrial:
         if not weather.odd and not all(map(is_finite, together.parameters)):
             self.untried.append(f"with {weather} it makes parameters NaN or infinite")
 
-    def _step_together(self, run: MadeUpRun, gradients: Sequence[torch.Tensor | None]) -> None:
-        run.give(gradients)
-        idle = [p for p in run.parameters if p.grad is None]
-        before = [p.detach().clone() for p in idle]
-        try:
-            run.step()
-        except Exception as error:
-            raise _CannotBeTriedError(in_short(error)) from error
-        for entry in map(run.twin.state.get, run.parameters):
-            if entry is not None and not isinstance(entry, dict):
-                raise UnsupportedOptimizerError(
-                    f"{self._name} keeps the state of a parameter as a {type(entry).__name__}. instep takes dicts "
-                    f"there, as torch's own optimizers have: state[p] = {{...}}. {STEPPED_WHOLE}"
-                )
-        if any(map(different, idle, before)):
-            raise UnsupportedOptimizerError(
-                f"{self._name}.step() changes parameters that have no gradient (weight decay of all parameters?): it "
-                f"would change them once with each bucket, and once more in step(). {STEPPED_WHOLE}"
-            )
-
-    def _step(self, run: MadeUpRun, how: str) -> None:
-        try:
-            run.step_divided(DIVISIONS[how])
-        except UnsupportedOptimizerError:
-            raise
-        except Exception as error:
-            raise UnsupportedOptimizerError(
-                f"{self._name} cannot be stepped bucket by bucket: on a few of its parameters ({how}) its step() "
-                f"raises {in_short(error)}. {STEPPED_WHOLE}"
-            ) from error
-
     def _require_same(self, together: MadeUpRun, run: MadeUpRun, when: str, how: str) -> None:
         if (what := run.differs_from(together)) is not None:
             raise UnsupportedOptimizerError(
                 f"{self._name} couples parameters: stepped {how} they get other values than stepped together (in "
                 f"{when}: {what}), so stepping them apart would differ from the plain loop. {STEPPED_WHOLE}"
             )
+
+
+def step_together(name: str, run: MadeUpRun, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Call the plain ``step()`` of the optimizer called ``name``, and look at what that has done.
+
+    Raises:
+        CannotBeTriedError: it has raised.
+        UnsupportedOptimizerError: it has done what excludes stepping in buckets.
+    """
+    run.give(gradients)
+    idle = [p for p in run.parameters if p.grad is None]
+    before = [p.detach().clone() for p in idle]
+    try:
+        run.step()
+    except Exception as error:
+        raise CannotBeTriedError(in_short(error)) from error
+    for entry in map(run.twin.state.get, run.parameters):
+        if entry is not None and not isinstance(entry, dict):
+            raise UnsupportedOptimizerError(
+                f"{name} keeps the state of a parameter as a {type(entry).__name__}. instep takes dicts there, as "
+                f"torch's own optimizers have: state[p] = {{...}}. {STEPPED_WHOLE}"
+            )
+    if any(map(different, idle, before)):
+        raise UnsupportedOptimizerError(
+            f"{name}.step() changes parameters that have no gradient (weight decay of all parameters?): it would "
+            f"change them once with each bucket, and once more in step(). {STEPPED_WHOLE}"
+        )
+
+
+def step_divided(name: str, run: MadeUpRun, how: str) -> None:
+    """Step as an attached loop does, divided in this way.
+
+    Raises:
+        UnsupportedOptimizerError: that cannot be done.
+    """
+    try:
+        run.step_divided(DIVISIONS[how])
+    except UnsupportedOptimizerError:
+        raise
+    except Exception as error:
+        raise UnsupportedOptimizerError(
+            f"{name} cannot be stepped bucket by bucket: on a few of its parameters ({how}) its step() raises "
+            f"{in_short(error)}. {STEPPED_WHOLE}"
+        ) from error
 
 
 def reads_loss(runs: MadeUpRuns) -> bool:
@@ -127,7 +138,7 @@ def reads_loss(runs: MadeUpRuns) -> bool:
             without.give(gradients)
             without.step()
             given.give(gradients)
-            step_plainly(given.twin, loss)
+            given.step(loss)
         except Exception:
             return False  # so does the loop's
     return given.differs_from(without) is not None
@@ -141,7 +152,10 @@ def takes_aliases(runs: MadeUpRuns) -> bool:
         together.give(gradients)
         aliased.give(gradients)
         try:
-            together.step()
+            if runs.keyed:  # a parameter draws otherwise together with others
+                together.step_divided(one_by_one)
+            else:
+                together.step()
             aliased.step_divided(one_by_one, alias=True)
         except Exception:
             return False

@@ -17,6 +17,7 @@ from instep._refusals import (
     offload,
     optimizers,
     parameters,
+    randomness,
     schedule,
     shard_state,
     undo,
@@ -53,14 +54,20 @@ OPTIONS: Sequence[Rule] = (
     checking.with_shards,
     offload.checked,
     offload.divided,
+    randomness.unknown,
+    randomness.no_pair,
+    randomness.no_seed,
+    randomness.checked,
 )
 # The model and its wrappers, with these options.
 MODEL: Sequence[Rule] = (
     optimizers.unsupported,
     optimizers.asked_for_more,
+    randomness.untold,
     model.sharded_among_several,
     model.cast_among_several,
     fsdp.flat_parameters,
+    randomness.flat_shards,
     fsdp.groups_of_its_own,
     fsdp.precision_of_its_own,
     fsdp.norms,
@@ -112,6 +119,7 @@ DISABLED: Sequence[Rule] = (
     model.sharded_among_several,
     disabled.clipped_buckets,
     disabled.other_numbers,
+    randomness.disabled,
     parameters.unsteppable,
     parameters.all_frozen,
 )

@@ -202,11 +202,12 @@ class FinalWrites(Writes):
         self.clip_rest(left)
         if self._step.check is not None:
             self._keep_for_check(self._step.check, stepper)
-        self._step_rest(stepper, left)
+        rest = self._rest_of(stepper, left)
+        self._step.round.begins(stepper, self._step.ledger)
+        self._step_rest(stepper, rest)
         for parameter in parameters:
             parameter.grad = None
         self._leave_alone(stepper, applied)
-        self._step.round.begins(stepper, self._step.ledger)
 
     def _require_unwritten(self, applied: AttachedParameters) -> None:
         # Without a spent gradient nobody has come between: backward has not returned.

@@ -82,7 +82,7 @@ class ForwardSchedule(HoldsStep):
     def follows(self) -> bool:
         """Whether it must know of parameters that are replaced or added, and of threads: not where no step is put off,
         and nothing is done to gradients."""
-        return self._hand_over.touches_gradients or not self._deferring.never
+        return self._hand_over.acts_in_each_step or not self._deferring.never
 
     @property
     def deferral(self) -> str:
@@ -97,8 +97,8 @@ class ForwardSchedule(HoldsStep):
     def lost(self, error: InstepError) -> None:
         """The loop does what a step that is put off cannot follow: no further one is, unless that was asked for."""
         try:
-            if self._hand_over.touches_gradients or not self._deferring.gives_up:
-                if self._deferring.otherwise is not None and not self._hand_over.touches_gradients:
+            if self._hand_over.acts_in_each_step or not self._deferring.gives_up:
+                if self._deferring.otherwise is not None and not self._hand_over.acts_in_each_step:
                     error.args = (f"{error}. {self._deferring.otherwise}",)
                 raise error
             self._deferring.cannot(str(error))

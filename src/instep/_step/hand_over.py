@@ -7,10 +7,12 @@ from functools import partial
 import torch
 from torch.optim import Optimizer
 
+from instep._autograd.tracing import is_captured
 from instep._gradients.clipping import Clip
 from instep._gradients.scaling import found_inf, take_off_here
 from instep._life.worker import ending
 from instep._optim.autocast import autocast_matters, require_same_in_autocast
+from instep._optim.calls import calls_of
 from instep._optim.initial_state import asks_for_state, begin_state
 from instep._optim.kinds import is_torchs_own
 from instep._optim.owners import Owners
@@ -25,7 +27,6 @@ from instep._step.pending import HandedOverStep, InFlightBucket, PendingBucket, 
 from instep._step.pending_buckets import PendingBuckets
 from instep._step.reading import Reading
 from instep._step.running_step import RunningStep
-from instep._step.streams import is_captured
 from instep._step.waiting import InFlight, waiting_of
 from instep._step.writes import Gather
 from instep.errors import StepMismatchError
@@ -105,7 +106,7 @@ class HandOver:
         step.ledger.require_whole()
         if not step.round.owing:
             self._deferring.step_begins()
-        if self._is_torchs and not stepper.takes_all:
+        if self._is_torchs:
             self._leave(stepper, mine)
             return
         with_gradient = _with_gradient(mine)
@@ -123,12 +124,14 @@ class HandOver:
         """Whether this step is the plain loop's: nothing is put off, and nothing done to gradients before."""
         step = self._step
         asks_nobody = step.ledger.votes.voting is None and not step.checks
-        return not self._deferring.puts_off and not self.touches_gradients and asks_nobody
+        return not self._deferring.puts_off and not self.acts_in_each_step and asks_nobody
 
     @property
-    def touches_gradients(self) -> bool:
-        """Whether ``clip`` or ``nonfinite`` was asked for."""
-        return self._step.passes.clipping.policy is not None or self._agreement.policy != "allow"
+    def acts_in_each_step(self) -> bool:
+        """Whether ``clip``, ``nonfinite``, ``random`` or ``offload`` was asked for: for steps that are not put off,
+        too."""
+        touches_gradients = self._step.passes.clipping.policy is not None or self._agreement.policy != "allow"
+        return touches_gradients or any(stepper.takes_all for stepper in self._step.members.steppers)
 
     def _leave(self, stepper: Stepper, mine: AttachedParameters) -> None:
         """``optimizer.step()`` steps all of it. Of the parameters no more is asked than which optimizers will."""
@@ -141,9 +144,9 @@ class HandOver:
     def _take(self, stepper: Stepper, with_gradient: AttachedParameters, clip: Clip | None, *, in_loop: bool) -> None:
         """The step is taken: put off all that can wait, and leave the rest to ``optimizer.step()``."""
         step, mine = self._step, self._step.members.of(stepper)
-        if stepper.takes_all or (not with_gradient.are_plain and any(a.only_here for a in with_gradient)):
-            require_same_in_autocast(stepper.optimizer())  # they are updated by instep, put off or not
-        in_flight = self._in_flight_of(mine)
+        if stepper.takes_all or (not with_gradient.are_plain and any(map(_is_sharded, with_gradient))):
+            require_same_in_autocast(stepper.optimizer())  # these are updated by instep, put off or not
+        in_flight = _in_flight_of(mine, self.in_flight())
         may_wait = in_loop and self._can_be_put_off(stepper)
         waiting = dict.fromkeys(with_gradient, False)
         if may_wait:
@@ -152,7 +155,7 @@ class HandOver:
         in_flight = _without_landed(in_flight, waiting)
         later = with_gradient
         if not all(waiting.values()):
-            later = AttachedParameters(a for a, wait in waiting.items() if wait or a.only_here)
+            later = AttachedParameters(a for a, wait in waiting.items() if wait or _is_sharded(a))
         if len(later) < len(with_gradient):
             self._require_agreement()
             if clip is not None:
@@ -165,6 +168,7 @@ class HandOver:
             told = may_wait and not self._deferring.gives_up and step.ledger.votes.voting is not None
             self.rest = [a.spec.name for a in with_gradient] if told else []
             step.round.begins(stepper, step.ledger)
+            self._step_here(stepper, with_gradient)
             return
         self.rest = [] if later is with_gradient else [a.spec.name for a in with_gradient if a not in later]
         at_once = [] if later is with_gradient else [a for a, wait in waiting.items() if not wait]
@@ -172,6 +176,17 @@ class HandOver:
             at_once.insert(0, later[0])  # one bucket makes state, see begin_state
         self._put_off(stepper, later, in_flight, clip)
         self._pending.finish([self._pending.of(attached.get()) for attached in at_once])
+        if later is not with_gradient:
+            self._step_here(stepper, AttachedParameters(a for a in with_gradient if a not in later))
+
+    def _step_here(self, stepper: Stepper, rest: AttachedParameters) -> None:
+        """What cannot wait is stepped here, where ``optimizer.step()`` itself is not to step anything."""
+        if not stepper.takes_all:
+            return
+        gradients = [in_grad(attached) for attached in rest]
+        for call in calls_of(rest, gradients, alias=False):
+            call.step(stepper)
+        self._hide(list(zip(rest, gradients, strict=True)))
 
     def _begin_round(self, stepper: Stepper) -> None:
         """This is the first of the step's optimizers."""
@@ -226,16 +241,6 @@ class HandOver:
 
     # Which of them can wait.
 
-    def _in_flight_of(self, mine: Iterable[AttachedParameter]) -> InFlight:
-        """Those whose gradient may still be on its way."""
-        wanted = set(mine)
-        return {
-            a: bucket
-            for bucket in self.in_flight()
-            for a in bucket.parameters
-            if a in wanted and bucket.gradient(a) is not None
-        }
-
     def _can_be_put_off(self, stepper: Stepper) -> bool:
         """Whether an update of this optimizer can run later, and need not run now."""
         optimizer = stepper.optimizer()
@@ -249,6 +254,8 @@ class HandOver:
             and not autocast_matters(optimizer)
             and self._reading.is_alike()
             and not is_captured(self._step.members.all[0].spec.device)
+            # On a CPU another thread would step, and draw from the loop's generator, which it has seeded.
+            and not (stepper.is_keyed and any(a.spec.device.type == "cpu" for a in self._step.members.of(stepper)))
         )
 
     def _clip_of(self, stepper: Stepper, with_gradient: Sequence[AttachedParameter]) -> Clip | None:
@@ -357,8 +364,20 @@ def _with_gradient(parameters: AttachedParameters) -> AttachedParameters:
     return AttachedParameters(a for a in parameters if a.get().grad is not None)
 
 
+def _in_flight_of(mine: Iterable[AttachedParameter], buckets: Iterable[InFlightBucket]) -> InFlight:
+    """Those of ``mine`` whose gradient may still be on its way."""
+    wanted = set(mine)
+    return {
+        a: bucket for bucket in buckets for a in bucket.parameters if a in wanted and bucket.gradient(a) is not None
+    }
+
+
 def _finds_gradient(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def _is_sharded(attached: AttachedParameter) -> bool:
+    return attached.shard is not None and attached.shard.state_is_sharded
 
 
 def _without_landed(in_flight: InFlight, waiting: Mapping[AttachedParameter, bool]) -> InFlight:

@@ -47,8 +47,10 @@ class HandOverCalls:
         step = self._step
         if step.round.stepper is stepper:
             return  # a closure that is called more than once
+        step.require_keys(stepper)
         try:
             self._hand_over.before_update(stepper)
+            step.keep_draws(stepper)
         except BaseException:
             if step.round.stepper is None:  # nothing has been handed over
                 self.drop_round()
@@ -69,6 +71,7 @@ class HandOverCalls:
                 parameter = attached.get()
                 if GET_GRAD(parameter) is None:  # the plain loop's is still there, until the user clears it
                     SET_GRAD(parameter, self._pending.stand_in_for(parameter, gradient))
+        stepper.commit()
         round_.restore_settings()
         round_.has_returned(stepper, self._step.ledger)
         self.end_commit()
@@ -164,6 +167,7 @@ class HandOverCalls:
         handed_over = [attached.spec.name for attached, _ in self._step.round.hidden]
         if check is not None and (rest or not handed_over):
             check.forget()  # a plain step would have raised, too
+        stepper.abort()
         self.returned(stepper)
         if rest and ledger.torn is None:
             self._pending.finish(self._pending.all())

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from instep._autograd.engine import Backwards
 from instep._gradients.clipping import Clipping
 from instep._optim.initial_state import asks_for_state
+from instep._optim.keyed import KeyedDraws
 from instep._optim.owners import Owners
 from instep._optim.parameters import AttachedParameter
 from instep._optim.stepper import Stepper
@@ -23,7 +25,7 @@ from instep._step.passes import Losses, Passes
 from instep._step.round import Round
 from instep._step.streams import StepStreams
 from instep._step.times import StepTimes
-from instep.errors import InstepError
+from instep.errors import InstepError, UnsupportedOptimizerError
 
 
 class RunningStep:
@@ -41,6 +43,7 @@ class RunningStep:
         freed_bytes: of gradients that backward has freed before ``optimizer.step()``, in all steps.
         has_gradients: whether sources have offered gradients since the last step, or, with ``schedule="forward"``, a
             backward was seen to begin.
+        draws: with ``random="keyed"``: what updates draw from.
         lock: held while gradients are offered and applied. On accelerators the engine runs one thread per device, each
             of which may complete a bucket.
     """
@@ -64,6 +67,7 @@ class RunningStep:
         self.times = StepTimes()
         self.freed_bytes = 0
         self.has_gradients = False
+        self.draws: KeyedDraws | None = None
         self.lock = threading.RLock()
 
     @property
@@ -84,6 +88,25 @@ class RunningStep:
         if self.has_gradients or not asks_for_state(stepper.optimizer(), (g for _, g in found), first=first):
             self.has_gradients = bool(found)
             self.round.owing.update(one for one, _ in found)
+
+    def require_keys(self, stepper: Stepper) -> None:
+        """With ``random="keyed"``: raise if ``optimizer.step()`` finds a gradient of a parameter that has no key."""
+        if not stepper.is_keyed:
+            return
+        known = {id(a.peek()) for a in self.members.of(stepper)}
+        for index, group in enumerate(stepper.optimizer().param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in known and parameter.grad is not None:
+                    raise UnsupportedOptimizerError(
+                        f"random='keyed': {stepper.name}.param_groups[{index}] holds a parameter of shape "
+                        f"{tuple(parameter.shape)} that is not in the model. It has no name there, and so its draws no "
+                        "key. Give it to an optimizer of its own, or put it into the model"
+                    )
+
+    def keep_draws(self, stepper: Stepper) -> None:
+        """With ``random="keyed"``: ``optimizer.step()`` is about to run, and finds no gradient. Some draw even so."""
+        if stepper.is_keyed:
+            self.round.keep_draws({a.spec.device for a in self.members.of(stepper)})
 
     def forget(self) -> None:
         """The step is over, or was none."""
@@ -147,6 +170,16 @@ class HoldsStep:
     @property
     def lock(self) -> AbstractContextManager[Any]:
         return self._step.lock
+
+    @property
+    def draws(self) -> KeyedDraws | None:
+        return self._step.draws
+
+    def draw_by(self, seed: int) -> None:
+        """From now on each update draws by its key, with this seed."""
+        self._step.draws = KeyedDraws(seed, partial(getattr, self._step.ledger, "step_count"))
+        for stepper in self._step.members.steppers:
+            stepper.draws = self._step.draws
 
     def backward(self, loss: Losses, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:
         """One backward does, where nothing is measured before it steps."""

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from instep._optim.keyed import KeyedDraws
 from instep._optim.owners import Owners
 from instep._optim.parameters import AttachedParameter
 from instep._optim.plan import Bucket
@@ -121,6 +122,13 @@ class Schedule(Protocol):
     def backward(self, loss: Losses, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:
         """``torch.autograd.backward(loss, gradient)``; twice, if the norm is measured in a backward of its own.
         ``adopt`` takes in the parameters that were added to an optimizer since the forward: these are measured too."""
+
+    @property
+    def draws(self) -> KeyedDraws | None:
+        """With ``random="keyed"``: what updates draw from."""
+
+    def draw_by(self, seed: int) -> None:
+        """From now on each update draws by its key, with this seed."""
 
     def planned(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
         """The buckets of the plan, given those of the sources."""

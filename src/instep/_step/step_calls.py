@@ -54,6 +54,7 @@ class StepCalls:
         step.accumulation.require_reduced()
         self._writes.hear(wait=True)  # for a backward that nobody has seen to begin
         self.require_whole()
+        step.require_keys(stepper)
         self._writes.finish_rollback()
         left = step.members.left_by(stepper)
         for attached in left:
@@ -62,6 +63,7 @@ class StepCalls:
         if not step.round.owing:
             step.count_gradients(stepper, self._writes.real_gradient)
         self._writes.before_step(stepper, left)
+        step.keep_draws(stepper)
 
     def returned(self, stepper: Stepper) -> None:
         """``optimizer.step()`` returned. The step is committed when every optimizer with gradients has stepped."""

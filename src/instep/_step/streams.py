@@ -19,11 +19,6 @@ import torch
 from instep._optim.current_stream import on_stream
 
 
-def is_captured(device: torch.device) -> bool:
-    """Whether a CUDA graph is being recorded: all that is launched for a step is to be in it, on the loop's stream."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 class Mark(NamedTuple):
     """What the side stream of a device held at some time.
 

@@ -235,11 +235,13 @@ class TrialWrites(Writes):
     def before_step(self, stepper: Stepper, left: AttachedParameters) -> None:
         step = self._step
         step.round.begins(stepper, step.ledger)
+        rest: list[AttachedParameter] = []
         try:
             self._watch_in_step.take_from(self._watch, (a.get() for a in step.members.applied_by(stepper)))
-            if self._judgement.takes_step(stepper):
+            taken = self._judgement.takes_step(stepper)
+            if taken:
                 self._judgement.validate(stepper)
-                self._prepare(stepper, step.members.left_by(stepper))
+                rest = self._prepare(stepper, step.members.left_by(stepper))
             else:
                 step.round.leave_out(stepper)
                 self._hide([(a, g) for a in step.members.of(stepper) if (g := gradient_of(a)) is not None])
@@ -247,9 +249,15 @@ class TrialWrites(Writes):
             self._watch.take_from(self._watch_in_step, (a.get() for a in step.members.applied_by(stepper)))
             step.round.is_refused(step.ledger)
             raise
+        if taken:  # what raises here has written, as step() itself may
+            applied = step.members.applied_by(stepper)
+            self._step_rest(stepper, rest)
+            self._hide(self._kept.pairs(applied))
+            self._leave_alone(stepper, applied)
 
-    def _prepare(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
-        """All is right: ``step()`` is to find what backward has left, and nothing else."""
+    def _prepare(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> list[AttachedParameter]:
+        """Nothing was written since backward, and what is about to be written can be put back. Returns what ``step()``
+        cannot step."""
         step = self._step
         applied = step.members.applied_by(stepper)
         try:
@@ -265,10 +273,9 @@ class TrialWrites(Writes):
                     raise difference
                 finally:
                     del difference  # or it would refer to itself, by way of this frame
+        rest = self._rest_of(stepper, left)
         self._save_rest(stepper, left)
-        self._step_rest(stepper, left)
-        self._hide(self._kept.pairs(applied))
-        self._leave_alone(stepper, applied)
+        return rest
 
     def _save_rest(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
         """What ``step()`` is about to write is rolled back too, if an error or Ctrl-C stops it half way."""

@@ -241,19 +241,24 @@ class Writes(ABC):
         if applied := self._step.members.applied_by(stepper):
             check.keep_rest(stepper, self._step.members.of(stepper), set(applied), gradient_of)
 
-    def _step_rest(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
-        """Step those of ``left`` that the optimizer's own ``step()`` could not: torch's foreach kernels refuse plain
-        tensors beside DTensors, and DTensors of several meshes, and know nothing of shards, nor of state that is
-        elsewhere."""
+    def _rest_of(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> list[AttachedParameter]:
+        """All of ``left`` that have a gradient, if the optimizer's own ``step()`` could not step them: torch's foreach
+        kernels refuse plain tensors beside DTensors, and DTensors of several meshes, and know nothing of shards, nor of
+        state that is elsewhere; nobody but instep draws by key."""
         rest = [a for a in left if gradient_of(a) is not None]
         sharded = [a for a in rest if a.shard is not None and a.shard.state_is_sharded]
         if not sharded and not stepper.takes_all and not self._is_mixed(stepper, rest):
-            return
+            return []
         require_same_in_autocast(stepper.optimizer())
+        return rest
+
+    def _step_rest(self, stepper: Stepper, rest: Sequence[AttachedParameter]) -> None:
+        """Step these now, and have ``step()`` find no gradient of them."""
         gradients = [g for a in rest if (g := gradient_of(a)) is not None]
         for call in calls_of(rest, gradients, alias=False):
             call.step(stepper)
-        if self.gather is not None:
+        sharded = [a for a in rest if a.shard is not None and a.shard.state_is_sharded]
+        if sharded and self.gather is not None:
             self.gather(sharded)()
         self._hide([(a, g) for a in rest if (g := gradient_of(a)) is not None])
 

@@ -96,7 +96,9 @@ def build(target: Target, options: Options) -> Parts:
     zero = _zero(target.ddps[0]) if options.communication.shard_state and not options.disabled else None
     if zero is not None:
         schedule.gather = zero.shards.gather
-    gathering = Gathering(target, held, zero, chosen.error_for_use)
+    if options.randomness.seed is not None and not options.disabled:
+        schedule.draw_by(options.randomness.seed)
+    gathering = Gathering(target, held, zero, schedule.draws, chosen.error_for_use)
     schedule.parameters = gathering.gather(target.optimizers, target.names)
 
     uses = ForwardCounts()
@@ -142,7 +144,8 @@ def build(target: Target, options: Options) -> Parts:
 
 def _separability(optimizer: Optimizer, options: Options, *, in_backward: bool, on_trial: bool) -> Separability:
     try:
-        return separability_of(optimizer, in_backward=in_backward, on_trial=on_trial)
+        keyed = options.randomness.random is not None
+        return separability_of(optimizer, in_backward=in_backward, on_trial=on_trial, keyed=keyed)
     except UnsupportedOptimizerError as error:
         if not str(error).endswith(STEPPED_WHOLE):
             raise

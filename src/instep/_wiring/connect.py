@@ -123,7 +123,8 @@ def _watch_saving(parts: Parts, target: Target, options: Options) -> None:
             parts.handles.append(optimizer.register_state_dict_pre_hook(before_save))
             parts.handles.append(optimizer.register_load_state_dict_pre_hook(before_load))
     if options.offload is not None:
-        offload(parts.schedule, target.optimizers, parts.held.steppers, parts.handles)
+        size = options.bytes_of_a_bucket
+        offload(parts.schedule, target.optimizers, parts.held.steppers, size, parts.handles)
     wrapped: set[nn.Module] = {one.module for one in target.wrapped}
     for saved in {*target.called, *wrapped}:
         parts.handles.append(saved.register_state_dict_pre_hook(BoundHook(parts.steps.before_model_state)))

@@ -46,11 +46,11 @@ def _joins(held: Held) -> str | None:
 
 
 def _unknown(held: Held) -> str | None:
+    keyed = any(stepper.draws is not None for stepper in held.steppers)
     for optimizer in held.optimizers():
         if not not_asked(optimizer).contained:
-            return (
-                f"{type(optimizer).__name__} is stepped as a whole: only updates of torch.optim's are put off unasked"
-            )
+            kind, how = type(optimizer).__name__, "by parameter" if keyed else "as a whole"
+            return f"{kind} is stepped {how}: only updates of torch.optim's are put off unasked"
     return None
 
 

@@ -9,12 +9,14 @@ from torch.optim import Optimizer
 from instep._autograd.placeholders import SpentGradient
 from instep._life.weak import weakly
 from instep._optim.dtensor import is_sharded, local_numel, mesh_of, shard_of
+from instep._optim.keyed import KeyedDraws
 from instep._optim.parameters import AttachedParameter, Attribute
 from instep._optim.parts import LocalShard
 from instep._optim.plan import ParameterSpec
 from instep._optim.stepper import Stepper
 from instep._wiring.held import Held
 from instep.errors import InstepError
+from instep.naming import parameters_of
 from instep.target import Names, Target
 
 if TYPE_CHECKING:
@@ -27,20 +29,32 @@ class Gathering:
     """
     Args:
         zero: with ``shard_state``: knows the rows of this rank.
+        draws: with ``random="keyed"``: are told the parameters' names.
         error_for_use: what the use of a gradient that was applied raises; ``None``: nothing is put in its place.
     """
 
-    def __init__(self, target: Target, held: Held, zero: "Zero | None", error_for_use: ErrorForUse | None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        held: Held,
+        zero: "Zero | None",
+        draws: KeyedDraws | None,
+        error_for_use: ErrorForUse | None,
+    ) -> None:
         self._held = held
         self._groups = target.groups
         self._in_fsdp1 = bool(target.fsdp1)
         self._zero = zero
+        self._draws = draws
         self._error_for_use = error_for_use
 
     def gather(
         self, optimizers: Sequence[Optimizer], names: Names, first_index: int = 0
     ) -> tuple[AttachedParameter, ...]:
         """Those of ``names`` that one of the attached ``optimizers`` has, numbered from ``first_index``."""
+        if self._draws is not None and (model := self._held.model()) is not None:
+            for named in parameters_of(model):
+                self._draws.name(named.tensor, named.name)
         owner = {
             id(p): stepper
             for optimizer, stepper in zip(optimizers, self._held.steppers, strict=True)

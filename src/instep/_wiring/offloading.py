@@ -14,7 +14,13 @@ from instep._step.schedule import Schedule
 from instep._wiring.held import Handles
 
 
-def offload(schedule: Schedule, optimizers: Sequence[Optimizer], steppers: Sequence[Stepper], handles: Handles) -> None:
+def offload(
+    schedule: Schedule,
+    optimizers: Sequence[Optimizer],
+    steppers: Sequence[Stepper],
+    bucket_bytes: int,
+    handles: Handles,
+) -> None:
     """
     Raises:
         UnsupportedOptimizerError: an optimizer has state that cannot live in host memory.
@@ -22,7 +28,7 @@ def offload(schedule: Schedule, optimizers: Sequence[Optimizer], steppers: Seque
     state = HostState()
     for optimizer, stepper in zip(optimizers, steppers, strict=True):
         parts = partial(_parts_of, weakref.ref(schedule), weakref.ref(stepper))
-        stepper.home = home = StateHome(state, optimizer, parts)
+        stepper.home = home = StateHome(state, optimizer, parts, bucket_bytes)
         home.take_in()
         loading = HostLoading(home)
         handles.append(optimizer.register_load_state_dict_pre_hook(UntracedHook(loading.before)))

@@ -20,7 +20,9 @@ def resync_from(parts: Parts, rank: int) -> None:
     ranks = dist.get_process_group_ranks(group)
     if rank not in ranks:
         raise InstepError(f"resync_from({rank!r}): the ranks that share this model are {ranks}")
-    step = broadcast_json(parts.schedule.last_complete_step(), group, ranks.index(rank))
+    draws = parts.schedule.draws
+    told = [parts.schedule.last_complete_step(), None if draws is None else draws.earlier]
+    step, earlier = broadcast_json(told, group, ranks.index(rank))
     if step is None:
         raise InstepError(
             f"resync_from({rank}): the last step was applied only in part on that rank. Name one where it was "
@@ -33,3 +35,5 @@ def resync_from(parts: Parts, rank: int) -> None:
         if stepper.home is not None:
             stepper.home.pin()
     parts.schedule.step_count = step
+    if draws is not None and earlier is not None:
+        draws.earlier = earlier

@@ -24,7 +24,7 @@ from instep._wiring.gathering import ErrorForUse
 from instep._wiring.hooks import BackwardHooks
 from instep._wiring.late import Readers
 from instep._wiring.readers import CheckedReaders, NoReaders, WaitingReaders
-from instep.options import Options
+from instep.options import BY_ENVIRONMENT, Options
 
 
 class Chosen(NamedTuple):
@@ -55,7 +55,8 @@ def choose(
 ) -> Chosen:
     """The schedule that ``options`` ask for."""
     if options.disabled:
-        plain = PlainSchedule(steppers, votes, accumulation, clipping, options.nonfinite, options.left_to_torch)
+        why = None if options.left_to_torch == BY_ENVIRONMENT else options.left_to_torch
+        plain = PlainSchedule(steppers, votes, accumulation, clipping, options.nonfinite, why)
         return Chosen(plain, None, False, lambda _: NoReaders(), None)
     if options.schedule == "forward":
         contained = [s for s, found in zip(steppers, separability, strict=True) if found.contained]

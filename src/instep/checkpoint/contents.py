@@ -14,11 +14,12 @@ from instep._arguments import optimizers_of, require_model
 from instep._optim.dtensor import is_sharded
 from instep.attachment import Attachment, attached_parameters
 from instep.checkpoint.files import DTYPES
-from instep.checkpoint.names import Named, buffers_of, parameters_of, refuse_modules
+from instep.checkpoint.names import refuse_modules
 from instep.checkpoint.spread import box_of, local_of, without_sums
 from instep.checkpoint.tiles import Box
 from instep.checkpoint.values import Json, encode
 from instep.errors import CheckpointError
+from instep.naming import Named, buffers_of, parameters_of
 from instep.sources.fsdp.wrappers import fsdp1_in, put_shards_in_place
 
 NOT_IN_GROUP = ("params", "param_names")
@@ -122,6 +123,7 @@ class LocalState:
             "buffers": self._put_named("buffer", training.buffers, finite=False),
             "optimizers": [self._common(n, *one, training) for n, one in enumerate(training.labelled())],
             "previous_norms": [self._norm(n, one) for n, one in enumerate(training.attachments)],
+            "draws": [one.draws for one in training.attachments],
         }
         self.state = [self._state(n, *one, training) for n, one in enumerate(training.labelled())]
 

@@ -17,7 +17,7 @@ from instep.checkpoint.tiles import Box, cover_once
 from instep.checkpoint.values import Json
 from instep.errors import CheckpointError, DamagedCheckpointError
 
-FORMAT, VERSION = "instep checkpoint", 1
+FORMAT, VERSION = "instep checkpoint", 2
 LARGEST = 64 * 1024 * 1024
 _MOST_DIMENSIONS = 64
 _NAMED: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
@@ -58,6 +58,14 @@ class OptimizerRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class DrawsRecord:
+    """Of an attachment with ``random="keyed"``: its seed, and the number of its next step."""
+
+    seed: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """What a checkpoint holds.
 
@@ -65,6 +73,7 @@ class Manifest:
         parameters: all names of each parameter, by its own.
         buffers: the same of buffers.
         previous_norms: encoded: the norm of the last step's gradients, of each attachment that clips by it.
+        draws: of each attachment; ``None``: it has no keys.
         extra: encoded, of each rank.
         tensors: by their keys. That of a parameter or buffer is ``model/`` and its name.
     """
@@ -75,6 +84,7 @@ class Manifest:
     buffers: Mapping[str, tuple[str, ...]]
     optimizers: tuple[OptimizerRecord, ...]
     previous_norms: tuple[Json, ...]
+    draws: tuple[DrawsRecord | None, ...]
     extra: tuple[Json, ...]
     tensors: Mapping[str, TensorRecord]
     files: Mapping[str, FileRecord]
@@ -99,6 +109,7 @@ class Manifest:
                 for optimizer in self.optimizers
             ],
             "previous_norms": self.previous_norms,
+            "draws": [None if one is None else asdict(one) for one in self.draws],
             "extra": self.extra,
             "tensors": {
                 key: {
@@ -171,6 +182,8 @@ def _finite(text: str) -> float:
     return value
 
 
+_DRAWS_SINCE = 2
+"""The version of the format that had them first."""
 _KEYS = (
     "format",
     "version",
@@ -181,6 +194,7 @@ _KEYS = (
     "buffers",
     "optimizers",
     "previous_norms",
+    "draws",
     "extra",
     "tensors",
     "files",
@@ -196,6 +210,8 @@ def _parsed(content: Json, directory: Path) -> Manifest:
             f"{directory} was saved in version {version} of the format, and this instep reads up to {VERSION}: "
             "update instep"
         )
+    if version < _DRAWS_SINCE:
+        content = {"draws": [], **content}
     _keys(content, _KEYS, "the manifest")
     files = {name: _file(name, record) for name, record in _object(content["files"], "files").items()}
     tensors = {key: _tensor(key, record, files) for key, record in _object(content["tensors"], "tensors").items()}
@@ -215,6 +231,7 @@ def _parsed(content: Json, directory: Path) -> Manifest:
         buffers,
         optimizers,
         tuple(_array(content["previous_norms"], "previous_norms")),
+        tuple(None if one is None else _draws(one) for one in _array(content["draws"], "draws")),
         tuple(extra),
         tensors,
         files,
@@ -283,6 +300,11 @@ def _optimizer(content: Json, parameters: Mapping[str, tuple[str, ...]]) -> Opti
     if not set(members) >= state.keys():
         raise DamagedCheckpointError("the state of an optimizer is of parameters that are not its own")
     return OptimizerRecord(content["class"], tuple(groups), state, content["shared"])
+
+
+def _draws(content: Json) -> DrawsRecord:
+    _keys(content, ("seed", "step"), "draws")
+    return DrawsRecord(_count(content["seed"], "a seed"), _count(content["step"], "the number of a step"))
 
 
 def _keys(content: Json, keys: Iterable[str], where: str) -> None:

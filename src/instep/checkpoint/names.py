@@ -1,70 +1,17 @@
-"""Parameters and buffers by the names the bare model knows them by, whatever it is wrapped in."""
+"""Modules that keep more than a checkpoint has."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
-import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from instep.errors import CheckpointError
-from instep.sources.replicate.source import Replicated
-
-_MODULE = (DistributedDataParallel, DataParallel, Replicated)
-# What torch.compile, activation checkpointing and FSDP1 call the module that they wrap.
-_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """One tensor of a model. A tied one has several names; the first is its own."""
-
-    tensor: torch.Tensor
-    names: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-
-def parameters_of(model: nn.Module) -> list[Named]:
-    """Each parameter once, in the model's order."""
-    return _named((prefix + name, p) for prefix, m in _modules(model) for name, p in m._parameters.items())
-
-
-def buffers_of(model: nn.Module) -> list[Named]:
-    """Each buffer that is part of ``state_dict()``."""
-    return _named(
-        (prefix + name, buffer)
-        for prefix, module in _modules(model)
-        for name, buffer in module._buffers.items()
-        if name not in module._non_persistent_buffers_set
-    )
+from instep.naming import modules_of
 
 
 def refuse_modules(model: nn.Module) -> None:
     """Raise ``CheckpointError`` for modules that keep more than parameters and buffers."""
-    for prefix, module in _modules(model):
+    for prefix, module in modules_of(model):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise CheckpointError(
                 f"module {prefix.rstrip('.')!r} ({type(module).__name__}) keeps extra state of its own "
                 "(get_extra_state), which may be anything. Save it with extra=, and give it back with "
                 "set_extra_state() after load"
             )
-
-
-def _named(found: Iterator[tuple[str, torch.Tensor | None]]) -> list[Named]:
-    names: dict[int, Named] = {}
-    for name, tensor in found:
-        if tensor is not None:
-            known = names.get(id(tensor))
-            names[id(tensor)] = Named(tensor, (*known.names, name) if known else (name,))
-    return list(names.values())
-
-
-def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    yield prefix, module
-    for name, child in module._modules.items():
-        if child is not None:
-            hidden = name in _WRAPPED or (name == "module" and isinstance(module, _MODULE))
-            yield from _modules(child, prefix if hidden else f"{prefix}{name}.")

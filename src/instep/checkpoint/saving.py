@@ -31,7 +31,7 @@ from instep.checkpoint.files import (
     write,
     write_tensors,
 )
-from instep.checkpoint.manifest import GroupRecord, Manifest, OptimizerRecord, TensorRecord, file_of
+from instep.checkpoint.manifest import DrawsRecord, GroupRecord, Manifest, OptimizerRecord, TensorRecord, file_of
 from instep.checkpoint.ranks import Collective
 from instep.checkpoint.tiles import Box, cover_once
 from instep.checkpoint.values import Json
@@ -238,6 +238,7 @@ def _manifest(parts: Sequence[Json], tensors: Mapping[str, TensorRecord], files:
         common["buffers"],
         tuple(optimizers),
         tuple(common["previous_norms"]),
+        tuple(None if one is None else DrawsRecord(*one) for one in common["draws"]),
         tuple(part["extra"] for part in parts),
         tensors,
         files,

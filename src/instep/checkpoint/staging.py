@@ -14,12 +14,12 @@ from instep._optim.kinds import is_in_torch_optim
 from instep.attachment import Attachment
 from instep.checkpoint.contents import NOT_IN_GROUP, TrainingState, class_of
 from instep.checkpoint.groups import check_values
-from instep.checkpoint.manifest import GroupRecord, Manifest, OptimizerRecord, TensorRecord
-from instep.checkpoint.names import Named
+from instep.checkpoint.manifest import DrawsRecord, GroupRecord, Manifest, OptimizerRecord, TensorRecord
 from instep.checkpoint.reading import CheckpointReader
 from instep.checkpoint.spread import box_of, empty_beside, local_of
 from instep.checkpoint.values import Json, decode
 from instep.errors import CheckpointError, DamagedCheckpointError
+from instep.naming import Named
 
 _logger = logging.getLogger("instep")
 _SHOWN = 6
@@ -39,8 +39,8 @@ class StagedLoad:
 
     @torch.no_grad()
     def write(self) -> None:
-        for attachment, norm in zip(self.training.attachments, self.norms, strict=True):
-            attachment.restore(self.manifest.step, norm)
+        for attachment, norm, drawn in zip(self.training.attachments, self.norms, self._drawn(), strict=True):
+            attachment.restore(self.manifest.step, norm, drawn)
         for into, values in self.copies:
             into.copy_(values)
         for optimizer, state, shared in self.states:
@@ -51,6 +51,31 @@ class StagedLoad:
             group.update(new)
         for named in self.training.parameters:
             named.tensor.grad = None
+
+    def _drawn(self) -> list[int | None]:
+        """By attachment, the number from which its draws go on; ``None``: they go on from where they are."""
+        attachments, saved = self.training.attachments, self.manifest.draws
+        if len(saved) != len(attachments):
+            saved = (None,) * len(attachments)
+        for attachment, record in zip(attachments, saved, strict=True):
+            if (said := _other_draws(attachment.draws, record)) is not None:
+                _logger.warning("the checkpoint of step %d %s", self.manifest.step, said)
+        return [None if record is None else record.step for record in saved]
+
+
+def _other_draws(mine: tuple[int, int] | None, saved: DrawsRecord | None) -> str | None:
+    """In words, why random numbers do not go on as they would have; ``None``: they do."""
+    if mine is None:
+        if saved is None:
+            return None
+        return (
+            f"was saved with random='keyed', seed={saved.seed}, and this model is attached without: it draws otherwise"
+        )
+    if saved is None:
+        return f"was saved without random='keyed': the keys go on from step {mine[1]}"
+    if saved.seed != mine[0]:
+        return f"was saved with seed={saved.seed}, and this model is attached with seed={mine[0]}: it draws otherwise"
+    return None
 
 
 def stage(reader: CheckpointReader, training: TrainingState, rank: int, *, allow_nonfinite: bool) -> StagedLoad:
