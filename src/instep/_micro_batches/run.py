@@ -67,11 +67,11 @@ def _together(
             parts.schedule.backward(loss, None, parts.late.adopt)
         return [loss.detach() for loss in losses]
     graphs = Graphs(losses, firsts, partial(_name_of, parts))
-    _require_no_gradients(parts, graphs)
     for ddp in _ddps(parts):
         look_from(ddp, losses)
     fsdp2.join(len(losses), graphs.nodes(), graphs.edges())
     graphs.add_in_order(fsdp2.wide)
+    _require_no_gradients(parts, graphs)
     del graphs  # the nodes are freed as backward comes to them
     if parts.sharding is not None:
         parts.sharding.reduces_once()

@@ -125,12 +125,18 @@ class OneBackward:
             uses: of each micro-batch, how many edges of its graph lead to it.
 
         Raises:
-            AccumulationError: it is not known in which order.
+            AccumulationError: there is one from before, or the uses of a micro-batch are not added up in one dtype.
         """
         if leaf not in self._leaves:
             return None
         group, parameter = self._leaves[leaf]
-        return _wide(parameter, self._groups[group][1], uses)
+        name = f"of shape {tuple(leaf.shape)} in FSDP2's group {self._groups[group][1]}"
+        if leaf.grad is not None or parameter.unsharded_accumulated_grad is not None:
+            raise AccumulationError(
+                f"a parameter {name} has a gradient from an earlier backward, which is not reduced yet: "
+                "micro_batches() runs all micro-batches of a step. Run the step with overlap.accumulate()"
+            )
+        return _wide(parameter, name, uses)
 
     def _ends_of(self, ends: dict[Any, list[list[Node]]], node: Node) -> list[list[Node]]:
         group = cast(Any, node).param_group
@@ -234,14 +240,8 @@ def _wide(parameter: Any, name: str, uses: Sequence[int]) -> WideGradient | None
         return None
     if casts and max(uses) > 1:
         raise AccumulationError(
-            f"a parameter of FSDP2's group {name}, of shape {tuple(leaf.shape)}, is used several times in a "
-            f"micro-batch, with mixed precision: autograd adds these in {dtype} in the first micro-batch, and in "
-            f"{leaf.dtype} in the others. {_INSTEAD}"
-        )
-    if parameter.unsharded_accumulated_grad is not None:
-        raise AccumulationError(
-            f"a parameter of FSDP2's group {name}, of shape {tuple(leaf.shape)}, has a gradient from an earlier "
-            "backward: micro_batches() runs all micro-batches of a step. Run the step with overlap.accumulate()"
+            f"a parameter {name} is used several times in a micro-batch, with mixed precision: autograd adds these "
+            f"gradients in {dtype} in the first micro-batch, and in {leaf.dtype} in the others. {_INSTEAD}"
         )
     return WideGradient(parameter, dtype)
 
