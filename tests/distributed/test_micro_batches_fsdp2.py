@@ -146,7 +146,7 @@ def blocks_alone(model: Any) -> nn.Module:
     return nested(model)
 
 
-def whole(model: nn.Module, **options: Any) -> nn.Module:
+def whole(model: Any, **options: Any) -> Any:
     return fully_shard(model, **options)
 
 
@@ -330,11 +330,15 @@ def _unreduced() -> tuple[int, int]:
     counts = []
     for loop in (_plain(), _attached()):
         seen: list[int] = []
-        with BeforeReducing(lambda seen=seen, model=loop.model: seen.append(_with_gradients(model))):
+        with BeforeReducing(partial(_note, seen, loop.model)):
             step(loss_of_blocks, (3,), loop, 0)
         assert len(seen) == 4
         counts.append(max(seen))
     return counts[0], counts[1]
+
+
+def _note(seen: list[int], model: nn.Module) -> None:
+    seen.append(_with_gradients(model))
 
 
 def _with_gradients(model: nn.Module) -> int:
@@ -521,7 +525,7 @@ class WithATeacher(Blocks):
 
     def __init__(self) -> None:
         super().__init__()
-        self.teacher = [fully_shard(Blocks(out=16))]
+        self.teacher: list[Any] = [fully_shard(Blocks(out=16))]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + super().forward(self.teacher[0](x + super().forward(x).sum()))
