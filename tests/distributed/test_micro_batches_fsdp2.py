@@ -337,6 +337,36 @@ def _unreduced() -> tuple[int, int]:
     return counts[0], counts[1]
 
 
+def test_a_group_is_stepped_once_it_is_reduced(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_stepped) == [[0, 1, 2, 3]] * 2
+
+
+def _stepped() -> list[int]:
+    """Before each reduction, how many groups the optimizer has stepped in this step."""
+    loop = _attached()
+    step(loss_of_blocks, (3,), loop, 0)
+    firsts = [group.fsdp_params[0].sharded_param for group in groups_in(loop.model)]
+    steps: list[int] = []
+    with BeforeReducing(lambda: steps.append(sum(int(loop.optimizer.state[p]["step"]) == 2 for p in firsts))):
+        step(loss_of_blocks, (3,), loop, 1)
+    return steps
+
+
+def test_a_forward_before_without_a_backward(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_forward_before) == [3, 3]
+
+
+def _forward_before() -> int:
+    """The groups that are gathered in backward. FSDP2 has noted the forward, and gathers ahead of it."""
+    loop = _attached()
+    step(loss_of_blocks, (3,), loop, 0)
+    loss_of_blocks(loop.model, 0, 0)
+    with torch.profiler.profile() as profile:
+        loop.overlap.micro_batches(lambda seed: loss_of_blocks(loop.model, seed, 0), range(3))
+    loop.optimizer.step()
+    return sum(event.name == GATHERED for event in profile.events())
+
+
 def _note(seen: list[int], model: nn.Module) -> None:
     seen.append(_with_gradients(model))
 

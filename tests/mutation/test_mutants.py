@@ -192,6 +192,13 @@ MUTANTS = [
     ),
     Mutant("leave the switches after a node", "_Switches.after", "self.restore()", "pass", MICRO_FSDP2),
     Mutant("leave the switches after an error", "OneBackward.restore", "switches.restore()", "pass", MICRO_FSDP2),
+    Mutant(
+        "gather ahead of forwards without a backward",
+        "OneBackward.forward",
+        "if not self._has_run:",
+        "if False:",
+        MICRO_FSDP2,
+    ),
     Mutant("gather ahead of every forward", "OneBackward.forward", "forget_forwards(noted)", "pass", MICRO_FSDP2),
     Mutant(
         "add micro-batches in the parameter's dtype",

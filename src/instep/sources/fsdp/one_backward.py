@@ -71,11 +71,15 @@ class OneBackward:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A forward runs. FSDP2 notes each, and gathers ahead in backward what was noted before: all but the first
-        are forgotten, or it would gather groups again that are done."""
-        noted = noted_forwards(self._states) if self._has_run else []
+        """A forward runs. FSDP2 notes each, and gathers ahead in backward what was noted before: all but the first of
+        these are forgotten, or it would gather groups again that are done."""
+        noted = noted_forwards(self._states)
+        if not self._has_run:
+            # Those of earlier forwards, too: no backward may have followed.
+            forget_forwards((state, 0) for state, count in noted if count)
         yield
-        forget_forwards(noted)
+        if self._has_run:
+            forget_forwards(noted)
         self._has_run = True
 
     def join(
