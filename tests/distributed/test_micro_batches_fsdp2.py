@@ -164,11 +164,18 @@ def together(model: Any) -> nn.Module:
     return fully_shard(model)
 
 
+def prefetched(model: Any) -> nn.Module:
+    nested(model)
+    model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[0]])
+    return model  # type: ignore[no-any-return]
+
+
 SHARDED: Mapping[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], nn.Module], Losses]] = {
     "one group": (Blocks, whole, loss_of_blocks),
     "groups in groups": (Blocks, deeper, loss_of_blocks),
     "a root without parameters": (Blocks, blocks_alone, loss_of_blocks),
     "two modules in a group": (Blocks, together, loss_of_blocks),
+    "gathered ahead as the loop says": (Blocks, prefetched, loss_of_blocks),
     "not resharded after forward": (Blocks, partial(nested, reshard_after_forward=False), loss_of_blocks),
     "resharded after forward": (Blocks, partial(nested, reshard_after_forward=True), loss_of_blocks),
     "checkpointed groups": (Checkpointed, nested, loss_of_blocks),
