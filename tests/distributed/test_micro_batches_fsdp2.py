@@ -167,7 +167,7 @@ def together(model: Any) -> nn.Module:
 def prefetched(model: Any) -> nn.Module:
     nested(model)
     model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[0]])
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 SHARDED: Mapping[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], nn.Module], Losses]] = {
