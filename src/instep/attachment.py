@@ -237,7 +237,7 @@ class Attachment:
         backward follows, in which each parameter's gradient is added up over the micro-batches, applied, and freed.
         What the forwards keep for backward (activations, or with checkpointing the inputs of the segments) is in
         memory for all micro-batches at once. With ``schedule="forward"``, or ``INSTEP_DISABLE=1``, this is the loop
-        above; under DDP with ``no_sync()`` around all micro-batches but the last.
+        above; under DDP with ``no_sync()`` around all micro-batches but the last, with FSDP2 as much.
 
         Args:
             loss_of: computes the loss of a micro-batch, a tensor of one number, divided or scaled as the loop would.
@@ -247,7 +247,7 @@ class Attachment:
             The losses, detached, in order; an empty list if there were no batches.
 
         Raises:
-            AccumulationError: one backward would not compute what the loop does: with FSDP, a hook on a parameter,
+            AccumulationError: one backward would not compute what the loop does: with FSDP1, a hook on a parameter,
                 reentrant checkpointing, a graph that micro-batches share, DDP's ``static_graph``, within
                 ``accumulate()``. Nothing was updated; of a backward that draws random numbers or writes buffers the
                 step is torn.

@@ -20,7 +20,6 @@ from tests.cases import Blocks, Sometimes, Tied, batch, two_groups
 from tests.devices import here
 from tests.distributed.comm_hooks import HOOKS
 from tests.distributed.pool import RankPool
-from tests.distributed.sharded import nested
 
 COUNT = 3
 STEPS = 3
@@ -220,11 +219,8 @@ def _refused(wrap: Callable[[nn.Module], nn.Module], batches: Any, make: Any = B
 
 @pytest.mark.parametrize(
     ("wrap", "make", "loss", "match"),
-    [
-        (partial(ddp, static_graph=True), Blocks, blocks_loss, "static_graph"),
-        (nested, Blocks, blocks_loss, "does not run with FSDP"),
-    ],
-    ids=["static graph", "fsdp2"],
+    [(partial(ddp, static_graph=True), Blocks, blocks_loss, "static_graph")],
+    ids=["static graph"],
 )
 def test_refused_by_name(two_ranks: RankPool, wrap: Any, make: Any, loss: Any, match: str) -> None:
     found = two_ranks.run(_refused, wrap, [0, 1, 2], make, loss)

@@ -64,6 +64,7 @@ ALIASES = "tests/parity/test_aliases.py"
 DEFERRING = "tests/unit/test_deferring.py"
 MICRO = "tests/parity/test_micro_batches.py"
 MICRO_RANKS = "tests/distributed/test_micro_batches_on_ranks.py"
+MICRO_FSDP2 = "tests/distributed/test_micro_batches_fsdp2.py"
 DEFAULT = "tests/parity/test_default.py"
 
 MUTANTS = [
@@ -153,7 +154,7 @@ MUTANTS = [
         MICRO,
     ),
     Mutant("add into a gradient of autograd's", "_Sum.add", "gradient.clone()", "gradient", MICRO),
-    Mutant("drop a sum whose last contribution is none", "_contribute", "total is not None and", "False and", MICRO),
+    Mutant("drop a sum whose last contribution is none", "_LeafSum.add", "if gradient is None:", "if False:", MICRO),
     Mutant("do not see that a parameter was frozen", "Graphs._require_alike", "not leaf.requires_grad", "False", MICRO),
     Mutant("end without a last micro-batch", "_marked", "came < count", "False", MICRO_RANKS),
     Mutant(
@@ -183,6 +184,57 @@ MUTANTS = [
     Mutant("overlook draws", "BackwardDoes.require_nothing", "elif self._has_drawn():", "elif False:", MICRO),
     Mutant("overlook buffers", "BackwardDoes.require_nothing", "written is not None", "False", MICRO),
     Mutant("reduce each micro-batch", "_added", "parts.accumulation.hold()", "nullcontext()", MICRO_RANKS),
+    Mutant("end a group's backward at its first node", "_Switches.before", "self._left == 0", "True", MICRO_FSDP2),
+    Mutant(
+        "free a group's weights at each node",
+        "_Switches.before",
+        "self._set(False, False)",
+        "self._set(False, True)",
+        MICRO_FSDP2,
+    ),
+    Mutant("leave the switches after a node", "_Switches.after", "self.restore()", "pass", MICRO_FSDP2),
+    Mutant("leave the switches after an error", "OneBackward.restore", "switches.restore()", "pass", MICRO_FSDP2),
+    Mutant(
+        "gather ahead of forwards without a backward",
+        "OneBackward.forward",
+        "if not self._has_run:",
+        "if False:",
+        MICRO_FSDP2,
+    ),
+    Mutant("gather ahead of every forward", "OneBackward.forward", "forget_forwards(noted)", "pass", MICRO_FSDP2),
+    Mutant(
+        "add micro-batches in the parameter's dtype",
+        "OneBackward.wide",
+        "return _wide(parameter, name, uses)",
+        "return None",
+        MICRO_FSDP2,
+    ),
+    Mutant(
+        "add to gradients that are not reduced",
+        "OneBackward.wide",
+        "leaf.grad is not None or",
+        "False and",
+        MICRO_FSDP2,
+    ),
+    Mutant("do not see that a group runs twice", "_require_one_reduction", "len(ends[-1]) > 1", "False", MICRO_FSDP2),
+    Mutant(
+        "do not see uses outside of a group's forward",
+        "_require_one_reduction",
+        "use is not None and use <",
+        "False and use <",
+        MICRO_FSDP2,
+    ),
+    Mutant(
+        "do not see a model that is not attached", "OneBackward._ends_of", "group not in ends", "False", MICRO_FSDP2
+    ),
+    Mutant("step a group where backward ends", "_together", "parts.sharding.reduces_once()", "pass", MICRO_FSDP2),
+    Mutant(
+        "reduce what the loop does not",
+        "FSDP2Sync.no_sync",
+        "module.set_requires_gradient_sync(value,",
+        "module.set_requires_gradient_sync(True,",
+        MICRO_FSDP2,
+    ),
     Mutant(
         "look for unused parameters in the last forward alone",
         "look_from",

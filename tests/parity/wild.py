@@ -149,6 +149,21 @@ def plain_steps(draw: Any, names: Any = ours, ways: tuple[str, ...] = RIGHT) -> 
     )
 
 
+@st.composite
+def summed_on_shards(draw: Any) -> Program:
+    """For FSDP2: steps by ``micro_batches()``. Now and then the first layer does not run, and in a step mostly all of
+    the micro-batches run the same."""
+    program = draw(plain_steps(ways=("backward", "undo", "undo on the host")))
+    steps = program.steps
+    if draw(st.booleans()):
+        steps = tuple(replace(step, micro_batches=step.micro_batches[:1] * len(step.micro_batches)) for step in steps)
+    if draw(st.sampled_from([True, True, True, False])):
+        first = [tuple((True, *run[1:]) for run in step.micro_batches) for step in steps]
+        steps = tuple(replace(step, micro_batches=runs) for step, runs in zip(steps, first, strict=True))
+    call = draw(st.sampled_from(["whole", "whole", "twice", "checkpointed"]))
+    return replace(program, steps=steps, accumulate="micro_batches", call=call)
+
+
 EVERYTHING = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 

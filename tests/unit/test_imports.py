@@ -82,7 +82,7 @@ ALLOWED = {
         "naming",
         "recording",
     },
-    "_micro_batches": {"errors", "_life", "_autograd", "_optim", "sources.ddp", "_wiring"},
+    "_micro_batches": {"errors", "_life", "_autograd", "_optim", "sources.ddp", "sources.fsdp", "_wiring"},
     "attachment": {
         "errors",
         "_arguments",

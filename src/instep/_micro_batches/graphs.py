@@ -1,7 +1,7 @@
 """The graphs of micro-batches, between forward and backward: where their gradients meet, and how they are added."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol, cast
 
@@ -20,6 +20,21 @@ class _Leaf(Protocol):
 
     variable: torch.Tensor
 
+
+class Keeper(Protocol):
+    """Of a leaf whose sum has another dtype than the leaf, and is not left to its node.
+
+    Attributes:
+        dtype: of the sum.
+    """
+
+    dtype: torch.dtype
+
+    def keep(self, total: torch.Tensor) -> None: ...
+
+
+KeeperOf = Callable[[torch.Tensor, Sequence[int]], Keeper | None]
+"""Given a leaf and its contributions."""
 
 _LEAF = "torch::autograd::AccumulateGrad"
 _NESTING = "CheckpointFunctionBackward"
@@ -55,11 +70,21 @@ class Graphs:
         for leaf, each in self.contributions.items():
             self._require_alike(leaf, each)
 
-    def add_in_order(self) -> None:
-        """Have backward add the contributions to each leaf as the plain loop adds them."""
-        sums = {leaf: OrderedSum(each) for leaf, each in self.contributions.items()}
+    def nodes(self) -> Iterator[tuple[int, Node]]:
+        """All of them, each with the number of its micro-batch."""
+        return ((number, node) for node, number in self._number_of.items())
+
+    def edges(self) -> Iterator[tuple[int, Node, torch.Tensor]]:
+        """Those that lead to leaves: the number of the micro-batch, the node, the leaf."""
         for node, edges in self._edges.items():
-            places = {place: (leaf, sums[leaf]) for place, leaf in edges}
+            for _, leaf in edges:
+                yield self._number_of[node], node, leaf
+
+    def add_in_order(self, keeper_of: KeeperOf) -> None:
+        """Have backward add the contributions to each leaf as the plain loop adds them."""
+        sums = {leaf: _LeafSum(leaf, each, keeper_of(leaf, each)) for leaf, each in self.contributions.items()}
+        for node, edges in self._edges.items():
+            places = {place: sums[leaf] for place, leaf in edges}
             node.register_hook(partial(_contribute, self._number_of[node], places))
 
     def _walk(self, number: int, loss: torch.Tensor, first: int) -> None:
@@ -128,20 +153,38 @@ class Graphs:
             )
 
 
+class _LeafSum:
+    """The sum of all contributions to a leaf, and what becomes of it."""
+
+    __slots__ = ("_keeper", "_leaf", "_sum")
+
+    def __init__(self, leaf: torch.Tensor, contributions: Sequence[int], keeper: Keeper | None) -> None:
+        self._leaf = leaf
+        self._keeper = keeper
+        self._sum = OrderedSum(contributions, None if keeper is None else keeper.dtype)
+
+    def add(self, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns what goes on to the leaf's node."""
+        total = self._sum.add(number, gradient)
+        if total is None:
+            return None
+        if self._keeper is not None:
+            self._keeper.keep(total)
+            return None
+        if gradient is None:
+            # The last contribution is none, and a hook must not put a gradient in its place: as the leaf's node would.
+            leaf = self._leaf
+            leaf.grad = total if leaf.grad is None else leaf.grad.add_(total)
+            return None
+        return total
+
+
 def _contribute(
-    number: int,
-    places: Mapping[int, tuple[torch.Tensor, OrderedSum]],
-    gradients: Sequence[torch.Tensor | None],
-    _: object,
+    number: int, places: Mapping[int, _LeafSum], gradients: Sequence[torch.Tensor | None], _: object
 ) -> tuple[torch.Tensor | None, ...]:
     """A node of micro-batch ``number`` has computed ``gradients``, of the leaves' shapes and dtypes by now: those of
     leaves go on as sums."""
     found = list(gradients)
-    for place, (leaf, contributions) in places.items():
-        total = contributions.add(number, found[place])
-        if total is not None and found[place] is None:
-            # The last contribution is none, and a hook must not put a gradient in its place: as the leaf's node would.
-            leaf.grad = total if leaf.grad is None else leaf.grad.add_(total)
-        else:
-            found[place] = total
+    for place, contributions in places.items():
+        found[place] = contributions.add(number, found[place])
     return tuple(found)

@@ -17,6 +17,7 @@ from instep._wiring.build import Parts
 from instep._wiring.threads import this_thread
 from instep.errors import AccumulationError, InstepError
 from instep.sources.ddp.unused import look_from
+from instep.sources.fsdp.one_backward import OneBackward
 
 Batch = TypeVar("Batch")
 
@@ -53,10 +54,11 @@ def _together(
     parts: Parts, loss_of: Callable[[Batch], torch.Tensor], batches: Iterable[tuple[Batch, bool]]
 ) -> list[torch.Tensor]:
     state, thread = ThreadState(parts.schedule.parameters[0].spec.device), this_thread()
+    fsdp2 = OneBackward(parts.held.model())
     losses: list[torch.Tensor] = []
     firsts: list[int] = []
     for number, (batch, is_last) in enumerate(batches):
-        with _added(parts, is_last):
+        with _added(parts, is_last), fsdp2.forward():
             forward = run_forward(number, partial(loss_of, batch), state, thread)
         losses.append(_checked(number, forward.loss))
         firsts.append(forward.first)
@@ -65,13 +67,19 @@ def _together(
             parts.schedule.backward(loss, None, parts.late.adopt)
         return [loss.detach() for loss in losses]
     graphs = Graphs(losses, firsts, partial(_name_of, parts))
-    _require_no_gradients(parts, graphs)
     for ddp in _ddps(parts):
         look_from(ddp, losses)
-    graphs.add_in_order()
+    fsdp2.join(len(losses), graphs.nodes(), graphs.edges())
+    graphs.add_in_order(fsdp2.wide)
+    _require_no_gradients(parts, graphs)
     del graphs  # the nodes are freed as backward comes to them
+    if parts.sharding is not None:
+        parts.sharding.reduces_once()
     unlike = BackwardDoes(parts)
-    parts.schedule.backward(losses, None, parts.late.adopt)
+    try:
+        parts.schedule.backward(losses, None, parts.late.adopt)
+    finally:
+        fsdp2.restore()
     unlike.require_nothing()
     return [loss.detach() for loss in losses]
 
@@ -135,10 +143,11 @@ def _require_own_step(parts: Parts) -> None:
 
 def _require_whole(parts: Parts) -> None:
     """Raise where one backward of several forwards is not a sum of backwards."""
-    if parts.sharding is not None:
+    if parts.sharding is not None and parts.sharding.in_fsdp1:
         raise AccumulationError(
-            "micro_batches() with schedule='backward' does not run with FSDP, which frees a layer's weights after each "
-            "micro-batch's backward: use overlap.accumulate(), or schedule='forward'"
+            "micro_batches() with schedule='backward' does not run with FSDP1 (FullyShardedDataParallel), which frees "
+            "a layer's weights after each micro-batch's backward: use fully_shard (FSDP2), overlap.accumulate(), or "
+            "schedule='forward'"
         )
     for ddp in _ddps(parts):
         if ddp.static_graph:

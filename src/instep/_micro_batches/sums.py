@@ -30,12 +30,14 @@ class OrderedSum:
 
     Args:
         contributions: of each micro-batch, how many edges of its graph lead to the parameter.
+        dtype: in which micro-batches are added to each other; ``None``: in that of the contributions.
     """
 
-    __slots__ = ("_contributions", "_left", "_next", "_sums", "_total")
+    __slots__ = ("_contributions", "_dtype", "_left", "_next", "_sums", "_total")
 
-    def __init__(self, contributions: Sequence[int]) -> None:
+    def __init__(self, contributions: Sequence[int], dtype: torch.dtype | None = None) -> None:
         self._contributions = tuple(contributions)
+        self._dtype = dtype
         self._begin()
 
     def _begin(self) -> None:
@@ -53,7 +55,7 @@ class OrderedSum:
         while self._next < len(self._left) and self._left[self._next] == 0:
             done, self._sums[self._next] = self._sums[self._next], _Sum()
             if self._total.value is None:
-                self._total = done
+                self._total = self._in_dtype(done)
             elif done.value is not None:
                 self._total.add(done.value)
             self._next += 1
@@ -62,3 +64,8 @@ class OrderedSum:
         total = self._total.value
         self._begin()
         return total
+
+    def _in_dtype(self, first: _Sum) -> _Sum:
+        if first.value is not None and self._dtype is not None:
+            first.value = first.value.to(self._dtype)
+        return first

@@ -22,11 +22,14 @@ class Sharding:
     """
     Args:
         uses: told of each group's forwards.
+
+    Attributes:
+        in_fsdp1: whether it is FSDP1.
     """
 
     def __init__(self, target: Target, schedule: Schedule, uses: ForwardCounts) -> None:
         self._groups = target.groups
-        self._in_fsdp1 = bool(target.fsdp1)
+        self.in_fsdp1 = bool(target.fsdp1)
         self._schedule = schedule
         self._uses = uses
         self._after_errors = AfterErrors(target.model)
@@ -36,12 +39,16 @@ class Sharding:
             module = group.module()
             assert module is not None
             mine = [a for a in self._schedule.parameters if a.spec.group == number]
-            if self._in_fsdp1:
+            if self.in_fsdp1:
                 readers.watch_fsdp1(module, mine, handles)
             else:
                 before = BoundHook(functools.partial(self._before_gather, number, mine))
                 handles.append(module.register_forward_pre_hook(before, prepend=True))
         handles.extend(self._after_errors.connect(weakly(self._schedule.let_go_of_backwards)))
+
+    def reduces_once(self) -> None:
+        """The next backward reduces each group's gradients once, however many forwards it is of."""
+        self._uses.clear()
 
     def backward_failed(self) -> None:
         self._after_errors.backward_failed()

@@ -106,6 +106,17 @@ class FSDP2Sync(_Sync):
         for module in self._modules():
             module.set_requires_gradient_sync(value, recurse=False)
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """The loop may have set it for each module by itself."""
+        before = [(m, any(group.reduce_grads for group in fsdp2_groups(m._get_fsdp_state()))) for m in self._modules()]
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            for module, value in before:
+                module.set_requires_gradient_sync(value, recurse=False)
+
     def _modules(self) -> Sequence[Any]:
         model = self._model()
         return [] if model is None else fsdp2_in(model)
