@@ -365,9 +365,11 @@ class Loop:
         return losses[-1]
 
     def _by_the_verb(self, step: Step) -> bool:
-        """Whether the attached loop runs this step by ``micro_batches()``, where each of them has a graph."""
+        """Whether the attached loop runs this step by ``micro_batches()``, where each of them has a graph, and no
+        gradient is left of the step before."""
         graphs = (any(p.requires_grad for p in self._used(run)) for run in step.micro_batches)
-        return self.program.accumulate == "micro_batches" and self.overlap is not None and all(graphs)
+        asked = self.program.accumulate == "micro_batches" and self.program.clear == "none"
+        return asked and self.overlap is not None and all(graphs)
 
     def _used(self, run: tuple[bool, ...]) -> Iterator[nn.Parameter]:
         return (p for layer, runs in zip(self.net.layers, run, strict=True) if runs for p in layer.parameters())
