@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from instep._arguments import optimizers_of, require_model
 from instep._micro_batches.run import micro_batches
+from instep._optim.parameters import AttachedParameter
 from instep._optim.plan import MIB, Plan
 from instep._step.recorder import Recorder
 from instep._wiring.advice import advice
@@ -349,14 +350,10 @@ class Attachment:
             clipping.grad_norm = None if previous_norm is None else previous_norm.to(device)
             clipping.begin()
 
-    def state_parts(self) -> dict[int, Any]:
-        """With ``shard_state``: by ``id`` of each parameter in DDP's buckets, this rank's part of it."""
-        parameters = self._parts.schedule.parameters
-        return {id(a.get()): a.shard for a in parameters if a.shard is not None and a.shard.state_is_sharded}
-
-    def offloaded(self) -> list[torch.Tensor]:
-        """The parameters whose state lives in host memory."""
-        return [a.get() for a in self._parts.schedule.parameters if a.stepper.home is not None]
+    @property
+    def parameters(self) -> Sequence[AttachedParameter]:
+        """What is known of each attached parameter."""
+        return self._parts.schedule.parameters
 
     def detach(self) -> None:
         """Give the model and the optimizer back as they came. Safe to call twice, and with a step open or torn. What
