@@ -2637,14 +2637,14 @@ MUTANTS = [
     Mutant(
         "keyed: leave to torch what backward has left",
         "Writes._rest_of",
-        "not stepper.is_keyed and ",
+        "not stepper.takes_all and ",
         "",
         KEYED,
     ),
     Mutant(
         "keyed: leave to torch what is not put off",
-        "HandOver._step_keyed",
-        "if not stepper.is_keyed:",
+        "HandOver._step_here",
+        "if not stepper.takes_all:",
         "if True:",
         KEYED,
     ),

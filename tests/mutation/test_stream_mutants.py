@@ -311,9 +311,9 @@ MUTANTS = [
     ),
     _mutant(
         "Ctrl-C on the way back leaves the side stream current",
-        "StepStreams.on",
-        "                _go_on(current, index)\n                raise\n",
-        "                raise\n",
+        "on_stream",
+        "            _go_on(before, index)\n            raise\n",
+        "            raise\n",
         "tests/parity/test_found.py",
         "test_interrupted_while_a_step_is_put_back",
     ),
@@ -352,8 +352,8 @@ MUTANTS = [
     _mutant(
         "steps are on the loop's stream",
         "StepStreams.on",
-        "            torch.accelerator.set_stream(side.stream)  # and",
-        "            torch.accelerator.set_stream(current)  # and",
+        "        with on_stream(side.stream):\n",
+        "        with on_stream(torch.accelerator.current_stream(device)):\n",
         ONE_DEVICE,
         "test_models_and_optimizers and blocks and AdamW",
     ),
@@ -672,7 +672,7 @@ MUTANTS = [
     ),
     _mutant(
         "offload: what step() steps is left to torch",
-        "Writes._step_rest",
+        "Writes._rest_of",
         "not sharded and not stepper.takes_all and not",
         "not sharded and not",
         OFFLOAD,
