@@ -194,9 +194,10 @@ class Check:
             return None
         found = difference or "nothing that is compared"
         why = "draws random numbers in step()" if step.drew else "couples parameters"
+        instead = "random='keyed' with a seed gives each parameter draws of its own. " if step.drew else ""
         return UnsupportedOptimizerError(
             f"{stepper.name} {why}: step {number} was taken again on copies, with the same gradients, by its plain "
-            f"step(), and differs from it in {found}. {STEPPED_WHOLE}, and leave out check_steps"
+            f"step(), and differs from it in {found}. {instead}{STEPPED_WHOLE}, and leave out check_steps"
         )
 
     def stepped(self) -> None:
