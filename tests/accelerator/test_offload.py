@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import instep
-from instep.errors import AttachError, UnsupportedOptimizerError
+from instep.errors import AttachError, InstepError, UnsupportedOptimizerError
 from instep.options import Schedules
 from instep.planning.job import Job, Rates
 from instep.planning.making import plan
@@ -355,6 +355,21 @@ def test_the_host_waits_once_a_step(way: str, more: int) -> None:
     require_waits(OFFLOADED[way], more)
 
 
+def test_forward_waits_for_copies_when_its_last_bucket_is_read() -> None:
+    """And not in ``step()``, which is put off."""
+    model, optimizer, overlap = attached(schedule="forward")
+    learn(model, optimizer, range(2))
+    (x, y), (after, _) = batch(2), batch(3)
+    nn.functional.cross_entropy(model(x), y).backward()
+    with recorded() as log:
+        optimizer.step()
+    assert log.host_waits == []
+    with recorded() as log:
+        model(after)
+    assert len(log.host_waits) == 1
+    overlap.detach()
+
+
 def test_state_is_copied_ahead_of_its_step() -> None:
     """Before the first bucket is stepped, the copies of its state and of that of the second are launched."""
     model, optimizer, overlap = attached()
@@ -582,15 +597,68 @@ def test_state_that_cannot_live_in_host_memory(schedule: Schedules, kind: str) -
     make, said = REFUSED[kind]
     model = nn.Linear(16, 8)
     optimizer = Odd(model.parameters(), make)
+    with pytest.raises(UnsupportedOptimizerError, match=rf"offload='host'.*Odd {said}"):
+        instep.attach(model, optimizer, schedule=schedule, offload="host")
+
+
+class Later(Odd):
+    """Makes it from the third step on, and so not on made-up parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        if len(self.param_groups[0]["params"][0]) == 8 and self.param_groups[0].get("odd"):
+            return super().step(closure)
+        return torch.optim.SGD.step(self, closure)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+def test_state_of_a_later_step_that_cannot_live_in_host_memory(schedule: Schedules, kind: str) -> None:
+    make, said = REFUSED[kind]
+    model = nn.Linear(16, 8)
+    optimizer = Later(model.parameters(), make)
 
     def learn_once() -> None:
         with instep.attach(model, optimizer, schedule=schedule, offload="host") as overlap:
+            optimizer.param_groups[0]["odd"] = True
             model(torch.ones(2, 16)).sum().backward()
             optimizer.step()
             overlap.synchronize()
 
-    with pytest.raises(UnsupportedOptimizerError, match=rf"(?s)offload='host'.*Odd {said}"):
+    with pytest.raises(UnsupportedOptimizerError, match=rf"(?s)offload='host'.*Later {said}"):
         learn_once()
+
+
+class WithArguments(torch.optim.SGD):
+    def step(self, closure: Any = None, scale: float = 1.0) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+def test_a_step_with_arguments_is_refused(schedule: Schedules) -> None:
+    model = Blocks()
+    optimizer = WithArguments(model.parameters(), lr=0.1, momentum=0.9)
+    with instep.attach(model, optimizer, schedule=schedule, offload="host") as overlap:
+        if schedule == "forward":
+            learn(model, optimizer, range(1))
+        nn.functional.cross_entropy(model(batch(2)[0]), batch(2)[1]).backward()
+        with pytest.raises(InstepError, match="was called with arguments"):
+            optimizer.step(scale=2.0)
+        overlap.accept_torn()
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure: Any) -> Any:
+        loss = closure()
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+def test_a_step_that_needs_a_closure_is_refused(schedule: Schedules) -> None:
+    model = Blocks()
+    said = r"fails without a closure, and offload='host' has .* Use schedule='forward' with .* without offload"
+    with pytest.raises(UnsupportedOptimizerError, match=said):
+        instep.attach(model, NeedsClosure(model.parameters(), lr=0.1), schedule=schedule, offload="host")
 
 
 @pytest.mark.parametrize("make", [lambda p: [torch.zeros_like(p), (torch.ones_like(p), 3)], lambda p: {"a": p + 1}])

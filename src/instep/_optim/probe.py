@@ -17,7 +17,7 @@ from instep._optim.keyed_trial import KeyedTrial
 from instep._optim.kinds import is_torchs_own
 from instep._optim.made_up import WEATHERS, Spec, Weather, options_of, specs_for
 from instep._optim.made_up_run import DIVISIONS, MadeUpRuns, in_short, raises_without_gradients
-from instep._optim.trials import DivisionTrial, reads_loss, takes_aliases, what_is_kept
+from instep._optim.trials import DivisionTrial, reads_loss, takes_aliases, what_is_kept, what_stays
 from instep._optim.twins import parameters_of, step_plainly
 from instep.errors import UnsupportedOptimizerError
 
@@ -36,6 +36,7 @@ class Separability:
         returns: whether ``step()`` returns a value that depends on how much it finds to update.
         reads_loss: whether ``step()`` updates otherwise when a closure returns it a loss.
         keeps: what is left of a step that was put back, in words; ``None``: nothing, as far as trying tells.
+        stays: state that cannot live in host memory, in words; ``None``: none, as far as trying tells.
         untried: what could not be tried on made-up parameters, with the reasons. Empty: separable, as far as trying
             tells, or known.
     """
@@ -47,6 +48,7 @@ class Separability:
     returns: bool = False
     reads_loss: bool = False
     keeps: str | None = None
+    stays: str | None = None
 
     @property
     def unproven(self) -> str | None:
@@ -63,7 +65,12 @@ def not_asked(optimizer: Optimizer) -> Separability:
 
 
 def separability_of(
-    optimizer: Optimizer, *, in_backward: bool = False, on_trial: bool = False, keyed: bool = False
+    optimizer: Optimizer,
+    *,
+    in_backward: bool = False,
+    on_trial: bool = False,
+    keyed: bool = False,
+    offloaded: bool = False,
 ) -> Separability:
     """Step made-up parameters together, one by one and in other divisions, and compare bit for bit.
 
@@ -74,6 +81,7 @@ def separability_of(
         in_backward: whether it is to be stepped where nobody has a closure for it.
         on_trial: whether its steps may be put back.
         keyed: whether each parameter is stepped by itself, with draws of its own: then ``step()`` may draw.
+        offloaded: whether its state is to live in host memory.
 
     Raises:
         UnsupportedOptimizerError: the divisions differ, ``step()`` draws random numbers, moves parameters without
@@ -85,8 +93,10 @@ def separability_of(
     found = _remembered(optimizer, keyed=keyed)
     if isinstance(found, str):
         raise UnsupportedOptimizerError(found)
-    if keyed and not in_backward:
-        _require_steps_apart(found)
+    if keyed or offloaded:
+        _require_steps_apart(found, "random='keyed'" if keyed else "offload='host'")
+    if found.stays is not None and offloaded:
+        raise UnsupportedOptimizerError(found.stays)
     if found.needs_closure and in_backward:
         raise UnsupportedOptimizerError(
             f"{found.optimizer}.step() fails without a closure, and backward has none for it. Use schedule='forward'"
@@ -111,8 +121,8 @@ def separability_of(
     return found
 
 
-def _require_steps_apart(found: Separability) -> None:
-    """With ``random="keyed"`` instep takes every step, whatever the schedule."""
+def _require_steps_apart(found: Separability, option: str) -> None:
+    """With ``option`` instep takes every step, whatever the schedule."""
     does = {
         "fails without a closure": found.needs_closure,
         "returns a value that depends on what it updates": found.returns,
@@ -121,7 +131,7 @@ def _require_steps_apart(found: Separability) -> None:
     for what, it_does in does.items():
         if it_does:
             raise UnsupportedOptimizerError(
-                f"{found.optimizer}.step() {what}, and random='keyed' has each parameter updated before step(). "
+                f"{found.optimizer}.step() {what}, and {option} has each parameter updated before step(). "
                 f"{STEPPED_WHOLE}"
             )
 
@@ -214,6 +224,7 @@ class _Probe:
             returns=trial.returns,
             reads_loss=loss,
             keeps=what_is_kept(self._runs) if tried else None,
+            stays=what_stays(self._runs) if tried else None,
         )
 
     def _divided(self) -> DivisionTrial | KeyedTrial:

@@ -189,14 +189,15 @@ class Stepper:
             into: the user's optimizer, where this one steps a copy of it.
         """
         optimizer = into or self.optimizer()
-        self.settle()
         if self._running is not None:
+            self.settle()
             self._running.commit(optimizer)
         self._running = None
 
     def abort(self) -> None:
         """Forget the step."""
-        self.settle()
+        if self._running is not None:
+            self.settle()
         self._running = None
 
     @property

@@ -8,6 +8,7 @@ import torch
 from instep._optim.calling import STEPPED_WHOLE
 from instep._optim.foreign import draws_in_step
 from instep._optim.generators import Generators
+from instep._optim.lent_entries import LentEntries
 from instep._optim.made_up import STEPS, WEATHERS, Weather, is_finite
 from instep._optim.made_up_run import DIVISIONS, MadeUpRun, MadeUpRuns, in_short, one_by_one
 from instep._optim.twins import different
@@ -189,4 +190,23 @@ def what_is_kept(runs: MadeUpRuns) -> str | None:
                 f"back: a step that was put back and taken again differs in {difference}. Use schedule='forward', "
                 "or no undo"
             )
+    return None
+
+
+def what_stays(runs: MadeUpRuns) -> str | None:
+    """State of one step that cannot live in host memory, in words; ``None``: none. It is tried on an accelerator."""
+    run = runs.anew()
+    run.give(runs.gradients(WEATHERS[0], 0))
+    try:
+        run.step()
+    except Exception:
+        return None  # so does the loop's
+    for parameter in run.parameters:
+        if parameter.device.type in ("cpu", "meta"):
+            continue
+        beside = [tensor for tensor in (parameter, parameter.grad) if tensor is not None]
+        try:
+            LentEntries(runs.name, (), parameter.device).take_back([run.twin.state.get(parameter)], beside)
+        except UnsupportedOptimizerError as error:
+            return str(error)
     return None

@@ -144,8 +144,8 @@ def build(target: Target, options: Options) -> Parts:
 
 def _separability(optimizer: Optimizer, options: Options, *, in_backward: bool, on_trial: bool) -> Separability:
     try:
-        keyed = options.randomness.random is not None
-        return separability_of(optimizer, in_backward=in_backward, on_trial=on_trial, keyed=keyed)
+        keyed, offloaded = options.randomness.random is not None, options.offload is not None
+        return separability_of(optimizer, in_backward=in_backward, on_trial=on_trial, keyed=keyed, offloaded=offloaded)
     except UnsupportedOptimizerError as error:
         if not str(error).endswith(STEPPED_WHOLE):
             raise

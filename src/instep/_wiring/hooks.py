@@ -203,9 +203,9 @@ class StepHooks:
         self._schedule.begin_step(stepper)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if len(args) > 2 or kwargs.keys() - {"closure"} or (closure is not None and not callable(closure)):
-            self._schedule.leave_to_optimizer(stepper, _called_with_arguments(stepper))
+            self._leave(stepper, _called_with_arguments(stepper), "called with arguments")
         elif compiled.yes:
-            self._schedule.leave_to_optimizer(stepper, _compiled(stepper))
+            self._leave(stepper, _compiled(stepper), "compiled (torch.compile)")
         if not callable(closure):
             self._before_update(stepper)
             return None
@@ -220,6 +220,16 @@ class StepHooks:
         if len(args) > 1:
             return (args[0], then_update, *args[2:]), kwargs
         return args, {**kwargs, "closure": then_update}
+
+    def _leave(self, stepper: Stepper, error: InstepError, how: str) -> None:
+        """``step()`` is about to do otherwise than instep does."""
+        self._schedule.leave_to_optimizer(stepper, error)
+        if stepper.takes_all:
+            raise UnsupportedOptimizerError(
+                f"{stepper.name}.step() was {how}, and with offload='host' or random='keyed' instep takes every step: "
+                "it does not know of that. Call optimizer.step() without arguments and outside of what is compiled, or "
+                "attach without offload and random"
+            )
 
     def after_step(self, stepper: Stepper, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``optimizer.step()`` is about to return."""
