@@ -28,6 +28,7 @@ from tests.accelerator.test_one_device import compare
 from tests.accelerator.test_sources import HAPPENS, SOURCES, on_device
 from tests.cases import Blocks, batch
 from tests.distributed.pool import RankPool
+from tests.parity.keyed import RoundedAdafactor, Whitened
 
 pytestmark = pytest.mark.accelerator
 WEIGHTS = GRADIENTS  # bytes of both
@@ -523,6 +524,47 @@ def test_state_is_written_in_backward() -> None:
     assert all(map(torch.equal, found, run(None)))
 
 
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+@pytest.mark.parametrize("make", [RoundedAdafactor, Whitened])
+def test_with_keyed_draws(make: Callable[..., torch.optim.Optimizer], schedule: Schedules) -> None:
+    def run(**options: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Blocks()
+        optimizer = make(model.parameters())
+        with instep.attach(model, optimizer, schedule=schedule, random="keyed", seed=3, **options):
+            learn(model, optimizer, range(4))
+        return everything(model, optimizer)
+
+    with recorded() as log:
+        found = run(offload="host", bucket_bytes=2_000)
+    log.assert_ordered()
+    assert all(map(torch.equal, found, run()))
+
+
+@pytest.mark.parametrize("undo", [False, True])
+def test_with_micro_batches(undo: bool) -> None:
+    def run(**options: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Blocks()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+        def loss_of(number: int) -> torch.Tensor:
+            x, y = batch(number)
+            return nn.functional.cross_entropy(model(x), y) / 3
+
+        with instep.attach(model, optimizer, schedule="backward", undo=undo, **options) as overlap:
+            for i in range(3):
+                overlap.micro_batches(loss_of, range(3 * i, 3 * i + 3))
+                optimizer.step()
+                optimizer.zero_grad()
+        return everything(model, optimizer)
+
+    with recorded() as log:
+        found = run(offload="host", bucket_bytes=2_000)
+    log.assert_ordered()
+    assert all(map(torch.equal, found, run()))
+
+
 # What is refused.
 
 
@@ -652,7 +694,7 @@ def test_a_step_with_arguments_is_refused(schedule: Schedules) -> None:
 
 
 class NeedsClosure(torch.optim.SGD):
-    def step(self, closure: Any) -> Any:
+    def step(self, closure: Any = None) -> Any:
         loss = closure()
         super().step()
         return loss

@@ -310,6 +310,7 @@ class HandOver:
         """Take the gradients off."""
         step, optimizer = self._step, stepper.optimizer()
         handed_over = HandedOverStep(stepper, parameters, step.number, self.vote, self._pending.recorder, step.times)
+        handed_over.stepper.draws = None if stepper.draws is None else stepper.draws.of_this_step()
         begin_state(optimizer, parameters.tensors())
         keep = partial(step.check.keep, stepper) if step.check is not None and step.checks else None
         buckets = []
