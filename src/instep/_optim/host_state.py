@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from instep._autograd.tracing import is_captured
 from instep._optim.host_copies import Copies
 from instep._optim.lent_entries import Entry, LentEntries, is_at_home, tensors_in
 from instep._optim.parts import LocalShard, shard_of_entry, version_of, whole_of_entry
@@ -74,7 +75,7 @@ class HostState:
             UnsupportedOptimizerError: a CUDA graph is recorded.
         """
         device = owned[0].device
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_captured(device):
             raise UnsupportedOptimizerError(
                 "a CUDA graph is recorded, and offload='host' copies optimizer state on streams of its own. Attach "
                 "without offload, or call optimizer.step() outside of the graph"
