@@ -363,7 +363,9 @@ def test_the_host_waits_once_a_step(way: str, more: int) -> None:
 
 def test_forward_waits_for_copies_when_its_last_bucket_is_read() -> None:
     """And not in ``step()``, which is put off."""
-    model, optimizer, overlap = attached(schedule="forward")
+    model = Blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # whose step() has no wait of its own
+    overlap = instep.attach(model, optimizer, schedule="forward", offload="host", bucket_bytes=2_000)
     learn(model, optimizer, range(2))
     (x, y), (after, _) = batch(2), batch(3)
     nn.functional.cross_entropy(model(x), y).backward()
