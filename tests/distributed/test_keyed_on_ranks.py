@@ -27,7 +27,6 @@ from tests.parity.keyed import (
     ByHand,
     Dropping,
     Langevin,
-    Rounded,
     Whitened,
     generators,
     groups_of,
@@ -152,8 +151,8 @@ def test_sharded_state(two_ranks: RankPool, way: str) -> None:
 
 def _sharded_state(options: Mapping[str, Any]) -> tuple[str | None, list[str]]:
     plain, model = made(ddp), made(ddp)
-    by_hand = ByHand(Rounded, groups_of(plain), bare_names(plain))
-    optimizer = Rounded(groups_of(model))
+    by_hand = ByHand(RECIPES["Kron-like"], groups_of(plain), bare_names(plain))
+    optimizer = RECIPES["Kron-like"](groups_of(model))
     with instep.attach(model, optimizer, shard_state=True, **KEYED, **options) as overlap:
         train(plain, by_hand)
         train(model, optimizer)

@@ -2642,6 +2642,21 @@ MUTANTS = [
         KEYED,
     ),
     Mutant(
+        "keyed: a step that is handed over draws without keys",
+        "HandOver._take_over",
+        "None if stepper.draws is None else stepper.draws.of_this_step()",
+        "None",
+        "tests/distributed/test_keyed_on_ranks.py",
+    ),
+    Mutant(
+        "keyed: what was added since backward is stepped in the groups of then",
+        "Stepper.step",
+        "if self.takes_all and not all(map(self._layout.holds, owned)):",
+        "if False:",
+        KEYED,
+        "added_between",
+    ),
+    Mutant(
         "keyed: leave to torch what is not put off",
         "HandOver._step_here",
         "if not stepper.takes_all:",

@@ -663,6 +663,14 @@ MUTANTS = [
         "written_in_backward",
     ),
     _mutant(
+        "offload: state of the loop's goes back to its stream at once",
+        "LentEntries._lent",
+        "                    self._others.append(value)\n",
+        "                    pass\n",
+        OFFLOAD,
+        "loop_puts_on_the_device",
+    ),
+    _mutant(
         "offload: load_state_dict goes by way of the device",
         "HostLoading.before",
         "        if type(optimizer).load_state_dict is not Optimizer.load_state_dict:\n",

@@ -271,6 +271,28 @@ def test_a_rate_that_changes_and_a_parameter_that_comes_late(way: str) -> None:
 
 
 @in_every_way
+def test_a_group_that_is_added_between_backward_and_step(way: str) -> None:
+    """Its parameter has a gradient by then, and is stepped with the others."""
+
+    def late(lane: Lane, i: int) -> None:
+        if i == 0:
+            lane.model.late = nn.Linear(10, 10, bias=False, device=here(), dtype=torch.bfloat16)
+            with torch.no_grad():
+                lane.model.late.weight.fill_(0.1)
+            lane.names.update(names_of(lane.model))
+        x, y = batch(i)
+        out = lane.model.late(lane.model(x.to(here())).bfloat16()).float()
+        lane.backward(nn.functional.cross_entropy(out, y.to(here())))
+        if i == 2:
+            group = {"params": [lane.model.late.weight], "lr": 0.02}
+            lane.optimizer.add(group, lane.names) if lane.plain else lane.optimizer.add_param_group(group)
+        lane.optimizer.step()
+        lane.model.zero_grad()
+
+    compare(way, Rounded, late)
+
+
+@in_every_way
 def test_gradients_that_the_loop_writes(way: str) -> None:
     """No backward has given them: ``step()`` finds them."""
 

@@ -52,6 +52,8 @@ class LentEntries:
         self._homes: dict[int, tuple[Any, Any]] = {}
         self._made: dict[int, torch.Tensor] = {}  # by the id of the host tensor
         self._memory: set[int] = set()
+        # Tensors on the device that somebody else has put into the state, on a stream that nobody knows.
+        self._others: list[torch.Tensor] = []
         with torch.no_grad():
             self.entries: list[Entry | None] = [self._lent(entry) for entry in entries]
         self._made.clear()
@@ -60,6 +62,8 @@ class LentEntries:
         copied: Any
         if isinstance(value, torch.Tensor):
             if not is_at_home(value):
+                if value.numel() > 1:
+                    self._others.append(value)
                 return value
             if (copied := self._made.get(id(value))) is None:
                 copied = torch.empty_like(value, device=self.device).copy_(value, non_blocking=True)
@@ -90,7 +94,11 @@ class LentEntries:
         """
         self._memory = {_address(tensor) for tensor in (*beside, *self.used)}
         with torch.no_grad():
-            return [self._back(entry, "") for entry in stepped]
+            kept = [self._back(entry, "") for entry in stepped]
+        for tensor in self._others:
+            # The current stream comes after the one that has stepped it.
+            tensor.record_stream(torch.accelerator.current_stream(self.device))
+        return kept
 
     def _back(self, value: Any, key: Any) -> Any:
         lent, home = self._homes.get(id(value), (None, None))

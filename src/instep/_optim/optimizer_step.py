@@ -102,6 +102,12 @@ class OptimizerStep:
         self.writes.in_state(self._changed_state(update), self._shared_state)
         self.writes.in_attributes(changes(attributes_of(update.shadow), before))
 
+    def take_in(self, optimizer: Optimizer) -> GroupLayout:
+        """Parameters were added to the groups since the step began, and ``step()`` has found gradients of them."""
+        if not self._layout.were_moved(optimizer.param_groups):
+            self._layout = GroupLayout(self._name, optimizer.param_groups)
+        return self._layout
+
     def require_unchanged(self, optimizer: Optimizer, on_device: WrittenOnDevice) -> None:
         """Raise ``HyperparameterChangedError`` if groups or state are not those the buckets were stepped with."""
         if self._layout.were_moved(optimizer.param_groups):

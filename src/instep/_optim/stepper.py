@@ -95,6 +95,8 @@ class Stepper:
         optimizer = self.optimizer()
         running = self._begun(optimizer)
         owned = parameters if in_place_of is None else in_place_of
+        if self.takes_all and not all(map(self._layout.holds, owned)):
+            self._layout = running.take_in(optimizer)
         try:
             if not self.takes_all:
                 running.step(optimizer, parameters, owned, shards)
