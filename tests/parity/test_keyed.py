@@ -247,6 +247,12 @@ def test_accumulated(way: str, step: Callable[[Lane, int], Any]) -> None:
 
 
 @in_every_way
+def test_torchaos_stochastic_rounding(way: str) -> None:
+    optim = pytest.importorskip("torchao.optim")
+    compare(way, lambda groups: optim._AdamW(groups, bf16_stochastic_round=True), learn)
+
+
+@in_every_way
 def test_a_rate_that_changes_and_a_parameter_that_comes_late(way: str) -> None:
     def late(lane: Lane, i: int) -> None:
         if i == 2:
