@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from torch import nn
 
 from instep._optim.plan import MIB
 from instep.planning.job import Job, Rates
+from instep.planning.kernels import inside
 from instep.planning.live_bytes import LiveBytes
 from instep.planning.making import plan
 
@@ -125,7 +127,8 @@ def measured(model: Model, make: Callable[[Model], Plain], warm_up: Model | None
 
 
 class Activations(LiveBytes):
-    """Everything but the parameters' gradients. Which storages these were is known only once they are there."""
+    """Everything but the parameters' gradients; what kernels take, too. Which storages were gradients is known only
+    once they are there."""
 
     def __init__(self, loop: Plain) -> None:
         super().__init__([*loop.model.parameters(), *loop.model.buffers()])
@@ -133,7 +136,13 @@ class Activations(LiveBytes):
         self.events: list[tuple[int, int]] = []
         self.gradients: set[int] = set()
         for p in loop.model.parameters():
-            p.register_hook(lambda g: self.gradients.add(self.made.get(g.untyped_storage()._cdata, -1)))
+            p.register_hook(lambda g: self.gradients.add(self.made.get(g.untyped_storage()._cdata, -2)))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        size: int = inside(func, args, result)
+        self.events += [(-1, size), (-1, -size)]
+        return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._seen:
@@ -146,7 +155,7 @@ class Activations(LiveBytes):
         super()._freed(key, size)
 
     def most(self) -> int:
-        changes = [size for number, size in self.events if number not in self.gradients]
+        changes: list[int] = [size for number, size in self.events if number not in self.gradients]
         return max(itertools.accumulate(changes), default=0)
 
 
@@ -256,9 +265,14 @@ def in_processes(arguments: argparse.Namespace, part: str, setting: str, model: 
 
 def tried(arguments: argparse.Namespace, part: str, setting: str, model: str, ways: dict[str, Way]) -> dict[str, Found]:
     """By way; ``above`` has the bytes of each run. A way with other weights in another run has no digest."""
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        tasks = {
+            name: [pool.submit(in_processes, arguments, part, setting, model, name) for _ in range(arguments.runs)]
+            for name in ways
+        }
+        results = {name: [task.result() for task in several] for name, several in tasks.items()}
     found = {}
-    for name in ways:
-        runs = [in_processes(arguments, part, setting, model, name) for _ in range(arguments.runs)]
+    for name, runs in results.items():
         if any("raises" in run for run in runs):
             found[name] = next(run for run in runs if "raises" in run)
             continue
@@ -358,6 +372,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--runs", type=int, default=2, help="of each way; the table has the spread")
+    parser.add_argument("--jobs", type=int, default=1, help="so many ways at a time: what they take is their own")
     parser.add_argument("--svg", type=Path, help="draw the GPT in float32 there")
     parser.add_argument("--json", type=Path, help="write everything there")
     parser.add_argument("--one", nargs=4, metavar=("PART", "SETTING", "MODEL", "WAY"), help=argparse.SUPPRESS)
@@ -383,8 +398,8 @@ def main() -> None:
         parts = [part for part in arguments.parts if PARTS[part][0] == 1 or SETTINGS[setting].needs == "torch"]
         for part in parts:
             found[f"{setting}, {part}"] = say(arguments, part, setting)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1))
+            if arguments.json:
+                arguments.json.write_text(json.dumps(found, indent=1))
     if arguments.svg:
         draw(arguments.svg, found, arguments.micro_batches)
 

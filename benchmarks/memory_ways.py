@@ -160,6 +160,21 @@ class Accumulated(Plain):
             self.optimizer.zero_grad()
 
 
+class Flash(Plain):
+    """FlashOptim's gradient release. Its 8-bit state, its short master weights and its kernels need CUDA."""
+
+    def __init__(self, model: Model) -> None:
+        from flashoptim import FlashAdamW, enable_gradient_release
+
+        super().__init__(
+            model, optimizer=lambda p: FlashAdamW(p, lr=LR, quantize=False, fused=False, master_weight_bits=None)
+        )
+        self.handle = enable_gradient_release(self.model, self.optimizer)
+
+    def step(self, tokens: torch.Tensor) -> None:
+        self.made.loss(self.model, tokens).backward()
+
+
 def _drop(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
@@ -222,9 +237,15 @@ ONE_BATCH: dict[str, Way] = {
         needs=NEEDS["LOMO (gradient descent)"],
         short="LOMO, gradient descent",
     ),
+    "FlashOptim": Way(
+        "FlashOptim's gradient release, its own AdamW, without what needs CUDA",
+        lambda model, setting: Flash(model),
+        needs="flashoptim",
+        short="FlashOptim, its own AdamW",
+    ),
     "no step": Way("no step: each gradient is dropped at once", dropped, oracle=""),
 }
-OWN_UPDATE = ("optimi", "LOMO")
+OWN_UPDATE = ("optimi", "LOMO", "FlashOptim")
 """Ways that bring an update of their own, whatever the setting says."""
 
 MICRO_BATCHES: dict[str, Way] = {
