@@ -1,156 +1,74 @@
 """How much memory does a step need above weights and optimizer state?
 
-    python benchmarks/memory.py                          # a GPT and a convolutional model, in float32
-    python benchmarks/memory.py --dtype bfloat16 --micro-batches 8
+    python benchmarks/memory.py                          # everything; about ten minutes
+    python benchmarks/memory.py --settings float32 --parts one-batch --runs 1
+    python benchmarks/memory.py --svg memory.svg         # and a picture of the GPT in float32
     pip install torchtune torchao==0.15.0 lomo-optim torch-optimi   # peers that are left out where not installed
 
-Every variant is trained in a process of its own, on the same batches. Weights after three steps are compared with the
-plain loop's of the same number of micro-batches, bit for bit; the table says where they are others. Then resident
-memory is read, as the operating system counts it: between two steps, and the most within the next ones. The allocator
-gives large tensors back at once. Beside it stands what ``instep plan`` says before anything is trained. ``no step`` is
-the floor: each gradient is dropped as soon as it is there.
+Every way is trained in a process of its own (on two ranks: in two), on the same batches. Weights after three steps are
+compared with the plain loop's of the same number of micro-batches, bit for bit; the table says where they are others.
+Then resident memory is read, as the operating system counts it: between two steps, and the most within the next ones.
+The allocator gives large tensors back at once. Beside it stands what ``instep plan`` says before anything is trained.
+``no step`` is the floor: each gradient is dropped as soon as it is there. The limit is computed: activations, counted
+as tensors are made and freed, and the largest bucket of 4 MiB. ``memory_ways.py`` has the ways.
 """
 
 import argparse
 import gc
 import hashlib
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 os.environ["INSTEP_BENCHMARK_MALLOC"] = "as it is"  # of measure.py, which would keep memory
 
+import bars
 import torch
-from one_device import OPTIONS, PEERS, PLAIN, Model, Plain, gpt
+import torch.distributed as dist
+from memory_ways import (
+    BUCKET,
+    MICRO_BATCHES,
+    ONE_BATCH,
+    RANKS,
+    RANKS_MICRO_BATCHES,
+    SETTINGS,
+    Way,
+    installed,
+    models,
+)
+from one_device import OPTIONS, Model, Plain
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from instep._optim.plan import MIB
-from instep.demo.job import Shape
 from instep.planning.job import Job, Rates
+from instep.planning.kernels import inside
+from instep.planning.live_bytes import LiveBytes
 from instep.planning.making import plan
 
 STEPS = 3
 PLANNED = "INSTEP_BENCHMARK_PLANNED"
 """The environment's name for the model, and its dtype, that ``instep plan`` is to make."""
-WAYS = {
-    PLAIN: "plain",
-    "4 MiB": "backward",
-    "plain accumulation": "plain",
-    "accumulate": "backward",
-    "micro_batches": "backward, micro_batches",
+PARTS: dict[str, tuple[int, bool, dict[str, Way]]] = {
+    "one-batch": (1, False, ONE_BATCH),
+    "micro-batches": (1, True, MICRO_BATCHES),
+    "ranks": (2, False, RANKS),
+    "ranks-micro-batches": (2, True, RANKS_MICRO_BATCHES),
 }
-"""What ``instep plan`` calls them."""
+"""By name: ranks, whether there are several micro-batches, and ways."""
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-ONE_BATCH = {
-    PLAIN: "plain, `AdamW(fused=True)`",
-    "backward": '`instep.attach(…, schedule="backward")`',
-    "torch in backward, fused": "torch's `_apply_optimizer_in_backward`",
-    "torchtune, fused": "torchtune's wrapper",
-    "optimi gradient release": "optimi's gradient release",
-    "LOMO (gradient descent)": "LOMO (gradient descent)",
-}
+ENVIRONMENT = {**GIVES_BACK, "GLOO_SOCKET_IFNAME": "lo", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
+Found = dict[str, Any]
 
-class Checkpointed(nn.Module):
-    """Blocks of which only the inputs are kept for backward."""
-
-    def __init__(self, first: nn.Module, blocks: list[nn.Module], last: nn.Module) -> None:
-        super().__init__()
-        self.first, self.blocks, self.last = first, nn.ModuleList(blocks), last
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        found: torch.Tensor = self.last(x)
-        return found
-
-
-def convolutional(dtype: torch.dtype, rows: int) -> Model:
-    """Of images of 8 x 8 pixels: gradients, and not activations, make the peak."""
-
-    def make() -> nn.Module:
-        blocks: list[nn.Module] = [nn.Sequential(nn.Conv2d(512, 512, 3, padding=1), nn.GELU()) for _ in range(8)]
-        last = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
-        return Checkpointed(nn.Conv2d(3, 512, 3, padding=1), blocks, last).to(dtype)
-
-    def images() -> Iterator[torch.Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        while True:
-            yield torch.randn(rows, 3, 8, 8, generator=generator).to(dtype)
-
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(x).float(), torch.arange(len(x)) % 10)
-
-    return Model("convolutional", make, images, loss)
-
-
-def models(dtype: torch.dtype, rows: int) -> dict[str, Model]:
-    return {
-        "GPT": gpt("GPT", dtype, Shape(width=512, depth=12, heads=8), rows, tokens=16),
-        "convolutional": convolutional(dtype, rows),
-    }
-
-
-class Accumulated(Plain):
-    """Each row of a batch is a micro-batch.
-
-    Args:
-        by: how the micro-batches are told: ``None``: the plain loop, or a backward that only drops gradients.
-    """
-
-    def __init__(self, model: Model, by: str | None = None, *, drops: bool = False) -> None:
-        super().__init__(model, None if by is None else {"schedule": "backward", "bucket_bytes": 4 * MIB})
-        self.by, self.drops = by, drops
-        if drops:
-            for p in self.model.parameters():
-                p.register_post_accumulate_grad_hook(_drop)
-
-    def loss_of(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.made.loss(self.model, rows) / self.count
-
-    def step(self, tokens: torch.Tensor) -> None:
-        micro_batches = tokens.split(1)
-        self.count = len(micro_batches)
-        if self.overlap is not None and self.by == "micro_batches":
-            self.overlap.micro_batches(self.loss_of, micro_batches)
-        elif self.overlap is not None:
-            with self.overlap.accumulate():
-                for rows in micro_batches[:-1]:
-                    self.loss_of(rows).backward()
-            self.loss_of(micro_batches[-1]).backward()
-        else:
-            for rows in micro_batches:
-                self.loss_of(rows).backward()
-        if not self.drops:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-
-def _drop(parameter: torch.Tensor) -> None:
-    parameter.grad = None
-
-
-def backward_in_small_buckets(model: Model) -> Plain:
-    return Plain(model, {"schedule": "backward", "bucket_bytes": 4 * MIB})
-
-
-SINGLE: dict[str, tuple[str, Callable[[Model], Plain]]] = {
-    **{name: (title, PEERS[name]) for name, title in ONE_BATCH.items() if name in PEERS},
-    "4 MiB": ("… and `bucket_bytes=4 * 2**20`", backward_in_small_buckets),
-    "no step": ("no step, gradients dropped", lambda model: Accumulated(model, drops=True)),
-}
-SEVERAL: dict[str, tuple[str, Callable[[Model], Plain]]] = {
-    "plain accumulation": ("plain, gradients add up", Accumulated),
-    "accumulate": ("instep, `accumulate()`", lambda model: Accumulated(model, "accumulate")),
-    "micro_batches": ("instep, `micro_batches()`", lambda model: Accumulated(model, "micro_batches")),
-    "no step": ("no step, gradients dropped", lambda model: Accumulated(model, drops=True)),
-}
+# In a process of its own.
 
 
 def status(entry: str) -> int:
@@ -159,27 +77,121 @@ def status(entry: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(entry + ":"))
 
 
-def measured(model: Model, make: Callable[[Model], Plain]) -> dict[str, Any]:
-    """In this process: a digest of the weights after three steps, and bytes between and within steps."""
-    batches = model.batches()
-    loop = make(model)
-    for _ in range(STEPS):
-        loop.step(next(batches))
+def local(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found.detach()
+
+
+def own_bytes(loop: Plain) -> int:
+    """Of weights and optimizer state, of this rank."""
+    optimizers = [loop.optimizer, *getattr(loop, "each", {}).values()]
+    entries = [entry for optimizer in optimizers for entry in optimizer.state.values()]
+    state = [value for entry in entries for value in entry.values() if torch.is_tensor(value)]
+    return sum(local(tensor).nbytes for tensor in [*loop.model.parameters(), *loop.model.buffers(), *state])
+
+
+def train(loop: Plain, model: Model) -> None:
+    for _, batch in zip(range(STEPS), model.batches(), strict=False):
+        loop.step(batch)
         loop.drain()
+
+
+def measured(model: Model, make: Callable[[Model], Plain], warm_up: Model | None) -> Found:
+    """A digest of the weights after three steps, and bytes that more steps take.
+
+    Args:
+        warm_up: trained first, so that memory between steps is that of this model alone, and is counted too: DDP's
+            buckets. ``None``: what there is between steps is taken off.
+    """
+    before = 0
+    if warm_up is not None:
+        train(make(warm_up), warm_up)
+        gc.collect()
+        before = status("VmRSS")
+    loop = make(model)
+    train(loop, model)
     digest = hashlib.sha256()
     for p in loop.model.parameters():
-        digest.update(p.detach().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(local(p).flatten().view(torch.uint8).numpy().tobytes())
     gc.collect()
-    between = status("VmRSS")
+    kept = status("VmRSS") if warm_up is None else before + own_bytes(loop)
     Path("/proc/self/clear_refs").write_text("5")  # the most is what there is now
-    for _ in range(STEPS):
-        loop.step(next(batches))
-        loop.drain()
-    return {
-        "digest": digest.hexdigest(),
-        "weights": sum(p.nbytes for p in loop.model.parameters()),
-        "above": status("VmHWM") - between,
-    }
+    train(loop, model)
+    found: Found = {"digest": digest.hexdigest(), "above": status("VmHWM") - kept}
+    found["weights"] = sum(local(p).nbytes for p in loop.model.parameters())
+    found["own"] = own_bytes(loop)
+    if loop.overlap is not None:
+        sizes = [sum(spec.nbytes for spec in bucket.parameters) for bucket in loop.overlap.plan.buckets]
+        found["bucket"] = max(sizes)
+    return found
+
+
+class Activations(LiveBytes):
+    """Everything but the parameters' gradients; what kernels take, too. Which storages were gradients is known only
+    once they are there."""
+
+    def __init__(self, loop: Plain) -> None:
+        super().__init__([*loop.model.parameters(), *loop.model.buffers()])
+        self.made: dict[int, int] = {}
+        self.events: list[tuple[int, int]] = []
+        self.gradients: set[int] = set()
+        for p in loop.model.parameters():
+            p.register_hook(lambda g: self.gradients.add(self.made.get(g.untyped_storage()._cdata, -2)))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        size: int = inside(func, args, result)
+        self.events += [(-1, size), (-1, -size)]
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._seen:
+            self.made[storage._cdata] = len(self.events)  # addresses are used again, numbers are not
+            self.events.append((len(self.events), storage.nbytes()))
+        super()._count(storage)
+
+    def _freed(self, key: int, size: int) -> None:
+        self.events.append((self.made[key], -size))
+        super()._freed(key, size)
+
+    def most(self) -> int:
+        changes: list[int] = [size for number, size in self.events if number not in self.gradients]
+        return max(itertools.accumulate(changes), default=0)
+
+
+def activations(model: Model, make: Callable[[Model], Plain]) -> int:
+    """The most bytes of them in a step, of a way that drops gradients."""
+    loop = make(model)
+    with Activations(loop) as live:
+        loop.step(next(model.batches()))
+    return live.most()
+
+
+def alone(arguments: argparse.Namespace) -> None:
+    """One way, here; says what was found as JSON."""
+    part, setting_name, model_name, way_name = arguments.one
+    ranks, several, ways = PARTS[part]
+    setting, way = SETTINGS[setting_name], ways[way_name]
+    if ranks > 1:
+        store = f"file://{arguments.store}"
+        dist.init_process_group("gloo", init_method=store, rank=arguments.rank, world_size=ranks)
+    rows = arguments.micro_batches if several else 1
+    model = models(setting.dtype, rows)[model_name]
+    warm_up = models(setting.dtype, rows, small=True)[model_name] if ranks > 1 else None
+
+    def make(model: Model) -> Plain:
+        return way.make(model, setting)
+
+    found = measured(model, make, warm_up)
+    if not way.oracle:
+        found["activations"] = activations(model, make)
+    if ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    print(json.dumps(found))
+
+
+# What ``instep plan`` says.
 
 
 class Trained(nn.Module):
@@ -194,8 +206,8 @@ class Trained(nn.Module):
 
 
 def _planned_model() -> Model:
-    name, dtype = os.environ[PLANNED].split()
-    return models(getattr(torch, dtype), 1)[name]
+    name, setting = os.environ[PLANNED].split()
+    return models(SETTINGS[setting].dtype, 1)[name]
 
 
 def build_planned() -> nn.Module:
@@ -206,64 +218,190 @@ def planned_inputs() -> torch.Tensor:
     return next(_planned_model().batches())
 
 
-def planned(arguments: argparse.Namespace, model: str, micro_batches: int) -> dict[str, int]:
+def planned(setting: str, model: str, micro_batches: int) -> dict[str, int]:
     """By way: bytes at the peak above weights and state, as ``instep plan`` says."""
-    os.environ[PLANNED] = f"{model} {arguments.dtype}"
+    os.environ[PLANNED] = f"{model} {setting}"
     job = Job(
         "memory:build_planned",
         options=("fused=True", f"lr={OPTIONS['lr']}"),
         inputs="memory:planned_inputs",
-        bucket_bytes=4 * MIB,
+        bucket_bytes=BUCKET,
         rates=Rates(tflops=1.0, terabytes=1.0),
         micro_batches=micro_batches,
     )
     return {peak.way: peak.above for peak in plan(job).peaks}
 
 
-def in_a_process(arguments: argparse.Namespace, model: str, micro_batches: int, variant: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--dtype", arguments.dtype, "--micro-batches", str(micro_batches)]
-    command += ["--one", model, variant]
-    run = subprocess.run(command, env={**os.environ, **GIVES_BACK}, capture_output=True, text=True, check=False)
-    if run.returncode:
-        sys.exit(f"{model}, {variant}:\n{run.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(run.stdout)
+# The tables.
+
+
+def in_processes(arguments: argparse.Namespace, part: str, setting: str, model: str, way: str) -> Found:
+    """Of all ranks: their digests, and the most bytes. ``raises``, where it does not run."""
+    ranks = PARTS[part][0]
+    command = [sys.executable, __file__, "--micro-batches", str(arguments.micro_batches)]
+    command += ["--one", part, setting, model, way]
+    with tempfile.TemporaryDirectory(prefix="instep-memory-") as directory:
+        command += ["--store", f"{directory}/store"]
+        processes = [
+            subprocess.Popen(
+                [*command, "--rank", str(rank)],
+                env={**os.environ, **ENVIRONMENT},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        said = [process.communicate() for process in processes]
+    for process, (_, errors) in zip(processes, said, strict=True):
+        if process.returncode:
+            print(f"{setting}, {model}, {way}:\n{errors[-2000:]}", file=sys.stderr)
+            return {"raises": errors.strip().splitlines()[-1] if errors.strip() else str(process.returncode)}
+    found = [json.loads(out.splitlines()[-1]) for out, _ in said]
+    return {
+        name: " ".join(f[name] for f in found) if name == "digest" else max(f[name] for f in found) for name in found[0]
+    }
+
+
+def tried(arguments: argparse.Namespace, part: str, setting: str, model: str, ways: dict[str, Way]) -> dict[str, Found]:
+    """By way; ``above`` has the bytes of each run. A way with other weights in another run has no digest."""
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        tasks = {
+            name: [pool.submit(in_processes, arguments, part, setting, model, name) for _ in range(arguments.runs)]
+            for name in ways
+        }
+        results = {name: [task.result() for task in several] for name, several in tasks.items()}
+    found = {}
+    for name, runs in results.items():
+        if any("raises" in run for run in runs):
+            found[name] = next(run for run in runs if "raises" in run)
+            continue
+        same = len({run["digest"] for run in runs}) == 1
+        found[name] = {
+            **runs[0],
+            "digest": runs[0]["digest"] if same else None,
+            "above": [run["above"] for run in runs],
+        }
     return found
 
 
-def say(arguments: argparse.Namespace, model: str, micro_batches: int) -> None:
-    variants = SINGLE if micro_batches == 1 else SEVERAL
-    found = {name: in_a_process(arguments, model, micro_batches, name) for name in variants}
-    first = next(iter(found.values()))
-    predicted = planned(arguments, model, micro_batches)
-    title = "one batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
-    print(f"\n{model}, {arguments.dtype}, {first['weights'] / MIB:.0f} MiB of weights, {title}\n")
-    print("| | weights after three steps | MiB above weights and state | `instep plan` |\n|---|---|---|---|")
-    for name, (words, _) in variants.items():
-        same = "plain's, bit for bit" if found[name]["digest"] == first["digest"] else "others"
-        same = "not trained" if name == "no step" else same
-        said = f"{predicted[WAYS[name]] / MIB:.0f}" if name in WAYS else ""
-        print(f"| {words} | {same} | {found[name]['above'] / MIB:.0f} | {said} |", flush=True)
+def mib(values: list[int] | int) -> str:
+    """One number, or the spread of the runs."""
+    rounded = sorted({round(value / MIB) for value in (values if isinstance(values, list) else [values])})
+    return f"{rounded[0]}" if len(rounded) == 1 else f"{rounded[0]} to {rounded[-1]}"
+
+
+def weights(ways: dict[str, Way], name: str, found: list[dict[str, Found]]) -> str:
+    oracle = ways[name].oracle
+    if not oracle or any("raises" in one[name] for one in found):
+        return "" if oracle else "not trained"
+    if name == oracle:
+        return ""
+    equal = all(one[name]["digest"] == one[oracle]["digest"] is not None for one in found)
+    return "plain's, bit for bit" if equal else "others"
+
+
+def say(arguments: argparse.Namespace, part: str, setting: str) -> dict[str, dict[str, Found]]:
+    """Prints a table; a column for each model on one device, where ``instep plan`` has one too."""
+    ranks, several, every = PARTS[part]
+    ways = installed(every, SETTINGS[setting])
+    names = ["GPT", "convolutional"] if ranks == 1 else ["GPT"]
+    found = {model: tried(arguments, part, setting, model, ways) for model in names}
+    first = next(iter(ways))
+    size = {model: f"{model}, {found[model][first]['weights'] / MIB:.0f} MiB of weights" for model in names}
+    micro_batches = arguments.micro_batches if several else 1
+    plans = {}
+    if ranks == 1 and SETTINGS[setting].needs == "torch":
+        plans = {model: planned(setting, model, micro_batches) for model in names}
+    batch = f"{micro_batches} micro-batches" if several else "one batch"
+    print(f"\n{SETTINGS[setting].title}, {batch}{', two ranks' if ranks > 1 else ''}, MiB\n")
+    heads = [head for model in names for head in ([size[model], "`instep plan`"] if plans else [size[model]])]
+    heads = ["weights and state of a rank", "above them"] if ranks > 1 else heads
+    print(f"| | {' | '.join(heads)} | weights after three steps |\n|---|{'---|' * (len(heads) + 1)}")
+    for name, way in ways.items():
+        cells = []
+        for model in names:
+            one = found[model][name]
+            cells += [mib(one["own"]) if "own" in one else ""] if ranks > 1 else []
+            cells.append(mib(one["above"]) if "above" in one else "does not run")
+            cells += [mib(plans[model][way.planned]) if way.planned else ""] if plans else []
+        print(f"| {way.title} | {' | '.join(cells)} | {weights(ways, name, list(found.values()))} |", flush=True)
+    say_limit(arguments, part, setting, found, len(heads))
+    return found
+
+
+def say_limit(
+    arguments: argparse.Namespace, part: str, setting: str, found: dict[str, dict[str, Found]], columns: int
+) -> None:
+    """With the activations of all micro-batches, where gradients of several are freed."""
+    ranks, several, _ = PARTS[part]
+    floor, way = ("together", "micro_batches") if several else ("no step", "4 MiB")
+    cells = []
+    for ways_found in found.values():
+        bucket = ways_found["replicate" if ranks > 1 else way]["bucket"]
+        floors = ways_found if ranks == 1 else {floor: in_processes(arguments, ONE_DEVICE[part], setting, "GPT", floor)}
+        limit = floors[floor]["activations"] + bucket
+        ways_found["limit"] = {"above": [limit]}
+        cells += [mib(limit)] if columns == len(found) else [mib(limit), ""]
+    cells = ["", mib(limit)] if ranks > 1 else cells
+    which = "activations of all micro-batches" if several else "activations"
+    print(f"| the limit: {which}, and the largest bucket | {' | '.join(cells)} | computed |", flush=True)
+
+
+ONE_DEVICE = {"ranks": "one-batch", "ranks-micro-batches": "micro-batches"}
+
+
+def draw(path: Path, found: dict[str, dict[str, dict[str, Found]]], micro_batches: int) -> None:
+    """The GPT in float32, as far as it was measured."""
+    titles = {"one-batch": "one batch", "micro-batches": f"{micro_batches} micro-batches"}
+    groups = {}
+    for part, title in titles.items():
+        one = found.get(f"float32, {part}", {}).get("GPT")
+        if one is None:
+            continue
+        ways = {name: way for name, way in installed(PARTS[part][2], SETTINGS["float32"]).items() if way.short}
+        lines = [(way.short, one[name]["above"]) for name, way in ways.items() if "above" in one[name]]
+        lines.append(("limit: activations and one bucket", one["limit"]["above"]))
+        groups[title] = [(words, max(nbytes) / MIB, words.startswith("instep")) for words, nbytes in lines]
+    bars.draw(path, "Memory of a step above weights and optimizer state, MiB", groups)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--one", nargs=2, metavar=("MODEL", "VARIANT"), help="that one, in this process, as JSON")
+    parser.add_argument("--runs", type=int, default=2, help="of each way; the table has the spread")
+    parser.add_argument("--jobs", type=int, default=1, help="so many ways at a time: what they take is their own")
+    parser.add_argument("--svg", type=Path, help="draw the GPT in float32 there")
+    parser.add_argument("--json", type=Path, help="write everything there")
+    parser.add_argument("--one", nargs=4, metavar=("PART", "SETTING", "MODEL", "WAY"), help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--store", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if sys.platform != "linux":
         sys.exit("memory.py reads /proc/self/status, which Linux has")
     torch.set_num_threads(1)
-    made = models(getattr(torch, arguments.dtype), arguments.micro_batches)
     if arguments.one is not None:
-        model, variant = arguments.one
-        variants = SINGLE if arguments.micro_batches == 1 else SEVERAL
-        print(json.dumps(measured(made[model], variants[variant][1])))
+        alone(arguments)
         return
-    print(f"AdamW(lr={OPTIONS['lr']}, fused=True), resident memory, a process for each line")
-    for model in made:
-        say(arguments, model, 1)
-        say(arguments, model, arguments.micro_batches)
+    print(f"Resident memory, a process for each line, runs: {arguments.runs}")
+    needed = sorted({way.needs for _, _, ways in PARTS.values() for way in ways.values()} | {"torchao"})
+    if missing := [name for name in needed if find_spec(name) is None]:
+        print(f"left out, not installed: {', '.join(missing)}")
+    print('`offload="host"` needs an accelerator: tests/accelerator/test_offload.py, docs/offload.md')
+    found = {}
+    for setting in arguments.settings:
+        if find_spec(SETTINGS[setting].needs) is None:
+            continue
+        # Of the ranks' optimizer there are no 8 bits: its state is not divided.
+        parts = [part for part in arguments.parts if PARTS[part][0] == 1 or SETTINGS[setting].needs == "torch"]
+        for part in parts:
+            found[f"{setting}, {part}"] = say(arguments, part, setting)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(found, indent=1))
+    if arguments.svg:
+        draw(arguments.svg, found, arguments.micro_batches)
 
 
 if __name__ == "__main__":

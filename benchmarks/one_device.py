@@ -83,6 +83,10 @@ def gpt(name: str, dtype: torch.dtype, shape: Shape, rows: int, tokens: int = CO
     return Model(name, lambda: GPT(shape).to(dtype), lambda: batches(rows, tokens), loss_of)
 
 
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, **OPTIONS)
+
+
 class Plain:
     """The plain loop.
 
@@ -94,7 +98,7 @@ class Plain:
         torch.manual_seed(0)
         self.made = model
         self.model = model.make()
-        self.optimizer = (optimizer or (lambda p: torch.optim.AdamW(p, **OPTIONS)))(self.model.parameters())
+        self.optimizer = (optimizer or adamw)(self.model.parameters())
         self.overlap = None if attach is None else instep.attach(self.model, self.optimizer, **attach)
 
     def step(self, tokens: torch.Tensor) -> None:
@@ -153,9 +157,11 @@ class NoChecks(Plain):
 class InBackward(Plain):
     """One optimizer per parameter, by torch's private function or instep's under the same name."""
 
-    def __init__(self, model: Model, apply: Callable[..., None], **options: Any) -> None:
+    def __init__(
+        self, model: Model, apply: Callable[..., None], kind: type = torch.optim.AdamW, **options: Any
+    ) -> None:
         super().__init__(model)
-        apply(torch.optim.AdamW, self.model.parameters(), {**OPTIONS, **options})
+        apply(kind, self.model.parameters(), options or OPTIONS)
 
     def step(self, tokens: torch.Tensor) -> None:
         self.made.loss(self.model, tokens).backward()
@@ -181,11 +187,11 @@ def optimi(model: Model) -> Plain:
 class Torchtune(Plain):
     """torchtune's wrapper: one optimizer per parameter."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, make: Callable[[Any], torch.optim.Optimizer] | None = None) -> None:
         from torchtune.training import create_optim_in_bwd_wrapper, register_optim_in_bwd_hooks
 
-        super().__init__(model)
-        each = {p: torch.optim.AdamW([p], **OPTIONS) for p in self.model.parameters()}
+        super().__init__(model, optimizer=make)
+        self.each = each = {p: (make or adamw)([p]) for p in self.model.parameters()}
         register_optim_in_bwd_hooks(model=self.model, optim_dict=each)
         self.wrapper = create_optim_in_bwd_wrapper(model=self.model, optim_dict=each)
 
@@ -225,7 +231,7 @@ PEERS: dict[str, Callable[[Model], Plain]] = {
     "no checks": NoChecks,
     "instep, per parameter": lambda model: InBackward(model, apply_optimizer_in_backward),
     "torch in backward, fused": lambda model: InBackward(model, _apply_optimizer_in_backward),
-    "torch in backward": lambda model: InBackward(model, _apply_optimizer_in_backward, fused=False),
+    "torch in backward": lambda model: InBackward(model, _apply_optimizer_in_backward, lr=1e-4, fused=False),
     "optimi gradient release": optimi,
     "torchtune, fused": Torchtune,
     "LOMO (gradient descent)": Lomo,

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 
-LR, STEPS, SECONDS = 1e-2, 4, 60
+LR, STEPS, SECONDS, SEED = 1e-2, 4, 60, 1234
 ADAMW: dict[str, Any] = {"lr": LR, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.01}
 HAS_NONE = "has none"
 
@@ -311,6 +311,34 @@ class Sign(torch.optim.Optimizer):
                     p.sub_(p.grad.sign(), alpha=group["lr"])
 
 
+class Noisy(Sign):
+    """Draws for each parameter, one after the other."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(torch.randn_like(p), alpha=group["lr"])
+
+
+class Keyed(Loop):
+    """The plain loop of ``random="keyed"``: an optimizer for each parameter, seeded with a key before its step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.steps = model, 0
+        self.each = {p: Noisy([p]) for p in model.parameters()}
+
+    def finish(self) -> None:
+        for name, p in self.model.named_parameters():
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(instep.draw_key(SEED, self.steps, name))
+                self.each[p].step()
+            self.each[p].zero_grad()
+        self.steps += 1
+
+
 # How a row is tried.
 
 
@@ -361,20 +389,31 @@ def sharded(model: Any) -> Any:
     return fully_shard(model)
 
 
-def own_optimizer(peer: type[Loop]) -> str:
+def own_optimizer(peer: type[Loop], kind: type[Sign] = Sign, plain: type[Loop] | None = None, **options: Any) -> str:
     class Own(peer):  # type: ignore[misc, valid-type]
         def make(self, parameters: Any, **options: Any) -> torch.optim.Optimizer:
-            return Sign(parameters)
+            return kind(parameters)
 
         @classmethod
         def oracle(cls) -> type[Loop]:
-            return PlainOwn
+            return plain or PlainOwn
 
     class PlainOwn(Loop):
         def make(self, parameters: Any) -> torch.optim.Optimizer:
-            return Sign(parameters)
+            return kind(parameters)
 
-    return HAS_NONE if peer is Lomo else verdict(Own, simple, as_it_is)
+    def seeded(loop: Loop) -> None:
+        torch.manual_seed(SEED)
+        simple(loop)
+
+    return HAS_NONE if peer is Lomo else verdict(Own, seeded, as_it_is, **options)
+
+
+def drawing_optimizer(peer: type[Loop]) -> str:
+    found = own_optimizer(peer, Noisy)
+    if peer is Instep:
+        found += f'; `random="keyed"`: {own_optimizer(peer, Noisy, Keyed, random="keyed", seed=SEED)}'
+    return found
 
 
 def torn(peer: type[Loop]) -> str:
@@ -442,6 +481,7 @@ ROWS: dict[str, tuple[int, Callable[[type[Loop]], str]]] = {
         lambda peer: "no one state" if peer in (Each, TorchVerb) else verdict(peer, exchanges, as_it_is),
     ),
     "an optimizer of one's own": (1, own_optimizer),
+    "an optimizer that draws random numbers": (1, drawing_optimizer),
     "backward raises in the middle": (1, torn),
     "DDP, two ranks, CPU": (2, lambda peer: verdict(peer, simple, in_ddp)),
     "DDP, `no_sync`": (2, lambda peer: verdict(peer, accumulates_in_no_sync, in_ddp)),

@@ -5,7 +5,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
+import bars
 import pytest
 
 from tests import net
@@ -31,6 +33,13 @@ def run(name: str, *options: str, ranks: int = 1) -> str:
     return done.stdout
 
 
+def test_bars_are_a_picture(tmp_path: Path) -> None:
+    path = tmp_path / "bars.svg"
+    bars.draw(path, "MiB & more", {"one batch": [("plain loop", 147.0, False), ("instep", 9.0, True)]})
+    words = [element.text for element in ElementTree.parse(path).iter() if element.tag.endswith("}text")]
+    assert words == ["MiB & more", "one batch", "plain loop", "147", "instep", "9"]
+
+
 def test_the_model_at_scale() -> None:
     assert "cross_iteration" in run("simulate.py", "--ranks", "8", "--gbits", "10", "--parameters", "1")
 
@@ -45,6 +54,7 @@ def test_the_model_at_scale() -> None:
         ("safety.py", SMALL, 2),
         ("zero.py", SMALL, 2),
         ("gradient_memory.py", [], 1),
+        ("memory.py", ["--settings", "float32", "--runs", "1", "--jobs", "2"], 1),
         ("peers.py", ["--memory", "--speed", *SMALL], 1),
     ],
 )
