@@ -162,7 +162,8 @@ class Activations(LiveBytes):
 def activations(model: Model, make: Callable[[Model], Plain]) -> int:
     """The most bytes of them in a step, of a way that drops gradients."""
     loop = make(model)
-    with Activations(loop) as live:
+    live = Activations(loop)
+    with live:
         loop.step(next(model.batches()))
     return live.most()
 
