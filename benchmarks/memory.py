@@ -1,9 +1,9 @@
 """How much memory does a step need above weights and optimizer state?
 
-    python benchmarks/memory.py                          # everything; about ten minutes
+    python benchmarks/memory.py --jobs 2                 # everything, 8 bits too: an hour, most of it to compile
     python benchmarks/memory.py --settings float32 --parts one-batch --runs 1
     python benchmarks/memory.py --svg memory.svg         # and a picture of the GPT in float32
-    pip install torchtune torchao==0.15.0 lomo-optim torch-optimi   # peers that are left out where not installed
+    pip install torchtune torchao==0.15.0 lomo-optim torch-optimi flashoptim   # left out where not installed
 
 Every way is trained in a process of its own (on two ranks: in two), on the same batches. Weights after three steps are
 compared with the plain loop's of the same number of micro-batches, bit for bit; the table says where they are others.
@@ -165,7 +165,8 @@ def activations(model: Model, make: Callable[[Model], Plain]) -> int:
     live = Activations(loop)
     with live:
         loop.step(next(model.batches()))
-    return live.most()
+    most: int = live.most()
+    return most
 
 
 def alone(arguments: argparse.Namespace) -> None:
@@ -315,7 +316,8 @@ def say(arguments: argparse.Namespace, part: str, setting: str) -> dict[str, dic
     if ranks == 1 and SETTINGS[setting].needs == "torch":
         plans = {model: planned(setting, model, micro_batches) for model in names}
     batch = f"{micro_batches} micro-batches" if several else "one batch"
-    print(f"\n{SETTINGS[setting].title}, {batch}{', two ranks' if ranks > 1 else ''}, MiB\n")
+    trained = f"{setting}, `torch.optim.AdamW(foreach=False)`, two ranks" if ranks > 1 else SETTINGS[setting].title
+    print(f"\n{trained}, {batch}, MiB\n")
     heads = [head for model in names for head in ([size[model], "`instep plan`"] if plans else [size[model]])]
     heads = ["weights and state of a rank", "above them"] if ranks > 1 else heads
     print(f"| | {' | '.join(heads)} | weights after three steps |\n|---|{'---|' * (len(heads) + 1)}")
