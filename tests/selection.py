@@ -26,7 +26,13 @@ COLLECTED = pytest.StashKey[frozenset[str]]()
 
 # Of a test with more cases than this, about as many run by default.
 CASES = 2
-MORE_CASES = {"tests/unit/test_life.py": 20, "tests/parity/test_interrupted_step.py": 15}
+MORE_CASES = {
+    "tests/unit/test_life.py": 20,
+    "tests/parity/test_interrupted_step.py": 15,
+    "tests/accelerator/test_one_device.py": 50,
+    "tests/accelerator/test_sources.py": 50,
+    "tests/accelerator/test_offload.py": 40,
+}
 LIGHT = (
     "tests/unit/",
     "tests/report/",
