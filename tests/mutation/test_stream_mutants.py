@@ -665,7 +665,7 @@ MUTANTS = [
     _mutant(
         "offload: state of the loop's goes back to its stream at once",
         "LentEntries._lent",
-        "                    self._others.append(value)\n",
+        "                    self.others.append(value)\n",
         "                    pass\n",
         OFFLOAD,
         "loop_puts_on_the_device",

@@ -58,9 +58,9 @@ def _tried(optimizer: Optimizer, dtype: torch.dtype) -> bool:
 
 def _differs(optimizer: Optimizer, specs: list[list[Spec]], dtype: torch.dtype) -> bool | None:
     """``None``: made-up parameters cannot be stepped."""
+    generators = TorchGenerators(spec.device for mine in specs for spec in mine)
     try:
         outside, inside = MadeUpRun(optimizer, specs), MadeUpRun(optimizer, specs)
-        generators = TorchGenerators(outside.devices)
         for step in range(STEPS):
             gradients = WEATHERS[1].gradients([spec for mine in specs for spec in mine], step)
             outside.give(gradients)
@@ -71,4 +71,6 @@ def _differs(optimizer: Optimizer, specs: list[list[Spec]], dtype: torch.dtype) 
             step_plainly(inside.twin, autocast=dtype)
     except Exception:
         return None
+    finally:
+        generators.restore()
     return inside.differs_from(outside) is not None

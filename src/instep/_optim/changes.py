@@ -284,8 +284,9 @@ def _can_be_read(tensor: torch.Tensor) -> bool:
 
 
 def _waits_for_host(value: Any) -> bool:
-    is_elsewhere = isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta")
-    return is_elsewhere and _is_small(value)
+    if not isinstance(value, torch.Tensor) or not _is_small(value) or value.is_meta:
+        return False
+    return not _can_be_read(value) and not value.is_pinned()
 
 
 def _address(tensor: torch.Tensor) -> int:

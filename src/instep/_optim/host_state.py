@@ -56,6 +56,9 @@ class HostState:
         self._ahead: _Ahead | None = None
         self._last: list[_Call] = []  # of the last step, in order
         self._calls: list[_Call] = []  # of the running one
+        # Tensors of the loop's that were stepped. Nobody knows which stream their memory goes back to: they stay until
+        # the host has waited.
+        self._others: list[torch.Tensor] = []
         self._parameters: dict[weakref.ref[Optimizer], dict[int, torch.Tensor]] = {}  # by id, while a step runs
 
     def lend(
@@ -93,6 +96,7 @@ class HostState:
     ) -> list[Entry | None]:
         """The entries that were lent have been stepped: copy them to the host. Returns them there. See ``LentEntries``
         for the arguments."""
+        self._others += lent.others
         return self._copies_of(lent.device).send(lambda: lent.take_back(stepped, beside), lent.used)
 
     def finish(self) -> None:
@@ -100,6 +104,7 @@ class HostState:
         self._ahead = None
         for copies in self._copies.values():
             copies.finish()
+        self._others.clear()
         if self._calls:
             self._last, self._calls = self._calls, []
         self._parameters.clear()

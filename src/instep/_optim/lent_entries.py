@@ -42,6 +42,7 @@ class LentEntries:
     Attributes:
         entries: the copies.
         used: tensors on the device that copies were made into, or from.
+        others: tensors on the device that somebody else has put into the state.
     """
 
     def __init__(self, optimizer: str, entries: Sequence[Entry | None], device: torch.device) -> None:
@@ -50,10 +51,9 @@ class LentEntries:
         self._optimizer = optimizer
         # By the id of what was lent: that, and what it is a copy of.
         self._homes: dict[int, tuple[Any, Any]] = {}
+        self.others: list[torch.Tensor] = []
         self._made: dict[int, torch.Tensor] = {}  # by the id of the host tensor
         self._memory: set[int] = set()
-        # Tensors on the device that somebody else has put into the state, on a stream that nobody knows.
-        self._others: list[torch.Tensor] = []
         with torch.no_grad():
             self.entries: list[Entry | None] = [self._lent(entry) for entry in entries]
         self._made.clear()
@@ -63,7 +63,7 @@ class LentEntries:
         if isinstance(value, torch.Tensor):
             if not is_at_home(value):
                 if value.numel() > 1:
-                    self._others.append(value)
+                    self.others.append(value)
                 return value
             if (copied := self._made.get(id(value))) is None:
                 copied = torch.empty_like(value, device=self.device).copy_(value, non_blocking=True)
@@ -94,11 +94,7 @@ class LentEntries:
         """
         self._memory = {_address(tensor) for tensor in (*beside, *self.used)}
         with torch.no_grad():
-            kept = [self._back(entry, "") for entry in stepped]
-        for tensor in self._others:
-            # The current stream comes after the one that has stepped it.
-            tensor.record_stream(torch.accelerator.current_stream(self.device))
-        return kept
+            return [self._back(entry, "") for entry in stepped]
 
     def _back(self, value: Any, key: Any) -> Any:
         lent, home = self._homes.get(id(value), (None, None))
