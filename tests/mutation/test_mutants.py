@@ -2657,6 +2657,14 @@ MUTANTS = [
         "added_between",
     ),
     Mutant(
+        "autocast: the trial leaves the loop's generator seeded",
+        "_differs",
+        "        generators.restore()\n    return inside",
+        "        pass\n    return inside",
+        "tests/parity/test_autocast.py",
+        "draws_nothing",
+    ),
+    Mutant(
         "keyed: leave to torch what is not put off",
         "HandOver._step_here",
         "if not stepper.takes_all:",

@@ -122,7 +122,9 @@ def test_an_optimizer_that_cannot_be_tried_is_taken_for_one_that_differs() -> No
     assert not autocast.autocast_matters(optimizer)
 
 
-def test_the_trial_draws_nothing() -> None:
+@pytest.mark.parametrize("others", [{}, {1: None}], ids=["alone", "beside other threads"])
+def test_the_trial_draws_nothing(monkeypatch: pytest.MonkeyPatch, others: dict[int, int | None]) -> None:
+    monkeypatch.setattr("instep._optim.generators._times_of_others", lambda: others)
     _, optimizer = build(UNCHANGED["torch's own"])
     before = torch.get_rng_state()
     with in_low_precision():
