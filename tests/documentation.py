@@ -391,9 +391,9 @@ def _pytest(arguments: list[str], markers: str) -> None:
     words = iter(arguments)
     for word in words:
         if word == "-m":
-            marker = next(words)
-            if f"{marker}:" not in markers:
-                raise CommandError(f"pytest has no marker {marker!r}")
+            for marker in next(words).split():
+                if marker not in ("and", "or", "not") and f"{marker}:" not in markers:
+                    raise CommandError(f"pytest has no marker {marker!r}")
         elif word in ("-n", "-k"):
             next(words)
         elif word not in ("-q", "-s", "-x") and not _is_test(word):
