@@ -20,12 +20,12 @@ from instep.errors import AttachError, InstepError, UnsupportedOptimizerError
 from instep.options import Schedules
 from instep.planning.job import Job, Rates
 from instep.planning.making import plan
+from tests.accelerator.comparing import compare
 from tests.accelerator.loops import CLIP, HAPPENINGS, MODELS, ONLY, OPTIMIZERS, train
+from tests.accelerator.measuring import BUCKET, GRADIENTS, measure, peak, plain_peak
 from tests.accelerator.recording import recorded
-from tests.accelerator.test_host import require_waits
-from tests.accelerator.test_memory import BUCKET, GRADIENTS, measure, peak, plain_peak
-from tests.accelerator.test_one_device import compare
-from tests.accelerator.test_sources import HAPPENS, SOURCES, on_device
+from tests.accelerator.sources import HAPPENS, SOURCES, on_device
+from tests.accelerator.waits import require_waits
 from tests.cases import Blocks, batch
 from tests.distributed.pool import RankPool
 from tests.parity.keyed import RoundedAdafactor, Whitened

@@ -9,24 +9,11 @@ import pytest
 import torch
 
 import instep
+from tests.accelerator.comparing import compare
 from tests.accelerator.loops import CLIP, HAPPENINGS, MODELS, ONLY, OPTIMIZERS, READERS, WAYS, train
-from tests.accelerator.recording import Log, recorded
+from tests.accelerator.recording import recorded
 
 pytestmark = pytest.mark.accelerator
-
-
-def compare(
-    options: Mapping[str, Any], plain: Mapping[str, Any] | None = None, **how: Any
-) -> tuple[list[torch.Tensor], Log]:
-    """Train plain, with ``plain`` on top, and attached, with what the attached loop left for dispatch."""
-    expected = train(None, **{**how, **(plain or {})})
-    with recorded() as log:
-        found = train(options, **how)
-    assert len(expected) == len(found)
-    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
-        assert torch.equal(one, other), f"tensor {number} differs by {(one - other).abs().max()}"
-    log.assert_ordered()
-    return found, log
 
 
 @pytest.fixture(autouse=True)
