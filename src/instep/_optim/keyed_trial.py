@@ -7,31 +7,15 @@ from generators in the same state. Each kind of parameter is in first place once
 from collections.abc import Sequence
 
 from instep._optim.calling import STEPPED_WHOLE
-from instep._optim.made_up import Spec, Weather, is_finite
-from instep._optim.made_up_run import MadeUpRun, MadeUpRuns
-from instep._optim.trials import CannotBeTriedError, step_divided, step_together
+from instep._optim.made_up import Spec, Weather
+from instep._optim.made_up_run import MadeUpRun
+from instep._optim.trials import CannotBeTriedError, Trial, step_divided, step_together
 from instep._optim.twins import different
 from instep.errors import UnsupportedOptimizerError
 
 
-class KeyedTrial:
-    """Steps a parameter by itself, by its plain ``step()`` and as an attached loop does, and together with others.
-
-    Args:
-        runs: makes the parameters.
-
-    Attributes:
-        untried: what could not be tried, with the reasons.
-        contained: whether no update wrote anything but parameters and their own state.
-        returns: whether ``step()`` returned other values than when it updated the parameter.
-    """
-
-    def __init__(self, runs: MadeUpRuns) -> None:
-        self._runs = runs
-        self._name = runs.name
-        self.untried: list[str] = []
-        self.contained = True
-        self.returns = False
+class KeyedTrial(Trial):
+    """Steps a parameter by itself, by its plain ``step()`` and as an attached loop does, and together with others."""
 
     def run(self, weather: Weather) -> None:
         """Take the steps of ``weather`` with each kind of parameter in first place.
@@ -52,7 +36,7 @@ class KeyedTrial:
             try:
                 step_together(self._name, plain, gradients)
             except CannotBeTriedError as error:
-                self._leave_out(weather, error)
+                self._fails(weather, error)
                 return
             stepped.give(gradients)
             step_divided(self._name, stepped, "one by one")
@@ -74,7 +58,7 @@ class KeyedTrial:
                 step_together(self._name, plain, gradients[:1])
                 step_together(self._name, together, gradients)
             except CannotBeTriedError as error:
-                self._leave_out(weather, error)
+                self._fails(weather, error)
                 return
             stepped.give(gradients[:1])
             step_divided(self._name, stepped, "one by one")
@@ -91,16 +75,7 @@ class KeyedTrial:
                     f"{self._name} couples parameters: stepped together with others, and drawing first, one gets other "
                     f"values than stepped by itself (in {when}: {what}). {STEPPED_WHOLE}"
                 )
-        if not weather.odd and not all(map(is_finite, plain.parameters)):
-            self._add(f"with {weather} it makes parameters NaN or infinite")
-
-    def _leave_out(self, weather: Weather, error: CannotBeTriedError) -> None:
-        if not weather.odd:  # else so does the loop's
-            self._add(f"step() fails with {weather} ({error})")
-
-    def _add(self, reason: str) -> None:
-        if reason not in self.untried:
-            self.untried.append(reason)
+        self._require_finite(weather, plain.parameters)
 
 
 def _first_differs(together: MadeUpRun, alone: MadeUpRun) -> str | None:

@@ -24,8 +24,8 @@ class CannotBeTriedError(Exception):
     """The plain ``step()`` fails on made-up parameters."""
 
 
-class DivisionTrial:
-    """Steps parameters together, and beside that divided into buckets: the results must be the same.
+class Trial:
+    """What the trials of an optimizer find, step after step.
 
     Args:
         runs: makes the parameters.
@@ -43,6 +43,22 @@ class DivisionTrial:
         self.contained = True
         self.returns = False
 
+    def _could_not(self, reason: str) -> None:
+        if reason not in self.untried:
+            self.untried.append(reason)
+
+    def _fails(self, weather: Weather, error: CannotBeTriedError) -> None:
+        if not weather.odd:  # else so does the loop's
+            self._could_not(f"step() fails with {weather} ({error})")
+
+    def _require_finite(self, weather: Weather, parameters: Iterable[torch.Tensor]) -> None:
+        if not weather.odd and not all(map(is_finite, parameters)):
+            self._could_not(f"with {weather} it makes parameters NaN or infinite")
+
+
+class DivisionTrial(Trial):
+    """Steps parameters together, and beside that divided into buckets: the results must be the same."""
+
     def run(self, weather: Weather, divisions: Iterable[str]) -> None:
         """Take the steps of ``weather`` together, and divided in each of these ways.
 
@@ -58,9 +74,7 @@ class DivisionTrial:
             try:
                 step_together(self._name, together, gradients)
             except CannotBeTriedError as error:
-                if weather.odd:
-                    return  # so does the loop's
-                self.untried.append(f"step() fails with {weather} ({error})")
+                self._fails(weather, error)
                 return
             drawn.append(generators.drawn())
             if drawn[-1] == "yes":
@@ -72,10 +86,9 @@ class DivisionTrial:
                 self._require_same(together, run, f"step {step + 1} with {weather}", how)
                 self.returns |= different(together.returned, run.returned)
         self.contained = self.contained and all(run.contained for run in divided.values())
-        if set(drawn) != {"no"} and _BUSY not in self.untried:
-            self.untried.append(_BUSY)
-        if not weather.odd and not all(map(is_finite, together.parameters)):
-            self.untried.append(f"with {weather} it makes parameters NaN or infinite")
+        if set(drawn) != {"no"}:
+            self._could_not(_BUSY)
+        self._require_finite(weather, together.parameters)
 
     def _require_same(self, together: MadeUpRun, run: MadeUpRun, when: str, how: str) -> None:
         if (what := run.differs_from(together)) is not None:
