@@ -10,188 +10,38 @@ compared with the plain loop's of the same number of micro-batches, bit for bit;
 Then resident memory is read, as the operating system counts it: between two steps, and the most within the next ones.
 The allocator gives large tensors back at once. Beside it stands what ``instep plan`` says before anything is trained.
 ``no step`` is the floor: each gradient is dropped as soon as it is there. The limit is computed: activations, counted
-as tensors are made and freed, and the largest bucket of 4 MiB. ``memory_ways.py`` has the ways.
+as tensors are made and freed, and the largest bucket of 4 MiB. ``memory_ways.py`` has the ways, ``memory_of_one.py``
+what is measured. The part ``device`` is an accelerator's memory above the weights, optimizer state too, as its
+allocator counts: CUDA's, or that of the emulated accelerator of the tests.
 """
 
 import argparse
-import gc
-import hashlib
-import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 os.environ["INSTEP_BENCHMARK_MALLOC"] = "as it is"  # of measure.py, which would keep memory
 
 import bars
 import torch
-import torch.distributed as dist
-from memory_ways import (
-    BUCKET,
-    MICRO_BATCHES,
-    ONE_BATCH,
-    RANKS,
-    RANKS_MICRO_BATCHES,
-    SETTINGS,
-    Way,
-    installed,
-    models,
-)
-from one_device import OPTIONS, Model, Plain
+from memory_of_one import Found, alone, no_accelerator
+from memory_ways import BUCKET, OFFLOADED_BUCKETS, PARTS, SETTINGS, Way, installed, models
+from one_device import OPTIONS, Model
 from torch import nn
 
 from instep._optim.plan import MIB
 from instep.planning.job import Job, Rates
-from instep.planning.kernels import inside
-from instep.planning.live_bytes import LiveBytes
 from instep.planning.making import plan
 
-STEPS = 3
 PLANNED = "INSTEP_BENCHMARK_PLANNED"
 """The environment's name for the model, and its dtype, that ``instep plan`` is to make."""
-PARTS: dict[str, tuple[int, bool, dict[str, Way]]] = {
-    "one-batch": (1, False, ONE_BATCH),
-    "micro-batches": (1, True, MICRO_BATCHES),
-    "ranks": (2, False, RANKS),
-    "ranks-micro-batches": (2, True, RANKS_MICRO_BATCHES),
-}
-"""By name: ranks, whether there are several micro-batches, and ways."""
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 ENVIRONMENT = {**GIVES_BACK, "GLOO_SOCKET_IFNAME": "lo", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-
-Found = dict[str, Any]
-
-# In a process of its own.
-
-
-def status(entry: str) -> int:
-    """Bytes that the system tells of this process: ``VmRSS`` now, ``VmHWM`` at most."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(entry + ":"))
-
-
-def local(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found.detach()
-
-
-def own_bytes(loop: Plain) -> int:
-    """Of weights and optimizer state, of this rank."""
-    optimizers = [loop.optimizer, *getattr(loop, "each", {}).values()]
-    entries = [entry for optimizer in optimizers for entry in optimizer.state.values()]
-    state = [value for entry in entries for value in entry.values() if torch.is_tensor(value)]
-    return sum(local(tensor).nbytes for tensor in [*loop.model.parameters(), *loop.model.buffers(), *state])
-
-
-def train(loop: Plain, model: Model) -> None:
-    for _, batch in zip(range(STEPS), model.batches(), strict=False):
-        loop.step(batch)
-        loop.drain()
-
-
-def measured(model: Model, make: Callable[[Model], Plain], warm_up: Model | None) -> Found:
-    """A digest of the weights after three steps, and bytes that more steps take.
-
-    Args:
-        warm_up: trained first, so that memory between steps is that of this model alone, and is counted too: DDP's
-            buckets. ``None``: what there is between steps is taken off.
-    """
-    before = 0
-    if warm_up is not None:
-        train(make(warm_up), warm_up)
-        gc.collect()
-        before = status("VmRSS")
-    loop = make(model)
-    train(loop, model)
-    digest = hashlib.sha256()
-    for p in loop.model.parameters():
-        digest.update(local(p).flatten().view(torch.uint8).numpy().tobytes())
-    gc.collect()
-    kept = status("VmRSS") if warm_up is None else before + own_bytes(loop)
-    Path("/proc/self/clear_refs").write_text("5")  # the most is what there is now
-    train(loop, model)
-    found: Found = {"digest": digest.hexdigest(), "above": status("VmHWM") - kept}
-    found["weights"] = sum(local(p).nbytes for p in loop.model.parameters())
-    found["own"] = own_bytes(loop)
-    if loop.overlap is not None:
-        sizes = [sum(spec.nbytes for spec in bucket.parameters) for bucket in loop.overlap.plan.buckets]
-        found["bucket"] = max(sizes)
-    return found
-
-
-class Activations(LiveBytes):
-    """Everything but the parameters' gradients; what kernels take, too. Which storages were gradients is known only
-    once they are there."""
-
-    def __init__(self, loop: Plain) -> None:
-        super().__init__([*loop.model.parameters(), *loop.model.buffers()])
-        self.made: dict[int, int] = {}
-        self.events: list[tuple[int, int]] = []
-        self.gradients: set[int] = set()
-        for p in loop.model.parameters():
-            p.register_hook(lambda g: self.gradients.add(self.made.get(g.untyped_storage()._cdata, -2)))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        size: int = inside(func, args, result)
-        self.events += [(-1, size), (-1, -size)]
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self._seen:
-            self.made[storage._cdata] = len(self.events)  # addresses are used again, numbers are not
-            self.events.append((len(self.events), storage.nbytes()))
-        super()._count(storage)
-
-    def _freed(self, key: int, size: int) -> None:
-        self.events.append((self.made[key], -size))
-        super()._freed(key, size)
-
-    def most(self) -> int:
-        changes: list[int] = [size for number, size in self.events if number not in self.gradients]
-        return max(itertools.accumulate(changes), default=0)
-
-
-def activations(model: Model, make: Callable[[Model], Plain]) -> int:
-    """The most bytes of them in a step, of a way that drops gradients."""
-    loop = make(model)
-    live = Activations(loop)
-    with live:
-        loop.step(next(model.batches()))
-    most: int = live.most()
-    return most
-
-
-def alone(arguments: argparse.Namespace) -> None:
-    """One way, here; says what was found as JSON."""
-    part, setting_name, model_name, way_name = arguments.one
-    ranks, several, ways = PARTS[part]
-    setting, way = SETTINGS[setting_name], ways[way_name]
-    if ranks > 1:
-        store = f"file://{arguments.store}"
-        dist.init_process_group("gloo", init_method=store, rank=arguments.rank, world_size=ranks)
-    rows = arguments.micro_batches if several else 1
-    model = models(setting.dtype, rows)[model_name]
-    warm_up = models(setting.dtype, rows, small=True)[model_name] if ranks > 1 else None
-
-    def make(model: Model) -> Plain:
-        return way.make(model, setting)
-
-    found = measured(model, make, warm_up)
-    if not way.oracle:
-        found["activations"] = activations(model, make)
-    if ranks > 1:
-        dist.barrier()
-        dist.destroy_process_group()
-    print(json.dumps(found))
-
 
 # What ``instep plan`` says.
 
@@ -313,11 +163,12 @@ def say(arguments: argparse.Namespace, part: str, setting: str) -> dict[str, dic
     size = {model: f"{model}, {found[model][first]['weights'] / MIB:.0f} MiB of weights" for model in names}
     micro_batches = arguments.micro_batches if several else 1
     plans = {}
-    if ranks == 1 and SETTINGS[setting].needs == "torch":
+    if ranks == 1 and part != "device" and SETTINGS[setting].needs == "torch":
         plans = {model: planned(setting, model, micro_batches) for model in names}
     batch = f"{micro_batches} micro-batches" if several else "one batch"
     trained = f"{setting}, `torch.optim.AdamW(foreach=False)`, two ranks" if ranks > 1 else SETTINGS[setting].title
-    print(f"\n{trained}, {batch}, MiB\n")
+    where = f", on the device {found['GPT'][first]['device']!r}, above the weights" if part == "device" else ""
+    print(f"\n{trained}, {batch}{where}, MiB\n")
     heads = [head for model in names for head in ([size[model], "`instep plan`"] if plans else [size[model]])]
     heads = ["weights and state of a rank", "above them"] if ranks > 1 else heads
     print(f"| | {' | '.join(heads)} | weights after three steps |\n|---|{'---|' * (len(heads) + 1)}")
@@ -339,16 +190,19 @@ def say_limit(
     """With the activations of all micro-batches, where gradients of several are freed."""
     ranks, several, _ = PARTS[part]
     floor, way = ("together", "micro_batches") if several else ("no step", "4 MiB")
+    buckets, taken = 1, "the largest bucket"
+    if part == "device":
+        way, buckets, taken = "offload", OFFLOADED_BUCKETS, "gradients and state of two of the largest bucket"
     cells = []
     for ways_found in found.values():
         bucket = ways_found["replicate" if ranks > 1 else way]["bucket"]
         floors = ways_found if ranks == 1 else {floor: in_processes(arguments, ONE_DEVICE[part], setting, "GPT", floor)}
-        limit = floors[floor]["activations"] + bucket
+        limit = floors[floor]["activations"] + buckets * bucket
         ways_found["limit"] = {"above": [limit]}
         cells += [mib(limit)] if columns == len(found) else [mib(limit), ""]
     cells = ["", mib(limit)] if ranks > 1 else cells
     which = "activations of all micro-batches" if several else "activations"
-    print(f"| the limit: {which}, and the largest bucket | {' | '.join(cells)} | computed |", flush=True)
+    print(f"| the limit: {which}, and {taken} | {' | '.join(cells)} | computed |", flush=True)
 
 
 ONE_DEVICE = {"ranks": "one-batch", "ranks-micro-batches": "micro-batches"}
@@ -392,13 +246,16 @@ def main() -> None:
     needed = sorted({way.needs for _, _, ways in PARTS.values() for way in ways.values()} | {"torchao"})
     if missing := [name for name in needed if find_spec(name) is None]:
         print(f"left out, not installed: {', '.join(missing)}")
-    print('`offload="host"` needs an accelerator: tests/accelerator/test_offload.py, docs/offload.md')
+    if "device" in arguments.parts and (reason := no_accelerator()) is not None:
+        print(f"left out, no accelerator and no emulated one: {reason}")
+        arguments.parts.remove("device")
     found = {}
     for setting in arguments.settings:
         if find_spec(SETTINGS[setting].needs) is None:
             continue
-        # Of the ranks' optimizer there are no 8 bits: its state is not divided.
-        parts = [part for part in arguments.parts if PARTS[part][0] == 1 or SETTINGS[setting].needs == "torch"]
+        # 8 bits are in a wrapper class: shard_state does not divide them, and offload="host" refuses them.
+        every_part = SETTINGS[setting].needs == "torch"
+        parts = [part for part in arguments.parts if every_part or part in ("one-batch", "micro-batches")]
         for part in parts:
             found[f"{setting}, {part}"] = say(arguments, part, setting)
             if arguments.json:

@@ -56,7 +56,7 @@ def convolutional(dtype: torch.dtype, rows: int) -> Model:
             yield torch.randn(rows, 3, 8, 8, generator=generator).to(dtype)
 
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(x).float(), torch.arange(len(x)) % 10)
+        return nn.functional.cross_entropy(model(x).float(), torch.arange(len(x), device=x.device) % 10)
 
     return Model("convolutional", make, images, loss)
 
@@ -198,7 +198,7 @@ class Way:
     short: str = ""
 
 
-def attached(options: dict[str, Any]) -> Callable[[Model, Setting], Plain]:
+def attached(options: dict[str, Any] | None) -> Callable[[Model, Setting], Plain]:
     return lambda model, setting: Plain(model, options, setting.optimizer)
 
 
@@ -211,9 +211,7 @@ def dropped(model: Model, setting: Setting) -> Plain:
 
 
 ONE_BATCH: dict[str, Way] = {
-    "plain": Way(
-        "plain", lambda model, setting: Plain(model, None, setting.optimizer), planned="plain", short="plain loop"
-    ),
+    "plain": Way("plain", attached(None), planned="plain", short="plain loop"),
     "backward": Way('`instep.attach(…, schedule="backward")`', attached(WHOLE), short="instep"),
     "4 MiB": Way(
         "… and `bucket_bytes=4 * 2**20`", attached(BACKWARD), planned="backward", short="instep, buckets of 4 MiB"
@@ -357,6 +355,29 @@ RANKS_MICRO_BATCHES: dict[str, Way] = {
         "`fully_shard`, `overlap.micro_batches()`", on_ranks(sharded, by="micro_batches"), oracle="FSDP2"
     ),
 }
+
+# On an accelerator.
+
+OFFLOADED: dict[str, Any] = {**BACKWARD, "offload": "host"}
+ON_DEVICE: dict[str, Way] = {
+    "plain": Way("plain", attached(None)),
+    "backward": Way('`schedule="backward"`', attached(BACKWARD)),
+    "offload": Way('`schedule="backward", offload="host"`', attached(OFFLOADED)),
+    "undo": Way('`schedule="backward", undo="host", offload="host"`', attached({**OFFLOADED, "undo": "host"})),
+    "forward": Way('`schedule="forward", offload="host"`', attached({**OFFLOADED, "schedule": "forward"})),
+    "no step": Way("no step, no state: each gradient is dropped at once", dropped, oracle=""),
+}
+OFFLOADED_BUCKETS = 2 * (1 + 2)
+"""Bytes of a bucket that are on the device: gradients and state of two buckets, and AdamW's state is two of each."""
+
+PARTS: dict[str, tuple[int, bool, dict[str, Way]]] = {
+    "one-batch": (1, False, ONE_BATCH),
+    "micro-batches": (1, True, MICRO_BATCHES),
+    "ranks": (2, False, RANKS),
+    "ranks-micro-batches": (2, True, RANKS_MICRO_BATCHES),
+    "device": (1, False, ON_DEVICE),
+}
+"""By name: ranks, whether there are several micro-batches, and ways."""
 
 
 def installed(ways: dict[str, Way], setting: Setting) -> dict[str, Way]:

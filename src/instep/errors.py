@@ -105,8 +105,8 @@ class TornStepError(InstepError):
         step: the number of the step, counted from 1.
         applied: names of the parameters that already hold the new value.
         pending: names of the parameters whose gradient was final but that were not updated.
-        unsure: names of the parameters that may hold the old value, the new one or neither: ``optimizer.step()`` was
-            left to update these itself, and raised, or was interrupted. Empty as a rule.
+        unsure: names of the parameters that may hold the old value, the new one or neither: their update raised or was
+            interrupted.
         rank: this process's rank, 0 without ``torch.distributed``.
         cause: what stopped the step, when it is known. Also the ``__cause__``.
     """

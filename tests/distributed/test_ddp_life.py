@@ -93,7 +93,7 @@ def body_step_raises() -> bool:
         with pytest.raises(TornStepError) as torn:
             use()
         assert torn.value.step == 3
-        assert "inner.weight" in torn.value.pending
+        assert "inner.weight" in torn.value.unsure
         assert torn.value.rank == dist.get_rank()
     assert equal(weights(model), after)
     overlap.accept_torn()

@@ -304,7 +304,7 @@ def body_update_raises(ranks: list[int]) -> bool:
             with pytest.raises(TornStepError) as torn:
                 use()
             assert torn.value.step == 3
-            assert "inner.weight" in torn.value.pending
+            assert "inner.weight" in torn.value.unsure
         assert equal(weights(model), after)
         overlap.accept_torn()
     Fails.failing = False

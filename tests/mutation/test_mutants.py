@@ -63,6 +63,8 @@ OWNERS = "tests/unit/test_owners.py"
 ALIASES = "tests/parity/test_aliases.py"
 DEFERRING = "tests/unit/test_deferring.py"
 MICRO = "tests/parity/test_micro_batches.py"
+TORN_NAMES = "tests/parity/test_torn_names.py"
+TORN_NAMES_RANKS = "tests/distributed/test_torn_names_on_ranks.py"
 MICRO_RANKS = "tests/distributed/test_micro_batches_on_ranks.py"
 MICRO_FSDP2 = "tests/distributed/test_micro_batches_fsdp2.py"
 DEFAULT = "tests/parity/test_default.py"
@@ -389,7 +391,7 @@ MUTANTS = [
     Mutant(
         "do not notice a backward that raised",
         "BucketSink.backward_raised",
-        "            self._stop(None, wrote=False)\n",
+        "            self._stop(None)\n",
         "",
         REFUSALS,
     ),
@@ -2119,8 +2121,8 @@ MUTANTS = [
     Mutant(
         "leave to step() what was changed in place",
         "TrialWrites.takes_back",
-        "if not self.has_begun or any(stepper.wrote_in_place for stepper in self._step.members.steppers):",
-        "if not self.has_begun:",
+        "if not self.begun or any(stepper.wrote_in_place for stepper in self._step.members.steppers):",
+        "if not self.begun:",
         "tests/parity/test_undo.py",
     ),
     Mutant(
@@ -2733,6 +2735,48 @@ MUTANTS = [
         "        draws.earlier = earlier\n",
         "        pass\n",
         KEYED_RANKS,
+    ),
+    Mutant(
+        "torn: parameters of an update that raised in backward were not updated",
+        "FinalWrites.stopped",
+        "self.tear(cause, begun)",
+        "self.tear(cause)",
+        TORN_NAMES,
+    ),
+    Mutant(
+        "torn: parameters of an update that was put off and raised were not updated",
+        "Outcome.untouched",
+        "if name not in self.begun",
+        "if name not in self.applied",
+        TORN_NAMES,
+    ),
+    Mutant(
+        "torn: forget what other optimizers have updated in the same step",
+        "PendingBuckets._tear",
+        "outcomes = step.outcomes.values()",
+        "outcomes = [outcome]",
+        TORN_NAMES,
+    ),
+    Mutant(
+        "torn: take rows of other ranks for none, in an update that was put off",
+        "PendingBucket.finish",
+        "        self.step.outcome.begun.update(dict.fromkeys(self.names))\n",
+        "",
+        TORN_NAMES_RANKS,
+    ),
+    Mutant(
+        "torn: take rows of other ranks for none, in backward",
+        "ZeroSource._receive",
+        "                self._sink.mixed(members)\n",
+        "                pass\n",
+        TORN_NAMES_RANKS,
+    ),
+    Mutant(
+        "torn: rows of another rank were updated there",
+        "RunningStep.tear_last",
+        "if not a.is_divided]\n",
+        "]\n",
+        TORN_NAMES_RANKS,
     ),
 ]
 

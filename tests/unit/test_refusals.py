@@ -617,7 +617,7 @@ def test_an_error_in_the_update_surfaces_from_backward_with_its_own_type(model: 
         with pytest.raises(TornStepError, match="ZeroDivisionError: the update") as torn:
             model(batch(0)[0])
         assert isinstance(torn.value.__cause__, ZeroDivisionError)
-        assert "inner.weight" in torn.value.pending
+        assert "inner.weight" in torn.value.unsure
         overlap.accept_torn()
 
 

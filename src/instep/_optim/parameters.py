@@ -97,6 +97,11 @@ class AttachedParameter:
         self.shard = shard
         self.mesh = mesh
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether each rank steps the part of which the rank has the state, and gets the others' from other ranks."""
+        return self.shard is not None and self.shard.state_is_sharded
+
     def peek(self) -> torch.Tensor | None:
         """The parameter, ``None`` if it is gone."""
         return self._ref()

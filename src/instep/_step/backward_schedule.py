@@ -92,7 +92,7 @@ class BackwardSchedule(BucketSink):
     def stop(self, error: InstepError) -> None:
         """The backward that has just ended did not compute the plain loop's step: put it back, or it is torn."""
         try:
-            self._writes.stopped(error, wrote=False)
+            self._writes.stopped(error)
             raise error
         finally:
             del error  # or it would refer to itself, by way of this frame

@@ -99,7 +99,7 @@ class BucketSink(HoldsStep):
         for attached in parameters if not offered.isdisjoint(parameters.indices) else ():
             if attached.spec.index in offered and (error := self._writes.second_gradient(attached)) is not None:
                 try:
-                    self._stop(error, wrote=False)
+                    self._stop(error)
                     raise error
                 finally:
                     del error  # or it would refer to itself, by way of this frame
@@ -124,7 +124,7 @@ class BucketSink(HoldsStep):
         with step.lock:
             if step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes:
                 return False
-            writes.has_begun = False
+            writes.begun = AttachedParameters()
             try:
                 for stepper in step.members.steppers:
                     stepper.optimizer()
@@ -140,10 +140,11 @@ class BucketSink(HoldsStep):
                         return False
                 # In here, too: Ctrl-C that comes before this is noted comes after a write.
                 step.members.apply(members, parameters)
+                writes.begun = AttachedParameters()
                 writes.updated(members, gradients)
             except BaseException as error:
                 if not (isinstance(error, Exception) and writes.takes_back(error)):
-                    self.fail(error, writing=writes.has_begun)
+                    self.fail(error, writes.begun.names)
                 return False
             step.times.ran(started)
             if self.recorder is not None:
@@ -190,29 +191,43 @@ class BucketSink(HoldsStep):
         """All gradients are final, and in ``.grad``."""
         self._step.passes.clipping.compute_total_norm(self._step.members.all, gradient_of)
 
-    def fail(self, error: BaseException, *, writing: bool = False) -> None:
+    def fail(self, error: BaseException, begun: Sequence[str] = ()) -> None:
         """Something stopped the step: torn if anything was written, else forgotten, as if it had never opened.
 
         The error is kept until the end of this backward, where the source raises it; the first one wins.
+
+        Args:
+            begun: names of the parameters whose update was stopped, too.
         """
         with self._step.lock:
             self._failure.keep(error)
-            self._stop(error, wrote=writing)
+            self._stop(error, begun)
+
+    def mixed(self, parameters: AttachedParameters) -> None:
+        """If something has stopped the step: these may hold parts that other ranks have updated, and parts that this
+        rank has not, or the other way round."""
+        with self._step.lock:
+            if self._failure.error is None:
+                return
+            if self._step.ledger.torn is None:
+                self._writes.tear(self._failure.error, parameters.names)
+            else:
+                self._step.ledger.doubt(parameters.names)
 
     def backward_raised(self) -> None:
         """Backward is ending with an exception of its own. Nothing of this step is written any more."""
         with self._step.lock:
             self._failure.forget()
-            self._stop(None, wrote=False)
+            self._stop(None)
             self._step.streams.finish()
 
     def raise_failure(self) -> None:
         """At the end of a backward: raise what stopped the step, with its own type."""
         self._failure.raise_if_any()
 
-    def _stop(self, cause: BaseException | None, *, wrote: bool) -> None:
+    def _stop(self, cause: BaseException | None, begun: Sequence[str] = ()) -> None:
         if self._step.ledger.torn is None:
-            self._writes.stopped(cause, wrote=wrote)
+            self._writes.stopped(cause, begun)
 
 
 def _with_gradient(

@@ -100,10 +100,10 @@ class FinalWrites(Writes):
             parameter.grad = spent
         self._watch.start(compress(parameters, bucket.leave_spent))
 
-    def stopped(self, cause: BaseException | None, *, wrote: bool) -> None:
+    def stopped(self, cause: BaseException | None, begun: Sequence[str] = ()) -> None:
         others_may_have = self._step.ledger.votes.voting is not None and isinstance(cause, NonFiniteGradientError)
-        if self._step.members.applied or wrote or others_may_have:
-            self.tear(cause)
+        if self._step.members.applied or begun or others_may_have:
+            self.tear(cause, begun)
         else:
             self._drop()
 

@@ -90,7 +90,7 @@ class HandOver:
         error = ledger.heard(wait=True)
         try:
             if error is not None:
-                ledger.tear(ledger.step_count, [a.spec.name for a in self._step.members.all], [], error)
+                self._step.tear_last(error)
                 if isinstance(error, StepMismatchError):
                     raise error
                 ledger.require_whole()
@@ -144,7 +144,7 @@ class HandOver:
     def _take(self, stepper: Stepper, with_gradient: AttachedParameters, clip: Clip | None, *, in_loop: bool) -> None:
         """The step is taken: put off all that can wait, and leave the rest to ``optimizer.step()``."""
         step, mine = self._step, self._step.members.of(stepper)
-        if stepper.takes_all or (not with_gradient.are_plain and any(map(_is_sharded, with_gradient))):
+        if stepper.takes_all or (not with_gradient.are_plain and any(a.is_divided for a in with_gradient)):
             require_same_in_autocast(stepper.optimizer())  # these are updated by instep, put off or not
         in_flight = _in_flight_of(mine, self.in_flight())
         may_wait = in_loop and self._can_be_put_off(stepper)
@@ -155,7 +155,7 @@ class HandOver:
         in_flight = _without_landed(in_flight, waiting)
         later = with_gradient
         if not all(waiting.values()):
-            later = AttachedParameters(a for a, wait in waiting.items() if wait or _is_sharded(a))
+            later = AttachedParameters(a for a, wait in waiting.items() if wait or a.is_divided)
         if len(later) < len(with_gradient):
             self._require_agreement()
             if clip is not None:
@@ -308,18 +308,21 @@ class HandOver:
         self, stepper: Stepper, parameters: AttachedParameters, in_flight: InFlight, clip: Clip | None
     ) -> list[PendingBucket]:
         """Take the gradients off."""
-        step, optimizer = self._step, stepper.optimizer()
-        handed_over = HandedOverStep(stepper, parameters, step.number, self.vote, self._pending.recorder, step.times)
+        step, pending, optimizer = self._step, self._pending, stepper.optimizer()
+        outcomes = pending.outcomes_of(step.number)
+        handed_over = HandedOverStep(
+            stepper, parameters, step.number, self.vote, pending.recorder, step.times, outcomes
+        )
         handed_over.stepper.draws = None if stepper.draws is None else stepper.draws.of_this_step()
         begin_state(optimizer, parameters.tensors())
         keep = partial(step.check.keep, stepper) if step.check is not None and step.checks else None
         buckets = []
         for members, flight in self._buckets_of(parameters, in_flight):
             bucket = PendingBucket(members, handed_over, clip, flight, keep)
-            self._pending.add(bucket)
+            pending.add(bucket)
             self._hide(list(zip(members, bucket.gradients, strict=True)))
             buckets.append(bucket)
-        self._pending.watch_state(optimizer)
+        pending.watch_state(optimizer)
         step.round.begins(stepper, step.ledger)
         return buckets
 
@@ -375,10 +378,6 @@ def _in_flight_of(mine: Iterable[AttachedParameter], buckets: Iterable[InFlightB
 
 def _finds_gradient(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-
-
-def _is_sharded(attached: AttachedParameter) -> bool:
-    return attached.shard is not None and attached.shard.state_is_sharded
 
 
 def _without_landed(in_flight: InFlight, waiting: Mapping[AttachedParameter, bool]) -> InFlight:

@@ -53,6 +53,11 @@ class Ledger:
         self.torn = Torn(number, applied, pending, rank, cause, accepted, in_part, graph_task(), unsure)
         self.happened(Event.TORE)
 
+    def doubt(self, names: Sequence[str]) -> None:
+        """Nobody knows any more what these parameters of the torn step hold."""
+        assert self.torn is not None
+        self.torn = self.torn.doubting(names)
+
     def require_whole(self) -> None:
         """Raise ``TornStepError`` if the last step stands in part."""
         if self.torn is not None:

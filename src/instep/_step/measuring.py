@@ -80,8 +80,10 @@ class MeasuringSink:
 
     def compute_total_norm(self) -> None: ...
 
-    def fail(self, error: BaseException, *, writing: bool = False) -> None:
+    def fail(self, error: BaseException) -> None:
         self._failure.keep(error)
+
+    def mixed(self, parameters: object) -> None: ...
 
     def backward_raised(self) -> None:
         self._failure.forget()

@@ -89,7 +89,7 @@ class Outcome:
     Attributes:
         pending: names of the parameters that it is to update.
         applied: names of those that it has updated.
-        written: whether it has begun to write any.
+        begun: names of those that it has begun to update.
         failure: what stopped it.
         refused: whether that are the other ranks.
         told: whether the loop has heard of it.
@@ -98,7 +98,7 @@ class Outcome:
     def __init__(self, parameters: AttachedParameters) -> None:
         self.pending = parameters.names
         self.applied: list[str] = []
-        self.written = False
+        self.begun: dict[str, None] = {}
         self.failure: BaseException | None = None
         self.refused = False
         self.told = False
@@ -111,6 +111,20 @@ class Outcome:
         """The first error counts."""
         self.failure = self.failure or error
 
+    @property
+    def in_doubt(self) -> list[str]:
+        """Names of the parameters of which nobody knows whether they were updated."""
+        return [name for name in self.begun if name not in self.applied]
+
+    @property
+    def untouched(self) -> list[str]:
+        return [name for name in self.pending if name not in self.begun]
+
+    def is_in_doubt(self, names: Sequence[str], error: BaseException) -> None:
+        """These were updated, and nobody knows what they hold now."""
+        self.fails(error)
+        self.applied = [name for name in self.applied if name not in names]
+
     def is_over(self) -> None:
         """Nobody raises the error any more. The frames that it was raised in refer to the buckets, and these to it."""
         self.failure = without_frames(self.failure)
@@ -121,6 +135,8 @@ class HandedOverStep:
 
     Args:
         stepper: of the optimizer.
+        outcomes: by the steppers' ids, those of the optimizers whose ``step()`` was called before in the same step.
+            This one's is added.
 
     Attributes:
         number: of the step.
@@ -141,6 +157,7 @@ class HandedOverStep:
         vote: Vote | None,
         recorder: Recorder | None,
         times: StepTimes,
+        outcomes: dict[int, Outcome],
     ) -> None:
         optimizer = stepper.optimizer()
         self.number = number
@@ -150,6 +167,8 @@ class HandedOverStep:
         self.stepper = Stepper(self._frozen, looks_back=False, home=stepper.home)
         self.circumstances = _Circumstances(optimizer)
         self.outcome = Outcome(parameters)
+        self.outcomes = outcomes
+        outcomes[id(stepper)] = self.outcome
         self.unapplied: list[PendingBucket] = []
         self.outstanding: list[PendingBucket] = []
         self.recorder = recorder
@@ -318,10 +337,10 @@ class PendingBucket:
         self.apply()
         # Whether that failed or not: the other ranks wait for it.
         try:
-            self._receive = gather([a for a in parameters if a.shard is not None and a.shard.state_is_sharded])
+            self._receive = gather([a for a in parameters if a.is_divided])
         except BaseException as error:
             self._receive = lambda: None
-            self.step.outcome.fails(error)
+            self.step.outcome.is_in_doubt(self.names, error)
 
     def finish(self) -> None:
         """Do all that is left to do."""
@@ -329,11 +348,13 @@ class PendingBucket:
         if receive is None:
             self.apply()
             return
+        # Parts of other ranks are written, whether this rank has updated its own or not.
+        self.step.outcome.begun.update(dict.fromkeys(self.names))
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 receive()
         except BaseException as error:
-            self.step.outcome.fails(error)
+            self.step.outcome.is_in_doubt(self.names, error)
 
     def look(self) -> None:
         """Parameters, gradients and state are to be as they are now when somebody waits for them."""
@@ -347,9 +368,7 @@ class PendingBucket:
 
     def raced(self, error: BaseException) -> None:
         """Somebody has, while the update was under way."""
-        outcome = self.step.outcome
-        outcome.fails(error)
-        outcome.applied = [name for name in outcome.applied if name not in self.names]
+        self.step.outcome.is_in_doubt(self.names, error)
 
     def _update(self) -> None:
         self.require_left_alone()
@@ -371,8 +390,8 @@ class PendingBucket:
             self._clip(call.tensors)
         if self._keep is not None:
             self._keep(call, self.step.state)
-        self.step.outcome.written = True
         gradients = [tensor.grad for tensor in call.tensors]
+        self.step.outcome.begun.update(dict.fromkeys(self.names))
         call.step(self.step.stepper)
         if not self.step.circumstances.known:
             self._require_contained([tensor.grad for tensor in call.tensors], gradients)

@@ -20,7 +20,7 @@ from instep._life.worker import Worker
 from instep._optim.initial_state import end_state, order_added
 from instep._optim.parts import version_of
 from instep._optim.waiting import StateWatch
-from instep._step.pending import HandedOverStep, PendingBucket
+from instep._step.pending import HandedOverStep, Outcome, PendingBucket
 from instep._step.recorder import Recorder
 from instep._step.running_step import RunningStep
 from instep._step.stand_ins import StandIns
@@ -57,6 +57,7 @@ class PendingBuckets:
         self._step = step
         self._owner = weakref.ref(owner)
         self._due: dict[int, PendingBucket] = {}  # by the parameter's id
+        self._outcomes: tuple[int, dict[int, Outcome]] = 0, {}  # of the step with this number
         self._watch = Watch(values=self._used)
         self.watch_in_step = Watch(values=self._used, gradient=self._used_in_step)
         self._gradient_watch = Watch(values=self._used_spread_gradient)
@@ -80,6 +81,12 @@ class PendingBuckets:
             owe(owner)
             listen(owner)
         self.worker.start()
+
+    def outcomes_of(self, number: int) -> dict[int, Outcome]:
+        """What becomes of that which the optimizers hand over in this step, by the steppers' ids."""
+        if self._outcomes[0] != number:
+            self._outcomes = number, {}
+        return self._outcomes[1]
 
     def add(self, bucket: PendingBucket) -> None:
         self._due.update(zip(map(id, bucket.tensors), repeat(bucket), strict=False))
@@ -195,10 +202,13 @@ class PendingBuckets:
                 bucket.step.outcome.is_over()
         step.stepper.settle()
         outcome, ledger = step.outcome, self._step.ledger
-        pending = [name for name in outcome.pending if name not in outcome.applied]
-        accepted = step.number if outcome.written else step.number - 1
-        in_part = bool(outcome.written and pending)
-        ledger.tear(step.number, outcome.applied, pending, outcome.failure, accepted=accepted, in_part=in_part)
+        outcomes = step.outcomes.values()
+        applied = [name for one in outcomes for name in one.applied]
+        unsure = [name for one in outcomes for name in one.in_doubt]
+        pending = [name for one in outcomes for name in one.untouched]
+        accepted = step.number if applied or unsure else step.number - 1
+        in_part = bool(applied and pending)
+        ledger.tear(step.number, applied, pending, outcome.failure, accepted=accepted, in_part=in_part, unsure=unsure)
         if not outcome.refused:
             ledger.votes.say_failed(step.number + 1)
 

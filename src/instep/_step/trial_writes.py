@@ -144,7 +144,7 @@ class TrialWrites(Writes):
     def takes_back(self, error: Exception) -> bool:
         """The step is left to ``optimizer.step()``, which steps all of it together: the plain loop's raises there, if
         at all, and in a step that the plain loop leaves out nobody hears of an error."""
-        if not self.has_begun or any(stepper.wrote_in_place for stepper in self._step.members.steppers):
+        if not self.begun or any(stepper.wrote_in_place for stepper in self._step.members.steppers):
             return False
         self._rollback()
         self._raises = not isinstance(error, UnsupportedOptimizerError)  # which is not step()'s own
@@ -164,8 +164,8 @@ class TrialWrites(Writes):
                 parameter.grad = HeldGradient(gradient, self._when_used)
             self._watch.start([parameter])
 
-    def stopped(self, cause: BaseException | None, *, wrote: bool) -> None:
-        if self._step.members.applied or wrote:
+    def stopped(self, cause: BaseException | None, begun: Sequence[str] = ()) -> None:
+        if self._step.members.applied or begun:
             self._rollback()
 
     # Between backward and step().

@@ -33,14 +33,14 @@ class Writes(ABC):
     Attributes:
         frees_gradients: whether applied gradients are not needed any more.
         gather: where each rank steps its own shard of parameters: gets the others' shards.
-        has_begun: whether the update of the running bucket has begun to write.
+        begun: parameters of the running bucket whose update has begun to write.
     """
 
     frees_gradients: bool
 
     def __init__(self, step: RunningStep) -> None:
         self.gather: Gather | None = None
-        self.has_begun = False
+        self.begun = AttachedParameters()
         self._step = step
         # Parameters that step() is not to write, since backward has, with their version then.
         self._at_rest: tuple[AttachedParameters, list[int]] = AttachedParameters(), []
@@ -96,8 +96,12 @@ class Writes(ABC):
         would find the old weights: whoever uses one is noticed."""
 
     @abstractmethod
-    def stopped(self, cause: BaseException | None, *, wrote: bool) -> None:
-        """An error has stopped the step in backward."""
+    def stopped(self, cause: BaseException | None, begun: Sequence[str] = ()) -> None:
+        """An error has stopped the step in backward.
+
+        Args:
+            begun: names of the parameters whose update was stopped, too. Nobody knows what these hold.
+        """
 
     # Between backward and step().
 
@@ -165,7 +169,7 @@ class Writes(ABC):
         """
         step = self._step
         members, number = step.members, step.number
-        names = [a.spec.name for a in members.all if members.is_applied(a)]
+        names = [a.spec.name for a in members.all if members.is_applied(a) and a.spec.name not in unsure]
         offered = (a for a in members.all if a.spec.index in members.offered)
         pending = [a.spec.name for a in offered if not members.is_applied(a) and a.spec.name not in unsure]
         step.ledger.tear(number, names, pending, cause, in_part=bool(pending), unsure=tuple(unsure))
@@ -183,8 +187,7 @@ class Writes(ABC):
 
     def tear_last(self, cause: BaseException) -> None:
         """The last step was committed here, and is not known to stand on the other ranks."""
-        step = self._step
-        step.ledger.tear(step.ledger.step_count, [a.spec.name for a in step.members.all], [], cause)
+        self._step.tear_last(cause)
         self.release()
 
     def hear(self, *, wait: bool) -> None:
@@ -246,8 +249,8 @@ class Writes(ABC):
         kernels refuse plain tensors beside DTensors, and DTensors of several meshes, and know nothing of shards, nor of
         state that is elsewhere; nobody but instep draws by key."""
         rest = [a for a in left if gradient_of(a) is not None]
-        sharded = [a for a in rest if a.shard is not None and a.shard.state_is_sharded]
-        if not sharded and not stepper.takes_all and not self._is_mixed(stepper, rest):
+        divided = [a for a in rest if a.is_divided]
+        if not divided and not stepper.takes_all and not self._is_mixed(stepper, rest):
             return []
         require_same_in_autocast(stepper.optimizer())
         return rest
@@ -257,9 +260,9 @@ class Writes(ABC):
         gradients = [g for a in rest if (g := gradient_of(a)) is not None]
         for call in calls_of(rest, gradients, alias=False):
             call.step(stepper)
-        sharded = [a for a in rest if a.shard is not None and a.shard.state_is_sharded]
-        if sharded and self.gather is not None:
-            self.gather(sharded)()
+        divided = [a for a in rest if a.is_divided]
+        if divided and self.gather is not None:
+            self.gather(divided)()
         self._hide([(a, g) for a in rest if (g := gradient_of(a)) is not None])
 
     def _is_mixed(self, stepper: Stepper, rest: Sequence[AttachedParameter]) -> bool:
@@ -284,7 +287,7 @@ class Writes(ABC):
         for call in calls_of(bucket, gradients, alias=False):
             if check is not None:
                 check.keep(stepper, call, stepper.optimizer().state)
-            self.has_begun = True
+            self.begun = bucket if not self.begun else AttachedParameters(dict.fromkeys([*self.begun, *bucket]))
             call.step(stepper)
 
     def _let_go_of_memory(self, device: torch.device) -> None:

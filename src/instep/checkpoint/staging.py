@@ -93,7 +93,7 @@ def stage(reader: CheckpointReader, training: TrainingState, rank: int, *, allow
     _stage_named(reader, staged, "buffer", training.buffers, manifest.buffers, finite=False)
     names = {id(named.tensor): saved_as[named.name] for named in training.parameters}
     attached = [a for one in training.attachments for a in one.parameters]
-    kept = {id(a.get()): a.shard for a in attached if a.shard is not None and a.shard.state_is_sharded}
+    kept = {id(a.get()): a.shard for a in attached if a.is_divided}
     for which, optimizer, record in _matched(training, names, manifest.optimizers):
         _IntoOptimizer(reader, staged, which, optimizer, names, kept, allow_nonfinite).stage(record)
     staged.norms = _norms(reader, training.attachments)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from instep._autograd.hooks import BoundHook
-from instep._optim.parameters import AttachedParameter
+from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.plan import Bucket
 from instep._step.accumulation import Accumulation
 from instep.comm_hooks import cast_mean_allreduce
@@ -73,7 +73,7 @@ class ZeroSource:
         self._in_place = ddp.gradient_as_bucket_view or not self._steps_after_ddp
         self._rooms: dict[int, torch.Tensor] = {}  # where parts are received, by the number of their bucket
         self._scattered: list[ScatteredGradients] = []  # whose memory is not freed yet
-        self._gathers: list[tuple[torch.device, GatheredShards]] = []  # in the order of sending
+        self._gathers: list[tuple[AttachedParameters, GatheredShards]] = []  # in the order of sending
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -184,11 +184,11 @@ class ZeroSource:
     def _send(self, reductions: Sequence[Reduction]) -> None:
         """Send this rank's parts to the other ranks, also those that it could not step: the others wait for them."""
         for reduction in reductions:
-            members = [self._parameters[parameter] for parameter in reduction.members]
+            members = AttachedParameters(self._parameters[parameter] for parameter in reduction.members)
             # On the side stream, which has stepped the parts that are sent.
             with self._sink.streams.on(members[0].spec.device):
                 gathered = self._shards.gather(members, self._rooms.get(reduction.index))
-            self._gathers.append((members[0].spec.device, gathered))
+            self._gathers.append((members, gathered))
             self._receive(wait=False)
 
     def _receive(self, *, wait: bool) -> None:
@@ -198,9 +198,13 @@ class ZeroSource:
             wait: also for those that have not arrived yet.
         """
         while self._gathers and (wait or self._gathers[0][1].done()):
-            device, gathered = self._gathers.pop(0)
-            with errors_kept(self._sink), self._sink.streams.on(device):
+            members, gathered = self._gathers.pop(0)
+            arrived = False
+            with errors_kept(self._sink), self._sink.streams.on(members[0].spec.device):
                 gathered()
+                arrived = True
+            if not (arrived and all(map(self._sink.is_applied, members))):
+                self._sink.mixed(members)
 
     def _fetch(self, reductions: Sequence[Reduction]) -> None:
         for reduction in reductions:
