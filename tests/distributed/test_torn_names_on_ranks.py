@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -62,7 +63,8 @@ def stopped(way: str, left: int) -> str | None:
     torch.manual_seed(0)
     model = wrap(Blocks())
     optimizer = Stops(model.parameters(), lr=0.1)
-    overlap = instep.attach(model, optimizer, **options)
+    with patch.object(instep.options, "DEFAULT_BUCKET_BYTES", 4_000):  # of updates that are put off
+        overlap = instep.attach(model, optimizer, **options)
     told: TornStepError | None = None
     for i in range(2):
         if i == 1 and dist.get_rank() == 0:

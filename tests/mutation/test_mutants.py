@@ -1911,7 +1911,7 @@ MUTANTS = [
     Mutant(
         "let optimizer.state be read while steps are due",
         "HandOver._take_over",
-        "        self._pending.watch_state(optimizer)\n",
+        "        pending.watch_state(optimizer)\n",
         "",
         STATE,
     ),

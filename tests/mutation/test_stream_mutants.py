@@ -303,8 +303,8 @@ MUTANTS = [
     ),
     _mutant(
         "a step that was written into while it was under way is a whole one",
-        "PendingBucket.raced",
-        "        outcome.applied = [name for name in outcome.applied if name not in self.names]\n",
+        "Outcome.is_in_doubt",
+        "        self.applied = [name for name in self.applied if name not in names]\n",
         "",
         "tests/accelerator/test_limits.py",
         "races",
@@ -681,8 +681,8 @@ MUTANTS = [
     _mutant(
         "offload: what step() steps is left to torch",
         "Writes._rest_of",
-        "not sharded and not stepper.takes_all and not",
-        "not sharded and not",
+        "not divided and not stepper.takes_all and not",
+        "not divided and not",
         OFFLOAD,
         "a_gradient_that_no_backward_has_made",
     ),
