@@ -14,6 +14,7 @@ from tests import net
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SMALL = ["--rounds", "1", "--width", "48", "--depth", "1"]  # for six heads, and for eight
+ONCE = ["--settings", "float32", "--runs", "1", "--jobs", "2"]
 needs_namespaces = pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root, and iproute2"
 )
@@ -54,7 +55,9 @@ def test_the_model_at_scale() -> None:
         ("safety.py", SMALL, 2),
         ("zero.py", SMALL, 2),
         ("gradient_memory.py", [], 1),
-        ("memory.py", ["--settings", "float32", "--runs", "1", "--jobs", "2"], 1),
+        ("memory.py", [*ONCE, "--parts", "one-batch", "micro-batches"], 1),
+        ("memory.py", [*ONCE, "--parts", "ranks", "ranks-micro-batches"], 1),
+        ("memory.py", [*ONCE, "--parts", "device"], 1),
         ("peers.py", ["--memory", "--speed", *SMALL], 1),
     ],
 )
