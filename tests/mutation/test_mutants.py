@@ -2758,6 +2758,13 @@ MUTANTS = [
         TORN_NAMES,
     ),
     Mutant(
+        "torn: forget what step() itself has updated",
+        "PendingBuckets.returned",
+        "            outcome.applied = outcome.pending\n",
+        "            pass\n",
+        TORN_NAMES,
+    ),
+    Mutant(
         "torn: take rows of other ranks for none, in an update that was put off",
         "PendingBucket.finish",
         "        self.step.outcome.begun.update(dict.fromkeys(self.names))\n",

@@ -153,31 +153,33 @@ class HandOver:
             unseen, in_views = self._reading.unseen(), self.owners_in_views
             waiting = waiting_of(stepper, with_gradient, step.members.all, in_flight, unseen, in_views=in_views)
         in_flight = _without_landed(in_flight, waiting)
-        later = with_gradient
+        later, here = with_gradient, AttachedParameters()
         if not all(waiting.values()):
             later = AttachedParameters(a for a, wait in waiting.items() if wait or a.is_divided)
-        if len(later) < len(with_gradient):
+            here = AttachedParameters(a for a, wait in waiting.items() if not (wait or a.is_divided))
+        self._pending.leave(step.number, stepper, here)
+        if here:
             self._require_agreement()
             if clip is not None:
-                clip([a.get() for a in set(waiting).difference(later)])
+                clip(here.tensors())
         if step.check is not None and in_loop:
             step.check.keep_rest(stepper, mine, set(later), in_grad_if_any)
         self.now = False
         if not later:
             # One that raises leaves what the plain loop's leaves. Other ranks, which may put theirs off, are told.
             told = may_wait and not self._deferring.gives_up and step.ledger.votes.voting is not None
-            self.rest = [a.spec.name for a in with_gradient] if told else []
+            self.rest = here.names if told else []
             step.round.begins(stepper, step.ledger)
-            self._step_here(stepper, with_gradient)
+            self._step_here(stepper, here)
             return
-        self.rest = [] if later is with_gradient else [a.spec.name for a in with_gradient if a not in later]
+        self.rest = here.names
         at_once = [] if later is with_gradient else [a for a, wait in waiting.items() if not wait]
         if not stepper.optimizer().state and not is_torchs_own(stepper.optimizer()):
             at_once.insert(0, later[0])  # one bucket makes state, see begin_state
         self._put_off(stepper, later, in_flight, clip)
         self._pending.finish([self._pending.of(attached.get()) for attached in at_once])
-        if later is not with_gradient:
-            self._step_here(stepper, AttachedParameters(a for a in with_gradient if a not in later))
+        if here:
+            self._step_here(stepper, here)
 
     def _step_here(self, stepper: Stepper, rest: AttachedParameters) -> None:
         """What cannot wait is stepped here, where ``optimizer.step()`` itself is not to step anything."""

@@ -63,9 +63,12 @@ class HandOverCalls:
 
     def returned(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to return. Who is interrupted here begins again with the next use."""
+        if self._step.round.stepper is stepper:
+            self._pending.returned(self._step.number, stepper)
+            self._end(stepper)
+
+    def _end(self, stepper: Stepper) -> None:
         round_ = self._step.round
-        if round_.stepper is not stepper:
-            return
         with torch._C.DisableTorchFunctionSubclass():
             for attached, gradient in round_.hidden:
                 parameter = attached.get()
@@ -168,7 +171,7 @@ class HandOverCalls:
         if check is not None and (rest or not handed_over):
             check.forget()  # a plain step would have raised, too
         stepper.abort()
-        self.returned(stepper)
+        self._end(stepper)
         if rest and ledger.torn is None:
             self._pending.finish(self._pending.all())
             error = InstepError(f"{stepper.name}.step() raised")

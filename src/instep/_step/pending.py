@@ -130,13 +130,16 @@ class Outcome:
         self.failure = without_frames(self.failure)
 
 
+Outcomes = dict[tuple[int, bool], Outcome]
+"""By the stepper's id, and whether the parameters were put off: an optimizer may put off some, and step others."""
+
+
 class HandedOverStep:
     """An optimizer as it was when its ``step()`` was called.
 
     Args:
         stepper: of the optimizer.
-        outcomes: by the steppers' ids, those of the optimizers whose ``step()`` was called before in the same step.
-            This one's is added.
+        outcomes: those of the optimizers whose ``step()`` was called before in the same step. This one's is added.
 
     Attributes:
         number: of the step.
@@ -157,7 +160,7 @@ class HandedOverStep:
         vote: Vote | None,
         recorder: Recorder | None,
         times: StepTimes,
-        outcomes: dict[int, Outcome],
+        outcomes: Outcomes,
     ) -> None:
         optimizer = stepper.optimizer()
         self.number = number
@@ -168,7 +171,7 @@ class HandedOverStep:
         self.circumstances = _Circumstances(optimizer)
         self.outcome = Outcome(parameters)
         self.outcomes = outcomes
-        outcomes[id(stepper)] = self.outcome
+        outcomes[id(stepper), True] = self.outcome
         self.unapplied: list[PendingBucket] = []
         self.outstanding: list[PendingBucket] = []
         self.recorder = recorder

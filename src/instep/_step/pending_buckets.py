@@ -18,9 +18,11 @@ from instep._life.life import Unsettled, owe, settled
 from instep._life.weak import WeakMethod
 from instep._life.worker import Worker
 from instep._optim.initial_state import end_state, order_added
+from instep._optim.parameters import AttachedParameters
 from instep._optim.parts import version_of
+from instep._optim.stepper import Stepper
 from instep._optim.waiting import StateWatch
-from instep._step.pending import HandedOverStep, Outcome, PendingBucket
+from instep._step.pending import HandedOverStep, Outcome, Outcomes, PendingBucket
 from instep._step.recorder import Recorder
 from instep._step.running_step import RunningStep
 from instep._step.stand_ins import StandIns
@@ -57,7 +59,7 @@ class PendingBuckets:
         self._step = step
         self._owner = weakref.ref(owner)
         self._due: dict[int, PendingBucket] = {}  # by the parameter's id
-        self._outcomes: tuple[int, dict[int, Outcome]] = 0, {}  # of the step with this number
+        self._outcomes: tuple[int, Outcomes] = 0, {}  # of the step with this number
         self._watch = Watch(values=self._used)
         self.watch_in_step = Watch(values=self._used, gradient=self._used_in_step)
         self._gradient_watch = Watch(values=self._used_spread_gradient)
@@ -82,11 +84,24 @@ class PendingBuckets:
             listen(owner)
         self.worker.start()
 
-    def outcomes_of(self, number: int) -> dict[int, Outcome]:
-        """What becomes of that which the optimizers hand over in this step, by the steppers' ids."""
+    def outcomes_of(self, number: int) -> Outcomes:
+        """What becomes of the parameters of the optimizers whose ``step()`` is called in this step."""
         if self._outcomes[0] != number:
             self._outcomes = number, {}
         return self._outcomes[1]
+
+    def leave(self, number: int, stepper: Stepper, parameters: AttachedParameters) -> None:
+        """``step()`` begins. These are not put off, and updated before it returns."""
+        outcomes = self.outcomes_of(number)
+        outcomes.pop((id(stepper), True), None)  # of a call that has raised, and handed nothing over
+        outcome = outcomes[id(stepper), False] = Outcome(parameters)
+        outcome.begun.update(dict.fromkeys(parameters.names))
+
+    def returned(self, number: int, stepper: Stepper) -> None:
+        """``step()`` has returned: so those that were not put off were updated."""
+        outcome = self.outcomes_of(number).get((id(stepper), False))
+        if outcome is not None:
+            outcome.applied = outcome.pending
 
     def add(self, bucket: PendingBucket) -> None:
         self._due.update(zip(map(id, bucket.tensors), repeat(bucket), strict=False))
