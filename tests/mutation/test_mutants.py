@@ -797,7 +797,7 @@ MUTANTS = [
     ),
     Mutant(
         "lose the gradients that nobody cleared",
-        "HandOverCalls.returned",
+        "HandOverCalls._end",
         "SET_GRAD(parameter, self._pending.stand_in_for(parameter, gradient))",
         "pass",
         PROGRAMS,
