@@ -144,7 +144,7 @@ def test_a_write_that_races_with_an_update_under_way(model: nn.Module) -> None:
         vars(optimizer)["state"][last]["momentum_buffer"].mul_(2.0)  # behind the property, which would wait
         with pytest.raises(UncommittedStepError, match=r"while the update was due.*overlap\.synchronize\(\)"):
             model(x)
-        with pytest.raises(TornStepError, match=r"3 parameters were updated .* and 1 were left"):
+        with pytest.raises(TornStepError, match=r"3 parameters were updated .* and 1 may have been updated or not"):
             model(x)
     assert {finding.kind for finding in log.findings} == {"race"}
     overlap.accept_torn()
