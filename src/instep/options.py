@@ -1,5 +1,6 @@
 """How a model is attached: what ``attach`` was given, once for all who ask."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -95,6 +96,12 @@ class Options:
         """Whether parts of a step may run apart from ``step()``, so that it matters which updates can be split."""
         return self.schedule == "backward" or self.always_puts_off or self.randomness.random is not None
 
+    @property
+    def votes(self) -> bool:
+        """Whether the ranks of a step vote on it."""
+        splits = self.schedule == "backward" or self.always_puts_off
+        return self.nonfinite != "allow" or (splits and not self.disabled)
+
     def taken_whole(self, *without: str) -> str:
         """Which options take an optimizer whose update cannot be split, in words.
 
@@ -128,6 +135,27 @@ class Options:
     def said(self) -> dict[str, str]:
         """The schedule and every option that is not the default, as ``attach`` names them."""
         return {"schedule": repr(self.schedule), **_unlike(self, Options())}
+
+    def in_words(self) -> dict[str, str]:
+        """Every option with its value, in words that are the same in all processes: ranks compare them."""
+        words = dict(_in_words(self))
+        words["INSTEP_DISABLE"] = "set" if words.pop("left_to_torch") == repr(BY_ENVIRONMENT) else "not set"
+        return words
+
+
+def _in_words(options: Any) -> Iterator[tuple[str, str]]:
+    for name in (option.name for option in fields(options)):
+        value = getattr(options, name)
+        if isinstance(value, (Communication, Randomness)):
+            yield from _in_words(value)
+        elif isinstance(value, GradScaler):
+            yield name, type(value).__name__
+        elif name == "comm_hook" and value is not None:
+            state, hook = value
+            kind = hook if hasattr(hook, "__qualname__") else type(hook)
+            yield name, f"({type(state).__name__}, {kind.__module__}.{kind.__qualname__})"
+        else:
+            yield name, repr(value)
 
 
 def _unlike(options: Any, default: Any) -> dict[str, str]:

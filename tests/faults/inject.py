@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep._gradients.clipping import Clipping
 from instep._optim.stepper import Stepper
-from instep._ranks import group_votes
+from instep._ranks import step_ranks
 from instep._step import pending
 from instep.sources.ddp.reducer_group import ReducerGroup, work_of
 from instep.sources.ddp.reductions import Reduction
@@ -165,7 +165,7 @@ def _collectives(trigger: Trigger, run: "Run") -> Iterator[None]:
 @contextmanager
 def _vote(trigger: Trigger, run: "Run") -> Iterator[None]:
     """Before the ranks' vote is sent, and while it is on its way."""
-    real = group_votes._Group.minimum
+    real = step_ranks._Gloo.minimum
 
     def minimum(group: Any, box: torch.Tensor) -> Any:
         trigger.hit()
@@ -173,7 +173,7 @@ def _vote(trigger: Trigger, run: "Run") -> Iterator[None]:
         trigger.hit()
         return work
 
-    with patch.object(group_votes._Group, "minimum", minimum):
+    with patch.object(step_ranks._Gloo, "minimum", minimum):
         yield
 
 

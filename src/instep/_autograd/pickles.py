@@ -84,7 +84,7 @@ def _without_hooks(part: Any) -> Any:
         for name, table in tables.items()
         if not ours.isdisjoint(table)
     }
-    return {**part, **left} if left else part
+    return {name: left.get(name, value) for name, value in part.items() if not isinstance(value, BoundHook)}
 
 
 def _is_ours(hook: Any) -> bool:

@@ -20,12 +20,29 @@ number, a fast link is idle for a part of the time."""
 _beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
 
 
-def group_beside(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """One whose collectives never meet those of ``group``, for tensors on ``device``. Kept as long as ``group`` is.
-
-    Raises:
-        AttachError: the backend of ``group`` is neither gloo nor NCCL.
+def require_another(group: dist.ProcessGroup, device: torch.device) -> None:
     """
+    Raises:
+        AttachError: ``group_beside`` cannot make another group like this one.
+    """
+    known = type(group._get_backend(device)).__name__ in ("ProcessGroupGloo", "ProcessGroupNCCL")
+    if not known and _plugin_of(group) is None:
+        raise AttachError(
+            "this needs a process group of gloo, of NCCL or of a backend that another package has registered, and "
+            f"that of the model is {group.name()}"
+        )
+
+
+def _plugin_of(group: dist.ProcessGroup) -> Any:
+    """A backend of another package, registered with ``dist.Backend.register_backend``: it has said there how a group of
+    it is made."""
+    plugin: Any = dist.Backend._plugins.get(dist.get_backend(group).upper())
+    return None if plugin is None or plugin.extended_api else plugin
+
+
+def group_beside(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """One whose collectives never meet those of ``group``, for tensors on ``device``. Kept as long as ``group`` is. All
+    ranks of ``group`` must call this, and wait for one another the first time."""
     found = _beside.get(group)
     if found is None:
         backend: Any = type(group._get_backend(device))  # the class alone says how it is made
@@ -39,14 +56,8 @@ def group_beside(group: dist.ProcessGroup, device: torch.device) -> dist.Process
             options = backend.Options()
             options._timeout = timeout_of(group)
             made = backend(store, rank, size, options)
-        elif (plugin := dist.Backend._plugins.get(dist.get_backend(group).upper())) and not plugin.extended_api:
-            # Of another package, registered with dist.Backend.register_backend: it has said there how one is made.
-            made = plugin.creator_fn(store, rank, size, timeout_of(group))
         else:
-            raise AttachError(
-                "this needs a process group of gloo, of NCCL or of a backend that another package has registered, and "
-                f"that of the model is {group.name()}"
-            )
+            made = _plugin_of(group).creator_fn(store, rank, size, timeout_of(group))
         if isinstance(made, dist.ProcessGroup):
             _beside[group] = made
             return made
@@ -59,8 +70,20 @@ def group_beside(group: dist.ProcessGroup, device: torch.device) -> dist.Process
 
 def store_beside(group: dist.ProcessGroup, purpose: str) -> Any:
     """Where the ranks of ``group`` find each other once more."""
-    c10d: Any = dist.distributed_c10d  # torch has no public name for the store over which groups find their ranks
-    return c10d.PrefixStore(f"instep/{purpose}/{group.group_name}", c10d._get_default_store())
+    return store_of_world(f"{purpose}/{group.group_name}")
+
+
+def store_of_world(place: str) -> Any:
+    """A part of the store over which process groups find their ranks. All processes of the world see the same."""
+    c10d: Any = dist.distributed_c10d  # torch has no public name for that store
+    return c10d.PrefixStore(f"instep/{place}", c10d._get_default_store())
+
+
+def world() -> dist.ProcessGroup:
+    """The default group: what is kept by it ends with ``destroy_process_group()``."""
+    found = dist.group.WORLD
+    assert found is not None, "ranks share a model only where torch.distributed was initialized"
+    return found
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -17,7 +17,7 @@ class Verdict:
         nonfinite_on: the first rank with a gradient that is not finite, ``None`` if all are.
         first: the lowest number of the step that a rank named.
         last: the highest.
-        same: whether all ranks train the same model in the same way.
+        same: whether all ranks said it of the same attachment.
     """
 
     failed_on: int | None
@@ -38,8 +38,8 @@ class Verdict:
             )
         if not self.same:
             return StepMismatchError(
-                "ranks have attached different models, or in different ways: names, shapes and dtypes of parameters, "
-                "schedule, clip, undo, nonfinite and accumulation_steps must be the same on all ranks"
+                "ranks are at steps of different attachments: some of them have left out a backward of one model, or "
+                "run one more. Load a checkpoint on all ranks, and attach again on all of them"
             )
         return None
 
@@ -58,13 +58,30 @@ class Vote(Protocol):
 
 
 class Voting(Protocol):
-    """The ranks that step together. Every rank casts its votes in the same order."""
+    """The ranks that step together. Every rank casts its votes in the same order.
+
+    Attributes:
+        has_met: whether this rank has told the others what it trains.
+        mismatch: what is not the same on all ranks, in words; ``None``: nothing, as far as is known.
+    """
+
+    has_met: bool
+    mismatch: str | None
+
+    def meet(self) -> None:
+        """The first backward begins that communicates: tell the others what this rank trains, and in which way."""
+
+    def require_same(self) -> None:
+        """Raise ``StepMismatchError`` if the ranks train in different ways, as far as is known."""
 
     def open(self) -> None:
         """Make ready. All ranks must call this; it is called once for each backward, and costs nothing later."""
 
     def cast(self, step: int, *, failed: bool = False, nonfinite: bool = False) -> Vote | None:
         """Say how ``step`` went here, without waiting. ``None`` where nobody is asked."""
+
+    def abstain(self) -> Vote:
+        """Take part in a vote of the others, on a step that this rank has no part in."""
 
 
 class StepVotes:
@@ -75,34 +92,59 @@ class StepVotes:
     by one at the next such backward.
 
     Attributes:
-        voting: how they vote; ``None``: there is only one.
-        count: how many this rank has cast.
+        ranks: those that take the steps together; ``None``: there is only one.
+        voting: the same, if they vote; ``None``: nobody is asked.
+        count: how many votes this rank has cast.
         communicates: whether the running backward is one that all ranks run, and not ``autograd.grad`` of one of them.
+        stand_aside: has gradients reduced as torch does without instep, and left in ``.grad``: ranks that train in
+            different ways could not answer each other otherwise.
     """
 
     def __init__(self, rank: Callable[[], int]) -> None:
         self.rank = rank
+        self.ranks: Voting | None = None
         self.voting: Voting | None = None
         self.count = 0
         self.communicates: Callable[[], bool] = lambda: True
+        self.stand_aside: Callable[[], None] = lambda: None
         self._vote: Vote | None = None
         self._owes = False
+        self._before = 0  # steps that were taken here before join() ended: other ranks may have taken more
 
     def begin_backward(self, step: int) -> None:
         """A backward begins, ``step`` steps having been taken here."""
-        if self.voting is not None and self.communicates():
-            self.voting.open()
+        if self.ranks is None or (self.voting is None and self.ranks.has_met) or not self.communicates():
+            return
+        self._meet(self.ranks)
+        if self.voting is not None:
             if self._owes:
                 self.committed(step)
             self._owes = True
 
+    def _meet(self, ranks: Voting) -> None:
+        if not ranks.has_met:
+            ranks.meet()
+            if ranks.mismatch is not None:
+                # The other ranks run this backward, too. All of them raise in optimizer.step(), behind it.
+                self.voting = None
+                self.stand_aside()
+        if self.voting is not None:
+            self.voting.open()
+
+    def require_same(self) -> None:
+        """``optimizer.step()`` is called: raise ``StepMismatchError`` if the ranks train in different ways."""
+        if self.ranks is not None:
+            self.ranks.require_same()
+
     def say(self, step: int, *, nonfinite: bool = False) -> Vote | None:
         """This rank stands behind ``step``, so far."""
         self._owes = False
+        if self.voting is not None and not self.voting.has_met:
+            self._meet(self.voting)  # nobody has seen the first backward begin
         if self.voting is None:
             return None
         self.count += 1
-        return self.voting.cast(step, nonfinite=nonfinite)
+        return self.voting.cast(step - self._before, nonfinite=nonfinite)
 
     def committed(self, step: int) -> None:
         """This rank has taken ``step``. What the others say is heard later."""
@@ -115,12 +157,33 @@ class StepVotes:
         if self.voting is not None:
             self.count += 1
             with suppress(Exception):  # of what may have failed it: the communication
-                self.voting.cast(step, failed=True)
+                self.voting.cast(step - self._before, failed=True)
 
     def forget(self) -> None:
         """All ranks start anew from one of them: what was said of the last step does not matter any more."""
         self._vote = None
         self._owes = False
+        self._before = 0
+
+    # In DDP's join(), once this rank has no data left.
+
+    def is_about_to_abstain(self) -> None:
+        """The others may be about to begin a backward, and this rank has never been in one: meet them. Waits."""
+        if self.ranks is not None:
+            self._meet(self.ranks)
+
+    def abstain(self, step: int) -> None:
+        """The others have run a backward, and will vote on it. ``step`` steps were taken here."""
+        self.require_same()
+        if self.voting is not None:
+            if self._owes:  # of this rank's own last backward, which was before
+                self.committed(step)
+            self.count += 1
+            self._vote = self.voting.abstain()
+
+    def joined(self, step: int) -> None:
+        """``join()`` is over on all ranks, which have taken unequally many steps: from now on as many."""
+        self._before = step
 
     def heard(self, *, wait: bool) -> Exception | None:
         """What is wrong with the last step, as the ranks have said; each outcome is returned once.

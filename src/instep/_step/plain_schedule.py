@@ -67,6 +67,8 @@ class PlainSchedule(HoldsStep):
         self._restore()  # of a step() that raised
         self._step.round.stepper = None
         self._step.round.owing.clear()
+        if not self._step.accumulation.holds_next:
+            self._step.ledger.votes.begin_backward(self._step.ledger.step_count)
         return True
 
     def begin_step(self, stepper: Stepper) -> None:

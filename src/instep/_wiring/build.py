@@ -27,7 +27,7 @@ from instep._wiring.hooks import BackwardHooks, ForwardHooks, StepHooks
 from instep._wiring.late import LateParameters
 from instep._wiring.plain import PlainHooks
 from instep._wiring.planned import Planned
-from instep._wiring.ranks import rank
+from instep._wiring.ranks import rank, ranks_of
 from instep._wiring.schedules import choose
 from instep._wiring.sharding import Sharding
 from instep._wiring.sources import connect_crossing, make_sources
@@ -90,7 +90,9 @@ def build(target: Target, options: Options) -> Parts:
     else:
         separability = list(map(not_asked, target.optimizers))
     check = Check(options.check_steps) if options.check_steps and not options.disabled else None
-    deferring = deferring_of(options, target, held)
+    ranks = ranks_of(target, options)
+    votes.ranks, votes.voting = ranks, ranks if options.votes else None
+    deferring = deferring_of(options, held, ranks)
     chosen = choose(options, held.steppers, separability, votes, accumulation, clipping, check, deferring)
     schedule = chosen.schedule
     zero = _zero(target.ddps[0]) if options.communication.shard_state and not options.disabled else None
@@ -137,7 +139,7 @@ def build(target: Target, options: Options) -> Parts:
         late,
         threads,
         forwards,
-        StepHooks(schedule, late, zero, forwards, handles),
+        StepHooks(schedule, votes, late, zero, forwards, handles),
         handles,
     )
 

@@ -23,8 +23,9 @@ from instep._step.accumulation import Accumulation
 from instep._step.schedule import Schedule
 from instep._wiring.build import Parts
 from instep._wiring.held import living_parameters
+from instep._wiring.joining import Joining
 from instep._wiring.offloading import offload
-from instep._wiring.ranks import communicates, voting_of
+from instep._wiring.ranks import communicates, stand_aside
 from instep.options import Options
 from instep.target import Target
 
@@ -56,10 +57,7 @@ def connect(parts: Parts, target: Target, options: Options) -> None:
     handles.append(Owners(target.optimizers, weakly(parts.schedule.abandon)))
     handles.append(Owners([*target.called, *target.optimizers], weakly(parts.abandon)))
     handles.append(PlainPickles(model.modules()))
-    if options.schedule == "backward" or options.always_puts_off or options.nonfinite != "allow":
-        parts.votes.voting = voting_of(target, options, parts.schedule)
-    if sharding is None:  # FSDP gathers the weights for autograd.grad, too
-        parts.votes.communicates = partial(communicates, weakref.ref(parts.schedule))
+    _meet_ranks(parts, target)
 
 
 def _connect_plainly(parts: Parts, target: Target, options: Options) -> None:
@@ -67,8 +65,17 @@ def _connect_plainly(parts: Parts, target: Target, options: Options) -> None:
     _watch_steps(parts, target)
     parts.handles.append(PlainPickles(target.model.modules()))
     _count_in_no_sync(parts, target, options)
-    if options.nonfinite != "allow":
-        parts.votes.voting = voting_of(target, options, parts.schedule)
+    _meet_ranks(parts, target)
+
+
+def _meet_ranks(parts: Parts, target: Target) -> None:
+    votes, ddps = parts.votes, target.ddps
+    if votes.ranks is None:
+        return
+    if not target.groups:  # FSDP gathers the weights for autograd.grad, too
+        votes.communicates = partial(communicates, weakref.ref(parts.schedule))
+    votes.stand_aside = partial(stand_aside, parts.sources, [weakref.ref(ddp) for ddp in ddps])
+    parts.handles.extend(Joining(ddp, votes, parts.schedule) for ddp in ddps)
 
 
 def _watch_forwards(parts: Parts, target: Target, *, prepend: bool) -> None:

@@ -4,33 +4,27 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from instep._optim.probe import not_asked
-from instep._ranks.findings import Findings
-from instep._ranks.group_votes import groups_of, in_join
-from instep._step.deferring import Always, Deferring, Never, Trial
+from instep._step.deferring import Always, Deferring, Never, Others, Trial
 from instep._wiring.held import Held
+from instep._wiring.joining import in_join
 from instep.options import Options
-from instep.target import Target
 
 
-def deferring_of(options: Options, target: Target, held: Held) -> Deferring:
-    """Decides of each step."""
+def deferring_of(options: Options, held: Held, others: Others | None) -> Deferring:
+    """Decides of each step.
+
+    Args:
+        others: the other ranks; ``None``: there are none.
+    """
     if options.always_puts_off:
         return Always(alone=options.defer is True and not options.puts_off_unasked)
     if options.defer is False:
         return Never()
-    return Trial(partial(_prevented, held), _others_of(target))
-
-
-def _others_of(target: Target) -> Findings | None:
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    groups = groups_of([*target.wrapped, *target.fsdp1], target.optimized())
-    return Findings(groups) if groups else None
+    return Trial(partial(_prevented, held), others)
 
 
 def _prevented(held: Held) -> str | None:
@@ -40,7 +34,8 @@ def _prevented(held: Held) -> str | None:
 
 
 def _joins(held: Held) -> str | None:
-    if in_join(one for one in held.living_wrappers() if isinstance(one, nn.parallel.DistributedDataParallel)):
+    ddps = (one for one in held.living_wrappers() if isinstance(one, nn.parallel.DistributedDataParallel))
+    if any(map(in_join, ddps)):
         return "the loop is in DDP's join(), in which ranks that have no data left cannot be asked"
     return None
 

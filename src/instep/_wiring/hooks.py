@@ -16,6 +16,7 @@ from instep._autograd.tracing import Traced
 from instep._life.weak import weakly
 from instep._optim.stepper import Stepper
 from instep._optim.unchanged import require_unchanged
+from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
 from instep._step.schedule import Schedule
 from instep._wiring.held import Handles, Held, living_parameters
@@ -183,12 +184,14 @@ class StepHooks:
     def __init__(
         self,
         schedule: Schedule,
+        votes: StepVotes,
         late: LateParameters,
         zero: "Zero | None",
         forwards: ForwardHooks | PlainHooks,
         handles: Handles,
     ) -> None:
         self._schedule = schedule
+        self._votes = votes
         self._late = late
         self._zero = zero
         self._forwards = forwards  # kept: a graph may go backward when the model is gone, and its optimizer is not
@@ -200,6 +203,7 @@ class StepHooks:
         """``optimizer.step()`` is called. A closure is followed by what is done right before the update."""
         if is_called_by_step(optimizer):
             return None  # which has begun already
+        self._votes.require_same()
         self._schedule.begin_step(stepper)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if len(args) > 2 or kwargs.keys() - {"closure"} or (closure is not None and not callable(closure)):

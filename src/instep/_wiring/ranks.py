@@ -1,6 +1,7 @@
-"""How the ranks that step together vote."""
+"""Which ranks step together, and what must be the same on all of them."""
 
-import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -8,11 +9,18 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._autograd.engine import runs
-from instep._ranks.group_votes import GroupVotes, groups_of, in_join
+from instep._ranks.comparison import digest_of
+from instep._ranks.step_ranks import StepRanks, neighbours_of
 from instep._step.schedule import Schedule
 from instep._wiring.held import living_parameters
-from instep.options import Options
+from instep.options import Communication, Options
+from instep.sources.ddp.hook_slot import forget_comm_hook
 from instep.target import Target
+
+if TYPE_CHECKING:
+    import weakref
+
+    from instep.sources import Source
 
 
 def rank() -> int:
@@ -20,21 +28,42 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def voting_of(target: Target, options: Options, schedule: Schedule) -> GroupVotes | None:
-    """The votes of the ranks that share the model; ``None``: there is one rank."""
+def ranks_of(target: Target, options: Options) -> StepRanks | None:
+    """The ranks that share the model; ``None``: there is one."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    wrapped = [*target.wrapped, *target.fsdp1]
-    groups = groups_of(wrapped, living_parameters(schedule))
-    if not groups:
+    neighbours = neighbours_of([*target.wrapped, *target.fsdp1], target.optimized())
+    if neighbours is None:
         return None
-    ddps = [weakref.ref(one) for one in wrapped if isinstance(one, DistributedDataParallel)]
-    settings = [options.schedule, options.clip, options.accumulation_steps, options.undo, options.nonfinite]
-    settings += [options.communication.cross_iteration, options.check_steps]
-    # FSDP1's parameters are what a rank has of them.
-    shapes = [() if target.fsdp1 else tuple(a.spec.shape) for a in schedule.parameters]
-    specs = [(a.spec.name, shape, a.spec.dtype) for a, shape in zip(schedule.parameters, shapes, strict=True)]
-    return GroupVotes(groups, (settings, specs), lambda: in_join(ref() for ref in ddps))
+    waits = options.votes or options.communication != Communication()
+    parameters = dict(_parameters_in_words(target, with_optimizers=waits))
+    return StepRanks(
+        neighbours,
+        [options.in_words(), parameters],
+        digest_of(parameters),
+        waits=waits,
+        matters=waits or not options.asks_for_nothing,
+    )
+
+
+def _parameters_in_words(target: Target, *, with_optimizers: bool) -> Iterator[tuple[str, str]]:
+    """Of each parameter of the model its shape on all ranks together, and its dtype.
+
+    Args:
+        with_optimizers: also which optimizer steps it. Where torch takes the steps, that may be another one on each
+            rank: some loops divide the optimizer by hand.
+    """
+    optimizers = {
+        id(p): f", in optimizer {number}"
+        for number, optimizer in enumerate(target.optimizers if with_optimizers else ())
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    for parameter, places in target.names.values():
+        # FSDP1's parameters are what a rank has of them.
+        shape = "" if target.fsdp1 else f"{tuple(parameter.shape)} "
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        yield f"parameter {places[0].name!r}", f"{shape}{dtype}{optimizers.get(id(parameter), '')}"
 
 
 def communicates(schedule: "weakref.ref[Schedule]") -> bool:
@@ -44,3 +73,12 @@ def communicates(schedule: "weakref.ref[Schedule]") -> bool:
         return found is not None and any(
             runs(get_gradient_edge(p).node) for p in living_parameters(found) if p.requires_grad
         )
+
+
+def stand_aside(sources: "Sequence[Source]", ddps: "Sequence[weakref.ref[DistributedDataParallel]]") -> None:
+    """The running backward, which has sent nothing yet, reduces gradients as torch does without instep."""
+    for source in sources:
+        source.disconnect()
+    for ref in ddps:
+        if (ddp := ref()) is not None:
+            forget_comm_hook(ddp)

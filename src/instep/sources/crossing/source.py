@@ -22,7 +22,7 @@ from instep._autograd.hooks import BoundHook
 from instep._life.weak import WeakMethod, weakly
 from instep._optim.parameters import AttachedParameter
 from instep._optim.plan import Bucket
-from instep._ranks.groups import group_beside
+from instep._ranks.groups import group_beside, require_another
 from instep._step.recorder import Recorder
 from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import InstepError
@@ -79,7 +79,7 @@ class CrossingSource:
         assert ddp is not None
         take(ddp, self, None, self._reduce_dtype)
         try:
-            self._group = group_beside(ddp.process_group, next(ddp.module.parameters()).device)
+            require_another(ddp.process_group, next(ddp.module.parameters()).device)
         except BaseException:
             release(ddp, self)
             raise
@@ -147,6 +147,8 @@ class CrossingSource:
             return None  # ranks that have joined help with DDP's own mean
         index, buffer, members = bucket.index(), bucket.buffer(), bucket.parameters()
         if index == 0:
+            # Here, and not in attach(): ranks that train in different ways have found that out before.
+            self._group = group_beside(group, members[0].device)
             self._begin()
         assert self._collectives is not None
         assert self._group is not None

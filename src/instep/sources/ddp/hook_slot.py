@@ -206,6 +206,13 @@ def release(ddp: DistributedDataParallel | None, source: BucketListener) -> None
         slot.disconnect()
 
 
+def forget_comm_hook(ddp: DistributedDataParallel) -> None:
+    """From now on the mean of ``ddp`` is plain, whatever was asked for."""
+    slot = _slots.get(ddp)
+    if isinstance(slot, _HookSlot):
+        slot.comm_hook = None
+
+
 def before_backward(ddp: DistributedDataParallel | None) -> None:
     """A backward of ``ddp`` begins: no gradient has changed yet."""
     slot = None if ddp is None else _slots.get(ddp)

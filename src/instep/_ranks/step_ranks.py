@@ -1,0 +1,323 @@
+"""Which ranks a step has. Whatever one of them decides of a step (a vote, NaN, a step that is done again, options that
+differ) goes through this one place, so that all of them hear it.
+
+A rank shares its step with whoever is in a process group with it, and with whoever these share theirs with. On a mesh
+of two dimensions rank 3 is in no group with rank 0, and a NaN on rank 0 is its affair all the same.
+
+A vote is one all-reduce of a few integers, on a process group of its own: a rank whose backward failed has sent fewer
+collectives than the others, and a vote must never meet one of theirs. The group is gloo's, in host memory, so that no
+accelerator is waited for. What must not be waited for at all goes by the store over which groups find their ranks.
+"""
+
+import atexit
+import json
+import logging
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from instep._ranks.comparison import Comparison, Heard, Words, digest_of
+from instep._ranks.groups import store_of_world, timeout_of, world
+from instep._ranks.votes import Verdict, Vote
+from instep.errors import StepMismatchError
+
+_logger = logging.getLogger("instep")
+
+_NOBODY = 2**62
+"""No rank, and no step: in a minimum everything else comes before it."""
+
+# A process that ends takes what it was about to send with it, and the others would take that for a failure.
+_SECONDS_AT_EXIT = 5.0
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
+"""Seconds between two looks at the store, for a rank that waits: the pauses double."""
+_SECONDS_ALONE = 5.0
+"""For which a rank waits that finds nothing of the others but what they have said of an earlier attachment, equal to
+this one: they may be on their way, or this rank alone has detached and attached again."""
+_SECONDS_UNTIL_SAID = 10.0
+"""After which a rank that waits says for whom."""
+_LOOKS = frozenset(1 << n for n in range(11))
+"""The calls of ``step()`` at which a rank that waits for nobody looks for ranks that had not attached before."""
+
+# By a process group of the model's, as long as that is kept; then by the ranks of the step.
+_voting: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Gloo]]" = weakref.WeakKeyDictionary()
+# By the world: how many groups these ranks have voted in. Each finds its ranks under a name of its own.
+_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]]" = weakref.WeakKeyDictionary()
+
+
+class Neighbours(NamedTuple):
+    """Who is in a process group, or on a device mesh, with this rank.
+
+    Attributes:
+        anchor: one of the groups, of more than one rank.
+        sets: the ranks of each group and of each mesh, as the default group numbers them.
+    """
+
+    anchor: dist.ProcessGroup
+    sets: tuple[frozenset[int], ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(frozenset().union(*self.sets)))
+
+    @property
+    def are_all(self) -> bool:
+        """Whether these are the ranks of the step: one group or mesh holds all the others, and each of its ranks finds
+        the same. If not (one group for data and one for tensor parallelism), neighbours have neighbours of their own.
+        """
+        return frozenset(self.ranks) in self.sets
+
+
+def neighbours_of(wrapped: Sequence[Any], parameters: Iterable[torch.Tensor]) -> Neighbours | None:
+    """Those with whom this rank takes its steps; ``None``: it takes them alone.
+
+    Args:
+        wrapped: what has a ``process_group``: ``DistributedDataParallel``, ``FullyShardedDataParallel`` and the like.
+        parameters: of which ``DTensor`` have a device mesh.
+    """
+    groups: dict[dist.ProcessGroup, None] = dict.fromkeys(one.process_group for one in wrapped)
+    # FSDP1 keeps the other dimension of HYBRID_SHARD in a private attribute.
+    groups.update(dict.fromkeys(group for one in wrapped if (group := getattr(one, "_inter_node_pg", None))))
+    sets = [frozenset(dist.get_process_group_ranks(group)) for group in groups]
+    meshes = dict.fromkeys(mesh for p in parameters if (mesh := getattr(p, "device_mesh", None)) is not None)
+    for mesh in meshes:
+        groups.update(dict.fromkeys(mesh.get_all_groups()))
+        sets.append(frozenset(mesh.mesh.flatten().tolist()))
+    shared = [group for group in groups if dist.get_world_size(group) > 1]
+    return Neighbours(shared[0], tuple(sets)) if shared else None
+
+
+class StepRanks:
+    """The ranks that take the steps of one attachment together, as one of them sees it.
+
+    Args:
+        mine: what must be the same on all of them: options, and parameters.
+        model: a short name of the model, the same on all ranks that train it.
+        waits: whether this rank waits for the others in its first backward: they will send what needs all of them. By
+            default none does, so that none waits for a rank that never attaches, or that runs out of data.
+        matters: whether a rank without an attachment would compute other numbers.
+
+    Attributes:
+        has_met: whether this rank has told the others what it trains.
+        mismatch: what is not the same on all ranks; ``None``: nothing, as far as is known.
+    """
+
+    def __init__(
+        self, neighbours: Neighbours, mine: Sequence[Words], model: str, *, waits: bool, matters: bool
+    ) -> None:
+        self.has_met = False
+        self.mismatch: str | None = None
+        self._neighbours = neighbours
+        self._mine = mine
+        self._model = model
+        self._number = crc32(repr(mine).encode())  # of votes that are cast for two attachments none is taken for one
+        self._waits = waits
+        self._matters = matters
+        self._ranks = neighbours.ranks if neighbours.are_all else None  # else it takes the others to know
+        self._comparison: Comparison | None = None
+        self._steps = 0
+        self._all_heard = False
+
+    # Before the first step: do all ranks train the same model in the same way?
+
+    def meet(self) -> None:
+        """The first backward begins that reduces gradients over all ranks: say what this rank trains. If it waits,
+        ``mismatch`` is known when this returns, before anything is sent that ranks that differ could not answer."""
+        self.has_met = True
+        place = f"steps/{digest_of(self._ranks or self._model)}"
+        try:
+            if self._ranks is None:
+                self._neighbours_in_store().set(str(dist.get_rank()), json.dumps(self._neighbours.ranks))
+            self._comparison = Comparison(place, self._mine)
+        except RuntimeError:  # the process that keeps the store has ended
+            if self._waits:
+                raise
+        if self._waits:
+            self._hear_all()
+
+    def look(self) -> None:
+        """``optimizer.step()`` is called. Whoever gave this rank its gradients has said before what it trains, so that
+        nobody is waited for: ``mismatch`` is what is known now."""
+        if self._all_heard or self._comparison is None or self.mismatch is not None:
+            return
+        self._steps += 1
+        if self._steps in _LOOKS:
+            try:
+                self._take(self._heard())
+            except RuntimeError:  # the process that keeps the store has ended: nobody hears anything any more
+                self._all_heard = True
+
+    def require_same(self) -> None:
+        """Raise ``StepMismatchError`` if ranks train in different ways, as far as is known now."""
+        self.look()
+        if self.mismatch is not None:
+            raise StepMismatchError(
+                f"ranks have attached different models, or in different ways: {self.mismatch}. Nothing was updated. "
+                "Every rank of a step must attach the same model with the same options, and with INSTEP_DISABLE on all "
+                "ranks or on none"
+            )
+
+    def _hear_all(self) -> None:
+        """Wait until every rank has said what it trains, or one has said something else."""
+        began, pause, is_said = time.monotonic(), _FIRST_PAUSE, False
+        limit = timeout_of(self._neighbours.anchor).total_seconds()
+        while True:
+            heard, waited = self._heard(), time.monotonic() - began
+            waits = heard.missing or (heard.alone and waited < _SECONDS_ALONE)
+            if heard.difference is not None or not waits or waited > limit:
+                break
+            if heard.missing and waited > _SECONDS_UNTIL_SAID and not is_said:
+                is_said = True
+                _logger.warning(
+                    "rank %d waits for %s to attach this model, and to begin a backward of it",
+                    dist.get_rank(),
+                    _ranks_in_words(heard.missing),
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        self._take(heard)
+
+    def _heard(self) -> Heard:
+        assert self._comparison is not None
+        if self._ranks is None and isinstance(found := self._closed(), Heard):
+            return found
+        assert self._ranks is not None
+        return self._comparison.heard(self._ranks)
+
+    def _closed(self) -> Heard | None:
+        """Go from neighbour to neighbour until no rank is new; what is missing for that."""
+        store, ranks = self._neighbours_in_store(), set(self._neighbours.ranks)
+        asked: set[int] = set()
+        while rest := ranks - asked:
+            for rank in sorted(rest):
+                if not store.check([str(rank)]):
+                    return Heard(missing=(rank,))
+                ranks.update(json.loads(store.get(str(rank))))
+                asked.add(rank)
+        self._ranks = tuple(sorted(ranks))
+        return None
+
+    def _neighbours_in_store(self) -> Any:
+        return store_of_world(f"neighbours/{self._model}")
+
+    def _take(self, heard: Heard) -> None:
+        self.mismatch = heard.difference
+        self._all_heard = heard == Heard()
+        if heard.missing and (self._waits or self._matters):
+            ranks = _ranks_in_words(heard.missing)
+            self.mismatch = f"{ranks} did not attach this model, and rank {dist.get_rank()} did"
+
+    # What the ranks decide together.
+
+    def open(self) -> None:
+        """Make ready to vote. All ranks must call this, once for each backward; it costs nothing later."""
+        self._gloo()
+
+    def cast(self, step: int, *, failed: bool = False, nonfinite: bool = False) -> Vote | None:
+        """Say how ``step`` went here, without waiting."""
+        rank, one = dist.get_rank(), self._number
+        said = [rank if failed else _NOBODY, rank if nonfinite else _NOBODY, step, -step, one, -one]
+        return _Cast(self._gloo(), said)
+
+    def abstain(self) -> Vote:
+        """Take part in a vote of the others, on a step that this rank has no part in."""
+        return _Cast(self._gloo(), [_NOBODY] * 6)
+
+    def _gloo(self) -> "_Gloo":
+        assert self._ranks is not None, "only ranks that have met vote"
+        beside = _voting.setdefault(self._neighbours.anchor, {})
+        found = beside.get(self._ranks)
+        if found is None:
+            found = beside[self._ranks] = _Gloo(self._ranks, timeout_of(self._neighbours.anchor))
+        return found
+
+    # What each rank finds for itself, and tells the others without waiting for them: they need not come to it at the
+    # same point of their loops, nor at all.
+
+    def say(self, found: bool) -> None:
+        """Tell the others. A rank that has said yes may say no later."""
+        if self._comparison is not None:
+            self._comparison.add("yes" if found else "no", 1)
+
+    def all_found(self) -> bool | None:
+        """``False`` as soon as one rank has said no, ``True`` once all have said yes; ``None`` before.
+
+        Raises what the store raises: the process that keeps it may have ended.
+        """
+        if self._comparison is None or self._ranks is None:
+            return None
+        if self._comparison.add("no", 0):
+            return False
+        return True if self._comparison.add("yes", 0) >= len(self._ranks) else None
+
+
+class _Gloo:
+    """gloo between the ranks of a step."""
+
+    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
+        c10d: Any = dist.distributed_c10d
+        generations = _made.setdefault(world(), Counter())
+        ranks = tuple(ranks)
+        generations[ranks] += 1
+        store = store_of_world(f"votes/{digest_of(ranks)}/{generations[ranks]}")
+        self._gloo: Any = c10d.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout)
+        self._minimum: Any = c10d.AllreduceOptions()
+        self._minimum.reduceOp = dist.ReduceOp.MIN
+        self._last: Any = None
+
+    def minimum(self, box: torch.Tensor) -> Any:
+        """Start an all-reduce of ``box``, in place."""
+        self._last = self._gloo.allreduce([box], self._minimum)
+        return self._last
+
+    def finish_sending(self) -> None:
+        if self._last is not None:
+            with suppress(Exception):
+                self._last.wait(timedelta(seconds=_SECONDS_AT_EXIT))
+
+
+@atexit.register
+def _finish_sending() -> None:
+    for groups in list(_voting.values()):
+        for group in groups.values():
+            group.finish_sending()
+
+
+class _Cast:
+    """The minimum of what all ranks said."""
+
+    def __init__(self, group: _Gloo, said: Sequence[int]) -> None:
+        self._lock = threading.Lock()
+        self._verdict: Verdict | None = None
+        self._box = torch.tensor(said, dtype=torch.int64, device="cpu")
+        self._work = group.minimum(self._box)
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def verdict(self) -> Verdict:
+        with self._lock:
+            if self._verdict is None:
+                self._work.wait()
+                failed, nonfinite, first, last, one, other = self._box.tolist()
+                self._verdict = Verdict(
+                    failed_on=None if failed == _NOBODY else failed,
+                    nonfinite_on=None if nonfinite == _NOBODY else nonfinite,
+                    first=first,
+                    last=-last,
+                    same=one == -other,
+                )
+            return self._verdict
+
+
+def _ranks_in_words(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
