@@ -124,3 +124,9 @@ def three_ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
 def four_ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
     """For meshes of two dimensions."""
     yield from _pool(pytestconfig, 4)
+
+
+@pytest.fixture(scope="session")
+def eight_ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
+    """For meshes of three dimensions."""
+    yield from _pool(pytestconfig, 8)

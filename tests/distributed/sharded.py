@@ -55,7 +55,8 @@ def sampled(names: Iterable[str], every: int, ways: Iterable[str] = tuple(WAYS))
 @cache
 def mesh(*sizes: int) -> Any:
     """One of each shape in a process: each makes groups, whose threads are there to stay, and wake all the time."""
-    return init_device_mesh(here().type, sizes, mesh_dim_names=("dp", "tp")[: len(sizes)])
+    names = ("dp", "tp")[: len(sizes)] if len(sizes) < 3 else ("replicate", "dp", "tp")
+    return init_device_mesh(here().type, sizes, mesh_dim_names=names)
 
 
 def nested(model: Any, **options: Any) -> nn.Module:
@@ -177,6 +178,30 @@ def tensor_parallel(model: Any, tp: Any, *, norms: bool = False) -> nn.Module:
 
 def hsdp(model: nn.Module) -> nn.Module:
     return nested(model, mesh=mesh(2, 2))
+
+
+def two_d(model: nn.Module) -> nn.Module:
+    """FSDP2 over tensor parallelism."""
+    both_dims = mesh(2, 2)
+    tensor_parallel(model, both_dims["tp"])
+    return nested(model, mesh=both_dims["dp"])
+
+
+def three_d(model: nn.Module) -> nn.Module:
+    """HSDP over tensor parallelism: eight ranks."""
+    all_dims = mesh(2, 2, 2)
+    tensor_parallel(model, all_dims["tp"])
+    return nested(model, mesh=all_dims["replicate", "dp"])
+
+
+def apart(model: Any) -> nn.Module:
+    """Some blocks are split by tensor parallelism alone, the rest is FSDP2's: no mesh has all ranks."""
+    both_dims = mesh(2, 2)
+    split, *others = model.blocks
+    parallelize_module(split, both_dims["tp"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
+    for block in others:
+        fully_shard(block, mesh=both_dims["dp"])
+    return model
 
 
 def tp_alone(model: nn.Module) -> nn.Module:

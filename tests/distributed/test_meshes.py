@@ -20,6 +20,7 @@ from tests.distributed.sharded import (
     nested,
     tensor_parallel,
     tp_alone,
+    two_d,
     whole,
 )
 
@@ -30,12 +31,6 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 def hsdp_of_two(model: nn.Module) -> nn.Module:
     return nested(model, mesh=mesh(2, 1))
-
-
-def two_d(model: nn.Module) -> nn.Module:
-    both_dims = mesh(2, 2)
-    tensor_parallel(model, both_dims["tp"])
-    return nested(model, mesh=both_dims["dp"])
 
 
 def one_mesh(model: nn.Module) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep._ranks.group_votes import GroupVotes
+from instep._ranks.step_ranks import StepRanks
 from instep.errors import AccumulationError, TornStepError
 from instep.options import Schedules
 from instep.verification import first_difference
@@ -188,13 +188,13 @@ def _another_rank_failed() -> None:
     model = ddp(Keeps("none"))
     optimizer = adamw(model)
     overlap = instep.attach(model, optimizer, schedule="backward")
-    cast = GroupVotes.cast
+    cast = StepRanks.cast
 
-    def fail_on_the_second(votes: GroupVotes, step: int, **said: Any) -> Any:
+    def fail_on_the_second(votes: StepRanks, step: int, **said: Any) -> Any:
         return cast(votes, step, failed=step == 2 and dist.get_rank() == 1)
 
     loop = Loop(model, optimizer)
-    with patch.object(GroupVotes, "cast", fail_on_the_second):
+    with patch.object(StepRanks, "cast", fail_on_the_second):
         for i in range(2):
             usual(loop, i, "forward")
         with pytest.raises(TornStepError, match="step 2"):

@@ -10,7 +10,7 @@ read only of ranks that differ.
 
 import json
 import weakref
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from operator import itemgetter
@@ -27,33 +27,53 @@ Words = Mapping[str, str]
 """The names of options or parameters, and what each is on a rank."""
 
 
-class _Earlier:
-    """What was said at one place, attachment after attachment, in the words of ``digest_of``.
+class _Other:
+    """What was read of another rank at one place. The digests that it has said there are a list, attachment after
+    attachment, like this rank's own; but a rank may attach again alone, and then its list is the longer one.
 
     Attributes:
-        said: by this process.
-        differed: by each other rank, beside that: it was told of already.
+        read: how many of them were read.
+        last: the last of these.
+        met: what this rank has found to be said by all, and has not read.
+    """
+
+    def __init__(self) -> None:
+        self.read = 0
+        self.last: str | None = None
+        self.met: list[str] = []
+
+
+class _Place:
+    """One place in the store, in this process.
+
+    Attributes:
+        said: the digests that this rank has said there.
     """
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.differed: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        self.others: defaultdict[int, _Other] = defaultdict(_Other)
 
 
-# By the world, for each place in its store.
-_earlier: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Earlier]]" = weakref.WeakKeyDictionary()
+# By the world, and by name.
+_places: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Place]]" = weakref.WeakKeyDictionary()
 
 
 class Heard(NamedTuple):
-    """
+    """What is known of the other ranks.
+
     Attributes:
         difference: between this rank and another, in words; ``None``: none was found.
         missing: the ranks that have not said anything of this attachment.
-        alone: whether this rank alone has attached the same once more: the others have said it before, and no more.
+        repeated: the difference between this rank and one that has said nothing new, but what it had said last once
+            more. It may have attached that again by itself, and be on its way to this.
+        alone: whether others have said nothing new, and what they said last is what this rank says. They may be on
+            their way, or this rank alone has attached again.
     """
 
     difference: str | None = None
     missing: tuple[int, ...] = ()
+    repeated: str | None = None
     alone: bool = False
 
 
@@ -67,47 +87,57 @@ class Comparison:
 
     def __init__(self, place: str, mine: Sequence[Words]) -> None:
         self._store = store_of_world(place)
+        self._place = _places.setdefault(world(), {}).setdefault(place, _Place())
         self._rank = dist.get_rank()
         self._mine = mine
+        self._same: set[int] = {self._rank}  # the ranks that are known to say the same
         text = json.dumps([list(words.items()) for words in mine])
         self._digest = digest_of(text)
-        self._earlier = _earlier.setdefault(world(), {}).setdefault(place, _Earlier())
-        self._earlier.said.append(self._digest)
-        times = self._earlier.said.count(self._digest)
-        self._times, self._counter = times, f"same/{self._digest}/{times}"
+        self._counter = f"same/{len(self._place.said)}/{self._digest}"
+        self._place.said.append(self._digest)
         # In this order: who finds the digest finds the words, and who has counted this rank finds the digest.
         self._store.set(f"words/{self._digest}", text)
-        self._store.set(f"said/{self._rank}", json.dumps(self._earlier.said))
+        self._store.set(f"said/{self._rank}", json.dumps(self._place.said))
         self._store.add(self._counter, 1)
 
     def heard(self, ranks: Sequence[int]) -> Heard:
         """What ``ranks`` have said by now. Waits for nobody."""
         if self._store.add(self._counter, 0) >= len(ranks):
+            for rank in self._same.symmetric_difference(ranks):
+                self._place.others[rank].met.append(self._digest)
+            self._same.update(ranks)
+        found = [self._read(rank) for rank in ranks if rank not in self._same]
+        return Heard(
+            next((one.difference for one in found if one.difference is not None), None),
+            tuple(rank for one in found for rank in one.missing),
+            next((one.repeated for one in found if one.repeated is not None), None),
+            any(one.alone for one in found),
+        )
+
+    def _read(self, rank: int) -> Heard:
+        key, other = f"said/{rank}", self._place.others[rank]
+        said: list[str] = json.loads(self._store.get(key)) if self._store.check([key]) else []
+        for digest in other.met:
+            other.read = said.index(digest, other.read) + 1
+            other.last = digest
+        other.met.clear()
+        unread = said[other.read :]
+        if self._digest in unread:
+            other.read = len(said) - unread[::-1].index(self._digest)
+            other.last = self._digest
+            self._same.add(rank)
             return Heard()
-        difference, missing, alone = None, [], False
-        for rank in ranks:
-            said = self._said_by(rank)
-            if said.count(self._digest) >= self._times:
-                continue
-            others = Counter(said) - Counter(self._earlier.said) - self._earlier.differed[rank]
-            if others:
-                self._earlier.differed[rank] += others
-                difference = difference or self._difference(rank, next(one for one in reversed(said) if one in others))
-            # Nothing that this rank has not said itself: that one is not here yet, or has attached once only.
-            elif said and said[-1] == self._digest:
-                alone = True
-            else:
-                missing.append(rank)
-        return Heard(difference, tuple(missing), alone)
+        if new := [digest for digest in unread if digest != other.last]:
+            other.read, other.last = len(said), said[-1]
+            return Heard(self._difference(rank, new[-1]))
+        if unread:
+            return Heard(repeated=self._difference(rank, unread[-1]))
+        alone = other.last == self._digest
+        return Heard(missing=() if alone else (rank,), alone=alone)
 
     def add(self, name: str, amount: int) -> int:
         """Add to a number that all ranks of this attachment share; what it is then."""
         return int(self._store.add(f"{self._counter}/{name}", amount))
-
-    def _said_by(self, rank: int) -> list[str]:
-        key = f"said/{rank}"
-        found: list[str] = json.loads(self._store.get(key)) if self._store.check([key]) else []
-        return found
 
     def _difference(self, rank: int, digest: str) -> str:
         theirs = map(dict, json.loads(self._store.get(f"words/{digest}")))

@@ -40,9 +40,8 @@ _SECONDS_AT_EXIT = 5.0
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
 """Seconds between two looks at the store, for a rank that waits: the pauses double."""
-_SECONDS_ALONE = 5.0
-"""For which a rank waits that finds nothing of the others but what they have said of an earlier attachment, equal to
-this one: they may be on their way, or this rank alone has detached and attached again."""
+_SECONDS_UNCLEAR = 5.0
+"""For which a rank waits where one of them may have detached and attached again alone, as before."""
 _SECONDS_UNTIL_SAID = 10.0
 """After which a rank that waits says for whom."""
 _LOOKS = frozenset(1 << n for n in range(11))
@@ -172,7 +171,8 @@ class StepRanks:
         limit = timeout_of(self._neighbours.anchor).total_seconds()
         while True:
             heard, waited = self._heard(), time.monotonic() - began
-            waits = heard.missing or (heard.alone and waited < _SECONDS_ALONE)
+            unclear = heard.alone or heard.repeated is not None
+            waits = heard.missing or (unclear and waited < _SECONDS_UNCLEAR)
             if heard.difference is not None or not waits or waited > limit:
                 break
             if heard.missing and waited > _SECONDS_UNTIL_SAID and not is_said:
@@ -210,7 +210,7 @@ class StepRanks:
         return store_of_world(f"neighbours/{self._model}")
 
     def _take(self, heard: Heard) -> None:
-        self.mismatch = heard.difference
+        self.mismatch = heard.difference or heard.repeated
         self._all_heard = heard == Heard()
         if heard.missing and (self._waits or self._matters):
             ranks = _ranks_in_words(heard.missing)

@@ -57,8 +57,8 @@ class Vote(Protocol):
         """
 
 
-class Voting(Protocol):
-    """The ranks that step together. Every rank casts its votes in the same order.
+class Meeting(Protocol):
+    """The ranks that step together, before their first step.
 
     Attributes:
         has_met: whether this rank has told the others what it trains.
@@ -73,6 +73,10 @@ class Voting(Protocol):
 
     def require_same(self) -> None:
         """Raise ``StepMismatchError`` if the ranks train in different ways, as far as is known."""
+
+
+class Voting(Protocol):
+    """The ranks that step together. Every rank casts its votes in the same order."""
 
     def open(self) -> None:
         """Make ready. All ranks must call this; it is called once for each backward, and costs nothing later."""
@@ -93,7 +97,7 @@ class StepVotes:
 
     Attributes:
         ranks: those that take the steps together; ``None``: there is only one.
-        voting: the same, if they vote; ``None``: nobody is asked.
+        voting: the same, where they vote; ``None``: nobody is asked.
         count: how many votes this rank has cast.
         communicates: whether the running backward is one that all ranks run, and not ``autograd.grad`` of one of them.
         stand_aside: has gradients reduced as torch does without instep, and left in ``.grad``: ranks that train in
@@ -102,7 +106,7 @@ class StepVotes:
 
     def __init__(self, rank: Callable[[], int]) -> None:
         self.rank = rank
-        self.ranks: Voting | None = None
+        self.ranks: Meeting | None = None
         self.voting: Voting | None = None
         self.count = 0
         self.communicates: Callable[[], bool] = lambda: True
@@ -121,7 +125,7 @@ class StepVotes:
                 self.committed(step)
             self._owes = True
 
-    def _meet(self, ranks: Voting) -> None:
+    def _meet(self, ranks: Meeting) -> None:
         if not ranks.has_met:
             ranks.meet()
             if ranks.mismatch is not None:
@@ -139,8 +143,8 @@ class StepVotes:
     def say(self, step: int, *, nonfinite: bool = False) -> Vote | None:
         """This rank stands behind ``step``, so far."""
         self._owes = False
-        if self.voting is not None and not self.voting.has_met:
-            self._meet(self.voting)  # nobody has seen the first backward begin
+        if self.voting is not None and self.ranks is not None and not self.ranks.has_met:
+            self._meet(self.ranks)  # nobody has seen the first backward begin
         if self.voting is None:
             return None
         self.count += 1
