@@ -487,6 +487,57 @@ def test_one_rank_attaches_again(two_ranks: RankPool, way: str) -> None:
     assert two_ranks.run(attached_again_on_rank_0, with_way) == [None] * 2
 
 
+def attached_anew_by_all() -> list[str]:
+    """One rank has attached again alone. Then all attach in another way, and that rank comes to it last."""
+    model, optimizer = made(ddp)
+    first = instep.attach(model, optimizer)
+    iterate(model, optimizer, 0)
+    if dist.get_rank() == 0:
+        first.detach()
+        first = instep.attach(model, optimizer)
+    iterate(model, optimizer, 1)
+    first.detach()
+    store, heard = store_of_world("tests"), comparison.Comparison.heard
+
+    def tells(self: comparison.Comparison, ranks: Sequence[int]) -> comparison.Heard:
+        answer = heard(self, ranks)
+        store.set("has heard", "1")
+        return answer
+
+    with patch.object(comparison.Comparison, "heard", tells), instep.attach(model, optimizer, **BACKWARD):
+        if dist.get_rank() == 0:
+            store.get("has heard")  # waits until the other rank has looked for this one, and not found it
+        errors = [str(error_of(functools.partial(iterate, model, optimizer, i))) for i in range(2)]
+    if dist.get_rank() == 0:
+        store.delete_key("has heard")
+    return errors
+
+
+def test_all_ranks_attach_after_one_has_alone(two_ranks: RankPool) -> None:
+    assert two_ranks.run(attached_anew_by_all) == [["None", "None"]] * 2
+
+
+def attached_later_on_rank_1() -> list[bool]:
+    """In which of the iterations this rank says that rank 1, which attaches before the third, clips."""
+    model, optimizer = made(ddp)
+    overlap = instep.attach(model, optimizer) if dist.get_rank() == 0 else None
+    found = []
+    for i in range(4):
+        if i == 2 and overlap is None:
+            overlap = instep.attach(model, optimizer, clip=instep.ClipNorm(0.25))
+        found.append(
+            "clip is None on rank 0 and Clip" in str(error_of(functools.partial(iterate, model, optimizer, i)))
+        )
+    assert overlap is not None
+    overlap.detach()
+    return found
+
+
+def test_a_rank_that_attaches_later_is_found(two_ranks: RankPool) -> None:
+    """By the others where they look again, before their fourth step."""
+    assert two_ranks.run(attached_later_on_rank_1) == [[False, False, False, True], [False, False, True, True]]
+
+
 class Counting:
     """A store that counts what is asked of it."""
 

@@ -15,7 +15,9 @@ RAISES = {"raise": "InjectedError", "interrupt": "KeyboardInterrupt", "exit": "S
 """Kinds that are an exception on the rank itself, and its class."""
 LOSES_A_RANK = ("kill", "stop", "hang", "partition")
 NONFINITE = ("nan", "inf", "-inf")
-KINDS = (*RAISES, *LOSES_A_RANK, *NONFINITE, "error", "save")
+DIFFERS = "differs"
+"""The kind of fault that is no event: a rank trains in another way."""
+KINDS = (*RAISES, *LOSES_A_RANK, *NONFINITE, "error", "save", DIFFERS)
 
 TURNS = 150
 """Into how many moments a step is divided, for interrupts at any time."""
@@ -37,6 +39,7 @@ POINTS = {
     "in step": "in a step pre-hook of the user's",
     "after step": "between optimizer.step() and the next forward",
     "vote": "in the collective by which ranks agree on a step",
+    "attach": "attach() on this rank is given other options than on the others",
     "any time": "so many of the ``TURNS`` parts of a step's length after the step began",
 }
 """Every point by name. ``inject.SEAMS`` has how each is reached."""
@@ -47,8 +50,10 @@ class Case:
     """One training run with one fault.
 
     Attributes:
-        source: ``"local"``, ``"ddp"`` or ``"fsdp2"``.
-        way: ``"backward"``, ``"forward"``, ``"undo"``, ``"crossing"`` (``cross_iteration=True``); ``"plain"`` is the
+        source: ``"local"``, ``"ddp"``, ``"joined"`` (DDP, after a ``join()`` of unequally many iterations), ``"fsdp2"``
+            or ``"2d"`` (FSDP2 over tensor parallelism, on four ranks).
+        way: ``"backward"``, ``"forward"``, ``"undo"``, ``"default"``, ``"crossing"`` (``cross_iteration=True``);
+            ``"plain"`` is the
             loop without instep, ``"torch"`` the one with torch's own step in backward.
         point: a name in ``POINTS``; ``""`` for a run without a fault.
         kind: a name in ``KINDS``.
@@ -82,6 +87,8 @@ class Case:
         """The row of the contract that it is a case of; ``docs/reliability.md`` has them."""
         if self.kind == "save":
             return 14
+        if self.kind == DIFFERS:
+            return 15
         if self.kind in NONFINITE:
             return 5
         if self.kind in LOSES_A_RANK:
@@ -114,4 +121,5 @@ ROWS = {
     4: "a peer is killed, stopped, hangs or is cut off",
     5: "NaN and infinity",
     14: "state_dict of a step that is open or torn",
+    15: "a rank is attached in another way",
 }

@@ -345,6 +345,18 @@ def _timer(trigger: Trigger, run: "Run") -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
+@contextmanager
+def _attach(trigger: Trigger, run: "Run") -> Iterator[None]:
+    """The options differ from the start (``program.options``). The time counts from the first step."""
+
+    def begin() -> None:
+        trigger._passed = trigger.case.where
+        trigger.due()
+
+    run.at["begin"] = begin
+    yield
+
+
 Seam = Callable[[Trigger, "Run"], AbstractContextManager[None]]
 SEAMS: dict[str, Seam] = {
     "forward": _blocks,
@@ -363,6 +375,7 @@ SEAMS: dict[str, Seam] = {
     "in step": _in_step,
     "after step": _in_the_loop,
     "vote": _vote,
+    "attach": _attach,
     "any time": _timer,
 }
 

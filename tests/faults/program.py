@@ -10,9 +10,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from instep import ClipNorm
 from tests.cases import Blocks, Sometimes, Tied, batch
 from tests.devices import bytes_of
-from tests.faults.cases import Case
+from tests.distributed.sharded import two_d
+from tests.faults.cases import DIFFERS, Case
 
 
 class Staged(torch.optim.Optimizer):
@@ -86,17 +88,48 @@ BUCKET_MB = 0.004
 def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = MODELS[case.model]().to(case.device)
-    if case.source == "ddp":
+    if case.source in ("ddp", "joined"):
         model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=case.way == "crossing")
     elif case.source == "fsdp2":
         for block in model.blocks if isinstance(model, Blocks) else model.children():
             fully_shard(block)
         fully_shard(model)
+    elif case.source == "2d":
+        model = two_d(model)
     return model, OPTIMIZERS[case.optimizer](model.parameters())
 
 
-def options(case: Case) -> dict[str, Any]:
+def before_the_faults(model: Any, optimizer: torch.optim.Optimizer, case: Case, rank: int) -> None:
+    """What a run does before its steps are counted."""
+    if case.source == "joined":
+        with model.join():
+            for step in range(1 + rank):
+                loss_of(model, case, rank, 100 + step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+DIFFERING: tuple[dict[str, Any], ...] = (
+    {"clip": ClipNorm(0.01)},
+    {"nonfinite": "raise"},
+    {"random": "keyed", "seed": 1},
+    {"schedule": "forward", "defer": False, "undo": False},
+    {"disabled": True},
+)
+"""What another rank may be given beside, or in place of, the options of a case: ``where`` says which."""
+
+
+def options(case: Case, rank: int) -> dict[str, Any]:
     """What ``instep.attach`` is given."""
+    chosen = _options(case)
+    if case.kind == DIFFERS and rank in case.ranks:
+        chosen |= DIFFERING[case.where]
+    return chosen
+
+
+def _options(case: Case) -> dict[str, Any]:
+    if case.way == "default":
+        return {} if case.nonfinite is None else {"nonfinite": case.nonfinite}
     chosen: dict[str, Any] = {"schedule": "backward", "undo": case.way == "undo"}
     if case.way in ("forward", "crossing"):
         chosen = {"schedule": "forward", "defer": True, "cross_iteration": case.way == "crossing"}
@@ -122,7 +155,7 @@ def with_torchs_own_overlap(model: nn.Module) -> object:
 
 
 def loss_of(model: nn.Module, case: Case, rank: int, step: int) -> torch.Tensor:
-    seed = 1000 * rank + step
+    seed = 1000 * (0 if case.source == "2d" else rank) + step  # tensor parallelism wants the same data on all ranks
     if case.model == "Tied":
         tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(seed)).to(case.device)
         return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())

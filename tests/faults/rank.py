@@ -12,6 +12,7 @@ from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,10 @@ class Run:
         if case.way == "torch":
             self.kept = program.with_torchs_own_overlap(self.model)
         elif case.way != "plain":
-            self.overlap = instep.attach(self.model, self.optimizer, **program.options(case))
+            options = program.options(case, rank)
+            with patch.dict(os.environ, {"INSTEP_DISABLE": "1"} if options.pop("disabled", False) else {}):
+                self.overlap = instep.attach(self.model, self.optimizer, **options)
+        program.before_the_faults(self.model, self.optimizer, case, rank)
 
     def note(self, what: str, **values: Any) -> None:
         """Written at once, and in one piece: this process may be killed or interrupted at any moment."""
@@ -177,7 +181,7 @@ class Run:
         return any(said) or self._state() == "torn"
 
     def _forward(self) -> None:
-        if self.case.source == "fsdp2":
+        if self.case.source in ("fsdp2", "2d"):
             # Only what instep says before FSDP2 gathers weights, which would wait for ranks that are gone.
             assert self.overlap is not None
             before_forward(self.overlap)
