@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import net, pace
-from tests.faults.cases import ALL, LIMIT, LOSES_A_RANK, NONFINITE, RAISES, ROWS, STEPS, Case
+from tests.faults.cases import ALL, DIFFERS, LIMIT, LOSES_A_RANK, NONFINITE, RAISES, ROWS, STEPS, Case
 from tests.forking import forking
 
 TRIES = 3
@@ -311,8 +311,10 @@ def judge_error(
         wrong = mine and "InjectedError" not in one["chain"]
     elif case.kind in NONFINITE:
         # In backward nobody waits for the others: a rank whose shards are finite is told later, as of any other error.
-        told_later = case.way == "backward" and case.source == "fsdp2"
+        told_later = case.way == "backward" and case.source in ("fsdp2", "2d")
         wrong = case.nonfinite != "raise" or not (one["type"] == NONFINITE_ERROR or told_later)
+    elif case.kind == DIFFERS:
+        wrong = one["type"] != "StepMismatchError"
     else:
         wrong = case.kind == "save"
     if wrong:

@@ -122,9 +122,7 @@ DIFFERING: tuple[dict[str, Any], ...] = (
 def options(case: Case, rank: int) -> dict[str, Any]:
     """What ``instep.attach`` is given."""
     chosen = _options(case)
-    if case.kind == DIFFERS and rank in case.ranks:
-        chosen |= DIFFERING[case.where]
-    return chosen
+    return chosen | DIFFERING[case.where] if case.kind == DIFFERS and rank in case.ranks else chosen
 
 
 def _options(case: Case) -> dict[str, Any]:

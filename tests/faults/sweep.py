@@ -12,8 +12,9 @@ from dataclasses import replace
 from itertools import product
 
 from tests import missing
-from tests.faults.cases import ALL, LOSES_A_RANK, TURNS, Case
+from tests.faults.cases import ALL, DIFFERS, LOSES_A_RANK, TURNS, Case
 from tests.faults.harness import BY_SEVERITY, NOT_REACHED, OK, Summary, Verdict, can_partition, run_cases
+from tests.faults.program import DIFFERING
 
 WAYS = ("backward", "undo", "forward")
 NODES = {"Blocks": 27, "Chain": 16, "Recurrent": 16, "Sometimes": 9, "Tied": 13}
@@ -167,6 +168,36 @@ def ranks_that_cross() -> Iterator[Case]:
         yield Case("ddp", "crossing", point, "save", 0, ALL, world=2)
 
 
+def on_two_dimensions() -> Iterator[Case]:
+    """Rows 1, 4 and 5, on four ranks: rank 3 is in no process group with rank 0."""
+    for way, point, rank in product(("backward", "undo"), ("after completion", "after write"), (0, 3)):
+        yield Case("2d", way, point, "raise", 1, rank, then="leave", world=4)
+    for way, kind, point in product(("backward", "forward"), ("kill", "hang"), ("in flight", "before step")):
+        yield Case("2d", way, point, kind, 0, 0, then="leave", world=4)
+    policies = (("skip", "default"), ("skip", "forward"), ("skip", "undo"), ("raise", "default"), ("raise", "backward"))
+    for (nonfinite, way), rank, where in product(policies, (0, 3), (0, 11)):
+        then = "leave" if nonfinite == "raise" else "again"
+        yield Case("2d", way, "gradient", "nan", where, rank, then=then, world=4, nonfinite=nonfinite)
+
+
+def after_join() -> Iterator[Case]:
+    """Rows 1, 4 and 5, with ranks that have taken unequally many steps in DDP's ``join()``."""
+    for way, point, rank in product(WAYS, ("in the update", "after write"), (0, 1)):
+        yield Case("joined", way, point, "raise", 1, rank, then="leave", world=2)
+    for way, kind, point in product(WAYS, ("raise", "kill", "hang"), ("vote", "before step", "after step")):
+        yield Case("joined", way, point, kind, 0, 1, then="leave", world=2)
+    for (nonfinite, way), rank in product((("skip", "forward"), ("skip", "undo"), ("raise", "default")), (0, 1)):
+        then = "leave" if nonfinite == "raise" else "again"
+        yield Case("joined", way, "gradient", "nan", 0, rank, then=then, world=2, nonfinite=nonfinite)
+
+
+def attached_in_other_ways() -> Iterator[Case]:
+    """Row 15: what one rank is told, and the others are not."""
+    for source, way, where, rank in product(("ddp", "fsdp2"), (*WAYS, "default"), range(len(DIFFERING)), (0, 1)):
+        if not (way == "backward" and "clip" in DIFFERING[where]):  # which has to be told how, and is refused there
+            yield Case(source, way, "attach", DIFFERS, where, rank, step=0, then="leave", world=2)
+
+
 def everything() -> list[Case]:
     cases = [
         *updates_that_raise(),
@@ -178,6 +209,9 @@ def everything() -> list[Case]:
         *votes(),
         *cut_networks(),
         *ranks_that_cross(),
+        *on_two_dimensions(),
+        *after_join(),
+        *attached_in_other_ways(),
     ]
     return list(dict.fromkeys(cases))
 
@@ -185,7 +219,12 @@ def everything() -> list[Case]:
 def permitted(cases: Iterable[Case]) -> list[Case]:
     """Without those that need what this machine does not let us do, or this torch has not got."""
     cuts = can_partition()
-    return [case for case in cases if (cuts or case.kind != "partition") and missing.from_torch(case.source) is None]
+    shards = {"2d": "fsdp2"}
+    return [
+        case
+        for case in cases
+        if (cuts or case.kind != "partition") and missing.from_torch(shards.get(case.source, case.source)) is None
+    ]
 
 
 def on_accelerator() -> list[Case]:

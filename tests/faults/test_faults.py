@@ -51,6 +51,10 @@ SHORT = [
     Case("fsdp2", point="after write", kind="kill", where=1, then="leave", world=2),
     Case("fsdp2", "forward", "in flight", "hang", 1, 1, then="leave", world=2),
     Case("fsdp2", "undo", "model", "raise", 14, ALL, world=2),
+    Case("2d", "default", "gradient", "nan", 0, 0, nonfinite="skip", world=4),
+    Case("2d", "backward", "after write", "raise", 1, 0, then="leave", world=4),
+    Case("joined", "backward", "in the update", "raise", 1, 1, then="leave", world=2),
+    Case("ddp", "default", "attach", "differs", 0, 1, step=0, then="leave", world=2),
 ]
 
 

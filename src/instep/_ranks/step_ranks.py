@@ -28,7 +28,7 @@ import torch.distributed as dist
 from instep._ranks.comparison import Comparison, Heard, Words, digest_of
 from instep._ranks.groups import store_of_world, timeout_of, world
 from instep._ranks.votes import Verdict, Vote
-from instep.errors import StepMismatchError
+from instep.errors import InstepError, StepMismatchError
 
 _logger = logging.getLogger("instep")
 
@@ -275,9 +275,20 @@ class _Gloo:
         self._last: Any = None
 
     def minimum(self, box: torch.Tensor) -> Any:
-        """Start an all-reduce of ``box``, in place."""
+        """Start an all-reduce of ``box``, in place.
+
+        Raises:
+            InstepError: an earlier one was lost.
+        """
+        if self._gloo is None:
+            raise InstepError("an earlier vote of these ranks was lost: attach again on all ranks, in new processes")
         self._last = self._gloo.allreduce([box], self._minimum)
         return self._last
+
+    def close(self) -> None:
+        """A vote was lost. Whoever keeps nothing of gloo's here closes its connections: ranks that wait for this one
+        hear it now. Those that are not neighbours of the rank that is gone would wait until their time is over."""
+        self._gloo = self._last = None
 
     def finish_sending(self) -> None:
         if self._last is not None:
@@ -298,16 +309,25 @@ class _Cast:
     def __init__(self, group: _Gloo, said: Sequence[int]) -> None:
         self._lock = threading.Lock()
         self._verdict: Verdict | None = None
+        self._lost: str | None = None  # what the communication raised
         self._box = torch.tensor(said, dtype=torch.int64, device="cpu")
-        self._work = group.minimum(self._box)
+        self._group = group
+        self._work: Any = group.minimum(self._box)
 
     def done(self) -> bool:
-        return bool(self._work.is_completed())
+        return self._work is None or bool(self._work.is_completed())
 
     def verdict(self) -> Verdict:
         with self._lock:
+            if self._lost is not None:
+                raise RuntimeError(self._lost)
             if self._verdict is None:
-                self._work.wait()
+                try:
+                    self._work.wait()
+                except Exception as error:
+                    self._lost, self._work = str(error), None
+                    self._group.close()
+                    raise
                 failed, nonfinite, first, last, one, other = self._box.tolist()
                 self._verdict = Verdict(
                     failed_on=None if failed == _NOBODY else failed,
@@ -316,6 +336,7 @@ class _Cast:
                     last=-last,
                     same=one == -other,
                 )
+                self._work = None
             return self._verdict
 
 
