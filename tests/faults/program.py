@@ -2,9 +2,11 @@
 
 import hashlib
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -14,7 +16,7 @@ from instep import ClipNorm
 from tests.cases import Blocks, Sometimes, Tied, batch
 from tests.devices import bytes_of
 from tests.distributed.sharded import two_d
-from tests.faults.cases import DIFFERS, Case
+from tests.faults.cases import DIFFERS, TIMEOUT, Case
 
 
 class Staged(torch.optim.Optimizer):
@@ -96,6 +98,10 @@ def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
         fully_shard(model)
     elif case.source == "2d":
         model = two_d(model)
+        meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+        for group in {group for mesh in meshes for group in mesh.get_all_groups()}:
+            # torch gives the groups of a mesh half an hour, whatever the default group has.
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), group)
     return model, OPTIMIZERS[case.optimizer](model.parameters())
 
 
