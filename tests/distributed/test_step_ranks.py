@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
@@ -20,8 +20,9 @@ from instep._ranks.step_ranks import StepRanks, neighbours_of
 from instep.errors import InstepError, NonFiniteGradientError, StepMismatchError, TornStepError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
+from tests.devices import here
 from tests.distributed.pool import RankPool
-from tests.distributed.sharded import apart, hsdp, three_d, two_d
+from tests.distributed.sharded import apart, hsdp, mesh, three_d, two_d
 from tests.parity.lockstep import WAYS
 
 DEFAULT: dict[str, Any] = {}
@@ -147,15 +148,23 @@ def test_an_update_that_raises_on_one_of_four_ranks(four_ranks: RankPool, shape:
         four_ranks.stop()  # the failing rank has voted less often than the others
 
 
+def hybrid(model: nn.Module) -> nn.Module:
+    """FSDP1 keeps one of its two process groups where nobody is told of it."""
+    strategy = ShardingStrategy.HYBRID_SHARD
+    return FullyShardedDataParallel(
+        model, device_mesh=mesh(2, 2), sharding_strategy=strategy, device_id=here(), use_orig_params=True
+    )
+
+
 def test_neighbours(four_ranks: RankPool) -> None:
-    for shape, known in {"2d": True, "hsdp": True, "apart": False}.items():
+    for shape, known in {"2d": True, "hsdp": True, "apart": False, "hybrid": False}.items():
         assert four_ranks.run(knows_all, shape) == [(known, [0, 1, 2, 3])] * 4
 
 
 def knows_all(shape: str) -> tuple[bool, list[int]]:
     """Whether one mesh has all ranks, and which ranks those are that this one has asked in the end."""
-    model, _ = made(MESHES[shape])
-    neighbours = neighbours_of((), model.parameters())
+    model, _ = made({**MESHES, "hybrid": hybrid}[shape])
+    neighbours = neighbours_of(FullyShardedDataParallel.fsdp_modules(model), model.parameters())
     assert neighbours is not None
     ranks = StepRanks(neighbours, [{}, {}], shape, waits=True, matters=True)
     ranks.meet()
