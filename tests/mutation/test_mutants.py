@@ -1314,8 +1314,8 @@ MUTANTS = [
     Mutant(
         "by default, mind ranks that have not attached",
         "StepRanks._take",
-        "        if heard.missing and (self._waits or self._matters):\n",
-        "        if heard.missing:\n",
+        " and heard.missing and (self._waits or self._matters):\n",
+        " and heard.missing:\n",
         STEP_RANKS,
         "never_attached",
     ),

@@ -212,7 +212,7 @@ class StepRanks:
     def _take(self, heard: Heard) -> None:
         self.mismatch = heard.difference or heard.repeated
         self._all_heard = heard == Heard()
-        if heard.missing and (self._waits or self._matters):
+        if self.mismatch is None and heard.missing and (self._waits or self._matters):
             ranks = _ranks_in_words(heard.missing)
             self.mismatch = f"{ranks} did not attach this model, and rank {dist.get_rank()} did"
 
