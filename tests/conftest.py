@@ -45,7 +45,12 @@ def _devices(config: pytest.Config) -> list[Any]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     missing.skip(items)
-    selection.mark(config, items)
+    if not sessions.asked_for(config):
+        selection.mark(config, items, "cpu")
+        return
+    selection.mark(config, items, "accelerator")
+    sessions.mark(items)
+    selection.mark_on_accelerator(config, items)
 
 
 def pytest_collection_finish() -> None:

@@ -1,28 +1,45 @@
-"""Which tests a plain ``pytest`` runs: all of them, but for those that are left out here.
+"""Which tests are run: all of them, but for those that are left out here.
 
-- A test that kills a seeded defect, as ``tests/mutation/killers.json`` has them, always runs on a CPU.
+A plain ``pytest``:
+
+- A test that kills a seeded defect, as ``tests/mutation/killers.json`` has them, always runs.
 - Of a test with many cases a few run, chosen by their names. The others are ``nightly``.
 - Of what is left, ``tests/full.txt`` lists the tests that are slow and kill no defect that a quicker one doesn't kill.
-  They are ``full``. ``python -m tests.mutation.matrix`` makes both files.
+  They are ``full``.
 
-So a new test runs by default.
+The session on the emulated accelerator has the same cases, with those of ``full.txt``. ``.ci/run`` leaves out what
+is ``nightly`` there, more of them:
+
+- A test that kills a defect of ``tests/mutation/stream_killers.json`` always runs.
+- So does one case of each function: that of ``tests/accelerator/cases.txt``, or else one chosen by its name.
+
+``python -m tests.mutation.matrix`` makes these files. So a new test runs by default, on the accelerator with one case.
 """
 
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 from zlib import crc32
 
 import pytest
 
+Session = Literal["cpu", "accelerator"]
+
 TESTS = Path(__file__).parent
 FULL = TESTS / "full.txt"
-KILLERS = TESTS / "mutation" / "killers.json"
+ON_ACCELERATOR = TESTS / "accelerator" / "cases.txt"
+KILLERS: dict[Session, Path] = {
+    "cpu": TESTS / "mutation" / "killers.json",
+    "accelerator": TESTS / "mutation" / "stream_killers.json",
+}
 
 COLLECTED = pytest.StashKey[frozenset[str]]()
 """The test functions that were collected, also those that are not run."""
+IN_CI = pytest.StashKey[frozenset[str]]()
+"""In a session on the accelerator: the tests that ``.ci/run`` runs there."""
 
 # Of a test with more cases than this, about as many run by default.
 CASES = 2
@@ -54,25 +71,29 @@ def file_of(nodeid: str) -> str:
     return nodeid.partition("::")[0]
 
 
-def listed() -> frozenset[str]:
-    """The tests that are ``full``."""
-    return frozenset(FULL.read_text(encoding="utf-8").splitlines())
+def listed(file: Path) -> frozenset[str]:
+    """The tests that ``FULL`` or ``ON_ACCELERATOR`` names."""
+    return frozenset(file.read_text(encoding="utf-8").splitlines())
 
 
-def killers() -> dict[str, list[str]]:
+def killers(session: Session) -> dict[str, list[str]]:
     """By the name of a seeded defect that has been run, tests that fail with the defect: none, if it was not caught."""
-    found: dict[str, list[str]] = json.loads(KILLERS.read_text(encoding="utf-8"))
+    found: dict[str, list[str]] = json.loads(KILLERS[session].read_text(encoding="utf-8"))
     return found
 
 
-def mark(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+def killing(session: Session) -> frozenset[str]:
+    return frozenset(nodeid for tests in killers(session).values() for nodeid in tests)
+
+
+def mark(config: pytest.Config, items: Sequence[pytest.Item], session: Session) -> None:
     """Mark what is left out. ``INSTEP_TEST_ALL_CASES=1`` leaves out nothing but the long sweeps."""
     config.stash[COLLECTED] = frozenset(function_of(item.nodeid) for item in items)
-    if os.environ.get("INSTEP_TEST_ALL_CASES"):
+    if _all_cases():
         return
-    on_cpu = "accelerator" not in config.option.markexpr.replace("not accelerator", "")  # where defects are put in
-    always = {nodeid for tests in killers().values() for nodeid in tests if on_cpu}
-    full = listed()
+    by_hand = [item.nodeid for item in items if item.get_closest_marker("nightly") is None]
+    always = killing("cpu") if session == "cpu" else chosen_on_accelerator(by_hand)
+    full = listed(FULL)
     of_one_test = Counter(function_of(item.nodeid) for item in items)
     for item in items:
         if item.nodeid in always:
@@ -81,6 +102,35 @@ def mark(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
             item.add_marker(pytest.mark.full)
         elif _beyond(item.nodeid, of_one_test[function_of(item.nodeid)]):
             item.add_marker(pytest.mark.nightly)
+
+
+def mark_on_accelerator(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
+    """Of what runs on the accelerator, mark as ``nightly`` what ``.ci/run`` leaves out."""
+    there = [item for item in items if item.get_closest_marker("accelerator") is not None]
+    there = [item for item in there if item.get_closest_marker("nightly") is None]
+    every = frozenset(item.nodeid for item in there)
+    chosen = every if _all_cases() else every & chosen_on_accelerator(every)
+    for item in there:
+        if item.nodeid not in chosen:
+            item.add_marker(pytest.mark.nightly)
+    config.stash[IN_CI] = chosen
+
+
+def chosen_on_accelerator(nodeids: Iterable[str]) -> set[str]:
+    """What kills a defect, what is listed, and of each function of which that leaves nothing the case with the lowest
+    checksum of its name: the same one everywhere."""
+    always = killing("accelerator") | listed(ON_ACCELERATOR)
+    found: set[str] = set()
+    functions: set[str] = set()
+    for nodeid in sorted(nodeids, key=lambda nodeid: (nodeid not in always, crc32(nodeid.encode()))):
+        if nodeid in always or function_of(nodeid) not in functions:
+            found.add(nodeid)
+            functions.add(function_of(nodeid))
+    return found
+
+
+def _all_cases() -> bool:
+    return bool(os.environ.get("INSTEP_TEST_ALL_CASES"))
 
 
 def _beyond(nodeid: str, count: int) -> bool:

@@ -1,4 +1,4 @@
-"""Compile the emulated accelerator, once for each machine."""
+"""Compile the emulated accelerator, once for each machine. ``python -m tests.accelerator.building`` does so ahead."""
 
 import fcntl
 import functools
@@ -112,3 +112,17 @@ def _folder() -> Path:
 def _end_of(errors: str) -> str:
     said = [line for line in errors.splitlines() if "error" in line] or errors.splitlines()
     return "\n".join(said[-_ERROR_LINES:])
+
+
+def main() -> None:
+    """Where there is no compiler the tests are skipped, and say so. An error of the compiler's ends the program."""
+    try:
+        _command()
+    except CannotBuildError as error:
+        print(f"not compiled here: {error}")
+        return
+    print(build())
+
+
+if __name__ == "__main__":
+    main()

@@ -74,15 +74,17 @@ def _is_body(item: pytest.Item) -> bool:
     return item.nodeid.startswith(BODIES) and item.nodeid.partition("::")[0] not in OF_THE_CPU
 
 
-class _Session:
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        reason = why_not()
-        for item in items:
-            if _is_body(item) and item.get_closest_marker("nightly") is None:
-                item.add_marker(pytest.mark.accelerator)
-            if reason is not None:
-                item.add_marker(pytest.mark.skip(reason=reason))
+def mark(items: list[pytest.Item]) -> None:
+    """Bodies run on the device, but for those that are ``nightly`` by now: by hand, or as a case beyond the few."""
+    reason = why_not()
+    for item in items:
+        if _is_body(item) and item.get_closest_marker("nightly") is None:
+            item.add_marker(pytest.mark.accelerator)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
+
+class _Session:
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Iterator[Any]:
         if not _is_body(pyfuncitem):

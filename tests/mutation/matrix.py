@@ -6,10 +6,14 @@
     INSTEP_TEST_TIMES=times pytest -n 1 -p tests.mutation.timing -m 'not nightly and not examples and not accelerator'
     python -m tests.mutation.matrix --times times   # the same in a better order, and writes full.txt anew at the end
 
+    INSTEP_TEST_TIMES=times pytest -n 1 -p tests.mutation.timing -m accelerator
+    python -m tests.mutation.matrix --session accelerator --times times   # writes accelerator/cases.txt in its place
+
 A defect's tests are run up to the first that fails: those that are in a plain ``pytest`` in any case, then those that
 kill another defect, then the quick ones before the slow ones. What has failed is in ``killers.json`` after each defect.
 
-A defect that only the emulated accelerator shows is left out: ``pytest -m accelerator`` is a session of its own.
+Defects that only the emulated accelerator shows are of another session, ``pytest -m accelerator``. They have a file of
+their own, ``stream_killers.json``: what kills them there need not run on the CPU, nor the other way round.
 """
 
 import argparse
@@ -19,51 +23,70 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import get_args
 
 from tests import net, selection
-from tests.mutation import test_mutants, timing
+from tests.mutation import test_mutants, test_stream_mutants, timing
 from tests.mutation.seeding import ROOT, Mutant, put_in
+from tests.selection import Session
 
 CHEAP = 0.1
 """Seconds. A test that takes less always runs by default."""
 AFFORDABLE = 0.4
 """Of each test function the cheapest case always runs by default, if it takes less."""
 BY_DEFAULT = "not nightly and not examples and not accelerator"
-DEFECTS = {mutant.name: mutant for mutant in test_mutants.MUTANTS if "accelerator" not in mutant.marks}
+DEFECTS = {mutant.name: mutant for mutant in (*test_mutants.MUTANTS, *test_stream_mutants.MUTANTS)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation.matrix")
     parser.add_argument("names", nargs="*", metavar="NAME", help="defects to run; by default those not run yet")
-    parser.add_argument("--times", type=Path, help="what tests.mutation.timing wrote: full.txt is written anew")
-    parser.add_argument("--choose", action="store_true", help="write full.txt alone, and run no defect")
+    parser.add_argument("--times", type=Path, help="what tests.mutation.timing wrote: the session's list is made anew")
+    parser.add_argument("--choose", action="store_true", help="write the list alone, and run no defect")
+    parser.add_argument("--session", choices=get_args(Session), default="cpu", help="the session of times and defects")
     given = parser.parse_args()
+    session: Session = given.session
     times = timing.read(given.times) if given.times else {}
-    names = given.names or [name for name in DEFECTS if name not in selection.killers()]
     if not given.choose:
-        run([DEFECTS[name] for name in names], times)
-    if times:
-        full = choose(times, selection.killers())
-        selection.FULL.write_text("".join(f"{nodeid}\n" for nodeid in full), encoding="utf-8")
+        run([DEFECTS[name] for name in given.names] or not_run(session), times)
+    if times and session == "cpu":
+        full = choose(times)
+        write(selection.FULL, full)
         left = sum(times.values()) - sum(times[nodeid] for nodeid in full)
         print(f"full: {len(full)} of {len(times)} tests. The others took {left:.0f} of {sum(times.values()):.0f} s")
+    elif times:
+        write(selection.ON_ACCELERATOR, choose_on_accelerator(times))
+        chosen = selection.chosen_on_accelerator(times)
+        left = sum(times[nodeid] for nodeid in chosen)
+        print(f"CI: {len(chosen)} of {len(times)} tests. They took {left:.0f} of {sum(times.values()):.0f} s")
+
+
+def not_run(session: Session) -> list[Mutant]:
+    known = selection.killers(session)
+    return [mutant for mutant in DEFECTS.values() if mutant.session == session and mutant.name not in known]
 
 
 def run(mutants: Iterable[Mutant], times: Mapping[str, float]) -> None:
     for mutant in mutants:
         began = time.monotonic()
-        found = failing(mutant, ranks(times, selection.killers()))
+        found = failing(mutant, ranks(times, mutant.session))
         print(f"{time.monotonic() - began:6.1f} s  {mutant.name}: {', '.join(found) or 'NOT CAUGHT'}", flush=True)
-        write(selection.killers() | {mutant.name: found})
+        write_killers(mutant.session, selection.killers(mutant.session) | {mutant.name: found})
 
 
-def write(killers: Mapping[str, list[str]]) -> None:
+def write_killers(session: Session, killers: Mapping[str, list[str]]) -> None:
     """In the order of the defects, without those that are no more."""
-    there = {name: killers[name] for name in DEFECTS if name in killers}
+    names = [mutant.name for mutant in DEFECTS.values() if mutant.session == session]
+    there = {name: killers[name] for name in names if name in killers}
     text = json.dumps(there, indent=1, ensure_ascii=False) + "\n"
-    selection.KILLERS.write_text(text, encoding="utf-8")
+    selection.KILLERS[session].write_text(text, encoding="utf-8")
+
+
+def write(file: Path, nodeids: Iterable[str]) -> None:
+    file.write_text("".join(f"{nodeid}\n" for nodeid in nodeids), encoding="utf-8")
 
 
 def failing(mutant: Mutant, order: Mapping[str, float]) -> list[str]:
@@ -90,10 +113,10 @@ def failing(mutant: Mutant, order: Mapping[str, float]) -> list[str]:
     return []
 
 
-def ranks(times: Mapping[str, float], killers: Mapping[str, list[str]]) -> dict[str, float]:
+def ranks(times: Mapping[str, float], session: Session) -> dict[str, float]:
     """The order in which to try tests: what runs in any case, what kills another defect, the rest."""
-    free = always(times)
-    chosen = {nodeid for tests in killers.values() for nodeid in tests}
+    free = always(times) if session == "cpu" else set(cheapest_cases(times))
+    chosen = selection.killing(session)
     slowest = max(times.values(), default=0.0) + 1
     return {
         nodeid: seconds + slowest * (0 if nodeid in free else 1 if nodeid in chosen else 2)
@@ -104,17 +127,33 @@ def ranks(times: Mapping[str, float], killers: Mapping[str, list[str]]) -> dict[
 def always(times: Mapping[str, float]) -> set[str]:
     """What runs by default, whatever it kills: cheap tests, and the cheapest case of each function."""
     found = {nodeid for nodeid, seconds in times.items() if seconds < CHEAP}
-    cheapest: dict[str, str] = {}
+    return found | {nodeid for nodeid in cheapest_cases(times) if times[nodeid] < AFFORDABLE}
+
+
+def cheapest_cases(times: Mapping[str, float]) -> list[str]:
+    """One of each function."""
+    found: dict[str, str] = {}
     for nodeid in sorted(times, key=lambda nodeid: times[nodeid]):
-        cheapest.setdefault(selection.function_of(nodeid), nodeid)
-    return found | {nodeid for nodeid in cheapest.values() if times[nodeid] < AFFORDABLE}
+        found.setdefault(selection.function_of(nodeid), nodeid)
+    return list(found.values())
 
 
-def choose(times: Mapping[str, float], killers: Mapping[str, list[str]]) -> list[str]:
+def choose(times: Mapping[str, float]) -> list[str]:
     """The tests that are ``full``. Of a defect that has not been run all tests stay in the default set."""
-    stay = always(times) | {nodeid for tests in killers.values() for nodeid in tests}
-    not_run = tuple(mutant.tests for name, mutant in DEFECTS.items() if name not in killers)
-    return sorted(nodeid for nodeid in times if nodeid not in stay and not nodeid.startswith(not_run))
+    stay = always(times) | selection.killing("cpu")
+    of_not_run = tuple(mutant.tests for mutant in not_run("cpu"))
+    return sorted(nodeid for nodeid in times if nodeid not in stay and not nodeid.startswith(of_not_run))
+
+
+def choose_on_accelerator(times: Mapping[str, float]) -> list[str]:
+    """The case of each function that CI runs on the accelerator, where the function has several and none of them kills
+    a defect; and all tests of a defect that has not been run."""
+    functions = Counter(map(selection.function_of, times))
+    killing = set(map(selection.function_of, selection.killing("accelerator")))
+    several = {function for function, count in functions.items() if count > 1} - killing
+    of_not_run = tuple(mutant.tests for mutant in not_run("accelerator"))
+    kept = {nodeid for nodeid in cheapest_cases(times) if selection.function_of(nodeid) in several}
+    return sorted(kept | {nodeid for nodeid in times if nodeid.startswith(of_not_run)})
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import instep
 from tests import net, selection
+from tests.selection import Session
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(instep.__file__).parent
@@ -29,6 +30,7 @@ class Mutant(NamedTuple):
         tests: the file or folder whose tests catch the defect.
         picks: which of them, as for ``-k``; "": all.
         marks: as for ``-m``; "": the usual ones.
+        session: which session of the tests catches it.
     """
 
     name: str
@@ -38,6 +40,10 @@ class Mutant(NamedTuple):
     tests: str
     picks: str = ""
     marks: str = ""
+
+    @property
+    def session(self) -> Session:
+        return "accelerator" if self.marks == "accelerator" else "cpu"
 
 
 class _Place(NamedTuple):
@@ -104,11 +110,11 @@ def require_there(mutant: Mutant) -> None:
 
 
 def require_caught(mutant: Mutant, folder: Path) -> None:
-    """By a test of a plain ``pytest``, where one is known, or by one of those that the defect names."""
+    """By the test that ``tests.mutation.matrix`` has found, or else by one of those that the defect names."""
     put_in(mutant, folder)
-    known = selection.killers().get(mutant.name)
+    known = selection.killers(mutant.session).get(mutant.name)
     if known:
-        require_failing(folder, known)
+        require_failing(folder, known, marks=mutant.marks)
     else:
         require_failing(folder, [mutant.tests], mutant.picks, mutant.marks)
 

@@ -2,6 +2,7 @@
 
 It counts processor seconds of the test and of all processes under it, ranks among them, so that it matters little what
 else the machine does. They are appended to the file that ``INSTEP_TEST_TIMES`` names. It needs Linux's ``/proc``.
+What is skipped is left out: it would be the cheapest case of its function.
 """
 
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 TICKS = os.sysconf("SC_CLK_TCK")
+SKIPPED = pytest.StashKey[bool]()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -18,9 +20,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     before = seconds_of(os.getpid())
     result = yield
     after = seconds_of(os.getpid())
+    if SKIPPED in item.stash:
+        return result
     with open(os.environ["INSTEP_TEST_TIMES"], "a", encoding="utf-8") as file:
         file.write(f"{max(0.0, after - before):.2f} {item.nodeid}\n")
     return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail"):
+        item.stash[SKIPPED] = True
+    return report
 
 
 def seconds_of(root: int) -> float:

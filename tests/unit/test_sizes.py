@@ -9,7 +9,7 @@ import pytest
 import instep
 
 ROOT = Path(instep.__file__).parent
-FILES = sorted(ROOT.rglob("*.py"))
+FOLDERS = sorted({path.parent for path in ROOT.rglob("*.py")})
 LINES_OF_A_FILE, LINES_OF_A_CLASS, FIELDS = 450, 330, 14
 
 
@@ -33,27 +33,42 @@ def _targets(node: ast.AST) -> Iterator[ast.AST]:
         yield node.target
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_sizes(path: Path) -> None:
+def _too_large(path: Path) -> Iterator[str]:
+    """What is, in words."""
     text = path.read_text(encoding="utf-8")
-    assert text.count("\n") <= LINES_OF_A_FILE
+    if (lines := text.count("\n")) > LINES_OF_A_FILE:
+        yield f"{path}: {lines} lines"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ClassDef):
-            assert (node.end_lineno or 0) - node.lineno + 1 <= LINES_OF_A_CLASS, node.name
-            assert len(fields_of(node)) <= FIELDS, (node.name, sorted(fields_of(node)))
+            if (lines := (node.end_lineno or 0) - node.lineno + 1) > LINES_OF_A_CLASS:
+                yield f"{path}: {node.name}: {lines} lines"
+            if len(fields := fields_of(node)) > FIELDS:
+                yield f"{path}: {node.name}: {len(fields)} fields, {sorted(fields)}"
+
+
+in_each_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(ROOT)))
+
+
+@in_each_folder
+def test_sizes(folder: Path) -> None:
+    assert not [found for path in sorted(folder.glob("*.py")) for found in _too_large(path)]
 
 
 def _functions_in(node: ast.AST) -> Iterator[ast.FunctionDef]:
     return (inner for inner in ast.walk(node) if isinstance(inner, ast.FunctionDef) and inner is not node)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_function_in_a_function_calls_itself(path: Path) -> None:
-    """It would be in a cycle with all that it refers to, gradients among them, until Python's collector comes."""
+def _that_call_themselves(path: Path) -> Iterator[str]:
     for outer in _functions_in(ast.parse(path.read_text(encoding="utf-8"))):
         for inner in _functions_in(outer):
-            names = {node.id for node in ast.walk(inner) if isinstance(node, ast.Name)}
-            assert inner.name not in names, f"{outer.name}.{inner.name}"
+            if inner.name in {node.id for node in ast.walk(inner) if isinstance(node, ast.Name)}:
+                yield f"{path}: {outer.name}.{inner.name}"
+
+
+@in_each_folder
+def test_no_function_in_a_function_calls_itself(folder: Path) -> None:
+    """It would be in a cycle with all that it refers to, gradients among them, until Python's collector comes."""
+    assert not [found for path in sorted(folder.glob("*.py")) for found in _that_call_themselves(path)]
 
 
 def test_fields_are_counted() -> None:
