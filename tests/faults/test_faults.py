@@ -51,6 +51,8 @@ SHORT = [
     Case("fsdp2", point="after write", kind="kill", where=1, then="leave", world=2),
     Case("fsdp2", "forward", "in flight", "hang", 1, 1, then="leave", world=2),
     Case("fsdp2", "undo", "model", "raise", 14, ALL, world=2),
+    Case("fsdp2", "backward", "in FSDP's forward", "interrupt", 60, ALL, world=2),
+    Case("fsdp2", "forward", "in FSDP's forward", "kill", 90, 1, then="leave", world=2),
 ]
 
 
