@@ -19,7 +19,7 @@ from tests.cases import Blocks
 from tests.distributed.loops import loss_of
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import nested
-from tests.distributed.test_fsdp_errors import fsdp1
+from tests.distributed.sharded_failures import fsdp1
 from tests.inside import schedule_of
 from tests.stopping import LEFT, Stops, require_true
 

@@ -102,6 +102,7 @@ def test_two_guards(first: int) -> None:
     assert len(told[first].words) == 2
     assert len(told[1 - first].words) == 4
     guards[1 - first].remove()
+    assert CALL not in vars(module)
     module(torch.ones(2))
     assert len(told[1 - first].words) == 4
 
