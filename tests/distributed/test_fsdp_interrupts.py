@@ -41,7 +41,7 @@ SHORT, LONG = 61, 3
 """One in so many points, by default and nightly."""
 
 
-PLACES = tuple(str(Path(module.__file__).parent) + os.sep for module in (instep, torch.distributed.fsdp))
+PLACES = tuple(str(Path(str(module.__file__)).parent) + os.sep for module in (instep, torch.distributed.fsdp))
 
 
 class InFSDP(Interrupter):

@@ -26,6 +26,7 @@ from instep.sources.fsdp.reset import (
     noted_forwards,
     reset_group,
     reset_iter_state,
+    states_in,
     unmake,
     wait_for,
     wait_for_work,
@@ -187,7 +188,7 @@ def _fsdp2_roots(model: nn.Module) -> Iterator[tuple[Any, Sequence[Any]]]:
     for module in modules:
         state = module._get_fsdp_state()
         if state._is_root and not is_lazily_made(state):
-            unmake(one._get_fsdp_state() for one in fsdp2_in(module))
+            unmake(states_in(module))
     for module in modules:
         state = module._get_fsdp_state()
         context = state._state_ctx  # one for all states of a root, which are found in the first forward

@@ -58,11 +58,12 @@ def is_lazily_made(root: Any) -> bool:
     loading = [group._module_to_pre_load_state_dict_hook_handle for group in groups]
     # The states are in the list one by one, too.
     found = {id(state) for state in root._state_ctx.all_states}
-    every = all(id(state) in found for state in _states_in(root._modules[0]))
+    every = all(id(state) in found for state in states_in(root._modules[0]))
     return every and all(map(len, loading)) and all(len(made) == len(of) for made, of in hooks)
 
 
-def _states_in(module: nn.Module) -> Iterator[Any]:
+def states_in(module: nn.Module) -> Iterator[Any]:
+    """What ``fully_shard`` keeps of ``module`` and the modules in it."""
     return (cast(Any, one)._get_fsdp_state() for one in fsdp2_in(module))
 
 
