@@ -101,6 +101,8 @@ class NonFiniteGradientError(InstepError):
 class TornStepError(InstepError):
     """A step was applied to some of the parameters only, or on some of the ranks only.
 
+    Of a sharded parameter the lists say what has become of this rank's part.
+
     Attributes:
         step: the number of the step, counted from 1.
         applied: names of the parameters that already hold the new value.

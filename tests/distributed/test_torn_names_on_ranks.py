@@ -9,13 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import InstepError, TornStepError
+from instep.sources.fsdp.wrappers import put_shards_in_place
 from tests.cases import Blocks
 from tests.distributed.loops import loss_of
 from tests.distributed.pool import RankPool
+from tests.distributed.sharded import nested
+from tests.distributed.sharded_failures import fsdp1
+from tests.inside import schedule_of
 from tests.stopping import LEFT, Stops, require_true
 
 BUCKET_MIB = 0.004
@@ -29,6 +34,12 @@ def _replicated(model: nn.Module) -> nn.Module:
     return instep.replicate(model, bucket_cap_mb=BUCKET_MIB)
 
 
+def _fsdp1(model: nn.Module) -> nn.Module:
+    return fsdp1(model)
+
+
+DEFAULT: dict[str, Any] = {}
+UNDO: dict[str, Any] = {"schedule": "backward", "undo": True}
 BACKWARD: dict[str, Any] = {"schedule": "backward"}
 FORWARD: dict[str, Any] = {"schedule": "forward", "defer": True}
 WAYS: Mapping[str, tuple[Callable[[nn.Module], nn.Module], dict[str, Any]]] = {
@@ -38,6 +49,11 @@ WAYS: Mapping[str, tuple[Callable[[nn.Module], nn.Module], dict[str, Any]]] = {
     "replicate, backward": (_replicated, BACKWARD),
     "shard_state, backward": (_ddp, {**BACKWARD, "shard_state": True}),
     "shard_state, forward": (_ddp, {**FORWARD, "shard_state": True}),
+}
+SHARDED: Mapping[str, tuple[Callable[[nn.Module], nn.Module], dict[str, Any]]] = {
+    f"{source}, {way}": (shard, options)
+    for source, shard in {"fsdp1": _fsdp1, "fsdp2": nested}.items()
+    for way, options in {"default": DEFAULT, "backward": BACKWARD, "forward": FORWARD, "undo": UNDO}.items()
 }
 
 
@@ -104,3 +120,107 @@ def test_each_parameter_is_what_its_list_says(way: str, left: int) -> None:
     finally:
         pool.stop()
     assert first is not None
+
+
+def bare(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
+def shards(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What this rank holds of each parameter."""
+    put_shards_in_place(model)
+    with torch._C.DisableTorchFunctionSubclass():
+        return {
+            bare(name): (p._local_tensor if isinstance(p, DTensor) else p).detach().clone()
+            for name, p in model.named_parameters()
+        }
+
+
+class StopsBefore(torch.optim.SGD):
+    """Updates a bucket as a whole, or not at all."""
+
+    def step(self, closure: Any = None) -> Any:
+        if LEFT.get("parameters") == 0:
+            raise MemoryError("the update")
+        if LEFT:
+            LEFT["parameters"] -= 1
+        return super().step(closure)
+
+
+def stopped_in_part(way: str, optimizer_class: type[torch.optim.Optimizer], left: int) -> tuple[str, str | None]:
+    """The first rank's update stops in the second step, and that rank is gone. Returns what each of them has met, and
+    was told."""
+    wrap, options = SHARDED[way]
+    found = []
+    for steps in (1, 2):
+        torch.manual_seed(0)
+        model = wrap(Blocks())
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(steps):
+            loss_of(model, i).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(shards(model))
+    old, new = found
+    torch.manual_seed(0)
+    model = wrap(Blocks())
+    optimizer = optimizer_class(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    overlap = instep.attach(model, optimizer, **options)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    overlap.synchronize()
+    optimizer.zero_grad()
+    first = dist.get_rank() == 0
+    if first:
+        LEFT["parameters"] = left
+    met = ""
+    try:
+        loss_of(model, 1).backward()
+        optimizer.step()
+        overlap.synchronize()
+    except (ZeroDivisionError, MemoryError, RuntimeError) as error:
+        met = type(error).__name__
+    LEFT.clear()
+    if first:
+        dist.destroy_process_group()  # or the other one would wait for this one
+    torn: TornStepError | None = None
+    try:
+        schedule_of(overlap).before_forward()  # without FSDP's own, which gathers the weights
+    except TornStepError as error:
+        torn = error
+    except InstepError:  # a step that is open and whole
+        pass
+    now = shards(model)
+    if torn is not None:
+        lists = torn.applied, torn.pending, torn.unsure
+        applied, pending, unsure = ([bare(name) for name in names] for names in lists)
+        assert applied or pending or unsure
+        require_true(TornStepError(2, applied, pending, torn.rank, None, unsure), now, old, new)
+    elif met:  # nothing of it was written, or all of it was put back; or torch's own step() has raised
+        written = [name for name, shard in now.items() if not torch.equal(shard, old[name])]
+        assert not written or way.endswith(("default", "forward")), f"nobody says that these were updated: {written}"
+    return met, None if torn is None else str(torn)
+
+
+BY_DEFAULT = (("fsdp1, backward", Stops, 4), ("fsdp1, backward", StopsBefore, 3), ("fsdp2, forward", Stops, 4))
+
+
+@pytest.mark.parametrize(
+    ("way", "stops", "left"),
+    [
+        pytest.param(way, stops, left, marks=[] if default else [pytest.mark.nightly])
+        for way in SHARDED
+        for stops, count in ((Stops, 14), (StopsBefore, 4))
+        for left in range(count)
+        for default in [(way, stops, left) in BY_DEFAULT]
+    ],
+)
+def test_each_parameter_of_fsdp_is_what_its_list_says(way: str, stops: type[torch.optim.Optimizer], left: int) -> None:
+    pool = RankPool(2, group_seconds=30)
+    try:
+        (met, told), (_, other) = pool.run(stopped_in_part, way, stops, left)
+    finally:
+        pool.stop()
+    if way.endswith("backward") and met:
+        assert told is not None
+        assert other is not None

@@ -24,6 +24,7 @@ TURNS = 150
 
 POINTS = {
     "forward": "before a block runs",
+    "in FSDP's forward": "FSDP2 calls a function of its own while the model's forward runs",
     "model": "at a node of the autograd graph",
     "gradient": "a parameter's own gradient on this rank, before it is reduced",
     "before launch": "a bucket's collective is about to be called",
@@ -95,7 +96,7 @@ class Case:
             return 4
         if self.kind == "error":
             return 3
-        if self.point in ("model", "forward", "before step", "any time") or self.kind != "raise":
+        if self.point in ("model", "forward", "in FSDP's forward", "before step", "any time") or self.kind != "raise":
             return 2
         return 1
 

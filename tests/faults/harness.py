@@ -267,6 +267,9 @@ def judge_rank(verdict: Verdict, rank: int, report: Report, plain: Sequence[Hash
         elif what == "raised":
             if raised is None:
                 judge_error(verdict, rank, one, fault, broke)
+            # Between a forward and its backward FSDP2 leaves the weights of its root gathered.
+            if one["phase"] in ("forward", "backward") and one.get("gathered"):
+                broke(SILENT, f"{one['gathered']} parameters of the model are not the optimizer's")
             words.append(f"{one['type']} in {one['phase']} of step {one['step']} after {one['raised'] - fault:.2f} s")
             verdict.traces.append(one["trace"])
             own = any(text in one["text"] for text in DDP_GIVES_UP)

@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 from unittest.mock import patch
 
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node
+from torch.distributed import fsdp
 from torch.distributed.distributed_c10d import Work
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -226,6 +229,19 @@ def _blocks(trigger: Trigger, run: "Run") -> Iterator[None]:
         handle.remove()
 
 
+@contextmanager
+def _in_fsdp(trigger: Trigger, run: "Run") -> Iterator[None]:
+    place = str(Path(fsdp.__file__).parent)
+
+    def called(frame: FrameType, event: str, arg: object) -> None:
+        if event == "call" and run.phase == "forward" and frame.f_code.co_filename.startswith(place):
+            trigger.hit()
+
+    run.at["begin"] = lambda: sys.setprofile(called) if trigger.awaited else None
+    run.at["end"] = lambda: sys.setprofile(None)
+    yield
+
+
 def nodes_of(loss: torch.Tensor) -> list[Node]:
     """The nodes of the graph that an operation made, those near the loss first."""
     assert loss.grad_fn is not None
@@ -360,6 +376,7 @@ def _attach(trigger: Trigger, run: "Run") -> Iterator[None]:
 Seam = Callable[[Trigger, "Run"], AbstractContextManager[None]]
 SEAMS: dict[str, Seam] = {
     "forward": _blocks,
+    "in FSDP's forward": _in_fsdp,
     "model": _graph,
     "gradient": _gradient,
     "before launch": _collectives,

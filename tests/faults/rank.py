@@ -145,6 +145,7 @@ class Run:
             state=self._state(),
             torn=self._accepted,
             left=self._left(),
+            gathered=self._gathered(),
         )
         if self.overlap is not None and self._state() == "pending":
             # Of the step before, which was committed: its update is not due before somebody reads the weights.
@@ -213,6 +214,11 @@ class Run:
 
     def _state(self) -> str:
         return "plain" if self.overlap is None else self.overlap.state
+
+    def _gathered(self) -> int:
+        """How many of the attached model's parameters are not those that the optimizer has."""
+        held = set(map(id, self.parameters))
+        return 0 if self.overlap is None else sum(id(p) not in held for p in self.model.parameters())
 
     def _left(self) -> int:
         """How many parameters have a gradient that the next one would be added to."""

@@ -80,6 +80,8 @@ def ranks_that_raise() -> Iterator[Case]:
         ("again", "leave"),
     ):
         yield Case(source, way, point, "raise", 0, 1, then=then, world=2)
+    for way, where, (rank, then) in product(WAYS, (0, 30, 60, 90), ((1, "leave"), (ALL, "again"))):
+        yield Case("fsdp2", way, "in FSDP's forward", "interrupt", where, rank, then=then, world=2)
     # Under schedule="forward" the hook is DDP's own mean, in C++.
     for way, where, rank, then in product(("backward", "undo"), range(5), (0, 1), ("again", "leave")):
         yield Case("ddp", way, "in flight", "error", where, rank, then=then, world=2)
@@ -105,6 +107,9 @@ def ranks_that_are_lost() -> Iterator[Case]:
             yield Case(
                 source, way, point, kind, 0 if way == "forward" else 1, 1, optimizer=optimizer, then="leave", world=2
             )
+        if kind == "kill" and source == "fsdp2":
+            for way, where in product(WAYS, (0, 30, 60, 90)):
+                yield Case(source, way, "in FSDP's forward", kind, where, 1, then="leave", world=2)
         for point, where in product(("before launch", "in flight"), (0, 2)):
             yield Case(source, "backward", point, kind, where, 2, then="leave", world=3)
 

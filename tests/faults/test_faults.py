@@ -55,6 +55,8 @@ SHORT = [
     Case("2d", "backward", "after write", "raise", 1, 0, then="leave", world=4),
     Case("joined", "backward", "in the update", "raise", 1, 1, then="leave", world=2),
     Case("ddp", "default", "attach", "differs", 0, 1, step=0, then="leave", world=2),
+    Case("fsdp2", "backward", "in FSDP's forward", "interrupt", 60, ALL, world=2),
+    Case("fsdp2", "forward", "in FSDP's forward", "kill", 90, 1, then="leave", world=2),
 ]
 
 

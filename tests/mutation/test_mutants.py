@@ -28,6 +28,8 @@ REPLICATED = "tests/distributed/test_replicated.py"
 REPLICATED_LIFE = "tests/distributed/test_replicated_life.py"
 FSDP2 = "tests/distributed/test_fsdp2.py"
 FSDP_ERRORS = "tests/distributed/test_fsdp_errors.py"
+FSDP_INTERRUPTS = "tests/distributed/test_fsdp_interrupts.py"
+CALLS = "tests/unit/test_calls.py"
 ZERO = "tests/distributed/test_zero.py"
 CHECKPOINT = "tests/checkpoint/"
 CROSSING = "tests/distributed/test_crossing.py"
@@ -1463,17 +1465,78 @@ MUTANTS = [
     ),
     Mutant(
         "leave FSDP's state as a failed forward left it",
-        "AfterErrors.connect",
-        "always_call=True",
-        "always_call=False",
+        "AfterErrors._failed",
+        "            self._rebuild(gradients=False)\n",
+        "            pass\n",
         FSDP_ERRORS,
     ),
     Mutant(
         "miss an interrupted forward",
+        "GuardedCall.__call__",
+        "except BaseException:",
+        "except Exception:",
+        CALLS,
+    ),
+    Mutant(
+        "leave to Ctrl-C what a guard does",
+        "GuardedCall.__call__",
+        "                    around.failed()\n                    raise\n",
+        "                    raise\n",
+        CALLS,
+    ),
+    Mutant(
+        "lose the loop's error to that of a guard",
+        "GuardedCall.__call__",
+        "with suppress(Exception):",
+        "with suppress(ValueError):",
+        CALLS,
+    ),
+    Mutant(
+        "leave a guard that was removed",
+        "GuardedCall.remove",
+        "        while isinstance(before, GuardedCall) and before._call is None:",
+        "        while False:",
+        CALLS,
+    ),
+    Mutant(
+        "miss that FSDP was not rebuilt to the end",
         "AfterErrors._begin",
         "        elif running is not None:\n",
         "        elif False:\n",
-        FSDP_ERRORS,
+        FSDP_INTERRUPTS,
+        "rebuilding",
+    ),
+    Mutant(
+        "take FSDP for rebuilt where that begins",
+        "AfterErrors._rebuild",
+        "        model, running = self._model(), self._running\n",
+        "        model, running = self._model(), self._running\n        self._running = None\n",
+        FSDP_INTERRUPTS,
+        "rebuilding",
+    ),
+    Mutant(
+        "hear of a backward after FSDP's first hook",
+        "BackwardHooks.see_backward_from",
+        "        if self._sharding is not None:\n",
+        "        if False:\n",
+        FSDP_INTERRUPTS,
+        "a_peer_is_lost",
+    ),
+    Mutant(
+        "put a hook behind those of a tensor",
+        "first_of_tensor_hooks",
+        "    for number, _ in others:",
+        "    for number, _ in ():",
+        FSDP_INTERRUPTS,
+        "a_peer_is_lost",
+    ),
+    Mutant(
+        "take what FSDP2 makes in its first forward for made",
+        "_fsdp2_roots",
+        "        if state._is_root and not is_lazily_made(state):\n",
+        "        if False:\n",
+        FSDP_INTERRUPTS,
+        "first_forward",
     ),
     Mutant(
         "miss a failed backward of a part",

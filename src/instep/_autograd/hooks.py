@@ -47,7 +47,7 @@ class UntracedHook(BoundHook):
         return super().__call__(*args)
 
 
-# torch has public ways to register a step hook, and none to say where among the others it runs.
+# torch has public ways to register a hook, and none to say where among the others it runs.
 
 
 def first_of_post_hooks(optimizer: Optimizer, handle: RemovableHandle) -> None:
@@ -67,6 +67,16 @@ def last_of_pre_hooks(optimizer: Optimizer, handle: RemovableHandle) -> None:
     _last[optimizer] = handle.id
     if _global_hook is None:
         _global_hook = register_optimizer_step_pre_hook(_move_last)
+
+
+def first_of_tensor_hooks(tensor: torch.Tensor, call: Callable[..., Any]) -> None:
+    """In a backward, ``call`` before whatever else waits for the gradient of ``tensor``."""
+    tensor.register_hook(call)
+    hooks: Any = tensor._backward_hooks
+    others = list(hooks.items())[:-1]
+    for number, _ in others:  # the engine goes by the order in which they were put in, and not by move_to_end()
+        del hooks[number]
+    hooks.update(others)
 
 
 _last: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()

@@ -13,13 +13,20 @@ def nodes_of(output: object) -> Iterator[Node]:
     A backward may also start elsewhere: at a loss that the module keeps for itself, or in an object of which nothing
     is known here. Nothing that must be right may hang on these nodes alone.
     """
-    yield from _nodes_in(output, set())
+    for tensor in tensors_of(output):
+        assert tensor.grad_fn is not None
+        yield tensor.grad_fn
 
 
-def _nodes_in(value: object, seen: set[int]) -> Iterator[Node]:
+def tensors_of(output: object) -> Iterator[torch.Tensor]:
+    """The tensors in a module's output that have a node."""
+    yield from _tensors_in(output, set())
+
+
+def _tensors_in(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if value.grad_fn is not None:
-            yield value.grad_fn
+            yield value
         return
     if id(value) in seen:
         return
@@ -34,7 +41,7 @@ def _nodes_in(value: object, seen: set[int]) -> Iterator[Node]:
         # A dataclass, or an object of the model's own. Objects in it may refer to much else: the model, its settings.
         members = [item for item in _attributes(value) if _may_hold_tensors(item)]
     for item in members:
-        yield from _nodes_in(item, seen)
+        yield from _tensors_in(item, seen)
 
 
 def _attributes(value: object) -> Iterator[object]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from instep._autograd.calls import CALL, GuardedCall
 from instep._autograd.hooks import BoundHook
 
 # Where torch keeps a module's hooks, and where it notes by the same number what is special about one.
@@ -77,6 +78,8 @@ def _without_hooks(part: Any) -> Any:
         return tuple(map(_without_hooks, part))
     if type(part) is not dict:
         return part
+    if isinstance(part.get(CALL), GuardedCall):
+        part = {key: value for key, value in part.items() if key != CALL}
     tables = {name: part[name] for name in _TABLES if isinstance(part.get(name), Mapping)}
     ours = {number for table in tables.values() for number, hook in table.items() if _is_ours(hook)}
     left = {

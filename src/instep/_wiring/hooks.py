@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep._autograd.engine import graph_task
-from instep._autograd.hooks import UntracedHook, is_called_by_step
-from instep._autograd.outputs import nodes_of
+from instep._autograd.hooks import UntracedHook, first_of_tensor_hooks, is_called_by_step
+from instep._autograd.outputs import nodes_of, tensors_of
 from instep._autograd.tracing import Traced
 from instep._life.weak import weakly
 from instep._optim.stepper import Stepper
@@ -65,6 +65,11 @@ class BackwardHooks:
         before_backward = UntracedHook(weakly(self.before_backward, this_thread()))
         for node in nodes_of(output):
             node.register_prehook(before_backward)
+        if self._sharding is not None:
+            # FSDP gathers weights in a hook on the same tensors, before the nodes' own. It raises there if a peer is
+            # gone, and nobody would have heard of this backward.
+            for tensor in tensors_of(output):
+                first_of_tensor_hooks(tensor, before_backward)
 
     def before_backward(self, thread: int, gradients: object) -> None:
         """An output of the model is about to get its gradient. Its forward was on ``thread``."""

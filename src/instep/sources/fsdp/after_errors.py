@@ -12,15 +12,25 @@ All that is done here is local: peers may not have failed. Each private name of 
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
+from instep._autograd.calls import Around, GuardedCall
 from instep._autograd.engine import graph_task
-from instep._autograd.hooks import BoundHook
-from instep.sources.fsdp.reset import forget_forwards, noted_forwards, reset_iter_state, wait_for, wait_for_work
+from instep.sources.fsdp.reset import (
+    forget_forwards,
+    is_lazily_made,
+    noted_forwards,
+    reset_group,
+    reset_iter_state,
+    states_in,
+    unmake,
+    wait_for,
+    wait_for_work,
+)
 from instep.sources.fsdp.wrappers import fsdp1_in, fsdp2_groups, fsdp2_in, is_fsdp2
 
 # The streams on which each FSDP1 instance communicates.
@@ -30,26 +40,40 @@ _LAYOUT = "_partial_reduce_output_layout"
 _PARTIAL = ("_partial_reduce_output", _LAYOUT)
 
 
+class _Forward:
+    """A running forward that FSDP takes part in.
+
+    Attributes:
+        module: the module that the loop has called.
+        awaited: FSDP1's parameters, by ``id``, of earlier forwards that are still to go backward.
+        noted: FSDP2's notes of earlier forwards.
+        failed: whether it was left by an exception, and FSDP's state is to be rebuilt.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self.awaited: frozenset[int] = frozenset()
+        self.noted: list[tuple[Any, int]] = []
+        self.failed = False
+
+
 class AfterErrors:
     """Rebuilds the FSDP state of ``model`` once a forward or backward of it was left by an exception, or a forward
     without gradients was run.
 
-    The attachment tells of a backward that raised (``backward_failed``). Torch calls hooks after a forward that raised.
-    After one that was interrupted it calls none: that one is noticed before the next forward.
+    The attachment tells of a backward that raised (``backward_failed``). Of a forward that raised, or was interrupted,
+    nobody tells: torch calls hooks after an ``Exception`` only, and takes back what they raise. So the calls of the
+    modules are guarded themselves.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._sharded: list[weakref.ref[nn.Module]] = []
         self._let_go: Callable[[], None] = lambda: None
-        # The outermost module with FSDP inside whose forward is running, and what was found when that forward began:
-        # FSDP1's parameters of earlier forwards that are still to go backward, and FSDP2's notes of earlier forwards.
-        self._running: weakref.ref[nn.Module] | None = None
-        self._awaited: frozenset[int] = frozenset()
-        self._noted: list[tuple[Any, int]] = []
+        self._running: _Forward | None = None  # of the outermost module with FSDP inside
 
-    def connect(self, let_go: Callable[[], None]) -> Iterator[RemovableHandle]:
-        """Hooks around each forward that FSDP takes part in; they must come before all others.
+    def connect(self, let_go: Callable[[], None]) -> Iterator[GuardedCall]:
+        """A guard around each forward that FSDP takes part in.
 
         Args:
             let_go: returns once a backward that raised has been told of. On accelerators the engine's thread may do
@@ -61,60 +85,56 @@ class AfterErrors:
         sharded = [*fsdp2_in(model), *fsdp1_in(model)]
         self._sharded = [weakref.ref(module) for module in sharded]
         for module in {model: None, **dict.fromkeys(sharded)}:
-            yield module.register_forward_pre_hook(BoundHook(self._begin), prepend=True)
-            yield module.register_forward_hook(BoundHook(self._end))
-            yield module.register_forward_hook(BoundHook(self._left), always_call=True)
+            yield GuardedCall(module, self._called)
 
     def backward_failed(self) -> None:
         self._rebuild(gradients=True)
 
-    def _begin(self, module: nn.Module, args: object) -> None:
+    def _called(self, module: nn.Module) -> Around | None:
+        """``module`` is about to run."""
         # Inside a backward this is a checkpointed segment run again.
-        if torch.compiler.is_compiling() or graph_task() is not None:
-            return
-        running = None if self._running is None else self._running()
-        if running is not None and running is not module and self._contains(running, module):
+        if graph_task() is not None:
+            return None
+        forward = _Forward(module)
+        return Around(partial(self._begin, forward), partial(self._end, forward), partial(self._failed, forward))
+
+    def _begin(self, forward: _Forward) -> None:
+        module, running = forward.module(), self._running
+        if running is not None and not running.failed and self._contains(running.module(), module):
             return
         self._let_go()
         if any(map(_is_in_backward, (ref() for ref in self._sharded))):
             self._rebuild(gradients=True)
         elif running is not None:
             self._rebuild(gradients=False)
-        self._running = weakref.ref(module)
-        self._awaited = frozenset(_awaiting_backward(ref() for ref in self._sharded))
-        self._noted = []
+        forward.awaited = frozenset(_awaiting_backward(ref() for ref in self._sharded))
         if not torch.is_grad_enabled():
             fsdp2 = (one for ref in self._sharded if (one := ref()) is not None and is_fsdp2(one))
-            self._noted = noted_forwards(cast(Any, one)._get_fsdp_state() for one in fsdp2)
+            forward.noted = noted_forwards(cast(Any, one)._get_fsdp_state() for one in fsdp2)
+        self._running = forward
 
-    def _contains(self, outer: nn.Module, module: nn.Module) -> bool:
+    def _contains(self, outer: nn.Module | None, module: nn.Module | None) -> bool:
+        if outer is None or module is None:
+            return False
         return outer is self._model() or any(module is inner for inner in outer.modules())
 
-    def _end(self, module: nn.Module, args: object, output: object) -> None:
-        if self._is_running(module):
-            self._running = None
-            forget_forwards(self._noted)
+    def _end(self, forward: _Forward) -> None:
+        if self._running is forward:
+            forget_forwards(forward.noted)
+            self._running = None  # last: who is interrupted before has left a forward, and not ended it
 
-    def _left(self, module: nn.Module, args: object, output: object) -> None:
-        """The forward is over. Called after ``_end``, and where an exception has kept ``_end`` from being called."""
-        if self._is_running(module):
-            self._running = None
+    def _failed(self, forward: _Forward) -> None:
+        if self._running is forward:
+            forward.failed = True
             self._rebuild(gradients=False)
 
-    def _is_running(self, module: nn.Module) -> bool:
-        return (
-            not torch.compiler.is_compiling()
-            and graph_task() is None
-            and self._running is not None
-            and self._running() is module
-        )
-
     def _rebuild(self, *, gradients: bool) -> None:
-        model = self._model()
+        model, running = self._model(), self._running
         if model is not None:
-            self._running = None
+            awaited = frozenset() if gradients or running is None else running.awaited
             rebuild_fsdp2(model, gradients=gradients)
-            rebuild_fsdp1(model, gradients=gradients, awaited=frozenset() if gradients else self._awaited)
+            rebuild_fsdp1(model, gradients=gradients, awaited=awaited)
+        self._running = None  # last: what is interrupted here is done again before the next forward
 
 
 def _is_in_backward(module: Any) -> bool:
@@ -148,7 +168,10 @@ def rebuild_fsdp2(model: nn.Module, *, gradients: bool) -> None:
         groups = [group for state in states for group in fsdp2_groups(state)]
         # FSDP2's own reset drops all gradients (of torch 2.13: some).
         kept = [KeptGradients(group, unreduced=not gradients) for group in groups]
-        if hasattr(root, "reset_iter_state"):
+        if root is None:
+            for group in groups:
+                reset_group(group)  # it may have been gathered by unshard(), which needs no root
+        elif hasattr(root, "reset_iter_state"):
             _reset_iter_state(root, groups)
         else:
             reset_iter_state(states)
@@ -158,16 +181,21 @@ def rebuild_fsdp2(model: nn.Module, *, gradients: bool) -> None:
 
 def _fsdp2_roots(model: nn.Module) -> Iterator[tuple[Any, Sequence[Any]]]:
     """The outermost modules that ``fully_shard`` was applied to, each with the states that ``fully_shard`` keeps of all
-    modules in it. Such a module may be above ``model``."""
+    modules in it. Such a module may be above ``model``. ``None``: no forward has begun, or an interrupt has stopped the
+    first one before all was made that FSDP2 makes there."""
     seen: set[int] = set()
-    module: Any
-    for module in fsdp2_in(model):
+    modules: Sequence[Any] = fsdp2_in(model)
+    for module in modules:
+        state = module._get_fsdp_state()
+        if state._is_root and not is_lazily_made(state):
+            unmake(states_in(module))
+    for module in modules:
         state = module._get_fsdp_state()
         context = state._state_ctx  # one for all states of a root, which are found in the first forward
         if id(context) not in seen:
             seen.add(id(context))
             root = next((one for one in context.all_states if one._is_root), None)
-            yield (module, [state]) if root is None else (root._modules[0], context.all_states)
+            yield (None, [state]) if root is None else (root._modules[0], context.all_states)
 
 
 def _reset_iter_state(root: Any, groups: Sequence[Any]) -> None:

@@ -1,13 +1,14 @@
 """FSDP2's own notes of an iteration, taken back: ``FSDPModule.reset_iter_state()`` for a torch that has none (before
 2.13 or so), and the notes of forwards that no backward follows."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
+from torch import nn
 
-from instep.sources.fsdp.wrappers import fsdp2_groups
+from instep.sources.fsdp.wrappers import fsdp2_groups, fsdp2_in
 
 # The streams on which FSDP2 communicates, in the context that all modules of a root share.
 _STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
@@ -32,10 +33,10 @@ def reset_iter_state(states: Iterable[Any]) -> None:
         state._training_state = type(state._training_state).IDLE
         state._modules_to_run_forward.clear()  # of a group of modules, those whose forward has not ended
         for group in fsdp2_groups(state):
-            _reset_group(group)
+            reset_group(group)
 
 
-def _reset_group(group: Any) -> None:
+def reset_group(group: Any) -> None:
     if group._all_gather_result is not None:  # gathered ahead, and not used
         wait_for_work(group._all_gather_result.all_gather_work)
         group._all_gather_result = None
@@ -47,6 +48,43 @@ def _reset_group(group: Any) -> None:
         parameter.to_sharded()
     group._sharded_state = type(group._sharded_state).SHARDED
     group._training_state = type(group._training_state).IDLE
+
+
+def is_lazily_made(root: Any) -> bool:
+    """Whether FSDP2 has made all that it makes in the first forward of ``root``, the state of an outermost module. It
+    takes that for made once it has begun (``_is_root``). The hooks around ``state_dict()`` come last."""
+    groups = [group for state in root._state_ctx.all_states for group in fsdp2_groups(state)]
+    hooks = [(group._module_to_pre_save_state_dict_hook_handle, _modules_of(group)) for group in groups]
+    loading = [group._module_to_pre_load_state_dict_hook_handle for group in groups]
+    # The states are in the list one by one, too.
+    found = {id(state) for state in root._state_ctx.all_states}
+    every = all(id(state) in found for state in states_in(root._modules[0]))
+    return every and all(map(len, loading)) and all(len(made) == len(of) for made, of in hooks)
+
+
+def states_in(module: nn.Module) -> Iterator[Any]:
+    """What ``fully_shard`` keeps of ``module`` and the modules in it."""
+    return (cast(Any, one)._get_fsdp_state() for one in fsdp2_in(module))
+
+
+def _modules_of(group: Any) -> set[nn.Module]:
+    return {parameter._module_info.module for parameter in group.fsdp_params}
+
+
+def unmake(states: Iterable[Any]) -> None:
+    """FSDP2 makes again, in the next forward, what it had begun to make for ``states`` in the first one."""
+    for state in states:
+        state._is_root = None
+        state._state_ctx.all_states.clear()
+        state._state_ctx.iter_forward_root = None
+        state._training_state = type(state._training_state).IDLE
+        for group in fsdp2_groups(state):
+            group._module_fqn = None  # for messages: another one would be added to it
+            for name in ("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle"):
+                handles = getattr(group, name)  # it makes these only where there are none
+                for handle in handles.values():
+                    handle.remove()
+                handles.clear()
 
 
 def noted_forwards(states: Iterable[Any]) -> list[tuple[Any, int]]:
