@@ -1290,6 +1290,14 @@ MUTANTS = [
         "differ",
     ),
     Mutant(
+        "say what is trained only where backward begins",
+        "StepVotes.forward_ended",
+        "            self.ranks.tell()\n",
+        "            pass\n",
+        STEP_RANKS,
+        "disabled",
+    ),
+    Mutant(
         "do not wait for the others before the first backward communicates",
         "StepRanks.meet",
         "        if self._waits:\n            self._hear_all()\n",

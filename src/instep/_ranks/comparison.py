@@ -35,12 +35,14 @@ class _Other:
         read: how many of them were read.
         last: the last of these.
         met: what this rank has found to be said by all, and has not read.
+        repeated: how many are read for the attachment after this one: up to there they only repeat the last one.
     """
 
     def __init__(self) -> None:
         self.read = 0
         self.last: str | None = None
         self.met: list[str] = []
+        self.repeated = 0
 
 
 class _Place:
@@ -91,6 +93,8 @@ class Comparison:
         self._rank = dist.get_rank()
         self._mine = mine
         self._same: set[int] = {self._rank}  # the ranks that are known to say the same
+        for other in self._place.others.values():
+            other.read = max(other.read, other.repeated)
         text = json.dumps([list(words.items()) for words in mine])
         self._digest = digest_of(text)
         self._counter = f"same/{len(self._place.said)}/{self._digest}"
@@ -131,6 +135,7 @@ class Comparison:
             other.read, other.last = len(said), said[-1]
             return Heard(self._difference(rank, new[-1]))
         if unread:
+            other.repeated = len(said)
             return Heard(repeated=self._difference(rank, unread[-1]))
         alone = other.last == self._digest
         return Heard(missing=() if alone else (rank,), alone=alone)

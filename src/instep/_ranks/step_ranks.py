@@ -106,13 +106,15 @@ class StepRanks:
         matters: whether a rank without an attachment would compute other numbers.
 
     Attributes:
-        has_met: whether this rank has told the others what it trains.
+        has_told: whether this rank has told the others what it trains.
+        has_met: whether this rank has been in a backward with them.
         mismatch: what is not the same on all ranks; ``None``: nothing, as far as is known.
     """
 
     def __init__(
         self, neighbours: Neighbours, mine: Sequence[Words], model: str, *, waits: bool, matters: bool
     ) -> None:
+        self.has_told = False
         self.has_met = False
         self.mismatch: str | None = None
         self._neighbours = neighbours
@@ -128,10 +130,10 @@ class StepRanks:
 
     # Before the first step: do all ranks train the same model in the same way?
 
-    def meet(self) -> None:
-        """The first backward begins that reduces gradients over all ranks: say what this rank trains. If it waits,
-        ``mismatch`` is known when this returns, before anything is sent that ranks that differ could not answer."""
-        self.has_met = True
+    def tell(self) -> None:
+        """The first forward has ended: say what this rank trains, before its backward waits for anybody. Whoever waits
+        for this rank where a backward begins may be needed there, by FSDP's own hooks."""
+        self.has_told = True
         place = f"steps/{digest_of(self._ranks or self._model)}"
         try:
             if self._ranks is None:
@@ -140,6 +142,13 @@ class StepRanks:
         except RuntimeError:  # the process that keeps the store has ended
             if self._waits:
                 raise
+
+    def meet(self) -> None:
+        """The first backward begins that reduces gradients over all ranks. If this rank waits, ``mismatch`` is known
+        when this returns, before anything is sent that ranks that differ could not answer."""
+        if not self.has_told:
+            self.tell()
+        self.has_met = True
         if self._waits:
             self._hear_all()
 

@@ -61,15 +61,20 @@ class Meeting(Protocol):
     """The ranks that step together, before their first step.
 
     Attributes:
-        has_met: whether this rank has told the others what it trains.
+        has_told: whether this rank has told the others what it trains.
+        has_met: whether this rank has been in a backward with them.
         mismatch: what is not the same on all ranks, in words; ``None``: nothing, as far as is known.
     """
 
+    has_told: bool
     has_met: bool
     mismatch: str | None
 
+    def tell(self) -> None:
+        """The first forward has ended: tell the others what this rank trains, and in which way."""
+
     def meet(self) -> None:
-        """The first backward begins that communicates: tell the others what this rank trains, and in which way."""
+        """The first backward begins that communicates."""
 
     def require_same(self) -> None:
         """Raise ``StepMismatchError`` if the ranks train in different ways, as far as is known."""
@@ -114,6 +119,11 @@ class StepVotes:
         self._vote: Vote | None = None
         self._owes = False
         self._before = 0  # steps that were taken here before join() ended: other ranks may have taken more
+
+    def forward_ended(self) -> None:
+        """A forward has ended from which a backward may begin."""
+        if self.ranks is not None and not self.ranks.has_told:
+            self.ranks.tell()
 
     def begin_backward(self, step: int) -> None:
         """A backward begins, ``step`` steps having been taken here."""

@@ -123,9 +123,11 @@ def build(target: Target, options: Options) -> Parts:
     forwards: ForwardHooks | PlainHooks
     is_sharded = sharding is not None
     if options.disabled:
-        forwards = PlainHooks(schedule, accumulation, handles, is_sharded=is_sharded)
+        forwards = PlainHooks(schedule, accumulation, votes, handles, is_sharded=is_sharded)
     else:
-        forwards = ForwardHooks(held, schedule, sources, accumulation, threads, late, backwards, is_sharded=is_sharded)
+        forwards = ForwardHooks(
+            held, schedule, sources, accumulation, threads, late, backwards, votes, is_sharded=is_sharded
+        )
     return Parts(
         held,
         schedule,

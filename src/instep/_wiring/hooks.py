@@ -117,6 +117,7 @@ class ForwardHooks:
         threads: Threads,
         late: LateParameters,
         backwards: BackwardHooks,
+        votes: StepVotes,
         *,
         is_sharded: bool,
     ) -> None:
@@ -127,6 +128,7 @@ class ForwardHooks:
         self._threads = threads
         self._late = late
         self._backwards = backwards
+        self._votes = votes
         self._is_sharded = is_sharded
 
     def before_forward(self, module: nn.Module, args: object) -> None:
@@ -150,6 +152,8 @@ class ForwardHooks:
             return
         self._backwards.in_forward = False
         self._schedule.after_forward()
+        if torch.is_grad_enabled():
+            self._votes.forward_ended()
         self._backwards.see_backward_from(output)
 
     def _require_alone(self) -> None:

@@ -7,6 +7,7 @@ from instep._autograd.engine import graph_task
 from instep._autograd.hooks import UntracedHook
 from instep._autograd.outputs import nodes_of
 from instep._life.weak import weakly
+from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
 from instep._step.schedule import Schedule
 from instep._wiring.held import Handles
@@ -15,8 +16,11 @@ from instep._wiring.held import Handles
 class PlainHooks:
     """Micro-batches are counted, and backwards seen to begin."""
 
-    def __init__(self, schedule: Schedule, accumulation: Accumulation, handles: Handles, *, is_sharded: bool) -> None:
+    def __init__(
+        self, schedule: Schedule, accumulation: Accumulation, votes: StepVotes, handles: Handles, *, is_sharded: bool
+    ) -> None:
         self._schedule = schedule
+        self._votes = votes
         self._accumulation = accumulation
         self._handles = handles
         self._is_sharded = is_sharded
@@ -27,6 +31,8 @@ class PlainHooks:
 
     def after_forward(self, module: nn.Module, args: object, output: object) -> None:
         if not torch.compiler.is_compiling() and graph_task() is None:
+            if torch.is_grad_enabled():
+                self._votes.forward_ended()
             before_backward = UntracedHook(weakly(self._before_backward))
             for node in nodes_of(output):
                 node.register_prehook(before_backward)
