@@ -32,17 +32,21 @@ class _Other:
     attachment, like this rank's own; but a rank may attach again alone, and then its list is the longer one.
 
     Attributes:
-        read: how many of them were read.
-        last: the last of these.
+        read: how many of them were read: up to the last that this rank said, too.
+        passed: up to where none of them is what this rank says; for its next attachment they are read.
+        last: what both ranks said last; ``None``: they differed.
         met: what this rank has found to be said by all, and has not read.
-        repeated: how many are read for the attachment after this one: up to there they only repeat the last one.
     """
 
     def __init__(self) -> None:
-        self.read = 0
+        self.read = self.passed = 0
         self.last: str | None = None
         self.met: list[str] = []
-        self.repeated = 0
+
+    def begins_anew(self) -> None:
+        """This rank attaches again."""
+        if self.passed > self.read:
+            self.read, self.last = self.passed, None
 
 
 class _Place:
@@ -65,17 +69,15 @@ class Heard(NamedTuple):
     """What is known of the other ranks.
 
     Attributes:
-        difference: between this rank and another, in words; ``None``: none was found.
+        difference: between this rank and another, in words; ``None``: none was found. While ranks are on their way to
+            their first step together, that may be of something which the other one has attached by itself.
         missing: the ranks that have not said anything of this attachment.
-        repeated: the difference between this rank and one that has said nothing new, but what it had said last once
-            more. It may have attached that again by itself, and be on its way to this.
         alone: whether others have said nothing new, and what they said last is what this rank says. They may be on
             their way, or this rank alone has attached again.
     """
 
     difference: str | None = None
     missing: tuple[int, ...] = ()
-    repeated: str | None = None
     alone: bool = False
 
 
@@ -94,7 +96,7 @@ class Comparison:
         self._mine = mine
         self._same: set[int] = {self._rank}  # the ranks that are known to say the same
         for other in self._place.others.values():
-            other.read = max(other.read, other.repeated)
+            other.begins_anew()
         text = json.dumps([list(words.items()) for words in mine])
         self._digest = digest_of(text)
         self._counter = f"same/{len(self._place.said)}/{self._digest}"
@@ -104,17 +106,22 @@ class Comparison:
         self._store.set(f"said/{self._rank}", json.dumps(self._place.said))
         self._store.add(self._counter, 1)
 
-    def heard(self, ranks: Sequence[int]) -> Heard:
-        """What ``ranks`` have said by now. Waits for nobody."""
+    def all_say_the_same(self, ranks: Sequence[int]) -> bool:
+        """Whether all of ``ranks`` have said by now what this one says: one question, however many there are."""
         if self._store.add(self._counter, 0) >= len(ranks):
             for rank in self._same.symmetric_difference(ranks):
                 self._place.others[rank].met.append(self._digest)
             self._same.update(ranks)
+        return len(self._same) == len(ranks)
+
+    def heard(self, ranks: Sequence[int]) -> Heard:
+        """What ``ranks`` have said by now. Waits for nobody."""
+        if self.all_say_the_same(ranks):
+            return Heard()
         found = [self._read(rank) for rank in ranks if rank not in self._same]
         return Heard(
             next((one.difference for one in found if one.difference is not None), None),
             tuple(rank for one in found for rank in one.missing),
-            next((one.repeated for one in found if one.repeated is not None), None),
             any(one.alone for one in found),
         )
 
@@ -131,12 +138,9 @@ class Comparison:
             other.last = self._digest
             self._same.add(rank)
             return Heard()
-        if new := [digest for digest in unread if digest != other.last]:
-            other.read, other.last = len(said), said[-1]
-            return Heard(self._difference(rank, new[-1]))
         if unread:
-            other.repeated = len(said)
-            return Heard(repeated=self._difference(rank, unread[-1]))
+            other.passed = len(said)
+            return Heard(self._difference(rank, unread[-1]))
         alone = other.last == self._digest
         return Heard(missing=() if alone else (rank,), alone=alone)
 

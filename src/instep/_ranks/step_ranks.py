@@ -39,9 +39,12 @@ _NOBODY = 2**62
 _SECONDS_AT_EXIT = 5.0
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
-"""Seconds between two looks at the store, for a rank that waits: the pauses double."""
+"""Seconds between two looks at what all ranks have said together, for a rank that waits: the pauses double."""
+_FIRST_LOOK = 0.25
+"""Seconds after which it looks at what each rank has said, too; then after twice as many, and so on."""
 _SECONDS_UNCLEAR = 5.0
-"""For which a rank waits where one of them may have detached and attached again alone, as before."""
+"""For which a rank waits that finds something else than it says itself, or nothing new: another rank may have attached
+by itself before, and be on its way to what all attach."""
 _SECONDS_UNTIL_SAID = 10.0
 """After which a rank that waits says for whom."""
 _LOOKS = frozenset(1 << n for n in range(11))
@@ -175,25 +178,38 @@ class StepRanks:
             )
 
     def _hear_all(self) -> None:
-        """Wait until every rank has said what it trains, or one has said something else."""
-        began, pause, is_said = time.monotonic(), _FIRST_PAUSE, False
+        """Wait until every rank has said what it trains."""
+        began, pause, look_at, is_said = time.monotonic(), _FIRST_PAUSE, _FIRST_LOOK, False
         limit = timeout_of(self._neighbours.anchor).total_seconds()
-        while True:
-            heard, waited = self._heard(), time.monotonic() - began
-            unclear = heard.alone or heard.repeated is not None
-            waits = heard.missing or (unclear and waited < _SECONDS_UNCLEAR)
-            if heard.difference is not None or not waits or waited > limit:
-                break
+        heard = Heard(missing=self._neighbours.ranks)
+        while not self._all_say_the_same():
+            waited = time.monotonic() - began
+            if waited >= look_at:
+                heard = self._heard()
+                unclear = heard.alone or heard.difference is not None
+                waits = (heard.missing and heard.difference is None) or (unclear and waited < _SECONDS_UNCLEAR)
+                if not waits or waited > limit:
+                    break
+                look_at = 2 * waited if waited >= _SECONDS_UNCLEAR else min(2 * waited, _SECONDS_UNCLEAR)
             if heard.missing and waited > _SECONDS_UNTIL_SAID and not is_said:
                 is_said = True
                 _logger.warning(
-                    "rank %d waits for %s to attach this model, and to begin a backward of it",
+                    "rank %d waits for %s to attach this model, and to run a forward of it",
                     dist.get_rank(),
                     _ranks_in_words(heard.missing),
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+        else:
+            heard = Heard()
         self._take(heard)
+
+    def _all_say_the_same(self) -> bool:
+        assert self._comparison is not None
+        if self._ranks is None and self._closed() is not None:
+            return False
+        assert self._ranks is not None
+        return self._comparison.all_say_the_same(self._ranks)
 
     def _heard(self) -> Heard:
         assert self._comparison is not None
@@ -219,7 +235,7 @@ class StepRanks:
         return store_of_world(f"neighbours/{self._model}")
 
     def _take(self, heard: Heard) -> None:
-        self.mismatch = heard.difference or heard.repeated
+        self.mismatch = heard.difference
         self._all_heard = heard == Heard()
         if self.mismatch is None and heard.missing and (self._waits or self._matters):
             ranks = _ranks_in_words(heard.missing)

@@ -146,14 +146,15 @@ class StepVotes:
             self.voting.open()
 
     def require_same(self) -> None:
-        """``optimizer.step()`` is called: raise ``StepMismatchError`` if the ranks train in different ways."""
-        if self.ranks is not None:
+        """``optimizer.step()`` is called: raise ``StepMismatchError`` if the ranks train in different ways. Not before
+        they have been in a backward together: some may be behind."""
+        if self.ranks is not None and self.ranks.has_met:
             self.ranks.require_same()
 
     def say(self, step: int, *, nonfinite: bool = False) -> Vote | None:
         """This rank stands behind ``step``, so far."""
         self._owes = False
-        if self.voting is not None and self.ranks is not None and not self.ranks.has_met:
+        if self.ranks is not None and not self.ranks.has_met:
             self._meet(self.ranks)  # nobody has seen the first backward begin
         if self.voting is None:
             return None
