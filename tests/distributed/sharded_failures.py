@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from instep.sources.fsdp.wrappers import fsdp2_groups
 from instep.verification import first_difference
 from tests.cases import Blocks, two_groups
+from tests.devices import here
 from tests.distributed.sharded import Loop, mesh, nested, parameters_of
 
 
@@ -122,7 +123,7 @@ def several_roots(model: Any) -> nn.Module:
 
 
 def fsdp1(model: Any, **options: Any) -> nn.Module:
-    options = {"use_orig_params": True, "device_id": torch.device("cpu"), **options}
+    options = {"use_orig_params": True, "device_id": here(), **options}
     for number, block in enumerate(model.blocks):
         model.blocks[number] = FullyShardedDataParallel(block, **options)
     return FullyShardedDataParallel(model, **options)

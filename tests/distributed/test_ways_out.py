@@ -20,6 +20,7 @@ import instep
 from instep._optim.stepper import Stepper
 from instep.errors import TornStepError, UncommittedStepError
 from tests.cases import Blocks, batch, two_groups
+from tests.devices import here
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, nested
 
@@ -34,7 +35,7 @@ SOURCES: Mapping[str, tuple[Callable[[nn.Module], nn.Module], Mapping[str, Any]]
     "replicate": (lambda model: instep.replicate(model, bucket_cap_mb=0.004), {}),
     "fsdp2": (nested, {}),
     "fsdp1": (
-        lambda model: FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")),
+        lambda model: FullyShardedDataParallel(model, use_orig_params=True, device_id=here()),
         {},
     ),
 }

@@ -112,7 +112,7 @@ GRADIENTS: dict[str, tuple[Take, Read]] = {
 }
 
 
-@pytest.mark.parametrize("taken", GRADIENTS)
+@pytest.mark.parametrize("taken", [pytest.param(name, marks=[on_cpu_only] * (name == "NumPy")) for name in GRADIENTS])
 def test_a_gradient_that_is_written_after_the_step(taken: str) -> None:
     take, write = GRADIENTS[taken]
     plain, loop = Loop(), Loop()
