@@ -22,6 +22,7 @@ OF_THE_CPU = {
     "tests/parity/test_interrupts.py": "the same",
     "tests/parity/test_interrupted_backward.py": "the same: no Ctrl-C comes to a thread of the engine",
     "tests/distributed/test_recording.py": "recorded are the host's times",
+    "tests/distributed/test_step_ranks.py": "what ranks say to one another is in host memory, and in the store",
     "tests/functional/test_torch_shipped.py": "torch's own tests, which name their devices",
 }
 
