@@ -7,7 +7,8 @@ state on each of N ranks (Rajbhandari et al., "ZeRO: Memory Optimizations Toward
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ from instep.sources.ddp.reductions import (
 )
 from instep.sources.ddp.shown_buckets import ShownBuckets
 from instep.sources.delivery import deliver, errors_kept
+from instep.sources.in_flight import drain
 from instep.sources.wrapped import WrappedParameters
 from instep.sources.zero.state_shards import GatheredShards, RowShard, ScatteredGradients, StateShards
 
@@ -74,6 +76,8 @@ class ZeroSource:
         self._rooms: dict[int, torch.Tensor] = {}  # where parts are received, by the number of their bucket
         self._scattered: list[ScatteredGradients] = []  # whose memory is not freed yet
         self._gathers: list[tuple[AttachedParameters, GatheredShards]] = []  # in the order of sending
+        self._sends = False  # whether the running backward has come to parts that are sent
+        self._lost = False  # whether a communication of it has failed
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -127,7 +131,7 @@ class ZeroSource:
         if not self._reductions.launched(bucket, reduction):
             raise InstepError("shard_state=True does not go with join(): ranks that have joined own rows, too")
         if reduction.index == 0:
-            self._rooms, self._scattered = {}, []
+            self._rooms, self._scattered, self._sends, self._lost = {}, [], False, False
         self._buckets.show(reduction.index, members)
         if room is not None:
             self._rooms[reduction.index] = room
@@ -153,7 +157,7 @@ class ZeroSource:
             return
         deliver(self._sink, self._members(reductions), partial(self._step_each, reductions))
         # DDP's own end is next, and goes through its buckets, in which parts are received: on the side stream.
-        self._receive(wait=True)
+        self._receive()
         self._sink.streams.join()
 
     def _step_each(self, reductions: Sequence[Reduction]) -> bool:
@@ -177,37 +181,67 @@ class ZeroSource:
             self._fetch(reductions)
             members = [a for a in self._members(reductions) if a.get().grad is not None]
             deliver(self._sink, members, partial(self._sink.apply, members))
-            if self._sink.frees_gradients:
-                self._send(reductions)
-        self._receive(wait=True)
+        if self._sink.frees_gradients:
+            self._send(reductions)
+        self._receive()
 
     def _send(self, reductions: Sequence[Reduction]) -> None:
         """Send this rank's parts to the other ranks, also those that it could not step: the others wait for them."""
+        self._sends = True
         for reduction in reductions:
             members = AttachedParameters(self._parameters[parameter] for parameter in reduction.members)
             # On the side stream, which has stepped the parts that are sent.
-            with self._sink.streams.on(members[0].spec.device):
+            with self._communicating(), self._sink.streams.on(members[0].spec.device):
                 gathered = self._shards.gather(members, self._rooms.get(reduction.index))
-            self._gathers.append((members, gathered))
-            self._receive(wait=False)
+                self._gathers.append((members, gathered))
 
-    def _receive(self, *, wait: bool) -> None:
-        """Write the parts that have arrived into the parameters, in the order of sending.
+    def _receive(self) -> None:
+        """Write the parts that other ranks have stepped into the parameters, in the order of sending.
 
-        Args:
-            wait: also for those that have not arrived yet.
+        None is written before all ranks have said that they have stepped all of theirs: of a rank that could not, what
+        arrives is no part of the step, and parameters would hold parts of two steps.
         """
-        while self._gathers and (wait or self._gathers[0][1].done()):
-            members, gathered = self._gathers.pop(0)
-            arrived = False
-            with errors_kept(self._sink), self._sink.streams.on(members[0].spec.device):
-                gathered()
-                arrived = True
-            if not (arrived and all(map(self._sink.is_applied, members))):
-                self._sink.mixed(members)
+        gathers, self._gathers = self._gathers, []
+        sends, self._sends = self._sends, False
+        goes_on = sends and self._sink.updated_on_all() and not self._lost
+        for members, gathered in gathers:
+            if goes_on:
+                goes_on = self._write(members, gathered)
+            elif not self._lost:
+                drain(gathered)  # it may arrive in DDP's bucket, which the next backward fills
+
+    def _write(self, members: AttachedParameters, gathered: GatheredShards) -> bool:
+        with self._communicating(), self._sink.streams.on(members[0].spec.device):
+            gathered.wait()
+        if self._lost:
+            return False
+        try:
+            with self._sink.streams.on(members[0].spec.device):
+                gathered.write()
+            self._sink.received(members)
+        except BaseException as error:
+            self._sink.fail(error, members.names)
+            return False
+        return True
+
+    @contextmanager
+    def _communicating(self) -> Iterator[None]:
+        """The first communication that fails is the last one that is waited for: after a rank is lost each of them
+        would take as long as the process group waits."""
+        with errors_kept(self._sink):
+            try:
+                yield
+            except BaseException:
+                self._lost = True
+                raise
 
     def _fetch(self, reductions: Sequence[Reduction]) -> None:
         for reduction in reductions:
+            try:
+                reduction.wait()
+            except BaseException:
+                self._lost = True
+                raise
             for parameter, gradient in zip(reduction.members, reduction.all_gradients(), strict=True):
                 if parameter.grad is not None:
                     parameter.grad = gradient
