@@ -43,6 +43,34 @@ from instep.sources.wrapped import WrappedParameters
 from instep.sources.zero.state_shards import GatheredShards, RowShard, ScatteredGradients, StateShards
 
 
+class _Sent:
+    """What one backward has sent.
+
+    Attributes:
+        rooms: where parts are received, by the number of their bucket.
+        scattered: gradients whose memory is not freed yet.
+        gathers: parts that were stepped, in the order of sending.
+        begun: whether it has come to those.
+        lost: whether a communication has failed. It is the last one that is waited for: once a rank is lost, each takes
+            as long as the process group waits.
+    """
+
+    def __init__(self) -> None:
+        self.rooms: dict[int, torch.Tensor] = {}
+        self.scattered: list[ScatteredGradients] = []
+        self.gathers: list[tuple[AttachedParameters, GatheredShards]] = []
+        self.begun = False
+        self.lost = False
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.lost = True
+            raise
+
+
 class ZeroSource:
     """One DDP instance whose buckets are scattered in place of being reduced on all ranks.
 
@@ -73,11 +101,7 @@ class ZeroSource:
         # Whether parts are received in DDP's own buckets, to save memory: these are not needed once they are sent,
         # unless DDP's own end still copies from them into .grad.
         self._in_place = ddp.gradient_as_bucket_view or not self._steps_after_ddp
-        self._rooms: dict[int, torch.Tensor] = {}  # where parts are received, by the number of their bucket
-        self._scattered: list[ScatteredGradients] = []  # whose memory is not freed yet
-        self._gathers: list[tuple[AttachedParameters, GatheredShards]] = []  # in the order of sending
-        self._sends = False  # whether the running backward has come to parts that are sent
-        self._lost = False  # whether a communication of it has failed
+        self._sent = _Sent()
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -131,11 +155,11 @@ class ZeroSource:
         if not self._reductions.launched(bucket, reduction):
             raise InstepError("shard_state=True does not go with join(): ranks that have joined own rows, too")
         if reduction.index == 0:
-            self._rooms, self._scattered, self._sends, self._lost = {}, [], False, False
+            self._sent = _Sent()
         self._buckets.show(reduction.index, members)
         if room is not None:
-            self._rooms[reduction.index] = room
-        self._scattered = [one for one in [*self._scattered, scattered] if not one.free_if_done()]
+            self._sent.rooms[reduction.index] = room
+        self._sent.scattered = [one for one in [*self._sent.scattered, scattered] if not one.free_if_done()]
         # The bucket still holds this rank's own gradients. DDP copies them into .grad, and there they are replaced.
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(buffer)
@@ -173,7 +197,7 @@ class ZeroSource:
             self._step_together(reductions)
         self._sink.retire(self._members(reductions))
         self._sink.streams.join()
-        self._rooms, self._scattered = {}, []
+        self._sent = _Sent()
         self._sink.raise_failure()
 
     def _step_together(self, reductions: Sequence[Reduction]) -> None:
@@ -187,13 +211,12 @@ class ZeroSource:
 
     def _send(self, reductions: Sequence[Reduction]) -> None:
         """Send this rank's parts to the other ranks, also those that it could not step: the others wait for them."""
-        self._sends = True
+        self._sent.begun = True
         for reduction in reductions:
             members = AttachedParameters(self._parameters[parameter] for parameter in reduction.members)
-            # On the side stream, which has stepped the parts that are sent.
-            with self._communicating(), self._sink.streams.on(members[0].spec.device):
-                gathered = self._shards.gather(members, self._rooms.get(reduction.index))
-                self._gathers.append((members, gathered))
+            with self._communicating(members):
+                gathered = self._shards.gather(members, self._sent.rooms.get(reduction.index))
+                self._sent.gathers.append((members, gathered))
 
     def _receive(self) -> None:
         """Write the parts that other ranks have stepped into the parameters, in the order of sending.
@@ -201,19 +224,19 @@ class ZeroSource:
         None is written before all ranks have said that they have stepped all of theirs: of a rank that could not, what
         arrives is no part of the step, and parameters would hold parts of two steps.
         """
-        gathers, self._gathers = self._gathers, []
-        sends, self._sends = self._sends, False
-        goes_on = sends and self._sink.updated_on_all() and not self._lost
-        for members, gathered in gathers:
+        sent = self._sent
+        goes_on = sent.begun and self._sink.updated_on_all() and not sent.lost
+        while sent.gathers:
+            members, gathered = sent.gathers.pop(0)
             if goes_on:
                 goes_on = self._write(members, gathered)
-            elif not self._lost:
+            elif not sent.lost:
                 drain(gathered)  # it may arrive in DDP's bucket, which the next backward fills
 
     def _write(self, members: AttachedParameters, gathered: GatheredShards) -> bool:
-        with self._communicating(), self._sink.streams.on(members[0].spec.device):
+        with self._communicating(members):
             gathered.wait()
-        if self._lost:
+        if self._sent.lost:
             return False
         try:
             with self._sink.streams.on(members[0].spec.device):
@@ -225,23 +248,15 @@ class ZeroSource:
         return True
 
     @contextmanager
-    def _communicating(self) -> Iterator[None]:
-        """The first communication that fails is the last one that is waited for: after a rank is lost each of them
-        would take as long as the process group waits."""
-        with errors_kept(self._sink):
-            try:
-                yield
-            except BaseException:
-                self._lost = True
-                raise
+    def _communicating(self, members: AttachedParameters) -> Iterator[None]:
+        # On the side stream, which steps the parts that are sent, and writes those that arrive.
+        with errors_kept(self._sink), self._sent.communicating(), self._sink.streams.on(members[0].spec.device):
+            yield
 
     def _fetch(self, reductions: Sequence[Reduction]) -> None:
         for reduction in reductions:
-            try:
+            with self._sent.communicating():
                 reduction.wait()
-            except BaseException:
-                self._lost = True
-                raise
             for parameter, gradient in zip(reduction.members, reduction.all_gradients(), strict=True):
                 if parameter.grad is not None:
                     parameter.grad = gradient
