@@ -21,6 +21,31 @@ def in_layers(forward: float, backward: float, send: Sequence[float]) -> list[Ti
     return [Timed((i + 1) * backward, s, end + (count - 1 - i) * forward) for i, s in enumerate(send)]
 
 
+class Waited(OrderedCollective):
+    """Counts who is waited for."""
+
+    def wait(self) -> None:
+        waited.append(self)
+        super().wait()
+
+
+waited: list[OrderedCollective] = []
+
+
+def test_none_is_waited_for_after_one_that_has_failed() -> None:
+    futures: list[torch.futures.Future[torch.Tensor]] = [torch.futures.Future() for _ in range(3)]
+    collectives = OrderedCollectives(range(3), timed=False)
+    sent = [Waited(lambda future=future: future, 0) for future in futures]  # type: ignore[misc]  # a default argument
+    for number, one in enumerate(sent):
+        collectives.add(number, one)
+    futures[0].set_result(torch.zeros(1))
+    futures[1].set_exception(RuntimeError("gone"))
+    waited.clear()
+    collectives.drain()
+    assert waited == sent[:2]
+    assert str(collectives.failure) == "gone"
+
+
 def test_by_hand() -> None:
     # Ready at 1 and 2, read at 3 and 2, each takes 2: sent as they come, they arrive at 3 and 5.
     buckets = in_layers(1.0, 1.0, [2.0, 2.0])

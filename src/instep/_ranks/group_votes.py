@@ -6,6 +6,7 @@ group it stands beside.
 """
 
 import atexit
+import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._ranks.groups import store_beside, timeout_of
+from instep._ranks.lost import is_lost
 from instep._ranks.votes import Verdict, Vote
 
 _NOBODY = 2**31
@@ -72,16 +74,22 @@ class _Group:
         self._last = self._gloo.allreduce([box], self._minimum)
         return self._last
 
-    def finish_sending(self) -> None:
-        if self._last is not None:
+    def finish_sending(self, *, waits: bool) -> None:
+        if self._last is None or self._last.is_completed():
+            return
+        if waits:
             with suppress(Exception):
                 self._last.wait(timedelta(seconds=_SECONDS_AT_EXIT))
+        if not self._last.is_completed():
+            # Some rank does not answer. The end of gloo's group would wait for it as long as for any communication: so
+            # it is kept for as long as the process.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
 
 
 @atexit.register
 def _finish_sending() -> None:
-    for group in list(_beside.values()):
-        group.finish_sending()
+    for group, votes in list(_beside.items()):
+        votes.finish_sending(waits=not is_lost(group))
 
 
 class _Cast:

@@ -8,6 +8,7 @@ same order, whatever the order in which their own gradients are accumulated.
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from instep._autograd.outputs import nodes_of
 from instep._autograd.placeholders import Placeholder
 from instep._life.weak import weakly
 from instep._ranks.agreement import broadcast
+from instep._ranks.lost import communicating
 from instep._step.streams import Makers
 from instep.comm_hooks import mean_allreduce
 from instep.errors import AccumulationError, InstepError
@@ -75,6 +77,7 @@ class _Backward:
             used them is known at the end of backward.
         unused: the numbers of all such parameters.
         use_counts: asks the other ranks at the end of backward.
+        lost: whether a communication has failed: none is waited for after it.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -87,6 +90,7 @@ class _Backward:
         self.held: list[TransientBucket] = []
         self.unused: set[int] = set()
         self.use_counts: torch.futures.Future[Any] | None = None
+        self.lost = False
 
     def count(self, number: int) -> None:
         self.arrived[number] = None
@@ -252,12 +256,11 @@ class TransientBuckets:
 
     def _fail(self, backward: _Backward, error: BaseException) -> None:
         self._backward = None
-        if isinstance(error, Exception):  # not Ctrl-C: a communication may be what hangs
+        if isinstance(error, Exception) and not backward.lost:  # not Ctrl-C: a communication may be what hangs
             under_way: list[Communication] = [*backward.in_flight]
             if backward.use_counts is not None:
                 under_way.append(backward.use_counts)
-            for communication in under_way:
-                drain(communication)
+            drain(under_way)
         if self.receiver is not None:
             self.receiver.failed(error)
 
@@ -333,15 +336,26 @@ class TransientBuckets:
     def _reduce_dtype(self) -> torch.dtype | None:
         return None if self.receiver is None else self.receiver.reduce_dtype
 
+    @contextmanager
+    def _communicating(self, backward: _Backward) -> Iterator[None]:
+        try:
+            with communicating(self.group):
+                yield
+        except Exception:
+            backward.lost = True
+            raise
+
     def _deliver(self, backward: _Backward, bucket: TransientBucket) -> None:
-        bucket.wait()
+        with self._communicating(backward):
+            bucket.wait()
         if bucket.unused:
             backward.held.append(bucket)
         else:
             self._hand_over(bucket, bucket.numbers)
 
     def _hand_over_held(self, backward: _Backward, use_counts: torch.futures.Future[Any]) -> None:
-        use_counts.wait()
+        with self._communicating(backward):
+            use_counts.wait()
         if backward.held:
             somewhere = use_counts.value()[0].tolist()
             for bucket in backward.held:
@@ -370,7 +384,8 @@ class TransientBuckets:
         members = sorted(backward.bucket_of)
         rest = (number for number in reversed(members) if number not in backward.arrived)
         order = torch.tensor([*backward.arrived, *rest], device=self._parameters[0].device)
-        broadcast([order], self.group)
+        with self._communicating(backward):
+            broadcast([order], self.group)
         layout = as_they_arrived(self._parameters, order.tolist(), self._sparse, self._sizes)
         self._layouts[tuple(members)] = layout
 

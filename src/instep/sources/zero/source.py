@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from instep._autograd.hooks import BoundHook
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.plan import Bucket
+from instep._ranks.lost import communicating
 from instep._step.accumulation import Accumulation
 from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AccumulationError, InstepError
@@ -55,7 +56,8 @@ class _Sent:
             as long as the process group waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
         self.rooms: dict[int, torch.Tensor] = {}
         self.scattered: list[ScatteredGradients] = []
         self.gathers: list[tuple[AttachedParameters, GatheredShards]] = []
@@ -65,7 +67,8 @@ class _Sent:
     @contextmanager
     def communicating(self) -> Iterator[None]:
         try:
-            yield
+            with communicating(self._group):
+                yield
         except BaseException:
             self.lost = True
             raise
@@ -101,7 +104,7 @@ class ZeroSource:
         # Whether parts are received in DDP's own buckets, to save memory: these are not needed once they are sent,
         # unless DDP's own end still copies from them into .grad.
         self._in_place = ddp.gradient_as_bucket_view or not self._steps_after_ddp
-        self._sent = _Sent()
+        self._sent = _Sent(shards.group)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -155,7 +158,7 @@ class ZeroSource:
         if not self._reductions.launched(bucket, reduction):
             raise InstepError("shard_state=True does not go with join(): ranks that have joined own rows, too")
         if reduction.index == 0:
-            self._sent = _Sent()
+            self._sent = _Sent(self._shards.group)
         self._buckets.show(reduction.index, members)
         if room is not None:
             self._sent.rooms[reduction.index] = room
@@ -197,7 +200,7 @@ class ZeroSource:
             self._step_together(reductions)
         self._sink.retire(self._members(reductions))
         self._sink.streams.join()
-        self._sent = _Sent()
+        self._sent = _Sent(self._shards.group)
         self._sink.raise_failure()
 
     def _step_together(self, reductions: Sequence[Reduction]) -> None:
@@ -231,7 +234,7 @@ class ZeroSource:
             if goes_on:
                 goes_on = self._write(members, gathered)
             elif not sent.lost:
-                drain(gathered)  # it may arrive in DDP's bucket, which the next backward fills
+                drain([gathered])  # it may arrive in DDP's bucket, which the next backward fills
 
     def _write(self, members: AttachedParameters, gathered: GatheredShards) -> bool:
         with self._communicating(members):
@@ -339,8 +342,12 @@ def _whole_state_dict(
     state = dict(state_dict["state"])
     for number, parameter in enumerate(ordered):
         part = parts.get(id(parameter))
-        if number in state and isinstance(part, RowShard):
-            state[number] = part.give(state[number])
+        if isinstance(part, RowShard):
+            entry = part.give(state.get(number))
+            if entry is None:
+                state.pop(number, None)
+            else:
+                state[number] = entry
     return {**state_dict, "state": state}
 
 
@@ -355,6 +362,12 @@ def _shard(optimizer: Optimizer, parameters: Iterable[AttachedParameter]) -> Non
 def _unshard(optimizer: Optimizer, parameters: Iterable[AttachedParameter]) -> None:
     """Keep all of the optimizer's state, as the plain optimizer does. All ranks must call this."""
     for attached in parameters:
-        entry = optimizer.state.get(attached.get())
-        if entry is not None and isinstance(attached.shard, RowShard):
-            entry.update(attached.shard.give(entry))
+        parameter = attached.get()
+        entry = optimizer.state.get(parameter)
+        if not isinstance(attached.shard, RowShard):
+            continue
+        whole = attached.shard.give(entry)
+        if whole is None:
+            optimizer.state.pop(parameter, None)
+        elif entry is not None:
+            entry.update(whole)

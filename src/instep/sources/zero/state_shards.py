@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from instep._optim.kinds import is_elementwise
 from instep._optim.parameters import AttachedParameter
+from instep._ranks.lost import communicating
 from instep._ranks.messages import broadcast_entries
 
 Write = Callable[[], None]
@@ -99,9 +100,11 @@ class Rows:
             if self._divided and type(value) is torch.Tensor and value.shape == self.shape:
                 entry[key] = self.spread(self.rows(value, self._rank).clone())
 
-    def give(self, entry: Mapping[Any, Any]) -> dict[Any, Any]:
+    def give(self, entry: Mapping[Any, Any] | None) -> dict[Any, Any] | None:
         """The plain optimizer's entry for one that was kept. All ranks must call this."""
-        return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in entry.items()}
+        return (
+            None if entry is None else {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in entry.items()}
+        )
 
 
 class Whole:
@@ -146,9 +149,10 @@ class Whole:
         if not self.is_owner:
             entry.clear()
 
-    def give(self, entry: Mapping[Any, Any]) -> dict[Any, Any]:
-        """The plain optimizer's entry for one that was kept. All ranks must call this."""
-        return broadcast_entries(entry, self._mesh.get_group(), self.owner) or {}
+    def give(self, entry: Mapping[Any, Any] | None) -> dict[Any, Any] | None:
+        """The plain optimizer's entry, which the owner alone knows: some optimizers keep none. All ranks must call
+        this, also those that have no entry."""
+        return broadcast_entries(entry, self._mesh.get_group(), self.owner)
 
 
 RowShard = Rows | Whole
@@ -227,7 +231,7 @@ class StateShards:
         for attached in parameters:
             parameter = attached.get()
             kinds.setdefault((parameter.device, parameter.dtype), []).append((parameter.detach(), attached.shard))
-        gathered = GatheredShards()
+        gathered = GatheredShards(self.group)
         with torch.no_grad():
             for members in kinds.values():
                 rows = [(tensor, part) for tensor, part in members if isinstance(part, Rows)]
@@ -356,7 +360,8 @@ class ScatteredGradients:
 class GatheredShards:
     """The communication of updated parts of parameters, from the ranks that have stepped them to all others."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
         self._expected: list[tuple[Any, Write]] = []
 
     def expect(self, work: Any, write: Write) -> None:
@@ -369,8 +374,9 @@ class GatheredShards:
     def wait(self) -> None:
         """Return when all have arrived, for the current stream. Nothing is written: one that does not arrive must not
         leave parameters with the parts of some ranks."""
-        for work, _ in self._expected:
-            work.wait()
+        with communicating(self._group):
+            for work, _ in self._expected:
+                work.wait()
 
     @torch.no_grad()
     def write(self) -> None:
