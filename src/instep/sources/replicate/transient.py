@@ -8,7 +8,6 @@ same order, whatever the order in which their own gradients are accumulated.
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,7 +29,6 @@ from instep._step.streams import Makers
 from instep.comm_hooks import mean_allreduce
 from instep.errors import AccumulationError, InstepError
 from instep.sources.ddp.reductions import slices_of
-from instep.sources.in_flight import Communication, drain
 from instep.sources.replicate.bucket import TransientBucket
 from instep.sources.replicate.layout import BucketSizes, Layout, as_they_arrived, before_any_backward
 
@@ -77,7 +75,6 @@ class _Backward:
             used them is known at the end of backward.
         unused: the numbers of all such parameters.
         use_counts: asks the other ranks at the end of backward.
-        lost: whether a communication has failed: none is waited for after it.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -90,7 +87,6 @@ class _Backward:
         self.held: list[TransientBucket] = []
         self.unused: set[int] = set()
         self.use_counts: torch.futures.Future[Any] | None = None
-        self.lost = False
 
     def count(self, number: int) -> None:
         self.arrived[number] = None
@@ -256,11 +252,8 @@ class TransientBuckets:
 
     def _fail(self, backward: _Backward, error: BaseException) -> None:
         self._backward = None
-        if isinstance(error, Exception) and not backward.lost:  # not Ctrl-C: a communication may be what hangs
-            under_way: list[Communication] = [*backward.in_flight]
-            if backward.use_counts is not None:
-                under_way.append(backward.use_counts)
-            drain(under_way)
+        # Buckets in flight are not waited for: they have memory of their own, and what is sent later is behind them. Once
+        # a rank is lost each would take as long as the process group waits.
         if self.receiver is not None:
             self.receiver.failed(error)
 
@@ -336,17 +329,8 @@ class TransientBuckets:
     def _reduce_dtype(self) -> torch.dtype | None:
         return None if self.receiver is None else self.receiver.reduce_dtype
 
-    @contextmanager
-    def _communicating(self, backward: _Backward) -> Iterator[None]:
-        try:
-            with communicating(self.group):
-                yield
-        except Exception:
-            backward.lost = True
-            raise
-
     def _deliver(self, backward: _Backward, bucket: TransientBucket) -> None:
-        with self._communicating(backward):
+        with communicating(self.group):
             bucket.wait()
         if bucket.unused:
             backward.held.append(bucket)
@@ -354,7 +338,7 @@ class TransientBuckets:
             self._hand_over(bucket, bucket.numbers)
 
     def _hand_over_held(self, backward: _Backward, use_counts: torch.futures.Future[Any]) -> None:
-        with self._communicating(backward):
+        with communicating(self.group):
             use_counts.wait()
         if backward.held:
             somewhere = use_counts.value()[0].tolist()
@@ -384,7 +368,7 @@ class TransientBuckets:
         members = sorted(backward.bucket_of)
         rest = (number for number in reversed(members) if number not in backward.arrived)
         order = torch.tensor([*backward.arrived, *rest], device=self._parameters[0].device)
-        with self._communicating(backward):
+        with communicating(self.group):
             broadcast([order], self.group)
         layout = as_they_arrived(self._parameters, order.tolist(), self._sparse, self._sizes)
         self._layouts[tuple(members)] = layout
