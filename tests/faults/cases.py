@@ -28,6 +28,8 @@ POINTS = {
     "in flight": "a bucket's collective was called, and nobody has waited for it",
     "after completion": "a bucket has arrived, and is about to be written",
     "before write": "a bucket's gradients are being made ready: nothing of it is written yet",
+    "before rows": "the rows that this rank has updated are about to be sent to the others (``shard_state``)",
+    "rows in flight": "they were sent, and nobody has waited for those of other ranks",
     "in the update": "before an operation of the optimizer's kernel",
     "between state and parameter": "the optimizer has written its state, and not yet the parameter",
     "after write": "a bucket was written",
@@ -47,7 +49,7 @@ class Case:
     """One training run with one fault.
 
     Attributes:
-        source: ``"local"``, ``"ddp"`` or ``"fsdp2"``.
+        source: ``"local"``, ``"ddp"``, ``"zero"`` (DDP with ``shard_state=True``) or ``"fsdp2"``.
         way: ``"backward"``, ``"forward"``, ``"undo"``, ``"crossing"`` (``cross_iteration=True``); ``"plain"`` is the
             loop without instep, ``"torch"`` the one with torch's own step in backward.
         point: a name in ``POINTS``; ``""`` for a run without a fault.
