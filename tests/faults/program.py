@@ -1,7 +1,7 @@
 """The training program: models, optimizers and data, the same in every process that takes part."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -145,11 +145,18 @@ def fingerprint(optimizer: torch.optim.Optimizer, rows_of: tuple[int, int] | Non
         state = vars(optimizer)["state"]  # whose users are told
         states = [state.get(p, {}) for p in parameters]
         if rows_of is not None:
-            states = [
-                {key: _rows(value, parameter, *rows_of) for key, value in one.items()}
-                for one, parameter in zip(states, parameters, strict=True)
-            ]
+            states = rows_of_states(states, parameters, *rows_of)
     return digest(parameters), digest_of_states(states)
+
+
+def rows_of_states(
+    states: Sequence[dict[str, Any]], parameters: Sequence[torch.Tensor], rank: int, ranks: int
+) -> list[dict[str, Any]]:
+    """What ``rank`` keeps of them with ``shard_state``."""
+    return [
+        {key: _rows(value, parameter, rank, ranks) for key, value in one.items()}
+        for one, parameter in zip(states, parameters, strict=True)
+    ]
 
 
 def _rows(value: Any, parameter: torch.Tensor, rank: int, ranks: int) -> Any:

@@ -115,8 +115,12 @@ class Run:
     def _reach(self, place: str) -> None:
         self.at.get(place, _nothing)()
 
+    @property
+    def _rows_of(self) -> tuple[int, int] | None:
+        return (self.rank, self.case.world) if self.case.source == "zero" else None
+
     def _fingerprint(self) -> tuple[str, str]:
-        return program.fingerprint(self.optimizer, (self.rank, self.case.world) if self.case.source == "zero" else None)
+        return program.fingerprint(self.optimizer, self._rows_of)
 
     def _whole(self, step: int) -> None:
         found = [program.digest([p]) for p in self.parameters]
@@ -176,6 +180,8 @@ class Run:
             "model.state_dict": self.model.state_dict,
             "optimizer.state_dict": self.optimizer.state_dict,
         }
+        if self.case.source == "zero" and self._state() != "torn":
+            del uses["optimizer.state_dict"]  # all ranks must call it, where it is not refused
         said = [self._probe(name, use) for name, use in {**uses, "forward": self._forward}.items()]
         return any(said) or self._state() == "torn"
 
@@ -204,7 +210,10 @@ class Run:
             saved = self.model.state_dict()
             weights = program.digest(saved[name] for name, _ in self.model.named_parameters())
             states = self.optimizer.state_dict()["state"]
-            state = program.digest_of_states(states.get(i, {}) for i in range(len(self.parameters)))
+            mine = [states.get(i, {}) for i in range(len(self.parameters))]
+            if self._rows_of is not None:  # the checkpoint has all of it
+                mine = program.rows_of_states(mine, self.parameters, *self._rows_of)
+            state = program.digest_of_states(mine)
         except RuntimeError as error:
             self.note("save", error=type(error).__name__, text=str(error)[:200])
         else:

@@ -47,7 +47,7 @@ SHORT = [
     Case("ddp", "forward", "gradient", "nan", 11, 1, nonfinite="skip", world=2),
     Case("fsdp2", "backward", "gradient", "nan", 0, 1, nonfinite="raise", then="leave", world=2),
     Case("ddp", point="vote", kind="kill", rank=1, then="leave", world=2),
-    Case("zero", "forward", "rows in flight", "kill", 0, 1, then="leave", world=2),
+    Case("zero", "forward", "rows in flight", "kill", 0, 1, then="leave", optimizer="AdamW foreach", world=2),
     Case("zero", "forward", "in the update", "raise", 0, 1, then="leave", world=2, optimizer="AdamW foreach"),
     Case("zero", "backward", "in the update", "raise", 1, 1, then="leave", world=2, optimizer="AdamW foreach"),
     Case("ddp", point="in flight", kind="partition", where=1, rank=1, then="leave", world=2),

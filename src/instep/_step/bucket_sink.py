@@ -216,8 +216,9 @@ class BucketSink(HoldsStep):
             try:
                 vote = step.ledger.votes.updated(step.number, failed=failed)
                 error = None if vote is None or failed else error_of(vote)
-            except Exception as lost:
-                error = lost
+            except BaseException as stopped:  # such as Ctrl-C: nothing may be raised before DDP's own end
+                self.fail(stopped)
+                return False
             if error is not None:
                 self._writes.tear(error, is_known=True)
                 self._failure.keep(step.ledger.torn_error(error))

@@ -105,8 +105,10 @@ class Ranks:
         self.know = True
         try:
             self._on_updates = votes.updated(self._number, failed=self._outcome.failure is not None)
-        except Exception as error:
+        except BaseException as error:
             self._outcome.loses(error)
+            if not isinstance(error, Exception):
+                raise
 
     def hear_of_updates(self) -> None:
         """Wait until all ranks have updated their shards, before those of others are written here: of a rank that could

@@ -252,8 +252,8 @@ class TransientBuckets:
 
     def _fail(self, backward: _Backward, error: BaseException) -> None:
         self._backward = None
-        # Buckets in flight are not waited for. They have memory of their own, and what is sent later is behind them; once a
-        # rank is lost, each of them would take as long as the process group waits.
+        # Buckets in flight are not waited for: they have memory of their own, and what is sent later is behind them.
+        # Once a rank is lost, each of them would take as long as the process group waits.
         if self.receiver is not None:
             self.receiver.failed(error)
 
