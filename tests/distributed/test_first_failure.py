@@ -16,7 +16,6 @@ import instep
 from instep._ranks import group_votes
 from instep._ranks.lost import communicating, is_lost
 from instep.errors import TornStepError
-from instep.sources.replicate import transient
 from instep.sources.zero.state_shards import GatheredShards
 from tests.cases import Blocks
 from tests.distributed.loops import loss_of, train
@@ -55,7 +54,7 @@ def replicated(options: dict[str, Any] | None, number: int) -> bool:
     overlap = None if options is None else instep.attach(model, optimizer, **options)
     train(model, optimizer, range(1))
     loss = loss_of(model, 1)
-    with patch.object(transient.dist, "all_reduce", lost_from(dist.all_reduce, number)), suppress(LostError):
+    with patch.object(dist, "all_reduce", lost_from(dist.all_reduce, number)), suppress(LostError):
         loss.backward()
     if overlap is not None:
         overlap.accept_torn()

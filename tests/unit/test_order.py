@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ waited: list[OrderedCollective] = []
 
 
 def test_none_is_waited_for_after_one_that_has_failed() -> None:
-    futures: list[torch.futures.Future[torch.Tensor]] = [torch.futures.Future() for _ in range(3)]
+    futures: list[torch.futures.Future[Any]] = [torch.futures.Future() for _ in range(3)]
     collectives = OrderedCollectives(range(3), timed=False)
     sent = [Waited(lambda future=future: future, 0) for future in futures]  # type: ignore[misc]  # a default argument
     for number, one in enumerate(sent):
