@@ -174,6 +174,32 @@ def test_an_update_that_fails(three_ranks: RankPool, way: str, optimizer: str) -
         assert counts == [BUCKETS * len(MOMENTS)] * 3
 
 
+def one_cannot_begin() -> None:
+    """On the first rank the first bucket's gradients do not arrive: it has updated nothing, and says so."""
+    oracle = Loop("backward", "rows")
+    oracle.step(0)
+    old = oracle.values()
+    oracle.step(1)
+    new = oracle.values()
+    loop = Loop("backward", "rows")
+    loop.step(0)
+    if dist.get_rank() == 0:
+        with patch.object(Reduction, "wait", side_effect=ConnectionError("gone")):
+            assert isinstance(first_error(loop, 1), ConnectionError)
+        assert loop.overlap.state == "idle"
+        assert all(map(torch.equal, loop.values().values(), old.values()))
+        return
+    error = first_error(loop, 1)
+    assert isinstance(error, TornStepError)
+    assert "rank 0 said" in str(error.__cause__)
+    require_exact(torn_by(loop), loop, old, new, [])
+    loop.overlap.accept_torn()
+
+
+def test_a_rank_that_cannot_begin(three_ranks: RankPool) -> None:
+    three_ranks.run(one_by_one, one_cannot_begin)
+
+
 def one_by_one(body: Callable[..., Any], *args: Any) -> Any:
     """DDP's buckets are stepped one by one, as on a slow network."""
     with patch.object(Reduction, "arrived", property(lambda self: False)):

@@ -2771,7 +2771,7 @@ MUTANTS = [
         "Shards.receive",
         "            outcome.applied += self._shared\n",
         "",
-        TORN_ROWS,
+        FIRST_FAILURE,
     ),
     Mutant(
         "torn: an update that was put off begins what another rank updates",
