@@ -346,7 +346,6 @@ def body_communication_fails(way: str | None, failing: int) -> tuple[bool, bool]
     ):
         loss.backward()
     assert len(calls) > failing
-    assert all(future.done() for future in calls)
     untouched = equal(weights(model), before)
     torn = False
     if overlap is not None:
@@ -356,7 +355,7 @@ def body_communication_fails(way: str | None, failing: int) -> tuple[bool, bool]
             torn = "the peer is gone" in str(error.cause)
             overlap.accept_torn()
     optimizer.zero_grad()
-    train(model, optimizer, range(3, 5))  # nothing was left on its way
+    train(model, optimizer, range(3, 5))  # behind what was left on its way
     return untouched, torn
 
 

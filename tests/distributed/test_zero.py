@@ -24,6 +24,7 @@ from tests.devices import here, on_cpu_only
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, Step, loss_of, sampled
 from tests.distributed.zero import WAYS, adamw, both, ddp, same, saved
+from tests.stopping import Stops
 
 # Fused kernels on a CPU round the last elements of a tensor, which do not fill a vector, in another way than the
 # others: which these are depends on how the tensor is divided.
@@ -231,6 +232,20 @@ def test_muon_beside_another(two_ranks: RankPool, way: str) -> None:
 def test_muon_clipped(two_ranks: RankPool) -> None:
     """The norm of what is divided by rows is summed up in another order."""
     two_ranks.run(muon, "forward", {"clip": instep.ClipNorm(0.3)})
+
+
+def stateless(model: nn.Module) -> torch.optim.Optimizer:
+    return Stops(model.parameters(), lr=0.05)
+
+
+def without_state(way: str) -> None:
+    both(way, stateless, reloaded)
+
+
+@pytest.mark.parametrize("way", ["backward", "forward"])
+def test_an_optimizer_that_keeps_no_state(two_ranks: RankPool, way: str) -> None:
+    """Of a parameter that another rank steps it has an empty entry, and of its own none."""
+    two_ranks.run(without_state, way)
 
 
 class Odd(Blocks):

@@ -31,6 +31,8 @@ POINTS = {
     "in flight": "a bucket's collective was called, and nobody has waited for it",
     "after completion": "a bucket has arrived, and is about to be written",
     "before write": "a bucket's gradients are being made ready: nothing of it is written yet",
+    "before rows": "the rows that this rank has updated are about to be sent to the others (``shard_state``)",
+    "rows in flight": "they were sent, and nobody has waited for those of other ranks",
     "in the update": "before an operation of the optimizer's kernel",
     "between state and parameter": "the optimizer has written its state, and not yet the parameter",
     "after write": "a bucket was written",
@@ -51,8 +53,9 @@ class Case:
     """One training run with one fault.
 
     Attributes:
-        source: ``"local"``, ``"ddp"``, ``"joined"`` (DDP, after a ``join()`` of unequally many iterations), ``"fsdp2"``
-            or ``"2d"`` (FSDP2 over tensor parallelism, on four ranks).
+        source: ``"local"``, ``"ddp"``, ``"zero"`` (DDP with ``shard_state=True``), ``"joined"`` (DDP, after a
+            ``join()`` of unequally many iterations), ``"fsdp2"`` or ``"2d"`` (FSDP2 over tensor parallelism, on four
+            ranks).
         way: ``"backward"``, ``"forward"``, ``"undo"``, ``"default"``, ``"crossing"`` (``cross_iteration=True``);
             ``"plain"`` is the
             loop without instep, ``"torch"`` the one with torch's own step in backward.

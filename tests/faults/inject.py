@@ -35,7 +35,12 @@ if TYPE_CHECKING:
     from tests.faults.rank import Run
 
 HANG = TIMEOUT + 2.0
-REDUCE_SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single")
+COLLECTIVES = {
+    "ddp": ("all_reduce",),
+    "zero": ("all_to_all_single",),
+    "fsdp2": ("reduce_scatter_tensor", "reduce_scatter_single"),
+}
+"""Of each source those that reduce a bucket."""
 
 
 class InjectedError(Exception):
@@ -137,18 +142,21 @@ def _failing_for_the_reducer(work: Any) -> Work:
 def _collectives(trigger: Trigger, run: "Run") -> Iterator[None]:
     """Those that reduce a bucket: of DDP's reducer, of its communication hook, FSDP2's reduce-scatter."""
     point = trigger.case.point
-    names = ("all_reduce",) if trigger.case.source == "ddp" else REDUCE_SCATTERS
+    names = COLLECTIVES[trigger.case.source]
+    if point in ("before rows", "rows in flight"):
+        names = ("all_gather",)
     where: list[tuple[Any, str]] = [(dist, name) for name in names if hasattr(dist, name)]
-    where.append((ReducerGroup, "_reduce"))
+    if trigger.case.source != "zero":
+        where.append((ReducerGroup, "_reduce"))
 
     def wrapped(real: Callable[..., Any], failing: Callable[[Any], Work]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if point == "before launch":
+            if point in ("before launch", "before rows"):
                 trigger.hit()
             work = real(*args, **kwargs)
             if trigger.case.kind == "error":
                 return failing(work) if trigger.due() else work
-            if point == "in flight":
+            if point in ("in flight", "rows in flight"):
                 trigger.hit()
             return work
 
@@ -381,6 +389,8 @@ SEAMS: dict[str, Seam] = {
     "gradient": _gradient,
     "before launch": _collectives,
     "in flight": _collectives,
+    "before rows": _collectives,
+    "rows in flight": _collectives,
     "after completion": _update,
     "before write": _update,
     "in the update": _update,

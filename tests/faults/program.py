@@ -1,7 +1,7 @@
 """The training program: models, optimizers and data, the same in every process that takes part."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -90,7 +90,7 @@ BUCKET_MB = 0.004
 def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = MODELS[case.model]().to(case.device)
-    if case.source in ("ddp", "joined"):
+    if case.source in ("ddp", "zero", "joined"):
         model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=case.way == "crossing")
     elif case.source == "fsdp2":
         for block in model.blocks if isinstance(model, Blocks) else model.children():
@@ -139,6 +139,9 @@ def _options(case: Case) -> dict[str, Any]:
         chosen = {"schedule": "forward", "defer": True, "cross_iteration": case.way == "crossing"}
     if case.source == "local":
         chosen["bucket_bytes"] = int(BUCKET_MB * 2**20)
+    if case.source == "zero":
+        del chosen["undo" if case.way == "backward" else "cross_iteration"]
+        chosen["shard_state"] = True
     if case.nonfinite is not None:
         chosen["nonfinite"] = case.nonfinite
     return chosen
@@ -168,13 +171,37 @@ def loss_of(model: nn.Module, case: Case, rank: int, step: int) -> torch.Tensor:
     return nn.functional.cross_entropy(out, y)
 
 
-def fingerprint(optimizer: torch.optim.Optimizer) -> tuple[str, str]:
-    """SHA-256 of the parameters and of the optimizer's state as they are in memory. instep is not told of this."""
+def fingerprint(optimizer: torch.optim.Optimizer, rows_of: tuple[int, int] | None = None) -> tuple[str, str]:
+    """SHA-256 of the parameters and of the optimizer's state as they are in memory. instep is not told of this.
+
+    Args:
+        rows_of: a rank and the number of ranks: of the state only what this rank has of it with ``shard_state``.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     with torch._C.DisableTorchFunctionSubclass():
         state = vars(optimizer)["state"]  # whose users are told
         states = [state.get(p, {}) for p in parameters]
+        if rows_of is not None:
+            states = rows_of_states(states, parameters, *rows_of)
     return digest(parameters), digest_of_states(states)
+
+
+def rows_of_states(
+    states: Sequence[dict[str, Any]], parameters: Sequence[torch.Tensor], rank: int, ranks: int
+) -> list[dict[str, Any]]:
+    """What ``rank`` keeps of them with ``shard_state``."""
+    return [
+        {key: _rows(value, parameter, rank, ranks) for key, value in one.items()}
+        for one, parameter in zip(states, parameters, strict=True)
+    ]
+
+
+def _rows(value: Any, parameter: torch.Tensor, rank: int, ranks: int) -> Any:
+    """As ``DTensor``'s ``Shard(0)`` divides them."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != parameter.shape:
+        return value
+    size = -(-len(value) // ranks)
+    return value[rank * size : (rank + 1) * size]
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:

@@ -119,18 +119,25 @@ class Run:
     def _reach(self, place: str) -> None:
         self.at.get(place, _nothing)()
 
+    @property
+    def _rows_of(self) -> tuple[int, int] | None:
+        return (self.rank, self.case.world) if self.case.source == "zero" else None
+
+    def _fingerprint(self) -> tuple[str, str]:
+        return program.fingerprint(self.optimizer, self._rows_of)
+
     def _whole(self, step: int) -> None:
         found = [program.digest([p]) for p in self.parameters]
         still = sum(map(str.__eq__, found, self._found)) if self._found and step == self._found_at + 1 else 0
         self._found, self._found_at = found, step
-        self.note("whole", step=step, hash=program.fingerprint(self.optimizer), torn=self._accepted, still=still)
+        self.note("whole", step=step, hash=self._fingerprint(), torn=self._accepted, still=still)
 
     def _after(self, error: BaseException, step: int) -> tuple[bool, int]:
         """What became of an error. Returns whether to go on, and with which step."""
         raised, ticks = time.monotonic(), self._pace.ticks()
         with suppress(RuntimeError):  # a collective of a rank that is gone
             let_go()
-        found = program.fingerprint(self.optimizer)
+        found = self._fingerprint()
         self.note(
             "raised",
             raised=raised,
@@ -150,13 +157,13 @@ class Run:
         if self.overlap is not None and self._state() == "pending":
             # Of the step before, which was committed: its update is not due before somebody reads the weights.
             self._probe("synchronize", self.overlap.synchronize)
-            found = program.fingerprint(self.optimizer)
+            found = self._fingerprint()
         time.sleep(QUIET)
-        later = program.fingerprint(self.optimizer)
+        later = self._fingerprint()
         self.note("quiet", same=later == found, hash=later, before=found, step=step, torn=self._accepted)
         torn = self.overlap is not None and self._is_torn()
         self._attempts += 1
-        self.note("settled", state=self._state(), whole=program.fingerprint(self.optimizer), torn=torn, step=step)
+        self.note("settled", state=self._state(), whole=self._fingerprint(), torn=torn, step=step)
         if self.case.then == "leave" or self._attempts == ATTEMPTS or not (torn or self.rank in self.case.ranks):
             return False, step
         if torn and self.overlap is not None:
@@ -178,6 +185,8 @@ class Run:
             "model.state_dict": self.model.state_dict,
             "optimizer.state_dict": self.optimizer.state_dict,
         }
+        if self.case.source == "zero" and self._state() != "torn":
+            del uses["optimizer.state_dict"]  # all ranks must call it, where it is not refused
         said = [self._probe(name, use) for name, use in {**uses, "forward": self._forward}.items()]
         return any(said) or self._state() == "torn"
 
@@ -206,7 +215,10 @@ class Run:
             saved = self.model.state_dict()
             weights = program.digest(saved[name] for name, _ in self.model.named_parameters())
             states = self.optimizer.state_dict()["state"]
-            state = program.digest_of_states(states.get(i, {}) for i in range(len(self.parameters)))
+            mine = [states.get(i, {}) for i in range(len(self.parameters))]
+            if self._rows_of is not None:  # the checkpoint has all of it
+                mine = program.rows_of_states(mine, self.parameters, *self._rows_of)
+            state = program.digest_of_states(mine)
         except RuntimeError as error:
             self.note("save", error=type(error).__name__, text=str(error)[:200])
         else:

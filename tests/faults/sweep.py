@@ -203,6 +203,31 @@ def attached_in_other_ways() -> Iterator[Case]:
             yield Case(source, way, "attach", DIFFERS, where, rank, step=0, then="leave", world=2)
 
 
+def ranks_that_update_for_others() -> Iterator[Case]:
+    """Rows 1 to 4 with ``shard_state``, of an optimizer whose update of rows is bit for bit that of the whole. Backward
+    has five buckets, and what is put off is sent in one. Three ranks add up in another order than DDP."""
+
+    def case(way: str, point: str, kind: str, where: int, rank: int = 1, then: str = "leave") -> Case:
+        return Case("zero", way, point, kind, where, rank, then=then, optimizer="AdamW foreach", world=2)
+
+    of_rows = ("before rows", "rows in flight", "after completion", "in the update", "after write")
+    others = ("forward", "model", "end of backward", "before step", "in step", "after step", "vote")
+    of_each = (("backward", of_rows, (0, 2)), ("forward", of_rows, (0,)), ("backward", ("in flight",), (0, 2)))
+    for kind, (way, points, places), rank in product(("raise", "kill", "stop", "hang"), of_each, (0, 1)):
+        for point, where in product(points, places):
+            if (kind == "raise" and point in of_rows[2:]) or kind == "kill" or (kind != "raise" and rank == 1):
+                yield case(way, point, kind, where, rank)
+    for kind, way, point in product(("raise", "interrupt", "kill", "stop"), ("backward", "forward"), others):
+        yield case(way, point, kind, 14 if point == "model" else 0)
+    for kind, way, where in product(("interrupt", "kill"), ("backward", "forward"), (1, 2, 3)):
+        yield case(way, "vote", kind, where)
+    for way, where in (("backward", 0), ("backward", 2), ("forward", 0)):
+        yield case(way, "rows in flight", "error", where)
+        yield case(way, "rows in flight", "partition", where)
+    for way, point in product(("backward", "forward"), ("before step", "in step", "after step")):
+        yield case(way, point, "save", 0, ALL, "again")
+
+
 def everything() -> list[Case]:
     cases = [
         *updates_that_raise(),
@@ -217,6 +242,7 @@ def everything() -> list[Case]:
         *on_two_dimensions(),
         *after_join(),
         *attached_in_other_ways(),
+        *ranks_that_update_for_others(),
     ]
     return list(dict.fromkeys(cases))
 

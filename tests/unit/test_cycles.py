@@ -58,6 +58,14 @@ class Interrupted(torch.optim.SGD):
             raise Interrupted.by("in the update")
 
 
+class Nothing:
+    """The parts of one rank alone."""
+
+    def wait(self) -> None: ...
+
+    def write(self) -> None: ...
+
+
 @pytest.fixture
 def buckets(monkeypatch: pytest.MonkeyPatch) -> list["weakref.ref[Any]"]:
     """All that are handed over, and their gradients."""
@@ -83,7 +91,7 @@ def test_an_update_that_is_stopped_keeps_no_gradient(
     made = [Interrupted(part.parameters(), lr=0.1, momentum=0.9) for part in parts]
     with instep.attach(model, made, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
         if here:  # as with shard_state: this rank's part is updated, and sent, in step()
-            schedule_of(overlap).gather = lambda parameters: lambda: None
+            schedule_of(overlap).gather = lambda parameters: Nothing()
         for optimizer in made:
             optimizer.zero_grad()
         model(torch.ones(2, 3)).sum().backward()

@@ -22,7 +22,7 @@ ALLOWED = {
     "_gradients": {"errors", "_optim", "_ranks"},
     "_step": {"errors", "_life", "_autograd", "_optim", "_ranks", "_gradients"},
     "sources": {"errors", "_life", "_autograd", "_optim", "_step"},
-    "sources.ddp": {"errors", "comm_hooks", "_life", "_autograd", "_optim", "sources"},
+    "sources.ddp": {"errors", "comm_hooks", "_life", "_autograd", "_optim", "_ranks", "sources"},
     "sources.crossing": {
         "errors",
         "comm_hooks",

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,31 @@ def in_layers(forward: float, backward: float, send: Sequence[float]) -> list[Ti
     count = len(send)
     end = count * backward
     return [Timed((i + 1) * backward, s, end + (count - 1 - i) * forward) for i, s in enumerate(send)]
+
+
+class Waited(OrderedCollective):
+    """Counts who is waited for."""
+
+    def wait(self) -> None:
+        waited.append(self)
+        super().wait()
+
+
+waited: list[OrderedCollective] = []
+
+
+def test_none_is_waited_for_after_one_that_has_failed() -> None:
+    futures: list[torch.futures.Future[Any]] = [torch.futures.Future() for _ in range(3)]
+    collectives = OrderedCollectives(range(3), timed=False)
+    sent = [Waited(lambda future=future: future, 0) for future in futures]
+    for number, one in enumerate(sent):
+        collectives.add(number, one)
+    futures[0].set_result(torch.zeros(1))
+    futures[1].set_exception(RuntimeError("gone"))  # type: ignore[arg-type]  # torch declares the value's type
+    waited.clear()
+    collectives.drain()
+    assert waited == sent[:2]
+    assert str(collectives.failure) == "gone"
 
 
 def test_by_hand() -> None:

@@ -36,6 +36,8 @@ class _Shard:
 
     state_is_sharded = False
     is_owner = True
+    is_shared = False
+    is_empty = False
 
     def __init__(self, parameter: Any) -> None:
         self._mesh = parameter.device_mesh

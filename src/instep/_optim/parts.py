@@ -19,10 +19,14 @@ class LocalShard(Protocol):
     Attributes:
         state_is_sharded: the state is that of the part, so that the parameter can be stepped in no other way.
         is_owner: whether this rank updates any of it.
+        is_shared: whether other ranks update parts of what this rank has of the parameter, and send them.
+        is_empty: whether this rank updates nothing of it.
     """
 
     state_is_sharded: bool
     is_owner: bool
+    is_shared: bool
+    is_empty: bool
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The part of the parameter or of its gradient, in the same memory; ``None`` if ``tensor`` is laid out in

@@ -10,6 +10,7 @@ accelerator is waited for. What must not be waited for at all goes by the store 
 """
 
 import atexit
+import ctypes
 import json
 import logging
 import threading
@@ -27,6 +28,7 @@ import torch.distributed as dist
 
 from instep._ranks.comparison import Comparison, Heard, Words, digest_of
 from instep._ranks.groups import store_of_world, timeout_of, world
+from instep._ranks.lost import is_lost
 from instep._ranks.votes import Verdict, Vote
 from instep.errors import InstepError, StepMismatchError
 
@@ -315,17 +317,23 @@ class _Gloo:
         hear it now. Those that are not neighbours of the rank that is gone would wait until their time is over."""
         self._gloo = self._last = None
 
-    def finish_sending(self) -> None:
-        if self._last is not None:
+    def finish_sending(self, *, waits: bool) -> None:
+        if self._last is None or self._last.is_completed():
+            return
+        if waits:
             with suppress(Exception):
                 self._last.wait(timedelta(seconds=_SECONDS_AT_EXIT))
+        if not self._last.is_completed():
+            # Some rank does not answer. The end of gloo's group would wait for it as long as for any communication: so
+            # it is kept for as long as the process.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
 
 
 @atexit.register
 def _finish_sending() -> None:
-    for groups in list(_voting.values()):
+    for anchor, groups in list(_voting.items()):
         for group in groups.values():
-            group.finish_sending()
+            group.finish_sending(waits=not is_lost(anchor))
 
 
 class _Cast:

@@ -98,7 +98,8 @@ class StepVotes:
 
     Every backward that communicates is followed by one vote of every rank, so that the votes of all of them stay in
     the same order whatever happens: by that on the step, or by that on its failure, or, on a rank that takes no step,
-    by one at the next such backward.
+    by one at the next such backward. Where each rank updates a part of the parameters for all, there is one more, on
+    these updates; who fails in them casts no other.
 
     Attributes:
         ranks: those that take the steps together; ``None``: there is only one.
@@ -160,6 +161,14 @@ class StepVotes:
             return None
         self.count += 1
         return self.voting.cast(step - self._before, nonfinite=nonfinite)
+
+    def updated(self, step: int, *, failed: bool) -> Vote | None:
+        """This rank has updated its parts of the parameters, or has ``failed`` to: a vote beside that on the step."""
+        self._owes = self._owes and not failed
+        if self.voting is None:
+            return None
+        self.count += 1
+        return self.voting.cast(step - self._before, failed=failed)
 
     def committed(self, step: int) -> None:
         """This rank has taken ``step``. What the others say is heard later."""

@@ -10,6 +10,7 @@ import torch
 from instep._autograd.engine import graph_task
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there
 from instep._optim.unchanged import require_in_place
+from instep._ranks.votes import error_of
 from instep._step.first_error import FirstError
 from instep._step.members import gradient_of
 from instep._step.recorder import Recorder
@@ -144,7 +145,8 @@ class BucketSink(HoldsStep):
                 writes.updated(members, gradients)
             except BaseException as error:
                 if not (isinstance(error, Exception) and writes.takes_back(error)):
-                    self.fail(error, writes.begun.names)
+                    begun = (a for a in writes.begun if a.shard is None or not a.shard.is_empty)
+                    self.fail(error, [a.spec.name for a in begun])
                 return False
             step.times.ran(started)
             if self.recorder is not None:
@@ -203,16 +205,28 @@ class BucketSink(HoldsStep):
             self._failure.keep(error)
             self._stop(error, begun)
 
-    def mixed(self, parameters: AttachedParameters) -> None:
-        """If something has stopped the step: these may hold parts that other ranks have updated, and parts that this
-        rank has not, or the other way round."""
-        with self._step.lock:
-            if self._failure.error is None:
-                return
-            if self._step.ledger.torn is None:
-                self._writes.tear(self._failure.error, parameters.names)
-            else:
-                self._step.ledger.doubt(parameters.names)
+    def updated_on_all(self) -> bool:
+        """This rank has updated its parts of the parameters, or has failed to. Whether all ranks have updated theirs:
+        each of them must ask once in a backward, before it writes a part that another rank has updated. If one has
+        failed, the step is torn here, too."""
+        step, failed = self._step, self._failure.error is not None
+        with step.lock:
+            if step.ledger.torn is not None:
+                return False  # the others know it
+            try:
+                vote = step.ledger.votes.updated(step.number, failed=failed)
+                error = None if vote is None or failed else error_of(vote)
+            except BaseException as stopped:  # such as Ctrl-C: nothing may be raised before DDP's own end
+                self.fail(stopped)
+                return False
+            if error is not None:
+                self._writes.tear(error, is_known=True)
+                self._failure.keep(step.ledger.torn_error(error))
+            return not failed and error is None
+
+    def received(self, parameters: AttachedParameters) -> None:
+        """The parts of these that other ranks have updated were written."""
+        self._step.members.received.update(parameters.indices)
 
     def backward_raised(self) -> None:
         """Backward is ending with an exception of its own. Nothing of this step is written any more."""

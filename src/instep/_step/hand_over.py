@@ -345,14 +345,14 @@ class HandOver:
     def _begin(self, buckets: Sequence[PendingBucket], parameters: Sequence[AttachedParameter]) -> None:
         """Start all that need not be asked for."""
         pending = self._pending
-        for bucket in buckets:
-            if bucket.sent:
-                continue
-            if self.gather is not None:
-                by_id = {id(attached.get()): attached for attached in parameters}
+        if self.gather is not None:
+            by_id = {id(attached.get()): attached for attached in parameters}
+            for bucket in (one for one in buckets if not one.sent):
                 with pending.on_side(bucket):
                     bucket.send([by_id[id(tensor)] for tensor in bucket.tensors], self.gather)
-            if bucket.device.type == "cpu":
+            buckets[0].step.ranks.tell_of_updates(self._step.ledger.votes)  # they are all of one step
+        for bucket in buckets:
+            if bucket.device.type == "cpu" and bucket.done is None:
                 # Others are stepped when they are waited for, by the same thread: who waits may be in the middle of
                 # tracing, or in inference mode.
                 at_once = bucket.step.circumstances.at_any_time or self.gather is not None

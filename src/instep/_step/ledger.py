@@ -6,6 +6,7 @@ from instep._autograd.engine import graph_task
 from instep._ranks.votes import StepVotes
 from instep._step.states import Event, Machine, State
 from instep._step.torn import Torn
+from instep.errors import StepMismatchError
 
 
 class Ledger:
@@ -53,10 +54,9 @@ class Ledger:
         self.torn = Torn(number, applied, pending, rank, cause, accepted, in_part, graph_task(), unsure)
         self.happened(Event.TORE)
 
-    def doubt(self, names: Sequence[str]) -> None:
-        """Nobody knows any more what these parameters of the torn step hold."""
-        assert self.torn is not None
-        self.torn = self.torn.doubting(names)
+    def torn_error(self, error: Exception) -> Exception:
+        """What to raise of ``error``, which other ranks have found, and has torn the step."""
+        return error if self.torn is None or isinstance(error, StepMismatchError) else self.torn.error()
 
     def require_whole(self) -> None:
         """Raise ``TornStepError`` if the last step stands in part."""

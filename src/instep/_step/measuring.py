@@ -80,10 +80,13 @@ class MeasuringSink:
 
     def compute_total_norm(self) -> None: ...
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, begun: object = ()) -> None:
         self._failure.keep(error)
 
-    def mixed(self, parameters: object) -> None: ...
+    def updated_on_all(self) -> bool:
+        return True  # nothing is stepped in backward
+
+    def received(self, parameters: object) -> None: ...
 
     def backward_raised(self) -> None:
         self._failure.forget()

@@ -16,12 +16,14 @@ class StepMembers:
         steppers: one of each optimizer.
         offered: the indices of those whose final gradient a source has offered in this step.
         applied: the indices of those that backward has updated in this step.
+        received: the indices of those of which the parts that other ranks have updated were written here.
     """
 
     def __init__(self, steppers: Sequence[Stepper]) -> None:
         self.steppers = tuple(steppers)
         self.offered: set[int] = set()
         self.applied: set[int] = set()
+        self.received: set[int] = set()
         self._versions: dict[int, int] = {}  # by index, of parameters that were applied: as their update left them
         self.all = ()
 
@@ -70,6 +72,19 @@ class StepMembers:
     def is_applied(self, attached: AttachedParameter) -> bool:
         return attached.spec.index in self.applied
 
+    def is_whole(self, attached: AttachedParameter) -> bool:
+        """Whether all of it was updated, also the parts that other ranks update."""
+        return self.is_applied(attached) and not self._lacks_parts(attached)
+
+    def is_mixed(self, attached: AttachedParameter) -> bool:
+        """Whether this rank's part of it was updated, and other ranks' parts were not."""
+        has_part = attached.shard is not None and not attached.shard.is_empty
+        return has_part and self.is_applied(attached) and self._lacks_parts(attached)
+
+    def _lacks_parts(self, attached: AttachedParameter) -> bool:
+        shard = attached.shard
+        return shard is not None and shard.is_shared and attached.spec.index not in self.received
+
     def not_applied(self) -> dict[int, torch.Tensor]:
         """By index: the gradients that backward has left to ``optimizer.step()``."""
         rest = (a for a in self.all if a.spec.index not in self.applied)
@@ -89,6 +104,7 @@ class StepMembers:
         """The step is over."""
         self.offered.clear()
         self.applied.clear()
+        self.received.clear()
         self._versions.clear()
 
 

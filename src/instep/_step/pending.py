@@ -24,11 +24,11 @@ from instep._optim.parts import VERSION, are_counted, memory_of
 from instep._optim.shadow import snapshot_of
 from instep._optim.stepper import Stepper
 from instep._optim.switches import DEFAULT_DTYPE, MKLDNN, as_then, in_threads, switched, switches
-from instep._ranks.votes import Vote, error_of
+from instep._ranks.votes import Vote
+from instep._step.outcome import Outcome, Outcomes, Ranks, Shards
 from instep._step.recorder import Recorder
 from instep._step.streams import Mark
 from instep._step.times import StepTimes
-from instep._step.torn import without_frames
 from instep._step.writes import Gather
 from instep.errors import InstepError, UncommittedStepError, UnsupportedOptimizerError
 
@@ -83,57 +83,6 @@ class _Circumstances:
         return None if self.known else switched(self.switches, but=(DEFAULT_DTYPE, MKLDNN))
 
 
-class Outcome:
-    """What has become of a step that was handed over.
-
-    Attributes:
-        pending: names of the parameters that it is to update.
-        applied: names of those that it has updated.
-        begun: names of those that it has begun to update.
-        failure: what stopped it.
-        refused: whether that are the other ranks.
-        told: whether the loop has heard of it.
-    """
-
-    def __init__(self, parameters: AttachedParameters) -> None:
-        self.pending = parameters.names
-        self.applied: list[str] = []
-        self.begun: dict[str, None] = {}
-        self.failure: BaseException | None = None
-        self.refused = False
-        self.told = False
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self.applied) == len(self.pending) and self.failure is None
-
-    def fails(self, error: BaseException) -> None:
-        """The first error counts."""
-        self.failure = self.failure or error
-
-    @property
-    def in_doubt(self) -> list[str]:
-        """Names of the parameters of which nobody knows whether they were updated."""
-        return [name for name in self.begun if name not in self.applied]
-
-    @property
-    def untouched(self) -> list[str]:
-        return [name for name in self.pending if name not in self.begun]
-
-    def is_in_doubt(self, names: Sequence[str], error: BaseException) -> None:
-        """These were updated, and nobody knows what they hold now."""
-        self.fails(error)
-        self.applied = [name for name in self.applied if name not in names]
-
-    def is_over(self) -> None:
-        """Nobody raises the error any more. The frames that it was raised in refer to the buckets, and these to it."""
-        self.failure = without_frames(self.failure)
-
-
-Outcomes = dict[tuple[int, bool], Outcome]
-"""By the stepper's id, and whether the parameters were put off: an optimizer may put off some, and step others."""
-
-
 class HandedOverStep:
     """An optimizer as it was when its ``step()`` was called.
 
@@ -150,6 +99,7 @@ class HandedOverStep:
         outstanding: its buckets that nobody has waited for.
         recorder: told of each update.
         times: are told of each update's.
+        ranks: what they say of it.
     """
 
     def __init__(
@@ -176,19 +126,13 @@ class HandedOverStep:
         self.outstanding: list[PendingBucket] = []
         self.recorder = recorder
         self.times = times
-        self._vote = vote
+        self.ranks = Ranks(number, vote, self.outcome)
         self._parameters = tuple(parameters)
 
     @property
     def state(self) -> Mapping[Any, Any]:
         """The optimizer's own."""
         return self._frozen.state
-
-    def hear(self) -> None:
-        """Wait until all ranks stand behind this step, before anything of it is written."""
-        vote, self._vote = self._vote, None
-        if vote is not None and (error := error_of(vote)) is not None:
-            self.outcome.failure, self.outcome.refused = error, True
 
     def raise_interrupt(self) -> None:
         """Ctrl-C in an update that the loop's own thread has run is for the loop, at once; and the step is torn."""
@@ -288,7 +232,7 @@ class PendingBucket:
         self.sent = False
         self.mark: Mark | None = None
         self._flight = flight
-        self._receive: Callable[[], None] | None = None
+        self._shards = Shards(parameters)
         self._clip = clip
         self._keep = keep
         # Aliases: the parameters' own .grad, flags and attributes are the user's, to be read and changed meanwhile.
@@ -305,7 +249,7 @@ class PendingBucket:
         step, outcome = self.step, self.step.outcome
         if self not in step.unapplied:
             return
-        step.hear()
+        step.ranks.hear()
         step.unapplied.remove(self)
         if outcome.failure is not None:
             return
@@ -322,7 +266,7 @@ class PendingBucket:
         if self.device.type == "cpu":
             self._as_left, self.gradients = None, []
         # Else the side stream still reads them: they stay until it was waited for, and who writes them races with it.
-        outcome.applied += self.names
+        outcome.applied += self._shards.whole
         step.times.ran(started)
         if step.recorder is not None:
             step.recorder("step", self.names, started, perf_counter())
@@ -336,28 +280,22 @@ class PendingBucket:
 
     def send(self, parameters: Sequence[AttachedParameter], gather: Gather) -> None:
         """Update this rank's shards now, and send them. It is left to wait for those of the others."""
-        self.sent = True
         self.apply()
+        self.sent = True
+        if self.step.outcome.lost:
+            return
         # Whether that failed or not: the other ranks wait for it.
         try:
-            self._receive = gather([a for a in parameters if a.is_divided])
+            self._shards.gathered = gather([a for a in parameters if a.is_divided])
         except BaseException as error:
-            self._receive = lambda: None
-            self.step.outcome.is_in_doubt(self.names, error)
+            self.step.outcome.loses(error)
 
     def finish(self) -> None:
         """Do all that is left to do."""
-        receive, self._receive = self._receive, None
-        if receive is None:
+        if self.sent:
+            self._shards.receive(self.step.ranks, self.step.outcome)
+        else:
             self.apply()
-            return
-        # Parts of other ranks are written, whether this rank has updated its own or not.
-        self.step.outcome.begun.update(dict.fromkeys(self.names))
-        try:
-            with torch._C.DisableTorchFunctionSubclass():
-                receive()
-        except BaseException as error:
-            self.step.outcome.is_in_doubt(self.names, error)
 
     def look(self) -> None:
         """Parameters, gradients and state are to be as they are now when somebody waits for them."""
@@ -394,7 +332,7 @@ class PendingBucket:
         if self._keep is not None:
             self._keep(call, self.step.state)
         gradients = [tensor.grad for tensor in call.tensors]
-        self.step.outcome.begun.update(dict.fromkeys(self.names))
+        self.step.outcome.begun.update(dict.fromkeys(self._shards.updated_here))
         call.step(self.step.stepper)
         if not self.step.circumstances.known:
             self._require_contained([tensor.grad for tensor in call.tensors], gradients)

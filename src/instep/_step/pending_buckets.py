@@ -22,7 +22,8 @@ from instep._optim.parameters import AttachedParameters
 from instep._optim.parts import version_of
 from instep._optim.stepper import Stepper
 from instep._optim.waiting import StateWatch
-from instep._step.pending import HandedOverStep, Outcome, Outcomes, PendingBucket
+from instep._step.outcome import Outcome, Outcomes
+from instep._step.pending import HandedOverStep, PendingBucket
 from instep._step.recorder import Recorder
 from instep._step.running_step import RunningStep
 from instep._step.stand_ins import StandIns
@@ -140,12 +141,18 @@ class PendingBuckets:
         with self._step.lock:
             for bucket in buckets:
                 if bucket is not None and id(bucket.tensors[0]) in self._due:
-                    self.wait(bucket)
+                    self._run(bucket)
                     if bucket.step.outcome.failure is not None and self._step.ledger.torn is None:
                         self._tear(bucket.step)
                         self._raise_failure(bucket.step)
+                    self._let_go(bucket)
 
     def wait(self, bucket: PendingBucket) -> None:
+        """Return when it was applied, or has failed. Nobody waits for it any more."""
+        self._run(bucket)
+        self._let_go(bucket)
+
+    def _run(self, bucket: PendingBucket) -> None:
         """Return when it was applied, or has failed."""
         if bucket.device.type != "cpu":
             self._step.streams.wait(bucket.mark or self.finished(bucket))
@@ -162,7 +169,6 @@ class PendingBuckets:
                 self._step.times.waited(started)
                 if self.recorder is not None:
                     self.recorder("waiting", bucket.names, started, perf_counter())
-        self._let_go(bucket)
 
     def finished(self, bucket: PendingBucket) -> Mark:
         """Launch all that is left of it on the side stream."""
@@ -211,8 +217,9 @@ class PendingBuckets:
             settled(owner)
 
     def _tear(self, step: HandedOverStep) -> None:
-        for bucket in self.all():
-            self.wait(bucket)
+        buckets = self.all()
+        for bucket in buckets:
+            self._run(bucket)
             if bucket.step is not step:
                 bucket.step.outcome.is_over()
         step.stepper.settle()
@@ -224,15 +231,19 @@ class PendingBuckets:
         accepted = step.number if applied or unsure else step.number - 1
         in_part = bool(applied and pending)
         ledger.tear(step.number, applied, pending, outcome.failure, accepted=accepted, in_part=in_part, unsure=unsure)
-        if not outcome.refused:
+        if not outcome.refused and not (step.ranks.know and not outcome.lost):
             ledger.votes.say_failed(step.number + 1)
+        # Not before: whoever is interrupted here comes to this step again by way of a bucket that is due.
+        for bucket in buckets:
+            self._let_go(bucket)
 
     def _raise_failure(self, step: HandedOverStep) -> None:
         """Nothing keeps the error that is raised here: its frames refer to the model."""
         torn, outcome = self._step.ledger.torn, step.outcome
         assert torn is not None
         failure, outcome.failure = outcome.failure, torn.cause
-        is_news = not outcome.told and (not outcome.refused or isinstance(failure, StepMismatchError))
+        others = outcome.refused or outcome.lost
+        is_news = not outcome.told and (not others or isinstance(failure, StepMismatchError))
         try:
             if failure is not None and is_news:
                 raise failure

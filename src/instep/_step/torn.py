@@ -1,7 +1,7 @@
 """What is remembered of a step that does not stand on every parameter, or not on every rank, until it is accepted."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from instep.errors import TornStepError
 
@@ -32,13 +32,6 @@ class Torn:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cause", without_frames(self.cause))
-
-    def doubting(self, names: Sequence[str]) -> "Torn":
-        """The same, where these parameters may have been updated or not."""
-        applied = [name for name in self.applied if name not in names]
-        pending = [name for name in self.pending if name not in names]
-        unsure = dict.fromkeys([*self.unsure, *names])
-        return replace(self, applied=applied, pending=pending, unsure=tuple(unsure), in_part=True)
 
     def error(self) -> TornStepError:
         """A new one each time: whoever catches an error adds frames to it."""

@@ -3,7 +3,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -23,9 +23,19 @@ from instep.errors import InstepError, StepMismatchError, UncommittedStepError
 
 GIVE_UP = "To give this step up, as after an interrupt: overlap.accept_torn(), and then load a checkpoint"
 
-Gather = Callable[[Sequence[AttachedParameter]], Callable[[], None]]
-"""Sends the shards of parameters that this rank has stepped; returns what waits for those of the others. All ranks must
-call it with the same parameters."""
+
+class Gathered(Protocol):
+    """The shards of parameters that other ranks have stepped, on their way to this one."""
+
+    def wait(self) -> None:
+        """Return when they are there, for the current stream. Nothing is written."""
+
+    def write(self) -> None:
+        """Write them into the parameters."""
+
+
+Gather = Callable[[Sequence[AttachedParameter]], Gathered]
+"""Sends the shards of parameters that this rank has stepped. All ranks must call it with the same parameters."""
 
 
 class Writes(ABC):
@@ -161,22 +171,27 @@ class Writes(ABC):
 
     # What both do.
 
-    def tear(self, cause: BaseException | None, unsure: Collection[str] = ()) -> None:
+    def tear(self, cause: BaseException | None, unsure: Collection[str] = (), *, is_known: bool = False) -> None:
         """The running step stands in part: on this rank, and perhaps on others.
 
         Args:
             unsure: names of the parameters of which nobody knows whether they were updated.
+            is_known: the other ranks know it.
         """
         step = self._step
         members, number = step.members, step.number
-        names = [a.spec.name for a in members.all if members.is_applied(a) and a.spec.name not in unsure]
+        mixed = dict.fromkeys([*(a.spec.name for a in members.all if members.is_mixed(a)), *unsure])
+        names = [a.spec.name for a in members.all if members.is_whole(a) and a.spec.name not in mixed]
         offered = (a for a in members.all if a.spec.index in members.offered)
-        pending = [a.spec.name for a in offered if not members.is_applied(a) and a.spec.name not in unsure]
-        step.ledger.tear(number, names, pending, cause, in_part=bool(pending), unsure=tuple(unsure))
+        pending = [a.spec.name for a in offered if not members.is_whole(a) and a.spec.name not in mixed]
+        step.ledger.tear(number, names, pending, cause, in_part=bool(pending), unsure=tuple(mixed))
         self.release()
         for stepper in members.steppers:
             stepper.settle()  # it is there to be read
-        step.ledger.votes.say_failed(number)
+        if is_known:
+            step.ledger.votes.forget()
+        else:
+            step.ledger.votes.say_failed(number)
 
     def _tear_and_raise(self, error: InstepError) -> NoReturn:
         try:
@@ -258,11 +273,18 @@ class Writes(ABC):
     def _step_rest(self, stepper: Stepper, rest: Sequence[AttachedParameter]) -> None:
         """Step these now, and have ``step()`` find no gradient of them."""
         gradients = [g for a in rest if (g := gradient_of(a)) is not None]
-        for call in calls_of(rest, gradients, alias=False):
-            call.step(stepper)
-        divided = [a for a in rest if a.is_divided]
-        if divided and self.gather is not None:
-            self.gather(divided)()
+        divided = AttachedParameters(a for a in rest if a.is_divided)
+        gathered: Gathered | None = None
+        try:
+            for call in calls_of(rest, gradients, alias=False):
+                call.step(stepper)
+        finally:
+            if divided and self.gather is not None:  # whether that failed or not: the other ranks wait for it
+                gathered = self.gather(divided)
+        if gathered is not None:
+            gathered.wait()
+            gathered.write()
+            self._step.members.received.update(divided.indices)
         self._hide([(a, g) for a in rest if (g := gradient_of(a)) is not None])
 
     def _is_mixed(self, stepper: Stepper, rest: Sequence[AttachedParameter]) -> bool:

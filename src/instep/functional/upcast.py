@@ -24,7 +24,7 @@ from instep.errors import AttachError
 from instep.functional.comm_hooks import StepAfterReduction, step_with, stepping_hooks
 from instep.functional.step import OPTIMIZERS, step_in_backward
 from instep.sources.ddp.reductions import Divisor, Reductions, slices_of
-from instep.sources.in_flight import InFlightBucket
+from instep.sources.in_flight import InFlightBucket, drain
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -221,8 +221,7 @@ class AllreduceUpcastHookState:
 
     def _raised(self, buckets: Sequence[_UpcastBucket]) -> None:
         """Backward has raised, and has taken off some gradients: leave none, and full precision everywhere."""
-        for bucket in buckets:
-            bucket.drain()
+        drain(buckets)
         self.wait_for_stream_enqueued = False
         ddp = self.ddp_weakref()
         if ddp is not None:

@@ -1,6 +1,6 @@
 """A bucket of gradients from the start of its communication until it is used."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -15,10 +15,12 @@ class Communication(Protocol):
         communication raised."""
 
 
-def drain(communication: Communication) -> None:
-    """Return when ``communication`` is done or has failed: whatever went wrong, another error is on its way already."""
+def drain(communications: Iterable[Communication]) -> None:
+    """Return when all of them are done, or one has failed: whatever went wrong, another error is on its way already.
+    After one that has failed none is waited for: once a rank is lost, each takes as long as the process group waits."""
     with suppress(Exception):
-        communication.wait()
+        for communication in communications:
+            communication.wait()
 
 
 C = TypeVar("C", bound=Communication)
@@ -40,8 +42,3 @@ class InFlightBucket(Generic[C]):
     def wait(self) -> None:
         """Return when the bucket has arrived, for the current stream. Raises what the communication raised."""
         self.communication.wait()
-
-    def drain(self) -> None:
-        """Return when nothing writes the bucket any more, for the current stream, whether it failed or not. The next
-        backward writes the same memory."""
-        drain(self)

@@ -127,12 +127,16 @@ class OrderedCollectives:
             collective.give_up(error)
 
     def drain(self) -> list[OrderedCollective]:
-        """Return when nothing is under way any more, with the collectives that were sent, as they were added."""
+        """Return when nothing is under way any more, with the collectives that were sent, as they were added. After one
+        that was sent and has failed none is waited for: once a rank is lost, each takes as long as the process group
+        waits. DDP has to be built anew then, and writes their memory no more."""
         for collective in self._all:
             try:
                 collective.wait()
             except Exception as error:
                 self.failure = self.failure or error
+                if collective.start:
+                    break
         self.is_drained = True
         return [collective for collective in self._all if collective.start]
 

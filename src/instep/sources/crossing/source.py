@@ -6,7 +6,6 @@ meanwhile, in an order that suits the next forward, and are waited for where a g
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -89,9 +88,15 @@ class CrossingSource:
         if self._handle is not None:
             self._handle.remove()
         self._drain()
+        lost = False
         for bucket in self.flights:
-            with suppress(Exception):
-                bucket.wait_into_grad()
+            try:
+                if lost:
+                    bucket.drop()
+                else:
+                    bucket.wait_into_grad()
+            except Exception:
+                lost = True
         self._in_flight.clear()
         release(self._ddp(), self)
 

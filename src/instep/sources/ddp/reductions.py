@@ -13,7 +13,7 @@ from instep._autograd.backward import Phase, current
 from instep._autograd.engine import graph_task
 from instep._life.weak import weakly
 from instep.errors import AttachError, InstepError
-from instep.sources.in_flight import Communication, InFlightBucket
+from instep.sources.in_flight import Communication, InFlightBucket, drain
 
 
 class SomeBucket(Protocol):
@@ -144,8 +144,9 @@ class Reductions(Generic[B]):
     def _before_ddp_ends(self) -> None:
         self._step(self._under_way)
         for in_flight in self._under_way:
-            # Nobody waits for these where a step was given up, and the next backward writes the same memory.
-            in_flight.drain()
+            # Nobody waits for these where a step was given up, and the next backward writes the same memory: also after
+            # one that has failed. gloo ends all that is under way with the first that runs out of time.
+            drain([in_flight])
         current().at(Phase.AFTER_DDP, self._after_ddp_ended, self._failed)
 
     def _after_ddp_ended(self) -> None:

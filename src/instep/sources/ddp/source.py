@@ -6,6 +6,7 @@ has arrived: while one is stepped the later ones are still in flight. No weight 
 
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instep._optim.parameters import AttachedParameter
 from instep._optim.plan import Bucket
+from instep._ranks.lost import communicating
 from instep.sources import Sink, record_arrival
 from instep.sources.ddp.hook_slot import CommHook, before_backward, release, take
 from instep.sources.ddp.reductions import Reduction, Reductions, SomeBucket, as_they_arrive, grad_as_left
@@ -119,11 +121,16 @@ class DDPSource:
 
     def _fetch(self, reductions: Sequence[Reduction]) -> None:
         # All are waited for before any is used: a communication that failed must not leave some of these stepped.
-        gradients = [reduction.gradients() for reduction in reductions]
+        with self._communicating():
+            gradients = [reduction.gradients() for reduction in reductions]
         for reduction, reduced in zip(reductions, gradients, strict=True):
             for parameter, gradient in zip(reduction.parameters, reduced, strict=True):
                 if parameter in self._parameters:
                     parameter.grad = gradient
+
+    def _communicating(self) -> AbstractContextManager[None]:
+        ddp = self._ddp()
+        return nullcontext() if ddp is None else communicating(ddp.process_group)
 
     def _settle(self, reductions: Sequence[Reduction]) -> None:
         """DDP's own end has been: free the gradients that were applied, and raise what went wrong."""

@@ -24,11 +24,11 @@ from instep._autograd.outputs import nodes_of
 from instep._autograd.placeholders import Placeholder
 from instep._life.weak import weakly
 from instep._ranks.agreement import broadcast
+from instep._ranks.lost import communicating
 from instep._step.streams import Makers
 from instep.comm_hooks import mean_allreduce
 from instep.errors import AccumulationError, InstepError
 from instep.sources.ddp.reductions import slices_of
-from instep.sources.in_flight import Communication, drain
 from instep.sources.replicate.bucket import TransientBucket
 from instep.sources.replicate.layout import BucketSizes, Layout, as_they_arrived, before_any_backward
 
@@ -252,12 +252,8 @@ class TransientBuckets:
 
     def _fail(self, backward: _Backward, error: BaseException) -> None:
         self._backward = None
-        if isinstance(error, Exception):  # not Ctrl-C: a communication may be what hangs
-            under_way: list[Communication] = [*backward.in_flight]
-            if backward.use_counts is not None:
-                under_way.append(backward.use_counts)
-            for communication in under_way:
-                drain(communication)
+        # Buckets in flight are not waited for: they have memory of their own, and what is sent later is behind them.
+        # Once a rank is lost, each of them would take as long as the process group waits.
         if self.receiver is not None:
             self.receiver.failed(error)
 
@@ -334,14 +330,16 @@ class TransientBuckets:
         return None if self.receiver is None else self.receiver.reduce_dtype
 
     def _deliver(self, backward: _Backward, bucket: TransientBucket) -> None:
-        bucket.wait()
+        with communicating(self.group):
+            bucket.wait()
         if bucket.unused:
             backward.held.append(bucket)
         else:
             self._hand_over(bucket, bucket.numbers)
 
     def _hand_over_held(self, backward: _Backward, use_counts: torch.futures.Future[Any]) -> None:
-        use_counts.wait()
+        with communicating(self.group):
+            use_counts.wait()
         if backward.held:
             somewhere = use_counts.value()[0].tolist()
             for bucket in backward.held:
@@ -370,7 +368,8 @@ class TransientBuckets:
         members = sorted(backward.bucket_of)
         rest = (number for number in reversed(members) if number not in backward.arrived)
         order = torch.tensor([*backward.arrived, *rest], device=self._parameters[0].device)
-        broadcast([order], self.group)
+        with communicating(self.group):
+            broadcast([order], self.group)
         layout = as_they_arrived(self._parameters, order.tolist(), self._sparse, self._sizes)
         self._layouts[tuple(members)] = layout
 

@@ -7,7 +7,8 @@ state on each of N ranks (Rajbhandari et al., "ZeRO: Memory Optimizations Toward
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from instep._autograd.hooks import BoundHook
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.plan import Bucket
+from instep._ranks.lost import communicating
 from instep._step.accumulation import Accumulation
 from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AccumulationError, InstepError
@@ -37,8 +39,39 @@ from instep.sources.ddp.reductions import (
 )
 from instep.sources.ddp.shown_buckets import ShownBuckets
 from instep.sources.delivery import deliver, errors_kept
+from instep.sources.in_flight import drain
 from instep.sources.wrapped import WrappedParameters
 from instep.sources.zero.state_shards import GatheredShards, RowShard, ScatteredGradients, StateShards
+
+
+class _Sent:
+    """What one backward has sent.
+
+    Attributes:
+        rooms: where parts are received, by the number of their bucket.
+        scattered: gradients whose memory is not freed yet.
+        gathers: parts that were stepped, in the order of sending.
+        begun: whether it has come to those.
+        lost: whether a communication has failed. It is the last one that is waited for: once a rank is lost, each takes
+            as long as the process group waits.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rooms: dict[int, torch.Tensor] = {}
+        self.scattered: list[ScatteredGradients] = []
+        self.gathers: list[tuple[AttachedParameters, GatheredShards]] = []
+        self.begun = False
+        self.lost = False
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        try:
+            with communicating(self._group):
+                yield
+        except BaseException:
+            self.lost = True
+            raise
 
 
 class ZeroSource:
@@ -71,9 +104,7 @@ class ZeroSource:
         # Whether parts are received in DDP's own buckets, to save memory: these are not needed once they are sent,
         # unless DDP's own end still copies from them into .grad.
         self._in_place = ddp.gradient_as_bucket_view or not self._steps_after_ddp
-        self._rooms: dict[int, torch.Tensor] = {}  # where parts are received, by the number of their bucket
-        self._scattered: list[ScatteredGradients] = []  # whose memory is not freed yet
-        self._gathers: list[tuple[AttachedParameters, GatheredShards]] = []  # in the order of sending
+        self._sent = _Sent(shards.group)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -127,11 +158,11 @@ class ZeroSource:
         if not self._reductions.launched(bucket, reduction):
             raise InstepError("shard_state=True does not go with join(): ranks that have joined own rows, too")
         if reduction.index == 0:
-            self._rooms, self._scattered = {}, []
+            self._sent = _Sent(self._shards.group)
         self._buckets.show(reduction.index, members)
         if room is not None:
-            self._rooms[reduction.index] = room
-        self._scattered = [one for one in [*self._scattered, scattered] if not one.free_if_done()]
+            self._sent.rooms[reduction.index] = room
+        self._sent.scattered = [one for one in [*self._sent.scattered, scattered] if not one.free_if_done()]
         # The bucket still holds this rank's own gradients. DDP copies them into .grad, and there they are replaced.
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(buffer)
@@ -153,7 +184,7 @@ class ZeroSource:
             return
         deliver(self._sink, self._members(reductions), partial(self._step_each, reductions))
         # DDP's own end is next, and goes through its buckets, in which parts are received: on the side stream.
-        self._receive(wait=True)
+        self._receive()
         self._sink.streams.join()
 
     def _step_each(self, reductions: Sequence[Reduction]) -> bool:
@@ -169,7 +200,7 @@ class ZeroSource:
             self._step_together(reductions)
         self._sink.retire(self._members(reductions))
         self._sink.streams.join()
-        self._rooms, self._scattered = {}, []
+        self._sent = _Sent(self._shards.group)
         self._sink.raise_failure()
 
     def _step_together(self, reductions: Sequence[Reduction]) -> None:
@@ -177,37 +208,58 @@ class ZeroSource:
             self._fetch(reductions)
             members = [a for a in self._members(reductions) if a.get().grad is not None]
             deliver(self._sink, members, partial(self._sink.apply, members))
-            if self._sink.frees_gradients:
-                self._send(reductions)
-        self._receive(wait=True)
+        if self._sink.frees_gradients:
+            self._send(reductions)
+        self._receive()
 
     def _send(self, reductions: Sequence[Reduction]) -> None:
         """Send this rank's parts to the other ranks, also those that it could not step: the others wait for them."""
+        self._sent.begun = True
         for reduction in reductions:
             members = AttachedParameters(self._parameters[parameter] for parameter in reduction.members)
-            # On the side stream, which has stepped the parts that are sent.
-            with self._sink.streams.on(members[0].spec.device):
-                gathered = self._shards.gather(members, self._rooms.get(reduction.index))
-            self._gathers.append((members, gathered))
-            self._receive(wait=False)
+            with self._communicating(members):
+                gathered = self._shards.gather(members, self._sent.rooms.get(reduction.index))
+                self._sent.gathers.append((members, gathered))
 
-    def _receive(self, *, wait: bool) -> None:
-        """Write the parts that have arrived into the parameters, in the order of sending.
+    def _receive(self) -> None:
+        """Write the parts that other ranks have stepped into the parameters, in the order of sending.
 
-        Args:
-            wait: also for those that have not arrived yet.
+        None is written before all ranks have said that they have stepped all of theirs: of a rank that could not, what
+        arrives is no part of the step, and parameters would hold parts of two steps.
         """
-        while self._gathers and (wait or self._gathers[0][1].done()):
-            members, gathered = self._gathers.pop(0)
-            arrived = False
-            with errors_kept(self._sink), self._sink.streams.on(members[0].spec.device):
-                gathered()
-                arrived = True
-            if not (arrived and all(map(self._sink.is_applied, members))):
-                self._sink.mixed(members)
+        sent = self._sent
+        goes_on = sent.begun and self._sink.updated_on_all() and not sent.lost
+        while sent.gathers:
+            members, gathered = sent.gathers.pop(0)
+            if goes_on:
+                goes_on = self._write(members, gathered)
+            elif not sent.lost:
+                drain([gathered])  # it may arrive in DDP's bucket, which the next backward fills
+
+    def _write(self, members: AttachedParameters, gathered: GatheredShards) -> bool:
+        with self._communicating(members):
+            gathered.wait()
+        if self._sent.lost:
+            return False
+        try:
+            with self._sink.streams.on(members[0].spec.device):
+                gathered.write()
+            self._sink.received(members)
+        except BaseException as error:
+            self._sink.fail(error, members.names)
+            return False
+        return True
+
+    @contextmanager
+    def _communicating(self, members: AttachedParameters) -> Iterator[None]:
+        # On the side stream, which steps the parts that are sent, and writes those that arrive.
+        with errors_kept(self._sink), self._sent.communicating(), self._sink.streams.on(members[0].spec.device):
+            yield
 
     def _fetch(self, reductions: Sequence[Reduction]) -> None:
         for reduction in reductions:
+            with self._sent.communicating():
+                reduction.wait()
             for parameter, gradient in zip(reduction.members, reduction.all_gradients(), strict=True):
                 if parameter.grad is not None:
                     parameter.grad = gradient
@@ -290,8 +342,12 @@ def _whole_state_dict(
     state = dict(state_dict["state"])
     for number, parameter in enumerate(ordered):
         part = parts.get(id(parameter))
-        if number in state and isinstance(part, RowShard):
-            state[number] = part.give(state[number])
+        if isinstance(part, RowShard):
+            entry = part.give(state.get(number))
+            if entry is None:
+                state.pop(number, None)
+            else:
+                state[number] = entry
     return {**state_dict, "state": state}
 
 
@@ -306,6 +362,12 @@ def _shard(optimizer: Optimizer, parameters: Iterable[AttachedParameter]) -> Non
 def _unshard(optimizer: Optimizer, parameters: Iterable[AttachedParameter]) -> None:
     """Keep all of the optimizer's state, as the plain optimizer does. All ranks must call this."""
     for attached in parameters:
-        entry = optimizer.state.get(attached.get())
-        if entry is not None and isinstance(attached.shard, RowShard):
-            entry.update(attached.shard.give(entry))
+        parameter = attached.get()
+        entry = optimizer.state.get(parameter)
+        if not isinstance(attached.shard, RowShard):
+            continue
+        whole = attached.shard.give(entry)
+        if whole is None:
+            optimizer.state.pop(parameter, None)
+        elif entry is not None:
+            entry.update(whole)

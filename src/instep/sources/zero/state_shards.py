@@ -18,9 +18,11 @@ from torch.optim import Optimizer
 
 from instep._optim.kinds import is_elementwise
 from instep._optim.parameters import AttachedParameter
+from instep._ranks.lost import communicating
 from instep._ranks.messages import broadcast_entries
 
-Finish = Callable[[], None]
+Write = Callable[[], None]
+"""Writes what has arrived into the parameters."""
 
 
 class Rows:
@@ -40,6 +42,9 @@ class Rows:
         self._whole = whole.shape
         self.size = -(-whole.shape[0] // self._ranks)
         self.numel = self.size * (whole[:1].numel())
+        start, stop = self.range(self._rank)
+        self.is_empty = stop == start
+        self.is_shared = stop - start < self._whole[0]
 
     def range(self, rank: int) -> tuple[int, int]:
         """The rows of ``rank``: the first of them, and the first one after them."""
@@ -95,9 +100,11 @@ class Rows:
             if self._divided and type(value) is torch.Tensor and value.shape == self.shape:
                 entry[key] = self.spread(self.rows(value, self._rank).clone())
 
-    def give(self, entry: Mapping[Any, Any]) -> dict[Any, Any]:
+    def give(self, entry: Mapping[Any, Any] | None) -> dict[Any, Any] | None:
         """The plain optimizer's entry for one that was kept. All ranks must call this."""
-        return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in entry.items()}
+        return (
+            None if entry is None else {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in entry.items()}
+        )
 
 
 class Whole:
@@ -117,6 +124,7 @@ class Whole:
         self._mesh = mesh
         self.owner = owner
         self.is_owner = mesh.get_local_rank() == owner
+        self.is_shared = self.is_empty = not self.is_owner
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
@@ -141,9 +149,10 @@ class Whole:
         if not self.is_owner:
             entry.clear()
 
-    def give(self, entry: Mapping[Any, Any]) -> dict[Any, Any]:
-        """The plain optimizer's entry for one that was kept. All ranks must call this."""
-        return broadcast_entries(entry, self._mesh.get_group(), self.owner) or {}
+    def give(self, entry: Mapping[Any, Any] | None) -> dict[Any, Any] | None:
+        """The plain optimizer's entry, which the owner alone knows: some optimizers keep none. All ranks must call
+        this, also those that have no entry."""
+        return broadcast_entries(entry, self._mesh.get_group(), self.owner)
 
 
 RowShard = Rows | Whole
@@ -216,13 +225,13 @@ class StateShards:
             room: where rows may be received: memory that is not needed any more.
 
         Returns:
-            The communication. To call it is to wait for the others' parts, and to write them into the parameters.
+            The communication. Nothing is written before it is told to.
         """
         kinds: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, Any]]] = {}
         for attached in parameters:
             parameter = attached.get()
             kinds.setdefault((parameter.device, parameter.dtype), []).append((parameter.detach(), attached.shard))
-        gathered = GatheredShards()
+        gathered = GatheredShards(self.group)
         with torch.no_grad():
             for members in kinds.values():
                 rows = [(tensor, part) for tensor, part in members if isinstance(part, Rows)]
@@ -235,7 +244,7 @@ class StateShards:
 
     def _gather_rows(
         self, members: Sequence[tuple[torch.Tensor, Rows]], room: torch.Tensor | None
-    ) -> tuple[Any, Finish]:
+    ) -> tuple[Any, Write]:
         tensors = [tensor for tensor, _ in members]
         numel = sum(part.numel for _, part in members)
         received = _in_room(room, tensors[0], torch.Size([self.world_size, numel]))
@@ -252,28 +261,26 @@ class StateShards:
             gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             work = gather(received, mine, group=self.group, async_op=True)
 
-        def finish() -> None:
-            work.wait()
+        def write() -> None:
             # The step has counted as a write of the parameter already.
             with _uncounted(tensors):
                 _copy([(rows, flat) for flat, rows in _in_rows(received, members)])
 
-        return work, finish
+        return work, write
 
-    def _gather_whole(self, owner: int, tensors: Sequence[torch.Tensor]) -> tuple[Any, Finish]:
+    def _gather_whole(self, owner: int, tensors: Sequence[torch.Tensor]) -> tuple[Any, Write]:
         sent = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
         if owner == self._rank:
             _copy(_in_line(sent, tensors))
         work: Any = dist.broadcast(sent, self._global(owner), group=self.group, async_op=True)
 
-        def finish() -> None:
-            work.wait()
+        def write() -> None:
             if owner != self._rank:
                 # The step has counted as a write of the parameter already.
                 with _uncounted(tensors):
                     _copy([(own, flat) for flat, own in _in_line(sent, tensors)])
 
-        return work, finish
+        return work, write
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank)
@@ -353,21 +360,29 @@ class ScatteredGradients:
 class GatheredShards:
     """The communication of updated parts of parameters, from the ranks that have stepped them to all others."""
 
-    def __init__(self) -> None:
-        self._expected: list[tuple[Any, Finish]] = []
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._expected: list[tuple[Any, Write]] = []
 
-    def expect(self, work: Any, finish: Finish) -> None:
-        self._expected.append((work, finish))
+    def expect(self, work: Any, write: Write) -> None:
+        self._expected.append((work, write))
 
     def done(self) -> bool:
         """Whether all have arrived."""
         return all(work.is_completed() for work, _ in self._expected)
 
+    def wait(self) -> None:
+        """Return when all have arrived, for the current stream. Nothing is written: one that does not arrive must not
+        leave parameters with the parts of some ranks."""
+        with communicating(self._group):
+            for work, _ in self._expected:
+                work.wait()
+
     @torch.no_grad()
-    def __call__(self) -> None:
-        """Wait for them, and write them into the parameters."""
-        for _, finish in self._expected:
-            finish()
+    def write(self) -> None:
+        """Write them into the parameters."""
+        for _, write in self._expected:
+            write()
 
 
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
