@@ -3128,13 +3128,13 @@ MUTANTS = [
     Mutant(
         "first failure: the end of the process waits for a vote that nobody answers",
         "_finish_sending",
-        "waits=not is_lost(group)",
+        "waits=not is_lost(anchor)",
         "waits=True",
         FIRST_FAILURE,
     ),
     Mutant(
         "first failure: the end of gloo's group waits for a vote that nobody answers",
-        "_Group.finish_sending",
+        "_Gloo.finish_sending",
         "            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))\n",
         "            pass\n",
         FIRST_FAILURE,

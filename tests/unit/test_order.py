@@ -36,7 +36,7 @@ waited: list[OrderedCollective] = []
 def test_none_is_waited_for_after_one_that_has_failed() -> None:
     futures: list[torch.futures.Future[Any]] = [torch.futures.Future() for _ in range(3)]
     collectives = OrderedCollectives(range(3), timed=False)
-    sent = [Waited(lambda future=future: future, 0) for future in futures]
+    sent = [Waited(itertools.repeat(future).__next__, 0) for future in futures]
     for number, one in enumerate(sent):
         collectives.add(number, one)
     futures[0].set_result(torch.zeros(1))
