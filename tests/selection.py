@@ -11,7 +11,8 @@ The session on the emulated accelerator has the same cases, with those of ``full
 is ``nightly`` there, more of them:
 
 - A test that kills a defect of ``tests/mutation/stream_killers.json`` always runs.
-- So does one case of each function: that of ``tests/accelerator/cases.txt``, or else one chosen by its name.
+- So does one case of each function: that of ``tests/accelerator/cases.txt``, or else one chosen by its name. Functions
+  of which even the quickest case is slow are in ``tests/accelerator/slow.txt``, and left out.
 
 ``python -m tests.mutation.matrix`` makes these files. So a new test runs by default, on the accelerator with one case.
 """
@@ -31,6 +32,7 @@ Session = Literal["cpu", "accelerator"]
 TESTS = Path(__file__).parent
 FULL = TESTS / "full.txt"
 ON_ACCELERATOR = TESTS / "accelerator" / "cases.txt"
+SLOW_ON_ACCELERATOR = TESTS / "accelerator" / "slow.txt"
 KILLERS: dict[Session, Path] = {
     "cpu": TESTS / "mutation" / "killers.json",
     "accelerator": TESTS / "mutation" / "stream_killers.json",
@@ -72,7 +74,7 @@ def file_of(nodeid: str) -> str:
 
 
 def listed(file: Path) -> frozenset[str]:
-    """The tests that ``FULL`` or ``ON_ACCELERATOR`` names."""
+    """The tests that ``FULL`` or ``ON_ACCELERATOR`` names, or the functions that ``SLOW_ON_ACCELERATOR`` does."""
     return frozenset(file.read_text(encoding="utf-8").splitlines())
 
 
@@ -117,11 +119,11 @@ def mark_on_accelerator(config: pytest.Config, items: Iterable[pytest.Item]) -> 
 
 
 def chosen_on_accelerator(nodeids: Iterable[str]) -> set[str]:
-    """What kills a defect, what is listed, and of each function of which that leaves nothing the case with the lowest
-    checksum of its name: the same one everywhere."""
+    """What kills a defect, what is listed, and of each function of which that leaves nothing, and which is not slow, the
+    case with the lowest checksum of its name: the same one everywhere."""
     always = killing("accelerator") | listed(ON_ACCELERATOR)
     found: set[str] = set()
-    functions: set[str] = set()
+    functions = set(listed(SLOW_ON_ACCELERATOR))
     for nodeid in sorted(nodeids, key=lambda nodeid: (nodeid not in always, crc32(nodeid.encode()))):
         if nodeid in always or function_of(nodeid) not in functions:
             found.add(nodeid)

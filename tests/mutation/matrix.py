@@ -7,7 +7,7 @@
     python -m tests.mutation.matrix --times times   # the same in a better order, and writes full.txt anew at the end
 
     INSTEP_TEST_TIMES=times pytest -n 1 -p tests.mutation.timing -m accelerator
-    python -m tests.mutation.matrix --session accelerator --times times   # writes accelerator/cases.txt in its place
+    python -m tests.mutation.matrix --session accelerator --times times   # writes accelerator/{cases,slow}.txt instead
 
 A defect's tests are run up to the first that fails: those that are in a plain ``pytest`` in any case, then those that
 kill another defect, then the quick ones before the slow ones. What has failed is in ``killers.json`` after each defect.
@@ -37,6 +37,8 @@ CHEAP = 0.1
 """Seconds. A test that takes less always runs by default."""
 AFFORDABLE = 0.4
 """Of each test function the cheapest case always runs by default, if it takes less."""
+AFFORDABLE_ON_ACCELERATOR = 4.0
+"""The same in the session on the accelerator, where a test takes several times as long."""
 BY_DEFAULT = "not nightly and not examples and not accelerator"
 DEFECTS = {mutant.name: mutant for mutant in (*test_mutants.MUTANTS, *test_stream_mutants.MUTANTS)}
 
@@ -59,6 +61,7 @@ def main() -> None:
         print(f"full: {len(full)} of {len(times)} tests. The others took {left:.0f} of {sum(times.values()):.0f} s")
     elif times:
         write(selection.ON_ACCELERATOR, choose_on_accelerator(times))
+        write(selection.SLOW_ON_ACCELERATOR, slow_on_accelerator(times))
         chosen = selection.chosen_on_accelerator(times)
         left = sum(times[nodeid] for nodeid in chosen)
         print(f"CI: {len(chosen)} of {len(times)} tests. They took {left:.0f} of {sum(times.values()):.0f} s")
@@ -146,14 +149,20 @@ def choose(times: Mapping[str, float]) -> list[str]:
 
 
 def choose_on_accelerator(times: Mapping[str, float]) -> list[str]:
-    """The case of each function that CI runs on the accelerator, where the function has several and none of them kills
-    a defect; and all tests of a defect that has not been run."""
+    """The case of each function that CI runs on the accelerator, where the function has several, is not slow and none of
+    them kills a defect; and all tests of a defect that has not been run."""
     functions = Counter(map(selection.function_of, times))
     killing = set(map(selection.function_of, selection.killing("accelerator")))
-    several = {function for function, count in functions.items() if count > 1} - killing
+    several = {function for function, count in functions.items() if count > 1} - killing - {*slow_on_accelerator(times)}
     of_not_run = tuple(mutant.tests for mutant in not_run("accelerator"))
     kept = {nodeid for nodeid in cheapest_cases(times) if selection.function_of(nodeid) in several}
     return sorted(kept | {nodeid for nodeid in times if nodeid.startswith(of_not_run)})
+
+
+def slow_on_accelerator(times: Mapping[str, float]) -> list[str]:
+    """The functions of which every case is slow."""
+    cheapest = cheapest_cases(times)
+    return sorted(selection.function_of(nodeid) for nodeid in cheapest if times[nodeid] > AFFORDABLE_ON_ACCELERATOR)
 
 
 if __name__ == "__main__":

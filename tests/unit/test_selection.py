@@ -6,7 +6,7 @@ import pytest
 
 from tests import selection
 
-LISTS = selection.FULL, selection.ON_ACCELERATOR
+LISTS = selection.FULL, selection.ON_ACCELERATOR, selection.SLOW_ON_ACCELERATOR
 CI = Path(__file__).parents[2] / ".ci" / "run"
 
 
@@ -28,12 +28,13 @@ def test_the_lists_are_sorted_and_leave_out_no_test_that_kills_a_defect() -> Non
     assert not selection.listed(selection.FULL) & selection.killing("cpu")
 
 
-def test_on_the_accelerator_a_function_keeps_what_kills_and_one_case_at_least() -> None:
+def test_on_the_accelerator_a_function_keeps_what_kills_and_one_case_at_least_if_it_is_not_slow() -> None:
     (first, second) = sorted(selection.killing("accelerator"))[:2]
     others = [
         f"{selection.function_of(first)}[another]",
         "tests/test_new.py::test_new[a]",
         "tests/test_new.py::test_new[b]",
+        f"{min(selection.listed(selection.SLOW_ON_ACCELERATOR))}[any]",
     ]
     found = selection.chosen_on_accelerator([*others, first, second])
     assert {first, second} <= found
