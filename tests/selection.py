@@ -119,8 +119,8 @@ def mark_on_accelerator(config: pytest.Config, items: Iterable[pytest.Item]) -> 
 
 
 def chosen_on_accelerator(nodeids: Iterable[str]) -> set[str]:
-    """What kills a defect, what is listed, and of each function of which that leaves nothing, and which is not slow, the
-    case with the lowest checksum of its name: the same one everywhere."""
+    """What kills a defect, what is listed, and one case of each other function that is not slow: by the checksum of its
+    name, so that it is the same one everywhere."""
     always = killing("accelerator") | listed(ON_ACCELERATOR)
     found: set[str] = set()
     functions = set(listed(SLOW_ON_ACCELERATOR))

@@ -30,8 +30,11 @@ KEPT_WHILE_BUCKETS_ARE_MADE = Program(
 )
 
 
+def test_gradients_are_kept_while_buckets_are_made(three_ranks: RankPool) -> None:
+    three_ranks.run(run_on_this_rank, KEPT_WHILE_BUCKETS_ARE_MADE, True)
+
+
 @given(programs(), st.booleans())
-@example(KEPT_WHILE_BUCKETS_ARE_MADE, True)
 @settings(EVERYTHING, max_examples=20, derandomize=True)
 def test_drawn_programs_on_three_ranks(three_ranks: RankPool, program: Program, view: bool) -> None:
     three_ranks.run(run_on_this_rank, program, view)

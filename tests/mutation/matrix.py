@@ -149,8 +149,8 @@ def choose(times: Mapping[str, float]) -> list[str]:
 
 
 def choose_on_accelerator(times: Mapping[str, float]) -> list[str]:
-    """The case of each function that CI runs on the accelerator, where the function has several, is not slow and none of
-    them kills a defect; and all tests of a defect that has not been run."""
+    """The case of each function that CI runs on the accelerator, where the function has several, is not slow and kills
+    no defect with any of them; and all tests of a defect that has not been run."""
     functions = Counter(map(selection.function_of, times))
     killing = set(map(selection.function_of, selection.killing("accelerator")))
     several = {function for function, count in functions.items() if count > 1} - killing - {*slow_on_accelerator(times)}

@@ -17,7 +17,6 @@ DDP = "tests/distributed/test_ddp_parity.py"
 DDP_LIFE = "tests/distributed/test_ddp_life.py"
 COMM_HOOKS = "tests/distributed/test_comm_hooks.py"
 MIXED_PRECISION = "tests/distributed/test_mixed_precision.py"
-PROGRAMS = "tests/parity/test_programs.py"
 READERS = "tests/parity/test_readers.py"
 CLIPPING = "tests/parity/test_clipping.py"
 LOSS_SCALE = "tests/parity/test_loss_scale.py"
@@ -490,7 +489,7 @@ MUTANTS = [
         "            owe(owner)  # gradients stay until the step is committed: nobody need hold them\n",
         "            pass\n",
         "tests/unit/test_exit.py",
-        "backward-undo-unfused",
+        "several",
     ),
     Mutant(
         "drop what is due with the model",
@@ -728,7 +727,8 @@ MUTANTS = [
         "HandedOverStep.__init__",
         "self._frozen = snapshot_of(optimizer)",
         "self._frozen = optimizer",
-        PROGRAMS,
+        "tests/parity/test_readers.py",
+        "test_a_writer and settings",
     ),
     Mutant(
         "put off a fused update without its loss scale",
@@ -805,7 +805,8 @@ MUTANTS = [
         "HandOverCalls._end",
         "SET_GRAD(parameter, self._pending.stand_in_for(parameter, gradient))",
         "pass",
-        PROGRAMS,
+        "tests/parity/test_readers.py",
+        "never_cleared_nor_read",
     ),
     Mutant(
         "put off optimizers that keep values in their groups",
@@ -2372,7 +2373,8 @@ MUTANTS = [
         "Undo.restore",
         "            self._saved[key].restore()\n            del self._saved[key]",
         "            self._saved.pop(key).restore()",
-        "tests/parity/test_found.py",
+        "tests/parity/test_undo.py",
+        "interrupted",
     ),
     Mutant(
         "hear of a backward after detach",

@@ -14,6 +14,7 @@ from torch import nn
 
 import instep
 from instep import ClipNorm
+from instep._optim import undo
 from instep.errors import HyperparameterChangedError, InstepError, UnsupportedOptimizerError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
@@ -925,3 +926,22 @@ def test_what_a_trial_has_drawn_before_it_raises_is_drawn_again(way: str) -> Non
             found.append([torch.get_rng_state(), *(p.detach().clone() for p in model.parameters())])
     for i in range(4):
         assert all(map(torch.equal, found[i], found[4 + i])), f"step {i}"
+
+
+def test_who_is_interrupted_puts_back_the_rest_in_a_second_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = fresh()
+    train(model, optimizer, range(2))
+    before = list(state(model, optimizer))
+    saved = undo.Undo(host=False)
+    saved.save(list(model.parameters()), optimizer)
+    train(model, optimizer, range(2, 3))
+
+    def stopped(self: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(undo._Saved, "restore", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        saved.restore(torch.device("cpu"))
+    saved.restore(torch.device("cpu"))
+    assert_same(model, optimizer, before)

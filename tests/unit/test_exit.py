@@ -43,13 +43,15 @@ OPTIONS = {
     "forward": {"schedule": "forward", "defer": True},
     "undo": {"schedule": "backward", "undo": True},
     "backward": {"schedule": "backward"},
-}.get(LOOP)
-def make():
+}
+def attach(model, optimizer, loop):
+    if LOOP != "plain":
+        instep.attach(model, optimizer, bucket_bytes=1, **OPTIONS[loop])
+def make(loop=LOOP):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **FUSED)
-    if OPTIONS is not None:
-        instep.attach(model, optimizer, bucket_bytes=1, **OPTIONS)
+    attach(model, optimizer, loop)
     return model, optimizer
 def backward(model):
     model(torch.ones(2, 16)).square().mean().backward()
@@ -65,6 +67,17 @@ look_at(model)
 step(model, optimizer)
 """
 STEP = "step(model, optimizer)"
+SEVERAL = """
+tried = make("undo")
+for made in make("forward"), tried, (latest := make("forward")):
+    kept += made[0].parameters()
+    look_at(made[0])
+    step(*made)
+    step(*made)
+late.append(lambda: step(*latest))
+tried[1].zero_grad()
+backward(tried[0])
+"""
 LAST = {
     "step": MODULE + STEP,
     "zero_grad": MODULE + STEP + "; optimizer.zero_grad()",
@@ -158,8 +171,7 @@ def work(shared):
     look_at(model)
     Finalize(None, tell, exitpriority=0)  # after instep's
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **FUSED)
-    if OPTIONS is not None:
-        instep.attach(model, optimizer, bucket_bytes=1, **OPTIONS)
+    attach(model, optimizer, LOOP)
     step(model, optimizer)
     step(model, optimizer)
     optimizer.zero_grad()
@@ -176,13 +188,7 @@ if __name__ == "__main__":
     kept += shared.parameters()
     tell()
 """
-BY_DEFAULT = [
-    ("step", "forward"),
-    ("a daemon trains", "forward"),
-    ("fork", "forward"),
-    ("backward", "undo"),
-    ("atexit trains last", "forward"),
-]
+BY_DEFAULT = [("step", "forward"), ("a daemon trains", "forward"), ("fork", "forward")]
 CASES = [
     pytest.param(last, loop, kind, marks=[] if by_default else [pytest.mark.nightly])
     for last in LAST
@@ -235,6 +241,11 @@ def test_a_script_ends_with_the_plain_loop_s_weights(last: str, loop: str, kind:
 @pytest.mark.parametrize("loop", ["forward", pytest.param("undo", marks=pytest.mark.nightly)])
 def test_a_loop_that_trains_after_instep_s_own_end(loop: str, kind: str, tmp_path: Path) -> None:
     require_the_same(FIRST.replace(*BEFORE_INSTEP) + MODULE + STEP, loop, kind, path=tmp_path)
+
+
+def test_several_models(tmp_path: Path) -> None:
+    """As "step", "backward" and "atexit trains last" each by itself, in one process."""
+    require_the_same(FIRST + SEVERAL, "forward", "unfused", path=tmp_path)
 
 
 def test_an_error_is_the_last_act(tmp_path: Path) -> None:
