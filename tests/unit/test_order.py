@@ -41,6 +41,7 @@ def test_none_is_waited_for_after_one_that_has_failed() -> None:
         collectives.add(number, one)
     futures[0].set_result(torch.zeros(1))
     futures[1].set_exception(RuntimeError("gone"))
+    futures[2].set_result(torch.zeros(1))
     waited.clear()
     collectives.drain()
     assert waited == sent[:2]
