@@ -1793,6 +1793,7 @@ MUTANTS = [
         'if isinstance(gradient, SpentGradient) or hasattr(type(gradient), "to_local"):',
         "if gradient is not None and type(gradient) is not torch.Tensor:",
         "tests/distributed/test_ddp_programs.py",
+        "kept_while",
     ),
     Mutant(
         "a step hides behind its own thread's backward",
@@ -3090,7 +3091,8 @@ MUTANTS = [
         "PendingBuckets._raise_failure",
         "outcome.refused or outcome.lost",
         "outcome.refused",
-        TORN_ROWS,
+        FIRST_FAILURE,
+        "rows_that_do_not_arrive",
     ),
     Mutant(
         "first failure: wait for rows after it, in backward",
