@@ -19,8 +19,8 @@ def test_drawn_programs_on_two_ranks(two_ranks: RankPool, program: Program, view
     two_ranks.run(run_on_this_rank, program, view)
 
 
-# Gradients that "undo" keeps, scaled, for the next micro-batch, while DDP lays out its buckets anew. With two ranks every
-# division is exact, and nothing would differ.
+# Gradients that "undo" keeps, scaled, for the next micro-batch, while DDP lays out its buckets anew. With two ranks all
+# divisions are exact, and no bit would differ.
 KEPT_WHILE_BUCKETS_ARE_MADE = Program(
     optimizer="SGD-1-foreach",
     width=7,

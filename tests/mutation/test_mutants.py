@@ -504,6 +504,7 @@ MUTANTS = [
         "atexit.register(_end)\n",
         "",
         "tests/unit/test_exit.py",
+        "several",
     ),
     Mutant(
         "put off what nobody will wait for",
