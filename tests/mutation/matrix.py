@@ -57,8 +57,8 @@ def main() -> None:
     if times and session == "cpu":
         full = choose(times)
         write(selection.FULL, full)
-        left = sum(times.values()) - sum(times[nodeid] for nodeid in full)
-        print(f"full: {len(full)} of {len(times)} tests. The others took {left:.0f} of {sum(times.values()):.0f} s")
+        left = [seconds for nodeid, seconds in times.items() if nodeid not in full]
+        print(f"full: {len(full)} tests. {len(left)} others took {sum(left):.0f} of {sum(times.values()):.0f} s")
     elif times:
         write(selection.ON_ACCELERATOR, choose_on_accelerator(times))
         write(selection.SLOW_ON_ACCELERATOR, slow_on_accelerator(times))
@@ -142,10 +142,12 @@ def cheapest_cases(times: Mapping[str, float]) -> list[str]:
 
 
 def choose(times: Mapping[str, float]) -> list[str]:
-    """The tests that are ``full``. Of a defect that has not been run all tests stay in the default set."""
+    """The tests that are ``full``; those that were not measured are if they were. Of a defect that has not been run all
+    tests stay in the default set."""
     stay = always(times) | selection.killing("cpu")
     of_not_run = tuple(mutant.tests for mutant in not_run("cpu"))
-    return sorted(nodeid for nodeid in times if nodeid not in stay and not nodeid.startswith(of_not_run))
+    known = times.keys() | selection.listed(selection.FULL)
+    return sorted(nodeid for nodeid in known if nodeid not in stay and not nodeid.startswith(of_not_run))
 
 
 def choose_on_accelerator(times: Mapping[str, float]) -> list[str]:
