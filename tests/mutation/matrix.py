@@ -57,8 +57,8 @@ def main() -> None:
     if times and session == "cpu":
         full = choose(times)
         write(selection.FULL, full)
-        left = [seconds for nodeid, seconds in times.items() if nodeid not in full]
-        print(f"full: {len(full)} tests. {len(left)} others took {sum(left):.0f} of {sum(times.values()):.0f} s")
+        rest = [seconds for nodeid, seconds in times.items() if nodeid not in full]
+        print(f"full: {len(full)} tests. {len(rest)} others took {sum(rest):.0f} of {sum(times.values()):.0f} s")
     elif times:
         write(selection.ON_ACCELERATOR, choose_on_accelerator(times))
         write(selection.SLOW_ON_ACCELERATOR, slow_on_accelerator(times))
