@@ -941,7 +941,8 @@ def test_who_is_interrupted_puts_back_the_rest_in_a_second_call(monkeypatch: pyt
         raise KeyboardInterrupt
 
     monkeypatch.setattr(undo._Saved, "restore", stopped)
+    (device,) = saved.devices
     with pytest.raises(KeyboardInterrupt):
-        saved.restore(torch.device("cpu"))
-    saved.restore(torch.device("cpu"))
+        saved.restore(device)
+    saved.restore(device)
     assert_same(model, optimizer, before)
