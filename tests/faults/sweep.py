@@ -244,7 +244,14 @@ def everything() -> list[Case]:
         *attached_in_other_ways(),
         *ranks_that_update_for_others(),
     ]
-    return list(dict.fromkeys(cases))
+    return list(dict.fromkeys(map(_without_going_on_alone, cases)))
+
+
+def _without_going_on_alone(case: Case) -> Case:
+    """After the fault of one rank of a sharded model the others may be in the middle of a forward or backward. Its
+    collectives wait for those of that very iteration, with instep or without: nobody can do the step again."""
+    alone = case.source in ("fsdp2", "2d") and len(case.ranks) < case.world
+    return replace(case, then="leave") if alone and case.kind in ("raise", "error") else case
 
 
 def permitted(cases: Iterable[Case]) -> list[Case]:
