@@ -35,10 +35,13 @@ if TYPE_CHECKING:
     from tests.faults.rank import Run
 
 HANG = TIMEOUT + 2.0
+OF_FSDP2 = ("reduce_scatter_tensor", "reduce_scatter_single")
 COLLECTIVES = {
     "ddp": ("all_reduce",),
+    "joined": ("all_reduce",),
     "zero": ("all_to_all_single",),
-    "fsdp2": ("reduce_scatter_tensor", "reduce_scatter_single"),
+    "fsdp2": OF_FSDP2,
+    "2d": OF_FSDP2,
 }
 """Of each source those that reduce a bucket."""
 

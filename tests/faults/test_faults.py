@@ -30,7 +30,7 @@ from tests.faults.harness import (
     judge,
     run_cases,
 )
-from tests.faults.inject import SEAMS
+from tests.faults.inject import COLLECTIVES, SEAMS
 from tests.pace import TICK
 
 SHORT = [
@@ -120,6 +120,7 @@ def test_the_tables_agree() -> None:
     assert SEAMS.keys() == POINTS.keys()
     cases = sweep.everything()
     assert {case.point for case in cases} == POINTS.keys()
+    assert {case.source for case in cases} - {"local"} == COLLECTIVES.keys()
     assert {case.kind for case in cases} == set(KINDS)
     assert {case.row for case in cases} == {1, 2, 3, 4, 5, 14, 15}
     assert len(set(cases)) == len(cases) > 1000
