@@ -205,7 +205,13 @@ def after_join(options: Mapping[str, Any], fault: str | None) -> tuple[int, list
         return joined, errors, overlap.step_count
 
 
-JOIN_WAYS = {**{way: WAYS[way] for way in ("backward", "forward", "undo")}, "skip": {"nonfinite": "skip"}}
+JOIN_WAYS = {
+    **{way: WAYS[way] for way in ("backward", "forward", "undo")},
+    "skip": {"nonfinite": "skip"},
+    "forward, skip": {**WAYS["forward"], "nonfinite": "skip"},
+    "undo, skip": {**WAYS["undo"], "nonfinite": "skip"},
+    "undo, raise": {**WAYS["undo"], "nonfinite": "raise"},
+}
 
 
 @pytest.mark.parametrize("way", list(JOIN_WAYS))
@@ -233,10 +239,10 @@ def test_a_step_that_is_left_out_after_join(two_ranks: RankPool, way: str) -> No
     assert [errors for _, errors, _ in answers] == [["StepMismatchError"]] * 2
 
 
-def nonfinite_in_join() -> tuple[int, int]:
+def nonfinite_in_join(options: Mapping[str, Any]) -> tuple[int, int]:
     """Rank 0 has joined while rank 2 finds a NaN: 1 and 2 leave the step out."""
     model, optimizer = made(ddp)
-    with instep.attach(model, optimizer, nonfinite="skip") as overlap:
+    with instep.attach(model, optimizer, **options) as overlap:
         with model.join():
             for i in range(1 + 2 * dist.get_rank()):
                 x, y = batch(i)
@@ -248,8 +254,9 @@ def nonfinite_in_join() -> tuple[int, int]:
         return overlap.step_count, overlap.skip_count
 
 
-def test_ranks_that_have_data_agree_in_join(three_ranks: RankPool) -> None:
-    assert three_ranks.run(nonfinite_in_join) == [(1, 0), (2, 1), (4, 1)]
+@pytest.mark.parametrize("way", ["skip", "forward, skip", "undo, skip"])
+def test_ranks_that_have_data_agree_in_join(three_ranks: RankPool, way: str) -> None:
+    assert three_ranks.run(nonfinite_in_join, JOIN_WAYS[way]) == [(1, 0), (2, 1), (4, 1)]
 
 
 def with_a_buffer(model: nn.Module) -> nn.Module:
@@ -275,7 +282,7 @@ def joined_without_data(options: Mapping[str, Any]) -> int:
         return overlap.step_count
 
 
-@pytest.mark.parametrize("way", ["forward", "undo", "skip"])
+@pytest.mark.parametrize("way", ["forward", "undo", "skip", "undo, skip"])
 def test_a_rank_without_data(two_ranks: RankPool, way: str) -> None:
     assert two_ranks.run(joined_without_data, JOIN_WAYS[way]) == [1, 3]
 

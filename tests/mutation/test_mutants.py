@@ -1367,6 +1367,14 @@ MUTANTS = [
         "join",
     ),
     Mutant(
+        "a rank that has joined answers one vote where the others ask first",
+        "StepVotes.abstain",
+        "if self.asks_first:",
+        "if False:",
+        STEP_RANKS,
+        "agree_in_join",
+    ),
+    Mutant(
         "a rank that has joined votes in no_sync(), too",
         "_Shadow.main_hook",
         "            return  # in no_sync(): there is no vote\n",

@@ -105,6 +105,8 @@ class StepVotes:
         ranks: those that take the steps together; ``None``: there is only one.
         voting: the same, where they vote; ``None``: nobody is asked.
         count: how many votes this rank has cast.
+        asks_first: whether the ranks ask one another if gradients are finite before they take a step that was tried: a
+            vote of its own, beside that on the step.
         communicates: whether the running backward is one that all ranks run, and not ``autograd.grad`` of one of them.
         stand_aside: has gradients reduced as torch does without instep, and left in ``.grad``: ranks that train in
             different ways could not answer each other otherwise.
@@ -115,6 +117,7 @@ class StepVotes:
         self.ranks: Meeting | None = None
         self.voting: Voting | None = None
         self.count = 0
+        self.asks_first = False
         self.communicates: Callable[[], bool] = lambda: True
         self.stand_aside: Callable[[], None] = lambda: None
         self._vote: Vote | None = None
@@ -197,13 +200,22 @@ class StepVotes:
             self._meet(self.ranks)
 
     def abstain(self, step: int) -> None:
-        """The others have run a backward, and will vote on it. ``step`` steps were taken here."""
+        """The others have run a backward, and will vote on it. ``step`` steps were taken here. Waits for them if they
+        ask first: of a step that they leave out, or that has failed, there is no second vote."""
         self.require_same()
-        if self.voting is not None:
-            if self._owes:  # of this rank's own last backward, which was before
-                self.committed(step)
+        if self.voting is None:
+            return
+        if self._owes:  # of this rank's own last backward, which was before
+            self.committed(step)
+        self.count += 1
+        vote = self.voting.abstain()
+        if self.asks_first:
+            verdict = vote.verdict()
+            if verdict.nonfinite_on is not None or verdict.error() is not None:
+                return
             self.count += 1
-            self._vote = self.voting.abstain()
+            vote = self.voting.abstain()
+        self._vote = vote
 
     def joined(self, step: int) -> None:
         """``join()`` is over on all ranks, which have taken unequally many steps: from now on as many."""

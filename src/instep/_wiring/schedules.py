@@ -66,6 +66,7 @@ def choose(
         measures = isinstance(options.clip, ClipNorm)
         return Chosen(forward, forward.measuring, measures, lambda _: WaitingReaders(forward), None)
     undo = Undo(host=options.undo == "host") if options.undo else None
+    votes.asks_first = undo is not None and options.nonfinite != "allow"
     scale = None if options.scaler is None else LossScale(options.scaler)
     backward = BackwardSchedule(steppers, votes, accumulation, clipping, undo, scale, options.nonfinite, check)
     frees = undo is None and not options.steps_itself
