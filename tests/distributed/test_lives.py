@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from tests.cases import Blocks
 from tests.distributed.pool import RankPool
+from tests.distributed.sharded import nested
 from tests.living import POINTS, Made, survivors
 
 
@@ -23,13 +23,7 @@ def replicated(model: nn.Module) -> nn.Module:
     return instep.replicate(model, bucket_cap_mb=0.004)
 
 
-def fsdp2(model: Any) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
-
-
-WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": ddp, "replicate": replicated, "fsdp2": fsdp2}
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": ddp, "replicate": replicated, "fsdp2": nested}
 OPTIONS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
     "undo": {"schedule": "backward", "undo": True},

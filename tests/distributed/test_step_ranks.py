@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
@@ -22,7 +22,7 @@ from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.devices import here
 from tests.distributed.pool import RankPool
-from tests.distributed.sharded import apart, hsdp, mesh, three_d, two_d
+from tests.distributed.sharded import apart, hsdp, mesh, nested, three_d, two_d
 from tests.parity.lockstep import WAYS
 
 DEFAULT: dict[str, Any] = {}
@@ -346,7 +346,7 @@ def attached_here(model: nn.Module, optimizer: Any, options: Mapping[str, Any]) 
 
 def differing(options: Sequence[Mapping[str, Any]], wrap: str) -> tuple[str, bool, bool]:
     """The error of the first step, whether another call says the same, and whether nothing was written."""
-    model, optimizer = made(ddp if wrap == "ddp" else replicated if wrap == "replicate" else sharded)
+    model, optimizer = made(ddp if wrap == "ddp" else replicated if wrap == "replicate" else nested)
     before = [p.detach().clone() for p in model.parameters()]
     mine = options[min(dist.get_rank(), 1)]
     with attached_here(model, optimizer, mine), patch.object(step_ranks, "_SECONDS_UNCLEAR", 0.5):
@@ -365,12 +365,6 @@ def local(tensor: Any) -> torch.Tensor:
 
 def replicated(model: nn.Module) -> nn.Module:
     return instep.replicate(model, bucket_cap_mb=0.004)
-
-
-def sharded(model: Any) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
 
 
 @pytest.mark.parametrize("name", list(DIFFERING))

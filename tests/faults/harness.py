@@ -229,11 +229,6 @@ def judge(
         if not all(report and report[-1]["what"] == "end" for report in reports):
             verdict.found.append((BROKEN, "; ".join(said(rank)[-600:] for rank in range(case.world))))
         return verdict.settle()
-    if case.rank == ALL and not all(fault_in([report]) for report in reports):
-        # Another rank was told of the fault before its own: it is the fault of one rank, which other cases have. With
-        # ``again`` that one would do its step again alone.
-        verdict.outcome = NOT_REACHED
-        return verdict.settle()
     for rank in killed:
         verdict.traces.append(said(rank))
     for rank, report in enumerate(reports):
@@ -246,6 +241,11 @@ def judge(
             outcome = CRASH if "terminate called" in said(rank) else BROKEN
             verdict.found.append((outcome, f"rank {rank} ended by itself: {said(rank)[-600:]}"))
     judge_survivors(verdict, reports, plain)
+    if case.rank == ALL and not all(fault_in([report]) for report in reports):
+        # Another rank was told of the fault before its own: it is the fault of one rank, which other cases have. With
+        # ``again`` that one does its step again alone, and how that ends says nothing.
+        verdict.outcome = NOT_REACHED
+        verdict.found = [one for one in verdict.found if one[0] not in (WRONG_ERROR, STUCK, CRASH, BROKEN)]
     return verdict.settle()
 
 
