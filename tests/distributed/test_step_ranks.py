@@ -3,6 +3,7 @@
 import copyreg
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -205,8 +206,9 @@ def after_join(options: Mapping[str, Any], fault: str | None) -> tuple[int, list
         return joined, errors, overlap.step_count
 
 
-JOIN_WAYS = {
+JOIN_WAYS: dict[str, dict[str, Any]] = {
     **{way: WAYS[way] for way in ("backward", "forward", "undo")},
+    "default": DEFAULT,
     "skip": {"nonfinite": "skip"},
     "forward, skip": {**WAYS["forward"], "nonfinite": "skip"},
     "undo, skip": {**WAYS["undo"], "nonfinite": "skip"},
@@ -257,6 +259,34 @@ def nonfinite_in_join(options: Mapping[str, Any]) -> tuple[int, int]:
 @pytest.mark.parametrize("way", ["skip", "forward, skip", "undo, skip"])
 def test_ranks_that_have_data_agree_in_join(three_ranks: RankPool, way: str) -> None:
     assert three_ranks.run(nonfinite_in_join, JOIN_WAYS[way]) == [(1, 0), (2, 1), (4, 1)]
+
+
+def joined_between_micro_batches(options: Mapping[str, Any]) -> list[int]:
+    """Steps taken in each loop, one by hand; rank 0 has no data at all."""
+    loops = [made(with_a_buffer) for _ in range(2)]
+    overlap = instep.attach(*loops[1], accumulation_steps=2, **options)
+    steps = [0, 0]
+    for number, (model, optimizer) in enumerate(loops):
+        with model.join():
+            for i in range(4 * dist.get_rank()):
+                x, y = batch(i)
+                with model.no_sync() if i % 2 == 0 and number == 0 else nullcontext():
+                    nn.functional.cross_entropy(model(x), y).backward()
+                if i % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    steps[number] += 1
+    overlap.synchronize()
+    states = [training_state(model, optimizer) for model, optimizer in loops]
+    assert dist.get_rank() == 0 or first_difference(*states) is None
+    overlap.detach()
+    return steps
+
+
+@pytest.mark.parametrize("way", ["default", "forward", "undo"])
+def test_a_rank_without_data_counts_no_micro_batches(two_ranks: RankPool, way: str) -> None:
+    """The others wait for it where their first forward begins: it says what it trains where ``join()`` begins."""
+    assert two_ranks.run(joined_between_micro_batches, JOIN_WAYS[way]) == [[0, 0], [2, 2]]
 
 
 def with_a_buffer(model: nn.Module) -> nn.Module:
@@ -350,13 +380,41 @@ def differing(options: Sequence[Mapping[str, Any]], wrap: str) -> tuple[str, boo
     before = [p.detach().clone() for p in model.parameters()]
     mine = options[min(dist.get_rank(), 1)]
     with attached_here(model, optimizer, mine), patch.object(step_ranks, "_SECONDS_UNCLEAR", 0.5):
-        # With micro-batches the first iteration only adds, and communicates with nobody.
         for i in range(mine.get("accumulation_steps", 1)):
             x, y = batch(i)
-            nn.functional.cross_entropy(model(x), y).backward()
+            # The second of its micro-batches would be one that the other rank does not have.
+            if (error := error_of(lambda x=x, y=y: nn.functional.cross_entropy(model(x), y).backward())) is not None:
+                assert i == 1, error
+                break
         errors = [str(error_of(optimizer.step)) for _ in range(2)]
+        errors += [] if error is None else [str(error)]
     untouched = all(torch.equal(local(a), local(b)) for a, b in zip(before, model.parameters(), strict=True))
-    return errors[0], errors[0] == errors[1], untouched
+    return errors[0], set(errors) == {errors[0]}, untouched
+
+
+def counting_apart(steps: Sequence[int], options: Mapping[str, Any], wrap: str) -> list[str]:
+    """The errors of a loop that calls ``step()`` after each backward, whatever it has asked for."""
+    model, optimizer = made(ddp if wrap == "ddp" else replicated if wrap == "replicate" else nested)
+    before = [p.detach().clone() for p in model.parameters()]
+    rank = dist.get_rank()
+    options = {**options, "accumulation_steps": steps[rank]}
+    with instep.attach(model, optimizer, **options), patch.object(step_ranks, "_SECONDS_UNCLEAR", 0.5):
+        errors = [error_of(functools.partial(iterate, model, optimizer, i)) for i in range(3)]
+    assert all(torch.equal(local(a), local(b)) for a, b in zip(before, model.parameters(), strict=True))
+    return [f"{type(error).__name__}: {error}" for error in errors]
+
+
+COUNTING: dict[str, dict[str, Any]] = {"default": DEFAULT, "backward": BACKWARD, "defer": {"defer": True}}
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2", "replicate"])
+@pytest.mark.parametrize("steps", [(1, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize("way", list(COUNTING))
+def test_micro_batches_counted_apart(two_ranks: RankPool, way: str, steps: tuple[int, int], wrap: str) -> None:
+    """A rank that only adds up sends nothing: the other one would wait for it in its backward."""
+    said = f"accumulation_steps is {steps[0]} on rank 0 and {steps[1]} on rank 1"
+    for errors in two_ranks.run(counting_apart, steps, COUNTING[way], wrap):
+        assert all(error.startswith("StepMismatchError") and said in error for error in errors), errors
 
 
 def local(tensor: Any) -> torch.Tensor:
@@ -395,6 +453,25 @@ def test_one_of_three_ranks_differs(three_ranks: RankPool, name: str) -> None:
         assert said.removesuffix(" 1") in error
         assert again
         assert untouched
+
+
+def divided_before() -> list[str]:
+    """What becomes of state that was there before ranks attached in different ways."""
+    model, optimizer = made(ddp)
+    iterate(model, optimizer, 0)
+    overlap = instep.attach(model, optimizer, shard_state=dist.get_rank() == 0, **BACKWARD)
+    with patch.object(step_ranks, "_SECONDS_UNCLEAR", 0.5):
+        error = error_of(functools.partial(iterate, model, optimizer, 1))
+    saved = error_of(optimizer.state_dict)
+    overlap.detach()
+    return [type(one).__name__ for one in (error, saved)]
+
+
+def test_state_that_was_divided_before_ranks_differed(two_ranks: RankPool) -> None:
+    """It cannot be gathered: the other rank has not divided its own, and would not answer."""
+    one, other = two_ranks.run(divided_before)
+    assert one == ["StepMismatchError", "StepMismatchError"]
+    assert other == ["StepMismatchError", "NoneType"]
 
 
 class Renamed(Blocks):
@@ -482,26 +559,35 @@ def test_a_rank_that_would_clip_alone_says_so(two_ranks: RankPool) -> None:
 
 
 def attached_again_on_rank_0(options: Mapping[str, Any]) -> str | None:
-    """One rank detaches and attaches again as before: the others do not meet it any more, and train on."""
+    """One rank detaches after two steps, and attaches again as before. The first error, or difference."""
     loops = [made(ddp) for _ in range(2)]
     overlap = instep.attach(*loops[1], **options)
-    for i in range(4):
+    for i in range(5):
         for loop in loops:
-            iterate(*loop, i)
+            with patch.object(step_ranks, "_SECONDS_UNCLEAR", 0.5):
+                error = error_of(functools.partial(iterate, *loop, i))
+            if error is not None:
+                overlap.accept_torn()
+                overlap.detach()
+                return f"{type(error).__name__}: {error}"
         if i == 1 and dist.get_rank() == 0:
             overlap.detach()
             overlap = instep.attach(*loops[1], **options)
-            if options:
-                overlap._parts.schedule.step_count = 2
     overlap.synchronize()
     overlap.detach()
     return first_difference(*(training_state(*loop) for loop in loops))
 
 
-@pytest.mark.parametrize("way", ["default", "backward"])
-def test_one_rank_attaches_again(two_ranks: RankPool, way: str) -> None:
-    with_way = DEFAULT if way == "default" else BACKWARD
-    assert two_ranks.run(attached_again_on_rank_0, with_way) == [None] * 2
+def test_one_rank_attaches_again(two_ranks: RankPool) -> None:
+    """The others do not meet it any more, and train on."""
+    assert two_ranks.run(attached_again_on_rank_0, DEFAULT) == [None] * 2
+
+
+@pytest.mark.parametrize("way", ["backward", "forward", "undo", "skip"])
+def test_one_rank_that_votes_attaches_again(two_ranks: RankPool, way: str) -> None:
+    """It counts its steps anew, and all ranks hear that."""
+    for error in two_ranks.run(attached_again_on_rank_0, JOIN_WAYS[way]):
+        assert str(error).startswith("StepMismatchError: ranks are at different steps, from 1 to 3"), error
 
 
 def attached_anew_by_all() -> list[str]:

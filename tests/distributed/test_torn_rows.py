@@ -18,11 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import instep
 from instep._optim.stepper import Stepper
+from instep._ranks.votes import StepVotes
 from instep.errors import TornStepError
 from instep.sources.ddp.reductions import Reduction
 from tests.cases import Blocks
 from tests.distributed.loops import loss_of, train
 from tests.distributed.pool import RankPool, races
+from tests.inside import schedule_of
 
 WAYS: dict[str, dict[str, Any]] = {"backward": {"schedule": "backward"}, "forward": {"schedule": "forward"}}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -246,6 +248,36 @@ def one_dies(way: str, collective: str, where: int, after: bool) -> str:
     assert torn.__cause__ is not None
     require_exact(torn, loop, old, new, [])
     return "torn"
+
+
+def lost_after(way: str, optimizer: str) -> str:
+    """The last rank is killed in its second ``step()``, or behind it, before it says that it has taken it. What has
+    become of the step on this one, which has taken it."""
+    loop = Loop(way, optimizer)
+    loop.step(0)
+    old = loop.values()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        with patch.object(StepVotes, "committed", lambda *_: os.kill(os.getpid(), signal.SIGKILL)):
+            loop.step(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    heard = first_error(loop, 1)
+    new = loop.values()
+    assert not any(map(torch.equal, old.values(), new.values()))
+    assert heard is not None or first_error(loop, 2) is not None
+    if loop.overlap.state == "torn":
+        torn = torn_by(loop)
+        assert (torn.step, schedule_of(loop.overlap).last_complete_step()) == (2, 2)
+        require_exact(torn, loop, old, new, [])
+    return loop.overlap.state
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_is_lost_after_its_update(way: str, optimizer: str) -> None:
+    """What it has updated is here: whoever has committed the step has all of it."""
+    pool = RankPool(2, group_seconds=30)
+    told = pool.run_until_a_rank_dies(0, lost_after, way, optimizer)
+    assert told == "torn" or way == "forward"
 
 
 @pytest.mark.parametrize("where", range(BUCKETS))

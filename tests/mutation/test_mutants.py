@@ -1288,7 +1288,7 @@ MUTANTS = [
     ),
     Mutant(
         "say what is trained only where backward begins",
-        "StepVotes.forward_ended",
+        "StepVotes.begin_forward",
         "            self.ranks.tell()\n",
         "            pass\n",
         STEP_RANKS,
@@ -1296,8 +1296,8 @@ MUTANTS = [
     ),
     Mutant(
         "do not wait for the others before the first backward communicates",
-        "StepRanks.meet",
-        "        if self._waits:\n            self._hear_all()\n",
+        "StepRanks.hear",
+        "        if self._waits and not self._all_heard and self.mismatch is None:\n            self._hear_all()\n",
         "",
         STEP_RANKS,
         "differ",
@@ -2446,8 +2446,8 @@ MUTANTS = [
         "disabled, let each rank's backward communicate",
         "PlainHooks.before_forward",
         "        if not torch.compiler.is_compiling() and graph_task() is None and torch.is_grad_enabled():\n"
-        "            self._accumulation.decide()\n",
-        "        pass\n",
+        "            self._votes.begin_forward()\n            self._accumulation.decide()\n",
+        "        self._votes.begin_forward()\n",
         "tests/distributed/test_disabled_ranks.py",
     ),
     Mutant(
@@ -2601,8 +2601,8 @@ MUTANTS = [
     Mutant(
         "kept gradients are not reduced",
         "Accumulation.decide",
-        "        if (self._backwards + 1) % self.steps:\n",
-        "        if self._kept or (self._backwards + 1) % self.steps:\n",
+        "        if self._is_before_last:\n",
+        "        if self._kept or self._is_before_last:\n",
         KEEP_RANKS,
     ),
     Mutant(
@@ -3154,17 +3154,34 @@ MUTANTS = [
     ),
     Mutant(
         "shard_state: an optimizer that keeps no state has some elsewhere",
-        "_whole_state_dict",
-        "            entry = part.give(state.get(number))\n",
-        "            entry = part.give(state.get(number)) if number in state else None\n",
+        "Zero._whole_state_dict",
+        "                entry = part.give(state.get(number))\n",
+        "                entry = part.give(state.get(number)) if number in state else None\n",
         ZERO,
     ),
     Mutant(
-        "torn: rows of another rank were updated there",
+        "torn: of a step that was committed here, nobody knows of the rows that were written",
         "RunningStep.tear_last",
-        "if not a.is_divided]\n",
-        "]\n",
-        TORN_NAMES_RANKS,
+        "[a.spec.name for a in self.members.all], [], cause)\n",
+        "[], [], cause, unsure=[a.spec.name for a in self.members.all])\n",
+        TORN_ROWS,
+        "lost_after",
+    ),
+    Mutant(
+        "ranks that count micro-batches in different ways reduce in different backwards",
+        "Accumulation.decide",
+        "self.steps > 1 and self._votes.differ()\n",
+        "False\n",
+        STEP_RANKS,
+        "counted_apart",
+    ),
+    Mutant(
+        "shard_state: a state that other ranks do not have is saved in part",
+        "Zero._whole_state_dict",
+        "                self._votes.require_same()\n",
+        "                pass\n",
+        STEP_RANKS,
+        "divided_before",
     ),
 ]
 

@@ -106,8 +106,9 @@ class StepRanks:
     Args:
         mine: what must be the same on all of them: options, and parameters.
         model: a short name of the model, the same on all ranks that train it.
-        waits: whether this rank waits for the others in its first backward: they will send what needs all of them. By
-            default none does, so that none waits for a rank that never attaches, or that runs out of data.
+        waits: whether this rank waits for the others before its first backward: they will send what needs all of them,
+            or reduce in other backwards than it does. By default none waits, so that none does for a rank that never
+            attaches, or that runs out of data.
         matters: whether a rank without an attachment would compute other numbers.
 
     Attributes:
@@ -136,8 +137,9 @@ class StepRanks:
     # Before the first step: do all ranks train the same model in the same way?
 
     def tell(self) -> None:
-        """The first forward has ended: say what this rank trains, before its backward waits for anybody. Whoever waits
-        for this rank where a backward begins may be needed there, by FSDP's own hooks."""
+        """The first forward begins: say what this rank trains, before anything waits for the others. Whoever waits for
+        this rank may be needed in its forward, for DDP's buffers, and where its backward begins, by FSDP's own hooks.
+        """
         self.has_told = True
         place = f"steps/{digest_of(self._ranks or self._model)}"
         try:
@@ -151,10 +153,14 @@ class StepRanks:
     def meet(self) -> None:
         """The first backward begins that reduces gradients over all ranks. If this rank waits, ``mismatch`` is known
         when this returns, before anything is sent that ranks that differ could not answer."""
+        self.hear()
+        self.has_met = True
+
+    def hear(self) -> None:
+        """If this rank waits, ``mismatch`` is known when this returns."""
         if not self.has_told:
             self.tell()
-        self.has_met = True
-        if self._waits:
+        if self._waits and not self._all_heard and self.mismatch is None:
             self._hear_all()
 
     def look(self) -> None:

@@ -71,7 +71,10 @@ class Meeting(Protocol):
     mismatch: str | None
 
     def tell(self) -> None:
-        """The first forward has ended: tell the others what this rank trains, and in which way."""
+        """The first forward begins: tell the others what this rank trains, and in which way."""
+
+    def hear(self) -> None:
+        """Wait for the others to tell the same, where the options need all of them: then ``mismatch`` is known."""
 
     def meet(self) -> None:
         """The first backward begins that communicates."""
@@ -124,10 +127,22 @@ class StepVotes:
         self._owes = False
         self._before = 0  # steps that were taken here before join() ended: other ranks may have taken more
 
-    def forward_ended(self) -> None:
-        """A forward has ended from which a backward may begin."""
+    def begin_forward(self) -> None:
+        """A forward begins from which a backward may begin."""
         if self.ranks is not None and not self.ranks.has_told:
             self.ranks.tell()
+
+    def differ(self) -> bool:
+        """Whether the ranks train in different ways. Waits for them, if the options need all of them."""
+        if self.ranks is None:
+            return False
+        self.ranks.hear()
+        return self.mismatch is not None
+
+    @property
+    def mismatch(self) -> str | None:
+        """What is not the same on all ranks; ``None``: nothing, as far as is known."""
+        return None if self.ranks is None else self.ranks.mismatch
 
     def begin_backward(self, step: int) -> None:
         """A backward begins, ``step`` steps having been taken here."""

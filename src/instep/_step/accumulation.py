@@ -7,6 +7,7 @@ from typing import Protocol
 
 from instep._autograd.backward import Phase, current
 from instep._autograd.engine import graph_task
+from instep._ranks.votes import StepVotes
 from instep.errors import AccumulationError
 
 
@@ -28,9 +29,11 @@ class Accumulation:
         wrapped: the living DDP instances (and FSDP models), whose ``no_sync`` a backward that only adds is run in.
     """
 
-    def __init__(self, steps: int, wrapped: Callable[[], Sequence[Syncing]]) -> None:
+    def __init__(self, steps: int, wrapped: Callable[[], Sequence[Syncing]], votes: StepVotes) -> None:
         self.steps = steps
         self._wrapped = wrapped
+        self._votes = votes
+        self._ranks_differ = False
         self._held = 0
         self._kept = 0
         self._backwards = 0
@@ -58,7 +61,11 @@ class Accumulation:
     @property
     def holds_next(self) -> bool:
         """Whether the backward that is about to begin only adds."""
-        return self.is_held or (self._backwards + 1) % self.steps != 0
+        return self.is_held or self._is_before_last
+
+    @property
+    def _is_before_last(self) -> bool:
+        return not self._ranks_differ and (self._backwards + 1) % self.steps != 0
 
     @property
     def distributed(self) -> bool:
@@ -91,9 +98,18 @@ class Accumulation:
 
     def decide(self) -> None:
         """Whether the next backward communicates. DDP asks in its forward; FSDP in backward, before which there may
-        have been several forwards."""
+        have been several forwards.
+
+        Raises ``StepMismatchError`` at the second micro-batch if ranks differ.
+        """
         self.close()
-        if (self._backwards + 1) % self.steps:
+        # Ranks that count in different ways would never meet. So each of them reduces the first backward, the least
+        # that a step can have, and raises behind it: in optimizer.step(), or where it would begin another one.
+        self._ranks_differ = self.steps > 1 and self._votes.differ()
+        if self._ranks_differ and self.is_partial:
+            self.stepped()
+            self._votes.require_same()
+        if self._is_before_last:
             # What the loop's own no_sync has set, it will put back itself.
             self._held_back = [ddp for ddp in self._wrapped() if ddp.require_backward_grad_sync]
             for ddp in self._held_back:

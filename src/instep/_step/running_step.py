@@ -81,11 +81,9 @@ class RunningStep:
         return self.check is not None and self.check.due
 
     def tear_last(self, cause: BaseException) -> None:
-        """The last step was committed here, and is not known to stand on the other ranks: these may have sent parts of
-        parameters that they had not updated."""
-        members, number = self.members.all, self.ledger.step_count
-        whole = [a.spec.name for a in members if not a.is_divided]
-        self.ledger.tear(number, whole, [], cause, unsure=[a.spec.name for a in members if a.is_divided])
+        """The last step was committed here, and is not known to stand on the other ranks. Here it is whole: what other
+        ranks have updated of it was written when all had said that they had."""
+        self.ledger.tear(self.ledger.step_count, [a.spec.name for a in self.members.all], [], cause)
 
     def count_gradients(self, stepper: Stepper, gradient_of: GradientOf) -> None:
         """``optimizer.step()`` finds gradients that no source has offered, or that were left to it: they make a step,

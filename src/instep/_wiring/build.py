@@ -81,8 +81,8 @@ def build(target: Target, options: Options) -> Parts:
         UnsupportedOptimizerError: an optimizer was tried, and its update couples parameters.
     """
     held = Held(target)
-    accumulation = Accumulation(options.accumulation_steps, _synced(held.wrapped, target))
     clipping, votes = Clipping(options.clip), StepVotes(rank)
+    accumulation = Accumulation(options.accumulation_steps, _synced(held.wrapped, target), votes)
     in_backward, on_trial = options.schedule == "backward", bool(options.undo)
     if options.splits_steps or options.check_steps:
         asked = [] if options.disabled else target.optimizers
@@ -95,7 +95,7 @@ def build(target: Target, options: Options) -> Parts:
     deferring = deferring_of(options, held, ranks)
     chosen = choose(options, held.steppers, separability, votes, accumulation, clipping, check, deferring)
     schedule = chosen.schedule
-    zero = _zero(target.ddps[0]) if options.communication.shard_state and not options.disabled else None
+    zero = _zero(target.ddps[0], votes) if options.communication.shard_state and not options.disabled else None
     if zero is not None:
         schedule.gather = zero.shards.gather
     if options.randomness.seed is not None and not options.disabled:
@@ -141,7 +141,7 @@ def build(target: Target, options: Options) -> Parts:
         late,
         threads,
         forwards,
-        StepHooks(schedule, votes, late, zero, forwards, handles),
+        StepHooks(schedule, votes, accumulation, late, zero, forwards, handles),
         handles,
     )
 
@@ -165,10 +165,10 @@ def _synced(wrapped: "Sequence[weakref.ref[Wrapped]]", target: Target) -> Callab
     return lambda: [*(one for ref in wrapped if (one := ref()) is not None), *sharded]
 
 
-def _zero(ddp: DistributedDataParallel) -> "Zero":
+def _zero(ddp: DistributedDataParallel, votes: StepVotes) -> "Zero":
     from instep.sources.zero.source import Zero  # imports DTensor, which takes a while
 
-    return Zero(ddp)
+    return Zero(ddp, votes)
 
 
 def _reading_streams(model: Callable[[], nn.Module | None]) -> list[torch.Stream]:

@@ -25,7 +25,13 @@ from instep._wiring.plain import PlainHooks
 from instep._wiring.sharding import Sharding
 from instep._wiring.stepping_itself import SteppingItself
 from instep._wiring.threads import Threads, this_thread
-from instep.errors import HyperparameterChangedError, InstepError, StaleAttachmentError, UnsupportedOptimizerError
+from instep.errors import (
+    HyperparameterChangedError,
+    InstepError,
+    StaleAttachmentError,
+    StepMismatchError,
+    UnsupportedOptimizerError,
+)
 from instep.sources import Source
 from instep.sources.local.parts import ForwardCounts
 
@@ -152,8 +158,6 @@ class ForwardHooks:
             return
         self._backwards.in_forward = False
         self._schedule.after_forward()
-        if torch.is_grad_enabled():
-            self._votes.forward_ended()
         self._backwards.see_backward_from(output)
 
     def _require_alone(self) -> None:
@@ -171,6 +175,7 @@ class ForwardHooks:
                 source.refresh()
 
     def _begin_micro_batch(self) -> None:
+        self._votes.begin_forward()
         accumulation = self._accumulation
         # The loop may have given these micro-batches up. zero_grad() does not clear what FSDP2 adds up.
         given_up = accumulation.is_partial and not self._is_sharded
@@ -194,6 +199,7 @@ class StepHooks:
         self,
         schedule: Schedule,
         votes: StepVotes,
+        accumulation: Accumulation,
         late: LateParameters,
         zero: "Zero | None",
         forwards: ForwardHooks | PlainHooks,
@@ -201,6 +207,7 @@ class StepHooks:
     ) -> None:
         self._schedule = schedule
         self._votes = votes
+        self._accumulation = accumulation
         self._late = late
         self._zero = zero
         self._forwards = forwards  # kept: a graph may go backward when the model is gone, and its optimizer is not
@@ -212,7 +219,11 @@ class StepHooks:
         """``optimizer.step()`` is called. A closure is followed by what is done right before the update."""
         if is_called_by_step(optimizer):
             return None  # which has begun already
-        self._votes.require_same()
+        try:
+            self._votes.require_same()
+        except StepMismatchError:
+            self._accumulation.stepped()  # if the loop goes on, its next backward is the one that the others run, too
+            raise
         self._schedule.begin_step(stepper)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if len(args) > 2 or kwargs.keys() - {"closure"} or (closure is not None and not callable(closure)):

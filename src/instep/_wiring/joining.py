@@ -42,6 +42,8 @@ class Joining(BoundHook):
         assert ddp is not None, "it is its attribute"
         theirs = type(ddp).join_hook(ddp, **options)
         self.joins = True
+        # A rank without any data runs no forward, and others may wait in their first one to hear what it trains.
+        self._votes.begin_forward()
         return _Shadow(theirs, self)
 
     def remove(self) -> None:

@@ -27,12 +27,11 @@ class PlainHooks:
 
     def before_forward(self, module: nn.Module, args: object) -> None:
         if not torch.compiler.is_compiling() and graph_task() is None and torch.is_grad_enabled():
+            self._votes.begin_forward()
             self._accumulation.decide()
 
     def after_forward(self, module: nn.Module, args: object, output: object) -> None:
         if not torch.compiler.is_compiling() and graph_task() is None:
-            if torch.is_grad_enabled():
-                self._votes.forward_ended()
             before_backward = UntracedHook(weakly(self._before_backward))
             for node in nodes_of(output):
                 node.register_prehook(before_backward)

@@ -35,14 +35,15 @@ def ranks_of(target: Target, options: Options) -> StepRanks | None:
     neighbours = neighbours_of([*target.wrapped, *target.fsdp1], target.optimized())
     if neighbours is None:
         return None
-    waits = options.votes or options.communication != Communication()
-    parameters = dict(_parameters_in_words(target, with_optimizers=waits))
+    meets = options.votes or options.communication != Communication()
+    parameters = dict(_parameters_in_words(target, with_optimizers=meets))
     return StepRanks(
         neighbours,
         [options.in_words(), parameters],
         digest_of(parameters),
-        waits=waits,
-        matters=waits or not options.asks_for_nothing,
+        # Ranks that reduce after other numbers of micro-batches would not come to the same step().
+        waits=meets or options.accumulation_steps > 1,
+        matters=meets or not options.asks_for_nothing,
     )
 
 

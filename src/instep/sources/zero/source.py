@@ -6,6 +6,7 @@ state on each of N ranks (Rajbhandari et al., "ZeRO: Memory Optimizations Toward
 2020, stage 1).
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from instep._autograd.hooks import BoundHook
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.plan import Bucket
 from instep._ranks.lost import communicating
+from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
 from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AccumulationError, InstepError
@@ -42,6 +44,8 @@ from instep.sources.delivery import deliver, errors_kept
 from instep.sources.in_flight import drain
 from instep.sources.wrapped import WrappedParameters
 from instep.sources.zero.state_shards import GatheredShards, RowShard, ScatteredGradients, StateShards
+
+_logger = logging.getLogger("instep")
 
 
 class _Sent:
@@ -275,9 +279,10 @@ class Zero:
         reduced: by ``id``: the parameters that are in DDP's buckets. Others are stepped whole on each rank.
     """
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: DistributedDataParallel, votes: StepVotes) -> None:
         self.shards = StateShards(ddp)
         self._ddp = weakref.ref(ddp)
+        self._votes = votes
         self.reduced = bucket_parameters(ddp)
         self._connected: list[tuple[weakref.ref[Optimizer], Callable[[], Iterable[AttachedParameter]]]] = []
 
@@ -299,7 +304,7 @@ class Zero:
         ``load_state_dict()`` takes all of it."""
         _shard(optimizer, parameters())
         self._connected.append((weakref.ref(optimizer), parameters))
-        saved = BoundHook(lambda optimizer, state_dict: _whole_state_dict(optimizer, state_dict, parameters()))
+        saved = BoundHook(lambda optimizer, state_dict: self._whole_state_dict(optimizer, state_dict, parameters()))
         loaded = BoundHook(lambda optimizer: _shard(optimizer, parameters()))
         return [
             optimizer.register_state_dict_post_hook(saved),
@@ -325,30 +330,44 @@ class Zero:
                         "outside of no_sync()"
                     )
 
+    def _whole_state_dict(
+        self, optimizer: Optimizer, state_dict: dict[str, Any], parameters: Iterable[AttachedParameter]
+    ) -> dict[str, Any]:
+        """The plain optimizer's ``state_dict()``. All ranks must call this."""
+        if self._votes.mismatch is not None:
+            if optimizer.state:
+                self._votes.require_same()
+            return state_dict
+        parts = {id(attached.get()): attached.shard for attached in parameters}
+        ordered = [p for group in optimizer.param_groups for p in group["params"]]
+        state = dict(state_dict["state"])
+        for number, parameter in enumerate(ordered):
+            part = parts.get(id(parameter))
+            if isinstance(part, RowShard):
+                entry = part.give(state.get(number))
+                if entry is None:
+                    state.pop(number, None)
+                else:
+                    state[number] = entry
+        return {**state_dict, "state": state}
+
     def close(self) -> None:
-        """Make the optimizers plain ones again. All ranks must call this."""
+        """Make the optimizers plain ones again. All ranks must call this.
+
+        If ranks differ, some of them will not: no step was taken, and state that was loaded before stays divided.
+        """
         connected, self._connected = self._connected, []
         for ref, parameters in connected:
-            if (optimizer := ref()) is not None:
+            if (optimizer := ref()) is None:
+                continue
+            if self._votes.mismatch is None:
                 _unshard(optimizer, parameters())
-
-
-def _whole_state_dict(
-    optimizer: Optimizer, state_dict: dict[str, Any], parameters: Iterable[AttachedParameter]
-) -> dict[str, Any]:
-    """The plain optimizer's ``state_dict()``. All ranks must call this."""
-    parts = {id(attached.get()): attached.shard for attached in parameters}
-    ordered = [p for group in optimizer.param_groups for p in group["params"]]
-    state = dict(state_dict["state"])
-    for number, parameter in enumerate(ordered):
-        part = parts.get(id(parameter))
-        if isinstance(part, RowShard):
-            entry = part.give(state.get(number))
-            if entry is None:
-                state.pop(number, None)
-            else:
-                state[number] = entry
-    return {**state_dict, "state": state}
+            elif optimizer.state:
+                _logger.warning(
+                    "the state of %s stays divided among the ranks (shard_state), because they have attached in "
+                    "different ways: load it again",
+                    type(optimizer).__name__,
+                )
 
 
 def _shard(optimizer: Optimizer, parameters: Iterable[AttachedParameter]) -> None:
