@@ -206,7 +206,7 @@ def after_join(options: Mapping[str, Any], fault: str | None) -> tuple[int, list
         return joined, errors, overlap.step_count
 
 
-JOIN_WAYS: dict[str, dict[str, Any]] = {
+JOIN_WAYS: dict[str, Mapping[str, Any]] = {
     **{way: WAYS[way] for way in ("backward", "forward", "undo")},
     "default": DEFAULT,
     "skip": {"nonfinite": "skip"},
@@ -374,6 +374,10 @@ def attached_here(model: nn.Module, optimizer: Any, options: Mapping[str, Any]) 
         return instep.attach(model, optimizer, **options)
 
 
+def backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    nn.functional.cross_entropy(model(x), y).backward()
+
+
 def differing(options: Sequence[Mapping[str, Any]], wrap: str) -> tuple[str, bool, bool]:
     """The error of the first step, whether another call says the same, and whether nothing was written."""
     model, optimizer = made(ddp if wrap == "ddp" else replicated if wrap == "replicate" else nested)
@@ -383,7 +387,7 @@ def differing(options: Sequence[Mapping[str, Any]], wrap: str) -> tuple[str, boo
         for i in range(mine.get("accumulation_steps", 1)):
             x, y = batch(i)
             # The second of its micro-batches would be one that the other rank does not have.
-            if (error := error_of(lambda x=x, y=y: nn.functional.cross_entropy(model(x), y).backward())) is not None:
+            if (error := error_of(functools.partial(backward, model, x, y))) is not None:
                 assert i == 1, error
                 break
         errors = [str(error_of(optimizer.step)) for _ in range(2)]

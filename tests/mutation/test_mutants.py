@@ -945,7 +945,7 @@ MUTANTS = [
     Mutant(
         "communicate in every micro-batch",
         "Accumulation.decide",
-        "        if (self._backwards + 1) % self.steps:\n",
+        "        if self._is_before_last:\n",
         "        if False:\n",
         SCHEDULES,
     ),
