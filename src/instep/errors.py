@@ -86,7 +86,7 @@ class NonFiniteGradientError(InstepError):
 
     Attributes:
         parameter: the name of the first such parameter on this rank, ``None`` if all gradients here are finite.
-        rank: the first rank that has such a gradient.
+        rank: the first rank that has such a gradient; with ``schedule="backward"``, where nobody is asked, this one.
     """
 
     def __init__(self, message: str, parameter: str | None, rank: int) -> None:

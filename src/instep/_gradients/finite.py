@@ -40,14 +40,17 @@ def nonfinite_error(gradients: Named, rank: int, at: str) -> NonFiniteGradientEr
     """The error for ``nonfinite="raise"``.
 
     Args:
-        rank: the first rank with a gradient that is not finite.
+        rank: a rank with a gradient that is not finite: the first, where ranks were asked; else this one.
         at: what was or was not written.
     """
     name = first_nonfinite(gradients)
-    where = "all gradients of this rank are finite" if name is None else f"the gradient of {name!r} is not finite here"
+    if name is None:
+        where = f"a gradient is not finite on rank {rank}, and all gradients of this rank are"
+    else:
+        where = f"the gradient of {name!r} is not finite"
     return NonFiniteGradientError(
-        f"{where}; the first rank with such a gradient is {rank}. {at}. Look for a learning rate that is too high, a "
-        "division by zero or an overflow; nonfinite='skip' leaves such steps out",
+        f"{where}. {at}. Look for a learning rate that is too high, a division by zero or an overflow; "
+        "nonfinite='skip' leaves such steps out",
         name,
         rank,
     )
