@@ -380,7 +380,7 @@ def backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
 
 def differing(options: Sequence[Mapping[str, Any]], wrap: str) -> tuple[str, bool, bool]:
     """The error of the first step, whether another call says the same, and whether nothing was written."""
-    model, optimizer = made(ddp if wrap == "ddp" else replicated if wrap == "replicate" else nested)
+    model, optimizer = wrapped(wrap)
     before = [p.detach().clone() for p in model.parameters()]
     mine = options[min(dist.get_rank(), 1)]
     with attached_here(model, optimizer, mine), patch.object(step_ranks, "_SECONDS_UNCLEAR", 0.5):
@@ -398,7 +398,7 @@ def differing(options: Sequence[Mapping[str, Any]], wrap: str) -> tuple[str, boo
 
 def counting_apart(steps: Sequence[int], options: Mapping[str, Any], wrap: str) -> list[str]:
     """The errors of a loop that calls ``step()`` after each backward, whatever it has asked for."""
-    model, optimizer = made(ddp if wrap == "ddp" else replicated if wrap == "replicate" else nested)
+    model, optimizer = wrapped(wrap)
     before = [p.detach().clone() for p in model.parameters()]
     rank = dist.get_rank()
     options = {**options, "accumulation_steps": steps[rank]}
@@ -406,6 +406,96 @@ def counting_apart(steps: Sequence[int], options: Mapping[str, Any], wrap: str) 
         errors = [error_of(functools.partial(iterate, model, optimizer, i)) for i in range(3)]
     assert all(torch.equal(local(a), local(b)) for a, b in zip(before, model.parameters(), strict=True))
     return [f"{type(error).__name__}: {error}" for error in errors]
+
+
+def wrapped(wrap: str) -> tuple[Any, Fails]:
+    kinds = {"ddp": ddp, "replicate": replicated, "fsdp2": nested, "hybrid": hybrid, **MESHES}
+    return made(kinds[wrap])
+
+
+def accumulating_apart(options: Sequence[Mapping[str, Any]], wrap: str) -> list[str]:
+    """A loop of two micro-batches in each step, on ranks of which only some were told of it. The error of each
+    iteration; nothing was written."""
+    model, optimizer = wrapped(wrap)
+    before = [local(p).detach().clone() for p in model.parameters()]
+
+    def one(i: int) -> None:
+        for part in range(2):
+            x, y = batch(2 * i + part)
+            backward(model, x, y)
+        optimizer.step()
+
+    mine = options[min(dist.get_rank(), 1)]
+    with attached_here(model, optimizer, mine), patch.object(step_ranks, "_SECONDS_UNCLEAR", 0.5):
+        errors = [error_of(functools.partial(one, i)) for i in range(3)]
+    assert all(torch.equal(a, local(b)) for a, b in zip(before, model.parameters(), strict=True))
+    return [f"{type(error).__name__}: {error}" for error in errors]
+
+
+APART: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "default": ({}, {"accumulation_steps": 2}, "accumulation_steps is 1 on rank 0 and 2 on rank 1"),
+    "backward": (
+        BACKWARD,
+        {**BACKWARD, "accumulation_steps": 2},
+        "accumulation_steps is 1 on rank 0 and 2 on rank 1",
+    ),
+    "undo": (
+        {**BACKWARD, "undo": True, "accumulation_steps": 2},
+        {**BACKWARD, "undo": True},
+        "accumulation_steps is 2 on rank 0 and 1 on rank 1",
+    ),
+    "skip": (
+        {"nonfinite": "skip"},
+        {"nonfinite": "skip", "accumulation_steps": 2},
+        "accumulation_steps is 1 on rank 0 and 2 on rank 1",
+    ),
+    "disabled": (
+        {"accumulation_steps": 2, "disabled": True},
+        {"accumulation_steps": 2},
+        "INSTEP_DISABLE is set on rank 0 and not set on rank 1",
+    ),
+    "disabled beside backward": (
+        {"disabled": True},
+        {**BACKWARD, "accumulation_steps": 2},
+        "INSTEP_DISABLE is set on rank 0 and not set on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2", "replicate"])
+@pytest.mark.parametrize("way", list(APART))
+def test_micro_batches_that_one_rank_was_not_told_of(two_ranks: RankPool, way: str, wrap: str) -> None:
+    """After the first backward all raise: in ``step()``, or in the forward of the second micro-batch."""
+    one, other, said = APART[way]
+    for errors in two_ranks.run(accumulating_apart, [one, other], wrap):
+        assert all(error.startswith("StepMismatchError") for error in errors), errors
+        assert all(said in error or "disabled" in way for error in errors), errors
+
+
+def forward_of_one_rank(options: Mapping[str, Any]) -> list[Any]:
+    """Rank 0 alone runs a forward first. What the loops, one by hand, end with."""
+    loops = [made(ddp) for _ in range(2)]
+    with instep.attach(*loops[1], accumulation_steps=2, **options) as overlap:
+        with patch.object(step_ranks, "_SECONDS_UNCLEAR", 0.5):
+            for model, _ in loops:
+                if dist.get_rank() == 0:
+                    model(batch(0)[0])
+            dist.barrier()
+            for i in range(4):
+                for model, optimizer in loops:
+                    x, y = batch(i)
+                    with model.no_sync() if i % 2 == 0 and model is loops[0][0] else nullcontext():
+                        backward(model, x, y)
+                    if i % 2:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        overlap.synchronize()
+        return [first_difference(*(training_state(*loop) for loop in loops)), overlap.step_count]
+
+
+@pytest.mark.parametrize("way", ["default", "forward", "undo"])
+def test_a_forward_of_one_rank_alone_waits_for_nobody_for_long(two_ranks: RankPool, way: str) -> None:
+    assert two_ranks.run(forward_of_one_rank, JOIN_WAYS[way]) == [[None, 2]] * 2
 
 
 COUNTING: dict[str, dict[str, Any]] = {"default": DEFAULT, "backward": BACKWARD, "defer": {"defer": True}}
@@ -445,6 +535,21 @@ def test_options_that_differ_between_shards(two_ranks: RankPool, name: str, wrap
     one, other, said = DIFFERING[name]
     for error, again, untouched in two_ranks.run(differing, [one, other], wrap):
         assert said in error
+        assert again
+        assert untouched
+
+
+# Of which one alone votes, or has each optimizer's parameters compared.
+VOTING_ALONE = ("schedule", "nonfinite", "defer", "disabled beside backward")
+
+
+@pytest.mark.parametrize("wrap", ["apart", "hybrid", "2d"])
+@pytest.mark.parametrize("name", VOTING_ALONE)
+def test_options_that_differ_on_a_mesh(four_ranks: RankPool, name: str, wrap: str) -> None:
+    """No group or mesh holds all ranks, of the first two: they find each other by the model."""
+    one, other, said = DIFFERING[name]
+    for error, again, untouched in four_ranks.run(differing, [one, other], wrap):
+        assert said.rpartition(" on rank")[0] in error, error
         assert again
         assert untouched
 

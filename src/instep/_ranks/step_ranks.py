@@ -106,9 +106,8 @@ class StepRanks:
     Args:
         mine: what must be the same on all of them: options, and parameters.
         model: a short name of the model, the same on all ranks that train it.
-        waits: whether this rank waits for the others before its first backward: they will send what needs all of them,
-            or reduce in other backwards than it does. By default none waits, so that none does for a rank that never
-            attaches, or that runs out of data.
+        waits: whether this rank waits for the others in its first backward: they will send what needs all of them. By
+            default none does, so that none waits for a rank that never attaches, or that runs out of data.
         matters: whether a rank without an attachment would compute other numbers.
 
     Attributes:
@@ -133,6 +132,7 @@ class StepRanks:
         self._comparison: Comparison | None = None
         self._steps = 0
         self._all_heard = False
+        self._has_waited = False
 
     # Before the first step: do all ranks train the same model in the same way?
 
@@ -153,31 +153,46 @@ class StepRanks:
     def meet(self) -> None:
         """The first backward begins that reduces gradients over all ranks. If this rank waits, ``mismatch`` is known
         when this returns, before anything is sent that ranks that differ could not answer."""
-        self.hear()
-        self.has_met = True
-
-    def hear(self) -> None:
-        """If this rank waits, ``mismatch`` is known when this returns."""
         if not self.has_told:
             self.tell()
-        if self._waits and not self._all_heard and self.mismatch is None:
-            self._hear_all()
+        self.has_met = True
+        if self._waits and not self._is_known:
+            self._take(self._hear_all(timeout_of(self._neighbours.anchor).total_seconds()))
+
+    def hear_soon(self) -> None:
+        """A forward begins whose backward may reduce gradients, or not, by an option of this rank. Wait a little for
+        the others to say whether they have that option: as long as ranks that train alike are apart, and not for ever,
+        since a forward may be of this rank alone."""
+        if self._comparison is None or self._is_known or self._has_waited:
+            return
+        self._has_waited = True
+        with suppress(RuntimeError):  # the process that keeps the store has ended
+            heard = self._hear_all(_SECONDS_UNCLEAR)
+            if heard.difference is not None or not heard.missing:
+                self._take(heard)
+
+    @property
+    def _is_known(self) -> bool:
+        return self._all_heard or self.mismatch is not None
 
     def look(self) -> None:
-        """``optimizer.step()`` is called. Whoever gave this rank its gradients has said before what it trains, so that
-        nobody is waited for: ``mismatch`` is what is known now."""
-        if self._all_heard or self._comparison is None or self.mismatch is not None:
-            return
-        self._steps += 1
-        if self._steps in _LOOKS:
+        """``mismatch`` is what is known now: nobody is waited for. Whoever gave this rank its gradients has said before
+        what it trains."""
+        if not self._is_known and self._comparison is not None:
             try:
                 self._take(self._heard())
             except RuntimeError:  # the process that keeps the store has ended: nobody hears anything any more
                 self._all_heard = True
 
+    def step_begins(self) -> None:
+        """``optimizer.step()`` is called: ``look``, now and then."""
+        if not self._is_known:
+            self._steps += 1
+            if self._steps in _LOOKS:
+                self.look()
+
     def require_same(self) -> None:
         """Raise ``StepMismatchError`` if ranks train in different ways, as far as is known now."""
-        self.look()
         if self.mismatch is not None:
             raise StepMismatchError(
                 f"ranks have attached different models, or in different ways: {self.mismatch}. Nothing was updated. "
@@ -185,10 +200,9 @@ class StepRanks:
                 "ranks or on none"
             )
 
-    def _hear_all(self) -> None:
-        """Wait until every rank has said what it trains."""
+    def _hear_all(self, limit: float) -> Heard:
+        """Wait until every rank has said what it trains, for so many seconds at most. What is known then."""
         began, pause, look_at, is_said = time.monotonic(), _FIRST_PAUSE, _FIRST_LOOK, False
-        limit = timeout_of(self._neighbours.anchor).total_seconds()
         heard = Heard(missing=self._neighbours.ranks)
         while not self._all_say_the_same():
             waited = time.monotonic() - began
@@ -210,7 +224,7 @@ class StepRanks:
             pause = min(2 * pause, _LONGEST_PAUSE)
         else:
             heard = Heard()
-        self._take(heard)
+        return heard
 
     def _all_say_the_same(self) -> bool:
         assert self._comparison is not None

@@ -73,11 +73,17 @@ class Meeting(Protocol):
     def tell(self) -> None:
         """The first forward begins: tell the others what this rank trains, and in which way."""
 
-    def hear(self) -> None:
-        """Wait for the others to tell the same, where the options need all of them: then ``mismatch`` is known."""
+    def hear_soon(self) -> None:
+        """Wait a little for the others to tell the same."""
 
     def meet(self) -> None:
         """The first backward begins that communicates."""
+
+    def look(self) -> None:
+        """See what the others have told by now."""
+
+    def step_begins(self) -> None:
+        """``optimizer.step()`` is called: ``look``, now and then."""
 
     def require_same(self) -> None:
         """Raise ``StepMismatchError`` if the ranks train in different ways, as far as is known."""
@@ -125,18 +131,31 @@ class StepVotes:
         self.stand_aside: Callable[[], None] = lambda: None
         self._vote: Vote | None = None
         self._owes = False
+        self._reduces = False  # whether a backward of the running step reduces gradients, and ranks may differ
         self._before = 0  # steps that were taken here before join() ended: other ranks may have taken more
 
     def begin_forward(self) -> None:
-        """A forward begins from which a backward may begin."""
-        if self.ranks is not None and not self.ranks.has_told:
-            self.ranks.tell()
+        """A forward begins from which a backward may begin.
+
+        Raises ``StepMismatchError`` if ranks differ and have reduced gradients in this step: others may be in
+        ``optimizer.step()``, where they raise, while this rank would reduce once more.
+        """
+        ranks = self.ranks
+        if ranks is None:
+            return
+        if not ranks.has_told:
+            ranks.tell()
+        if self._reduces:
+            ranks.look()
+            if ranks.mismatch is not None:
+                self._reduces = False
+                ranks.require_same()
 
     def differ(self) -> bool:
-        """Whether the ranks train in different ways. Waits for them, if the options need all of them."""
+        """Whether the ranks train in different ways. Waits a little for them to say."""
         if self.ranks is None:
             return False
-        self.ranks.hear()
+        self.ranks.hear_soon()
         return self.mismatch is not None
 
     @property
@@ -146,9 +165,14 @@ class StepVotes:
 
     def begin_backward(self, step: int) -> None:
         """A backward begins, ``step`` steps having been taken here."""
-        if self.ranks is None or (self.voting is None and self.ranks.has_met) or not self.communicates():
+        ranks = self.ranks
+        if ranks is None:
             return
-        self._meet(self.ranks)
+        asks_nobody = self.voting is None and ranks.has_met and ranks.mismatch is None
+        if asks_nobody or not self.communicates():
+            return
+        self._meet(ranks)
+        self._reduces = True
         if self.voting is not None:
             if self._owes:
                 self.committed(step)
@@ -168,6 +192,8 @@ class StepVotes:
         """``optimizer.step()`` is called: raise ``StepMismatchError`` if the ranks train in different ways. Not before
         they have been in a backward together: some may be behind."""
         if self.ranks is not None and self.ranks.has_met:
+            self._reduces = False
+            self.ranks.step_begins()
             self.ranks.require_same()
 
     def say(self, step: int, *, nonfinite: bool = False) -> Vote | None:

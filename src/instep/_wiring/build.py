@@ -141,7 +141,7 @@ def build(target: Target, options: Options) -> Parts:
         late,
         threads,
         forwards,
-        StepHooks(schedule, votes, accumulation, late, zero, forwards, handles),
+        StepHooks(schedule, votes, late, zero, forwards, handles),
         handles,
     )
 

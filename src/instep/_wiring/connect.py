@@ -61,7 +61,7 @@ def connect(parts: Parts, target: Target, options: Options) -> None:
 
 
 def _connect_plainly(parts: Parts, target: Target, options: Options) -> None:
-    _watch_forwards(parts, target, prepend=False)
+    _watch_forwards(parts, target, prepend=parts.sharding is not None)  # as others do: what a rank says comes first
     _watch_steps(parts, target)
     parts.handles.append(PlainPickles(target.model.modules()))
     _count_in_no_sync(parts, target, options)

@@ -29,7 +29,6 @@ from instep.errors import (
     HyperparameterChangedError,
     InstepError,
     StaleAttachmentError,
-    StepMismatchError,
     UnsupportedOptimizerError,
 )
 from instep.sources import Source
@@ -199,7 +198,6 @@ class StepHooks:
         self,
         schedule: Schedule,
         votes: StepVotes,
-        accumulation: Accumulation,
         late: LateParameters,
         zero: "Zero | None",
         forwards: ForwardHooks | PlainHooks,
@@ -207,7 +205,6 @@ class StepHooks:
     ) -> None:
         self._schedule = schedule
         self._votes = votes
-        self._accumulation = accumulation
         self._late = late
         self._zero = zero
         self._forwards = forwards  # kept: a graph may go backward when the model is gone, and its optimizer is not
@@ -219,11 +216,7 @@ class StepHooks:
         """``optimizer.step()`` is called. A closure is followed by what is done right before the update."""
         if is_called_by_step(optimizer):
             return None  # which has begun already
-        try:
-            self._votes.require_same()
-        except StepMismatchError:
-            self._accumulation.stepped()  # if the loop goes on, its next backward is the one that the others run, too
-            raise
+        self._votes.require_same()
         self._schedule.begin_step(stepper)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if len(args) > 2 or kwargs.keys() - {"closure"} or (closure is not None and not callable(closure)):

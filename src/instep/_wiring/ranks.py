@@ -40,9 +40,8 @@ def ranks_of(target: Target, options: Options) -> StepRanks | None:
     return StepRanks(
         neighbours,
         [options.in_words(), parameters],
-        digest_of(parameters),
-        # Ranks that reduce after other numbers of micro-batches would not come to the same step().
-        waits=meets or options.accumulation_steps > 1,
+        digest_of(dict(_parameters_in_words(target, with_optimizers=False))),  # whatever this rank's options are
+        waits=meets,
         matters=meets or not options.asks_for_nothing,
     )
 
