@@ -18,6 +18,7 @@ from instep.attachment import attachments
 from tests import missing, net, selection
 from tests.accelerator import sessions
 from tests.distributed.pool import RankPool
+from tests.putting_off import own_steps_wait
 
 # By default an example may take 0.2 s, and drawing them 1 s or so: on a busy machine neither says anything.
 settings.register_profile("instep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -135,3 +136,10 @@ def four_ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
 def eight_ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
     """For meshes of three dimensions."""
     yield from _pool(pytestconfig, 8)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_steps_are_put_off() -> Iterator[None]:
+    """Until ``own_steps_stay``."""
+    with own_steps_wait():
+        yield

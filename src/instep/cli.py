@@ -21,6 +21,7 @@ from instep.demo.job import Size
 from instep.planning.errors import PlanError
 from instep.planning.job import Job, Rates
 from instep.report.files import NotWrittenError, write
+from instep.report.jobs import by_job
 from instep.report.run import NotARecordingError, load_all
 
 NOT_EQUAL, CANNOT_RUN, INTERRUPTED, TERMINATED = 1, 2, 130, 143
@@ -95,7 +96,10 @@ def demo(
 @app.command()
 def report(
     recordings: Annotated[
-        list[Path], typer.Argument(help="Files that recording.save() wrote. Several files are shown side by side.")
+        list[Path],
+        typer.Argument(
+            help="Files that recording.save() wrote. Those of one job (model, batch, ranks, device) are compared."
+        ),
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write one HTML page to this file.", show_default=False)
@@ -111,7 +115,7 @@ def report(
         if output is not None:
             from instep.report.page import page
 
-            write("--output", output, page(runs))
+            write("--output", output, page(by_job(runs)))
             typer.echo(f"wrote {output}", err=True)
         if json:
             from instep.report.terminal import summary
@@ -122,7 +126,7 @@ def report(
 
             from instep.report.terminal import show
 
-            show(Console(), runs)
+            show(Console(), by_job(runs))
 
 
 @app.command()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from tests import net
 from tests.forking import forking
+from tests.putting_off import own_steps_wait
 
 GROUP_SECONDS = 120
 """Of a collective. Only a rank that hangs is waited for so long."""
@@ -178,7 +179,7 @@ def _serve(
         except EOFError:
             break
         try:
-            with around(not getattr(body, RACES, False)):
+            with around(not getattr(body, RACES, False)), own_steps_wait():
                 result = body(*args, **kwargs)
             pipe.send((True, result))
         except BaseException:

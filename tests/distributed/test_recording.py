@@ -61,7 +61,7 @@ def recorded(pool: RankPool, how: str, wrapper: str, path: Path) -> Run:
 def test_ddp(two_ranks: RankPool, how: str, tmp_path: Path) -> None:
     run = recorded(two_ranks, how, "ddp", tmp_path / "run.json")
     assert [rank.rank for rank in run.ranks] == [0, 1]
-    assert (run.setup.ranks, run.setup.wrapper, run.setup.bucket_view) == (2, "DistributedDataParallel", True)
+    assert (run.job.ranks, run.setup.wrapper, run.setup.bucket_view) == (2, "DistributedDataParallel", True)
     assert run.ranks[0].memory.alive["DDP's buckets of gradients"] == run.setup.nbytes["gradients"]
     for rank in run.ranks:
         assert len(rank.iterations) == 3
@@ -91,3 +91,9 @@ def test_a_sharded_model(two_ranks: RankPool, tmp_path: Path) -> None:
     assert found.step.total > 0
     kinds = {span.name.split(",")[0] for span in run.ranks[1].spans if span.kind == "communication"}
     assert kinds == {"all_gather", "all_reduce"}, "gloo scatters by reducing all"
+
+
+def test_a_job_is_the_same_in_any_wrapper(two_ranks: RankPool, tmp_path: Path) -> None:
+    ddp, fsdp = (recorded(two_ranks, "plain", wrapper, tmp_path / f"{wrapper}.json").job for wrapper in ("ddp", "fsdp"))
+    assert ddp == fsdp
+    assert (ddp.model, ddp.ranks, ddp.batch) == ("Blocks", 2, ("(8, 16) float32",))

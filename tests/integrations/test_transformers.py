@@ -426,3 +426,27 @@ def test_without_transformers() -> None:
 def test_compiled(tmp_path: Path, way: str) -> None:
     with functorch_config.patch(donated_buffer=False):  # two passes: see docs/clipping.md
         trains_as_without(tmp_path, way, {"torch_compile_backend": "aot_eager"})
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+@pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "paged_adamw_8bit", "lion_8bit"])
+@in_every_way
+def test_bitsandbytes(way: str, optim: str, tmp_path: Path) -> None:
+    """Embeddings keep their state in 32 bits: the Trainer registers overrides for them."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    manager.initialize()
+    trained = []
+    for inside in (None, callback(way)):
+        trained.append(trainer(tmp_path, inside, optim=optim))
+        trained[-1].train()
+    plain, other = trained
+    require_same(plain, other)
+    assert manager.module_weight_config_triple
+    dtypes = {
+        value.dtype
+        for state in other.optimizer.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    }
+    assert {torch.uint8, torch.float32} <= dtypes

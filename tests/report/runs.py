@@ -4,24 +4,36 @@ from collections.abc import Sequence
 from typing import Any
 
 from instep.report.memory import Memory
-from instep.report.run import Rank, Run, Setup
+from instep.report.run import Job, Rank, Run, Setup
 from instep.report.spans import Span
 
 MAIN, WORKER, GLOO = 1, 2, 3
 MIB = 2**20
 
 
-def setup_of(**changes: Any) -> Setup:
+def job_of(**changes: Any) -> Job:
     values: dict[str, Any] = {
+        "model": "Net",
+        "parameters": "a digest",
+        "count": 2**20,
+        "dtypes": ("float32",),
+        "batch": ("(8, 64) float32",),
+        "ranks": 1,
+        "device": "cpu",
+    }
+    return Job(**{**values, **changes})
+
+
+def setup_of(**changes: Any) -> Setup:
+    of_job = {name: changes.pop(name) for name in list(changes) if name in Job.__dataclass_fields__}
+    values: dict[str, Any] = {
+        "job": job_of(**of_job),
         "label": "plain",
         "options": {},
-        "model": "Net",
         "optimizer": "AdamW(fused=True)",
         "fused": True,
         "wrapper": "",
         "bucket_view": True,
-        "ranks": 1,
-        "device": "cpu",
         "buckets": [],
         "gradients": {"a": 3 * MIB, "b": MIB},
         "nbytes": {"parameters": 4 * MIB, "gradients": 4 * MIB, "optimizer state": 8 * MIB},

@@ -7,6 +7,7 @@ import pytest
 
 from instep.report.advice import advice, advice_beside
 from instep.report.figures import figures
+from instep.report.jobs import Compared
 from instep.report.run import Run
 from instep.report.verdict import cards
 from tests.report.runs import GLOO, MAIN, MIB, WORKER, memory_of, run_of, span
@@ -178,7 +179,7 @@ def looked(before: str, after: str, **setup: Any) -> Run:
 )
 def test_whether_the_weights_are_equal(other: Run, said: str) -> None:
     runs = [looked("a", "b"), other]
-    (card,) = (card for card in cards(runs, [figures(run) for run in runs]) if card.name == "weights")
+    (card,) = (card for card in cards(Compared(runs)) if card.name == "weights")
     assert list(card.values) == [said]
 
 
@@ -186,17 +187,17 @@ def test_a_row_of_verdicts_says_what_has_changed() -> None:
     plain = run_of([span("step", 0.0, 0.2)], [(0.0, 1.0), (1.0, 2.1)], memory_of(parameters=4 * MIB, gradients=8 * MIB))
     attached = run_of([span("step", 0.0, 0.1)], [(0.0, 0.5), (0.5, 1.1)], memory_of(parameters=4 * MIB, gradients=MIB))
     runs = [plain, attached]
-    found = {card.name: card for card in cards(runs, [figures(run) for run in runs])}
+    found = {card.name: card for card in cards(Compared(runs))}
     assert found["peak memory"].change == found["gradients at once"].change == "7.0 MiB less"
     assert found["iteration"].change == "48% shorter"
     assert found["exposed step"].change == "100.0 ms to 50.0 ms"
-    assert "weights" not in {card.name for card in cards(runs[:1], [figures(plain)])}
+    assert "weights" not in {card.name for card in cards(Compared(runs[:1]))}
 
 
-def test_durations_that_overlap_are_no_difference() -> None:
+def test_durations_that_overlap_may_be_chance() -> None:
     runs = [run_of([], [(0.0, 1.0), (1.0, 2.5)]), run_of([], [(0.0, 1.2), (1.2, 2.4)])]
-    (card,) = (card for card in cards(runs, [figures(run) for run in runs]) if card.name == "iteration")
-    assert card.change == "no measurable difference"
+    (card,) = (card for card in cards(Compared(runs)) if card.name == "iteration")
+    assert card.change == "4% shorter here; too noisy to tell (0.80 to 1.20)"
 
 
 def test_advice_on_a_plain_loop_is_what_was_measured_beside_it() -> None:
@@ -210,6 +211,7 @@ def test_advice_on_a_plain_loop_is_what_was_measured_beside_it() -> None:
     )
     runs = [plain, attached]
     said, its = advice_beside(runs, [figures(run) for run in runs])
-    assert said == ["instep, as recorded here: peak memory: 7.0 MiB less; iteration: no measurable difference."]
+    time = "as long here; too noisy to tell (1.00 to 1.00)"
+    assert said == [f"instep, as recorded here: peak memory: 7.0 MiB less; iteration: {time}."]
     assert its == advice(attached, figures(attached))
     assert advice_beside(runs[:1], [figures(plain)]) == [advice(plain, figures(plain))]

@@ -5,13 +5,16 @@ import json
 import re
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from instep.cli import app
+from instep.report.jobs import by_job
 from instep.report.page import page
 from instep.report.run import NotARecordingError, Run, load
 from instep.report.spans import Span
@@ -46,7 +49,7 @@ def some_run(name: str = "a", ranks: int = 2, label: str = "plain") -> Run:
 
 
 def test_names_are_escaped_and_nothing_is_loaded_from_elsewhere() -> None:
-    text = page([some_run(HOSTILE, label=HOSTILE)])
+    text = page(by_job([some_run(HOSTILE, label=HOSTILE)]))
     assert HOSTILE not in text
     assert "&lt;script&gt;" in text
     assert text.count("<script") == text.count("</script>") == 2, (
@@ -116,7 +119,7 @@ def test_in_a_browser_nothing_is_clipped_and_no_word_is_broken(width: int, tmp_p
         some_run(LONG, ranks=9),
         some_run(LONG, ranks=9, label="instep, schedule='backward', bucket_bytes=16777216"),
     ]
-    found = in_browser(page(runs), MEASURED, tmp_path, width)
+    found = in_browser(page(by_job(runs)), MEASURED, tmp_path, width)
     assert found["bars"] > 2 * 8 * 6
     assert {name: found[name] for name in ("outside", "clipped", "broken", "scrolls")} == {
         "outside": [],
@@ -145,7 +148,7 @@ def test_values_are_read_by_pointer_and_by_keyboard(tmp_path: Path) -> None:
       press(lanes, 'Escape'); read(lanes);
       return {said, before, closer, after: ticks(), focusable: lanes.tabIndex};
     """
-    found = in_browser(page([some_run(ranks=1), some_run(ranks=1, label="instep")]), probe, tmp_path)
+    found = in_browser(page(by_job([some_run(ranks=1), some_run(ranks=1, label="instep")])), probe, tmp_path)
     hint, pointed, memory, first, last, stepped, again = found["said"]
     assert hint == again
     assert hint.startswith("Point at the picture")
@@ -168,7 +171,7 @@ def test_a_recording_is_read_as_it_was_saved(tmp_path: Path) -> None:
     for name in ("run.json", "run.json.gz"):
         run.save(tmp_path / name, [[{"ph": "X", "name": "aten::mm", "tid": 1, "ts": 5.0, "dur": 1.0}]] * 2)
         again = load(tmp_path / name)
-        assert page([again]) == page([run])
+        assert page(by_job([again])) == page(by_job([run]))
     assert (tmp_path / "run.json.gz").stat().st_size < (tmp_path / "run.json").stat().st_size
     trace = json.loads((tmp_path / "run.json").read_bytes())
     assert {event["pid"] for event in trace["traceEvents"]} == {0}, "rank 0 twice"
@@ -176,6 +179,75 @@ def test_a_recording_is_read_as_it_was_saved(tmp_path: Path) -> None:
     assert {"aten::mm", "step: a", "communication: all_reduce, 4.00 MiB"} <= {event["name"] for event in shown}
     assert all(event["dur"] > 0 for event in shown)
     assert any(event["ph"] == "C" and event["args"]["bytes"] == 8 * MIB for event in trace["traceEvents"])
+
+
+def took(seconds: float, peak_mib: int, label: str, **job: Any) -> Run:
+    """A recording of iterations that took about so long each."""
+    ends = [0.0, seconds, 2.01 * seconds, 3.0 * seconds]
+    spans = [span("forward", start, start + 0.3 * seconds) for start in ends[:-1]]
+    spans += [span("step", start + 0.8 * seconds, start + 0.9 * seconds) for start in ends[:-1]]
+    options = {} if label == "plain" else {"schedule": "'backward'"}
+    memory = memory_of(parameters=4 * MIB, gradients=(peak_mib - 4) * MIB)
+    return run_of(spans, list(pairwise(ends)), memory, label=label, options=options, **job)
+
+
+THREE_JOBS = [
+    [took(1.0, 100, "plain"), took(1.5, 90, "instep")],
+    [took(0.1, 50, "plain", model="Small", count=10_000), took(0.05, 20, "instep", model="Small", count=10_000)],
+    [took(4.0, 300, "plain", batch=("(32, 64) float32",))],
+]
+CLAIMS = re.compile(
+    r"[\d.]+ MiB (?:less|more)|\d+% (?:shorter|longer)|as long(?! as)|the same\b|[\d.]+ ms to [\d.]+ ms"
+)
+
+
+def claims_of(runs: list[Run]) -> set[str]:
+    """What may be said to differ between recordings, counted here from what they hold."""
+    if len(runs) == 1:
+        return set()
+    first, last = (run.ranks[0] for run in runs)
+    before, after = ([end - start for start, end in rank.iterations] for rank in (first, last))
+    saved = (first.memory.peak - last.memory.peak) / MIB
+    share = median(after) / median(before) - 1
+    exposed = [1e3 * median(s.end - s.start for s in r.spans if s.kind == "step") for r in (first, last)]
+    return {
+        f"{abs(saved):.1f} MiB {'less' if saved > 0 else 'more'}",
+        f"{abs(share):.0%} {'shorter' if share < 0 else 'longer'}",
+        f"{exposed[0]:.1f} ms to {exposed[1]:.1f} ms",
+    }
+
+
+def words_of(text: str) -> str:
+    shown = re.sub(r"<(script|style).*?</\1>|<wbr>", "", text, flags=re.DOTALL)
+    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]*>", " ", shown)))
+
+
+def test_recordings_of_different_jobs_are_not_compared() -> None:
+    """Every number on the page that claims a difference is one between recordings of the same job."""
+    mixed = [THREE_JOBS[job][number] for job, number in [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)]]
+    text = page(by_job(mixed))
+    assert "of 3 different jobs" in text
+    _, *parts = text.split('<h2 class="job">')
+    assert len(parts) == len(THREE_JOBS)
+    for part, runs in zip(parts, THREE_JOBS, strict=True):
+        words = words_of(part)
+        assert set(CLAIMS.findall(words)) - {"the same"} == claims_of(runs), words
+        assert words.count("What to change") == words.count("Timeline") == 1
+    assert [part.count("in place of") for part in parts] == [0, 0, 0]
+
+
+def test_recordings_in_a_terminal_are_grouped_too(tmp_path: Path) -> None:
+    files = [tmp_path / f"{number}.json" for number in range(5)]
+    for file, run in zip(files, (run for runs in THREE_JOBS for run in runs), strict=True):
+        run.save(file)
+    code, text, _ = invoke(*files)
+    assert code == 0
+    said = re.sub(r"\s+", " ", text)
+    for runs in THREE_JOBS:
+        assert runs[0].job.model in said
+        assert all(claim in said for claim in claims_of(runs) if "to" not in claim)
+    allowed = set().union(*map(claims_of, THREE_JOBS))
+    assert set(CLAIMS.findall(said)) <= allowed
 
 
 def test_flights_of_buckets_have_rows_of_their_own(tmp_path: Path) -> None:
@@ -220,7 +292,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "step, hidden" in text
     assert "schedule='backward'" in text
     assert invoke(plain, attached, "-o", out) == (0, "", f"wrote {out}\n")
-    assert out.read_text() == page([load(plain), load(attached)])
+    assert out.read_text() == page(by_job([load(plain), load(attached)]))
     again = tmp_path / "again.json"
     some_run().save(again)
     code, text, errors = invoke(plain, again)

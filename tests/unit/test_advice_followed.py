@@ -235,17 +235,6 @@ class Needs(torch.optim.SGD):
         return super().step()
 
 
-class Manager:
-    def __init__(self) -> None:
-        self.pid2config = {1: {"optim_bits": 8}}
-
-
-def has_overrides(parameters: Any) -> torch.optim.Optimizer:
-    optimizer: Any = torch.optim.SGD(parameters, lr=0.1)
-    optimizer.mng = Manager()
-    return optimizer
-
-
 def is_patched(parameters: Any) -> torch.optim.Optimizer:
     optimizer: Any = torch.optim.SGD(parameters, lr=0.1)
     step = optimizer.step
@@ -258,7 +247,7 @@ def lbfgs(parameters: Any) -> torch.optim.Optimizer:
 
 
 REFUSED: tuple[Callable[[Any], torch.optim.Optimizer], ...] = (
-    lbfgs, Holds, Couples, Draws, Decays, Counts, KeepsLists, Averages, Needs, has_overrides, is_patched,
+    lbfgs, Holds, Couples, Draws, Decays, Counts, KeepsLists, Averages, Needs, is_patched,
 )  # fmt: skip
 ONLY = "Only defer=True refuses it: with defer='auto' instep takes the loop"
 

@@ -1,7 +1,6 @@
 """What attach refuses: a typed error that names the parameter and the cure, and no hook left behind."""
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,12 +61,6 @@ def with_replaced_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimize
     return optimizer
 
 
-def with_overrides(optimizer: Any) -> torch.optim.Optimizer:
-    """As bitsandbytes' optimizers have them once a parameter was given settings of its own."""
-    optimizer.mng = SimpleNamespace(index2config={(0, 1): {"lr": 1e-3}})
-    return optimizer
-
-
 def with_non_leaf(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     optimizer.param_groups[0]["params"][1] = MODEL.inner.weight * 2
     return optimizer
@@ -98,7 +91,6 @@ FROZEN = frozen()
         (lambda: [o := sgd(MODEL.parameters()), o], ["given twice"]),
         (lambda: torch.optim.LBFGS(MODEL.parameters()), ["LBFGS"]),
         (lambda: Lookahead(sgd(MODEL.parameters())), ["Lookahead", "inner: SGD", "inner optimizer"]),
-        (lambda: with_overrides(sgd(MODEL.parameters())), ["GlobalOptimManager", "group of their own"]),
         (lambda: with_replaced_step(sgd(MODEL.parameters())), ["SGD", "step method", "replaced"]),
         (lambda: sgd(MODEL.parameters(), differentiable=True), ["differentiable"]),
     ],

@@ -62,7 +62,7 @@ ALLOWED = {
         "target",
     },
     "report": {"_signals"},
-    "recording": {"errors", "_arguments", "_autograd", "sources.fsdp", "report", "_version"},
+    "recording": {"errors", "_arguments", "_autograd", "_ranks", "sources.fsdp", "naming", "report", "_version"},
     "_wiring": {
         "errors",
         "_life",

@@ -20,13 +20,17 @@ def nodes_of(output: object) -> Iterator[Node]:
 
 def tensors_of(output: object) -> Iterator[torch.Tensor]:
     """The tensors in a module's output that have a node."""
-    yield from _tensors_in(output, set())
+    return (tensor for tensor in tensors_in(output) if tensor.grad_fn is not None)
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """All tensors in what a module is given, or returns."""
+    return _tensors_in(value, set())
 
 
 def _tensors_in(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        if value.grad_fn is not None:
-            yield value
+        yield value
         return
     if id(value) in seen:
         return

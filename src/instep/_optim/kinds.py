@@ -79,3 +79,15 @@ _HOOKS = (
     "_optimizer_state_dict_pre_hooks",
     "_optimizer_load_state_dict_pre_hooks",
 )
+
+
+def steps_as_tested(optimizer: Optimizer) -> bool:
+    """Whether its ``step()`` is torch's own, or that of a package whose optimizers the tests compare with the plain
+    loop. Any other may do what only ``step()`` itself is expected to: raise, log, look at the loop."""
+    if replaced_step(optimizer) is not None:
+        return False
+    module: str = undecorated_step(class_of(optimizer)).__module__
+    return module.partition(".")[0] in _TESTED
+
+
+_TESTED = frozenset({"torch", "bitsandbytes", "optimi", "pytorch_optimizer", "schedulefree", "transformers"})

@@ -79,11 +79,13 @@ class OptimizerStep:
         groups, given = self._groups_of(optimizer, tensors, members_of)
         shared = private(self._shared_state)
         update = Update(optimizer, groups, shared, tensors, owned, shards, self._home, counts_writes=self._looks_back)
+        in_group = [members.in_group for members in members_of]
+        update.give_overrides(in_group)
         watch = self.updates.begin(update)
         before = attributes_of(update.shadow)
         try:
             with drawing or nullcontext():
-                update.run([members.in_group for members in members_of])
+                update.run(in_group)
         except BaseException as error:
             watch.take_back_draws()
             if isinstance(error, Exception):

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from instep._optim.attributes import beside_parameters
 from instep._optim.calling import step_whole, without_autocast
+from instep._optim.overrides import MANAGER, moved, same_places
 from instep._optim.parts import memory_of
 from instep._optim.shadow import shadow_of
 
@@ -28,7 +29,12 @@ def twin_of(
         groups: with the parameters to step.
         stand_ins: by ``id`` of a tensor, what stands in its place in the copies.
     """
+    groups = list(groups)
+    ids = ((key, id(tensor)) for key, tensor in stand_ins.items())
+    overrides = moved(optimizer, same_places(groups), ids)
     twin = shadow_of(optimizer, [], defaultdict(dict))
+    if overrides is not None:
+        setattr(twin, MANAGER, overrides)
     memo: dict[int, Any] = {**stand_ins, id(optimizer): twin, id(twin): twin}
     attributes = {
         name: value for name, value in vars(twin).items() if name not in _LIVE and not name.startswith("_optimizer_")

@@ -12,6 +12,7 @@ from instep._optim.calling import step_bucket, without_autocast
 from instep._optim.host_state import StateHome
 from instep._optim.kinds import is_torchs_own
 from instep._optim.lent_entries import LentEntries
+from instep._optim.overrides import MANAGER, moved, places_in_bucket
 from instep._optim.parts import LocalShard, shard_of_entry, whole_of_entry
 from instep._optim.shadow import shadow_of
 
@@ -85,6 +86,14 @@ class Update:
         state = {p: entry for p, entry in zip(tensors, given, strict=True) if entry is not None}
         self.shadow = shadow_of(optimizer, groups, defaultdict(dict, {**shared, **state}))
         self._values = list(self.shadow.state.values())
+
+    def give_overrides(self, places: Sequence[Sequence[int]]) -> None:
+        """The shadow finds the settings of single parameters where they stand in it. ``places``: see ``run``."""
+        if self._in_place:
+            return
+        ids = ((id(own), id(p)) for own, p in zip(self.owned, self.tensors, strict=True))
+        if (overrides := moved(self.optimizer, places_in_bucket(places), ids)) is not None:
+            setattr(self.shadow, MANAGER, overrides)
 
     def run(self, places: Sequence[Sequence[int]]) -> None:
         """``places``: by group, the index of each of its parameters in the user's own group."""

@@ -24,15 +24,29 @@ def broadcast_json(value: Any, group: dist.ProcessGroup, source: int) -> Any:
 
 def all_gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """``value`` of each rank of the group, in the order of ranks. Tuples arrive as lists."""
-    message = _bytes(value, group)
-    ranks = dist.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=message.device) for _ in range(ranks)]
-    dist.all_gather(lengths, torch.tensor([message.numel()], device=message.device), group)
-    longest = max(int(length) for length in lengths)
-    padded = torch.nn.functional.pad(message, (0, longest - message.numel()))
-    everyone = [torch.empty_like(padded) for _ in range(ranks)]
+    padded, lengths = _padded(value, group)
+    everyone = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(everyone, padded, group)
-    return [_value(one[: int(length)]) for one, length in zip(everyone, lengths, strict=True)]
+    return [_value(one[:length]) for one, length in zip(everyone, lengths, strict=True)]
+
+
+def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
+    """``value`` of each rank of the group, on its first rank; ``None`` on the others. Tuples arrive as lists."""
+    padded, lengths = _padded(value, group)
+    everyone = [torch.empty_like(padded) for _ in lengths] if dist.get_rank(group) == 0 else None
+    dist.gather(padded, everyone, dist.get_global_rank(group, 0), group)
+    if everyone is None:
+        return None
+    return [_value(one[:length]) for one, length in zip(everyone, lengths, strict=True)]
+
+
+def _padded(value: Any, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[int]]:
+    """The message, as long as the longest of all ranks, and the length of each rank's."""
+    message = _bytes(value, group)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=message.device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([message.numel()], device=message.device), group)
+    found = [int(length) for length in lengths]
+    return torch.nn.functional.pad(message, (0, max(found) - message.numel())), found
 
 
 def broadcast_entries(
@@ -94,7 +108,7 @@ def _bytes(value: Any, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _value(message: torch.Tensor) -> Any:
-    return json.loads(bytes(message.tolist()))
+    return json.loads(message.cpu().numpy().tobytes())
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

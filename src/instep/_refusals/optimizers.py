@@ -22,7 +22,7 @@ def unsupported(target: Target, options: Options) -> None:
     """Where ``step()`` is called as it is, it may do what it likes."""
     for optimizer in target.optimizers if options.splits_steps else ():
         kind = type(optimizer).__name__
-        for refuse in (_evaluates_again, _holds_another, _has_overrides, _is_patched):
+        for refuse in (_evaluates_again, _holds_another, _is_patched):
             refuse(optimizer, kind, options.taken_whole())
         _refuse_differentiable(optimizer, kind)
 
@@ -67,16 +67,6 @@ def _inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
         for candidate in values:
             if isinstance(candidate, Optimizer):
                 yield attribute, candidate
-
-
-def _has_overrides(optimizer: Optimizer, kind: str, otherwise: str) -> None:
-    overrides = getattr(optimizer, "mng", None)  # bitsandbytes' GlobalOptimManager
-    if any(getattr(overrides, name, None) for name in ("index2config", "pid2config", "module_weight_config_triple")):
-        raise UnsupportedOptimizerError(
-            f"bitsandbytes' GlobalOptimManager has overrides for single parameters, which {kind} finds by their "
-            f"position in param_groups: in a bucket that would be another parameter's. {otherwise}. Or give these "
-            "parameters a group of their own instead"
-        )
 
 
 def _is_patched(optimizer: Optimizer, kind: str, otherwise: str) -> None:

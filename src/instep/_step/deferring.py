@@ -99,13 +99,15 @@ class Always:
 
 
 class Never:
-    """``defer=False``."""
+    """``defer=False``, or what cannot be put off."""
 
     puts_off = False
     never = True
     gives_up = True
-    why = "defer=False"
     otherwise: str | None = None
+
+    def __init__(self, why: str = "defer=False") -> None:
+        self.why = why
 
     def backward_begins(self) -> None: ...
 

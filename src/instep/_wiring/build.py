@@ -20,7 +20,7 @@ from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation, Syncing
 from instep._step.checking import Check
 from instep._step.schedule import Schedule
-from instep._wiring.deferral import deferring_of
+from instep._wiring.deferral import deferring_of, steps_inside_step
 from instep._wiring.gathering import Gathering
 from instep._wiring.held import Handles, Held
 from instep._wiring.hooks import BackwardHooks, ForwardHooks, StepHooks
@@ -147,6 +147,8 @@ def build(target: Target, options: Options) -> Parts:
 
 
 def _separability(optimizer: Optimizer, options: Options, *, in_backward: bool, on_trial: bool) -> Separability:
+    if steps_inside_step(optimizer, options):
+        return not_asked(optimizer)
     try:
         keyed, offloaded = options.randomness.random is not None, options.offload is not None
         return separability_of(optimizer, in_backward=in_backward, on_trial=on_trial, keyed=keyed, offloaded=offloaded)

@@ -7,6 +7,7 @@ from functools import partial
 from torch import nn
 from torch.optim import Optimizer
 
+from instep._optim.kinds import steps_as_tested
 from instep._optim.probe import not_asked
 from instep._step.deferring import Always, Deferring, Never, Others, Trial
 from instep._wiring.held import Held
@@ -20,11 +21,21 @@ def deferring_of(options: Options, held: Held, others: Others | None) -> Deferri
     Args:
         others: the other ranks; ``None``: there are none.
     """
+    own = [optimizer for optimizer in held.optimizers() if steps_inside_step(optimizer, options)]
+    if own and len(own) == len(held.optimizers()):
+        return Never(f"{type(own[0]).__name__}.step() is of a class of your own: it runs where the loop calls it")
     if options.always_puts_off:
         return Always(alone=options.defer is True and not options.puts_off_unasked)
     if options.defer is False:
         return Never()
     return Trial(partial(_prevented, held), others)
+
+
+def steps_inside_step(optimizer: Optimizer, options: Options) -> bool:
+    """Whether ``step()`` of this optimizer is called as it is, though ``defer=True`` was given. What it raises, logs or
+    counts is there when it has returned, as the loop expects it."""
+    splits = options.puts_off_unasked or options.randomness.random is not None
+    return options.defer is True and not splits and not steps_as_tested(optimizer)
 
 
 def _prevented(held: Held) -> str | None:

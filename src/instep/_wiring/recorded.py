@@ -52,4 +52,4 @@ def _recording(
     from instep.recording import Recording  # imports torch.profiler
     from instep.recording.setup import describe
 
-    return Recording(model, optimizers, steps, lambda: describe(model, optimizers, *described()), listen)
+    return Recording(model, optimizers, steps, lambda batch: describe(model, optimizers, batch, *described()), listen)

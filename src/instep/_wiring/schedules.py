@@ -7,6 +7,7 @@ from typing import NamedTuple
 from instep._gradients.clipping import Clipping
 from instep._gradients.policies import ClipNorm
 from instep._gradients.scaling import LossScale
+from instep._optim.kinds import steps_as_tested
 from instep._optim.probe import Separability
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
@@ -59,10 +60,15 @@ def choose(
         plain = PlainSchedule(steppers, votes, accumulation, clipping, options.nonfinite, why)
         return Chosen(plain, None, False, lambda _: NoReaders(), None)
     if options.schedule == "forward":
-        contained = [s for s, found in zip(steppers, separability, strict=True) if found.contained]
+        # An update that runs later raises elsewhere: of a step() that is the user's own, the loop expects it there.
+        may_wait = [
+            s
+            for s, found in zip(steppers, separability, strict=True)
+            if found.contained and steps_as_tested(s.optimizer())
+        ]
         size = options.bytes_of_a_bucket
         agreement = Agreement(options.nonfinite, votes)
-        forward = ForwardSchedule(steppers, contained, votes, accumulation, clipping, size, agreement, check, deferring)
+        forward = ForwardSchedule(steppers, may_wait, votes, accumulation, clipping, size, agreement, check, deferring)
         measures = isinstance(options.clip, ClipNorm)
         return Chosen(forward, forward.measuring, measures, lambda _: WaitingReaders(forward), None)
     undo = Undo(host=options.undo == "host") if options.undo else None

@@ -2,22 +2,23 @@
 
 import dataclasses
 import json as jsonlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from instep._version import __version__
-from instep.demo.acts import larger, one_device, two_ranks
+from instep.demo.acts import Trained, larger, one_device, two_ranks
 from instep.demo.display import progress, show_header, show_no_report, show_report, show_summary
 from instep.demo.errors import DemoError
-from instep.demo.job import MIN_STEPS, SHAPES, SIZE_OF_RANKS, WARM_UP_STEPS, Line, Size
+from instep.demo.job import MIN_STEPS, SHAPES, SIZE_OF_RANKS, WARM_UP_STEPS, Finished, Line, Size
 from instep.demo.placement import place
 from instep.demo.summary import Summary, summarize
 from instep.demo.text import load_text
 from instep.report.files import NotWrittenError, require_writable, write
+from instep.report.jobs import Compared
 from instep.report.page import page
-from instep.report.run import Run
 
 REPORT = Path("instep-demo-report.html")
 
@@ -52,13 +53,26 @@ def run(
     if json is not None:
         write("--json", json, _numbers(summary))
     if no_report is None:
-        shown = [one.held.recorded for one in trained if one.line is not Line.DEFAULT]
-        runs: list[Run] = [run for run in (*shown, *(finished[0].recorded if finished else ())) if run is not None]
-        write("--report", report or REPORT, page(runs))
+        write("--report", report or REPORT, page(_acts(summary, trained, finished)))
         show_report(console, report or REPORT)
     else:
         show_no_report(console, no_report)
     return not summary.differences
+
+
+def _acts(summary: Summary, trained: Sequence[Trained], finished: Sequence[Finished]) -> list[Compared]:
+    """For the report. The two acts train models of their own."""
+    alone = [one.held.recorded for one in trained if one.line is not Line.DEFAULT]
+    act, ranks = summary.one_device, summary.two_ranks
+    acts = [Compared([run for run in alone if run is not None], "One device", _weights(summary, act.differences))]
+    if ranks is not None:
+        found = [] if ranks.difference is None else [ranks.difference]
+        acts.append(Compared(finished[0].recorded, f"{ranks.ranks} ranks", _weights(summary, found)))
+    return acts
+
+
+def _weights(summary: Summary, differences: Sequence[str]) -> str:
+    return "different" if differences else f"equal, bit for bit, after each of {summary.steps} steps"
 
 
 def _why_not(report: Path | None) -> str | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from instep.demo.acts import Larger, Trained
 from instep.demo.job import WARM_UP_STEPS, Finished, Line, Placement, Size
+from instep.report.verdict import change
 
 MIB = 1024 * 1024
 
@@ -83,6 +84,10 @@ class OneDevice:
     def backward(self) -> LoopSummary:
         return self.loops[list(Line).index(Line.BACKWARD)]
 
+    @property
+    def differences(self) -> list[str]:
+        return [f"{one.line}: {one.difference}" for one in self.loops if one.difference is not None]
+
 
 @dataclass(frozen=True, slots=True)
 class TwoRanks:
@@ -120,7 +125,7 @@ class Summary:
     @property
     def differences(self) -> list[str]:
         """All that were found, each in words."""
-        found = [f"{one.line}: {one.difference}" for one in self.one_device.loops if one.difference is not None]
+        found = self.one_device.differences
         if self.two_ranks is not None and self.two_ranks.difference is not None:
             found.append(self.two_ranks.difference)
         return found
@@ -193,10 +198,9 @@ def _memory(act: OneDevice) -> Iterator[str]:
 
 
 def _time(plain_seconds: float, time: Time) -> str:
-    times = f"{1e3 * time.median_seconds:.0f} ms in place of {1e3 * plain_seconds:.0f} ms"
-    if not time.differs:
-        return f"{times}: no measurable difference"
-    return f"{times}, {abs(1 / time.ratio - 1):.0%} {'less' if time.ratio > 1 else 'more'}"
+    noise = None if time.differs else (1 / time.p90, 1 / time.p10)
+    changed = change(1 / time.ratio, noise)
+    return f"{1e3 * time.median_seconds:.0f} ms in place of {1e3 * plain_seconds:.0f} ms, {changed}"
 
 
 def _mib(nbytes: int) -> str:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -22,19 +22,22 @@ from torch.profiler import ProfilerActivity, profile
 
 from instep._arguments import require_count
 from instep._autograd.hooks import is_called_by_step
+from instep._ranks.messages import gather_json
 from instep.errors import AttachError, InstepError
 from instep.recording.clock import Clock
 from instep.recording.holdings import GradientNotes, held_before, memory_of, state_addresses
 from instep.recording.trace import Event, Trace
 from instep.recording.weights import Weights
 from instep.report.overlap import outside
-from instep.report.run import Rank, Run, Setup
+from instep.report.run import Rank, Run, Setup, rank_from, setup_from
 from instep.report.spans import Span, SpanRecorder
 
 _logger = logging.getLogger("instep")
 
 
 Listen = Callable[[SpanRecorder | None], None]
+Describe = Callable[[Sequence[str]], Setup]
+"""Is given what forwards were given: see ``Clock``."""
 
 
 class Recording:
@@ -49,12 +52,12 @@ class Recording:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         steps: int,
-        describe: Callable[[], Setup],
+        describe: Describe,
         listen: Listen,
     ) -> None:
         require_count("steps", steps, AttachError)
         # What is recorded, until it has been: the result keeps nobody alive.
-        self._loop: tuple[nn.Module, list[Optimizer], Listen, Callable[[], Setup]] | None
+        self._loop: tuple[nn.Module, list[Optimizer], Listen, Describe] | None
         self._loop = model, list(optimizers), listen, describe
         self._steps = steps
         self._running: _Running | None = None
@@ -79,7 +82,7 @@ class Recording:
             if running.clock.forwards:
                 describe, self._loop = self._loop[-1], None
                 try:
-                    self._found = describe(), *running.found()
+                    self._found = describe(sorted(running.clock.given)), *running.found()
                 except Exception:
                     if error is None:
                         raise
@@ -236,10 +239,10 @@ def _gathered(part: Part) -> list[Part] | None:
     """Those of all ranks, on the first; ``None`` on the others."""
     if not (dist.is_available() and dist.is_initialized()):
         return [part]
-    first = dist.get_rank() == 0
-    parts: list[Any] | None = [None] * dist.get_world_size() if first else None
-    dist.gather_object(part, parts)
-    return parts
+    setup, rank, events = part
+    assert dist.group.WORLD is not None
+    parts = gather_json([asdict(setup), asdict(rank), events], dist.group.WORLD)
+    return None if parts is None else [(setup_from(setup), rank_from(rank), events) for setup, rank, events in parts]
 
 
 def _together(parts: Sequence[Part]) -> tuple[Run, list[list[Event]]]:

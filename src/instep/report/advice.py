@@ -52,7 +52,7 @@ def _measured(run: Run, found: Figures, attached: Sequence[tuple[Run, Figures]])
 
 
 def _time_to_gain(run: Run, found: Figures, memory: Memory) -> str | None:
-    if run.setup.ranks == 1 or found.communication.total == 0:
+    if run.job.ranks == 1 or found.communication.total == 0:
         return None
     step, late = found.step.exposed, found.communication.exposed
     if late < WORTH * found.iteration:
@@ -117,7 +117,7 @@ def _fused(run: Run, found: Figures, memory: Memory) -> str | None:
 
 def _steps_hidden(run: Run, found: Figures, memory: Memory) -> str | None:
     step = found.step
-    if run.setup.ranks == 1 and run.setup.options.get("schedule") == "'backward'":
+    if run.job.ranks == 1 and run.setup.options.get("schedule") == "'backward'":
         return (
             f"On one device the step of {ms(step.total)} inside backward is not hidden, and is not meant to be: there "
             "instep saves memory, not time."
@@ -127,7 +127,7 @@ def _steps_hidden(run: Run, found: Figures, memory: Memory) -> str | None:
     share = step.hidden / step.total
     if share >= 0.5 or step.exposed < WORTH * found.iteration:
         return f"{share:.0%} of the step is hidden, and {ms(step.exposed)} of an iteration are left of it."
-    if run.setup.ranks == 1:
+    if run.job.ranks == 1:
         return (
             f"{ms(step.exposed)} of the step stay exposed: it is taken at once, or there is nothing to hide it "
             "behind. overlap.advice says which."

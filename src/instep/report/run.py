@@ -11,7 +11,7 @@ from instep.report.files import write_whole
 from instep.report.memory import Memory
 from instep.report.spans import Span
 
-FORMAT = 2
+FORMAT = 3
 
 FIRST_ROW = 1 << 24
 """Of those that are no threads: Linux gives threads lower numbers."""
@@ -46,13 +46,34 @@ class Rank:
 
 
 @dataclass(frozen=True)
+class Job:
+    """What the loop computes: recordings are compared where this is the same.
+
+    Attributes:
+        model: its class.
+        parameters: a digest of their names, shapes and dtypes.
+        count: how many numbers the trained ones hold on all ranks together, each counted once.
+        dtypes: of the trained ones.
+        batch: shapes and dtypes of the tensors that the recorded forwards were given, and what autocast computed in.
+        device: its type, and the model of a GPU.
+    """
+
+    model: str
+    parameters: str
+    count: int
+    dtypes: Sequence[str]
+    batch: Sequence[str]
+    ranks: int
+    device: str
+
+
+@dataclass(frozen=True)
 class Setup:
-    """What was recorded.
+    """What was recorded, and how.
 
     Attributes:
         label: ``"plain"``, or how instep was attached.
         options: those of ``attach`` that were given; none of the plain loop.
-        model: its class.
         optimizer: its class, with its implementation.
         fused: whether that is the fused one.
         wrapper: ``"DistributedDataParallel"`` and the like, or ``""``.
@@ -62,15 +83,13 @@ class Setup:
         nbytes: of all parameters, gradients and optimizer state on this rank.
     """
 
+    job: Job
     label: str
     options: Mapping[str, str]
-    model: str
     optimizer: str
     fused: bool
     wrapper: str
     bucket_view: bool
-    ranks: int
-    device: str
     buckets: Sequence[Sequence[str]]
     gradients: Mapping[str, int]
     nbytes: Mapping[str, int]
@@ -83,6 +102,10 @@ class Run:
 
     setup: Setup
     ranks: Sequence[Rank]
+
+    @property
+    def job(self) -> Job:
+        return self.setup.job
 
     def save(self, path: Path, events: Sequence[Sequence[Event]] = ()) -> None:
         """Write it all, or nothing. A name that ends in ``.gz`` is compressed.
@@ -124,19 +147,21 @@ def load(path: Path) -> Run:
     if version != FORMAT:
         raise NotARecordingError(f"{path} has format {version}; this version of instep reads {FORMAT}")
     try:
-        ranks = [
-            Rank(
-                **{
-                    **rank,
-                    "spans": [Span._make([*span[:5], tuple(span[5])]) for span in rank["spans"]],
-                    "memory": Memory(**rank["memory"]),
-                }
-            )
-            for rank in found["ranks"]
-        ]
-        return Run(Setup(**found["setup"]), ranks)
+        return Run(setup_from(found["setup"]), list(map(rank_from, found["ranks"])))
     except (TypeError, KeyError, IndexError) as error:
         raise NotARecordingError(f"{path} is damaged: {error}") from error
+
+
+def setup_from(found: Mapping[str, Any]) -> Setup:
+    """``asdict`` of a ``Setup``, as it comes out of JSON."""
+    job: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in found["job"].items()}
+    return Setup(**{**found, "job": Job(**job)})
+
+
+def rank_from(found: Mapping[str, Any]) -> Rank:
+    """The same of a ``Rank``."""
+    spans = [Span._make([*span[:5], tuple(span[5])]) for span in found["spans"]]
+    return Rank(**{**found, "spans": spans, "memory": Memory(**found["memory"])})
 
 
 def _events(rank: Rank, events: Sequence[Sequence[Event]], number: int) -> list[Event]:

@@ -11,13 +11,21 @@ from rich.text import Text
 
 from instep.report.advice import advice, advice_beside
 from instep.report.figures import BucketFigures, figures
+from instep.report.jobs import Compared
 from instep.report.run import Run
 from instep.report.table import MIB, rows
 
 
-def show(console: Console, runs: Sequence[Run]) -> None:
+def show(console: Console, jobs: Sequence[Compared]) -> None:
     """Print it: what the page says, without its pictures."""
-    found = [figures(run) for run in runs]
+    for compared in jobs:
+        if len(jobs) > 1:
+            console.print(Text(f"\n{compared.title}", style="bold"))
+        _show(console, compared)
+
+
+def _show(console: Console, compared: Compared) -> None:
+    runs, found = compared.runs, compared.figures
     table = Table("", box=box.SIMPLE_HEAD, pad_edge=False)
     for run in runs:
         table.add_column(Text(run.setup.label), justify="right")

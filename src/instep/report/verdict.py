@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from instep.report.figures import Figures
+from instep.report.jobs import Compared
 from instep.report.memory import BUCKETS, GRADIENTS
 from instep.report.run import Run
 from instep.report.table import mib, ms
-
-SAME = "no measurable difference"
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,9 @@ class Card:
     meaning: str
 
 
-def cards(runs: Sequence[Run], found: Sequence[Figures]) -> list[Card]:
+def cards(compared: Compared) -> list[Card]:
     """Peak memory, iteration, exposed step, gradients, and, of several recordings, whether the weights are equal."""
+    runs, found = compared.runs, compared.figures
     peaks = [run.ranks[0].memory.peak for run in runs]
     gradients = [gradients_at_once(run) for run in runs]
     exposed = [ms(one.step.exposed) for one in found]
@@ -61,7 +61,8 @@ def cards(runs: Sequence[Run], found: Sequence[Figures]) -> list[Card]:
     ]
     if len(runs) > 1:
         meaning = "After the last recorded step. They are equal where all loops have seen the same batches."
-        made.append(Card("weights", [_weights(runs)], "", meaning))
+        meaning = meaning if compared.weights is None else "As the loops were compared while they trained."
+        made.append(Card("weights", [compared.weights or _weights(runs)], "", meaning))
     return made
 
 
@@ -71,15 +72,27 @@ def gradients_at_once(run: Run) -> int:
 
 
 def duration_change(runs: Sequence[Run], found: Sequence[Figures]) -> str:
-    """From the first recording's iteration to the last one's. Where the two ranges of durations overlap, no difference
-    was measured."""
+    """From the first recording's iteration to the last one's, of the same job. Where the two ranges of durations
+    overlap, the difference may be chance, and the ratio is said from one end to the other."""
     if len(runs) == 1:
         return ""
     first, last = (sorted(end - start for start, end in run.ranks[0].iterations) for run in (runs[0], runs[-1]))
-    if first[0] <= last[-1] and last[0] <= first[-1]:
-        return SAME
     ratio = found[-1].iteration / found[0].iteration
-    return f"{abs(1 - ratio):.0%} {'shorter' if ratio < 1 else 'longer'}"
+    low, high = last[0] / first[-1], last[-1] / first[0]
+    return change(ratio, None if low > 1 or high < 1 else (low, high))
+
+
+def change(ratio: float, noise: tuple[float, float] | None) -> str:
+    """Of a duration, in words.
+
+    Args:
+        ratio: of the duration to what it was before.
+        noise: from where to where that ratio goes, if 1 lies between them.
+    """
+    changed = f"{abs(1 - ratio):.0%} {'shorter' if ratio < 1 else 'longer'}"
+    if changed.startswith("0%"):
+        changed = "as long"
+    return changed if noise is None else f"{changed} here; too noisy to tell ({noise[0]:.2f} to {noise[1]:.2f})"
 
 
 def _weights(runs: Sequence[Run]) -> str:
