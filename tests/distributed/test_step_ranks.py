@@ -4,6 +4,7 @@ import copyreg
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -383,7 +384,8 @@ def differing(options: Sequence[Mapping[str, Any]], wrap: str) -> tuple[str, boo
     model, optimizer = wrapped(wrap)
     before = [p.detach().clone() for p in model.parameters()]
     mine = options[min(dist.get_rank(), 1)]
-    with attached_here(model, optimizer, mine), patch.object(step_ranks, "_SECONDS_UNCLEAR", 0.5):
+    patience = patch.object(step_ranks, "timeout_of", lambda group: timedelta(seconds=20))  # a mesh has half an hour
+    with attached_here(model, optimizer, mine), patch.object(step_ranks, "_SECONDS_UNCLEAR", 0.5), patience:
         for i in range(mine.get("accumulation_steps", 1)):
             x, y = batch(i)
             # The second of its micro-batches would be one that the other rank does not have.
