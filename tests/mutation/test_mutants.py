@@ -3181,7 +3181,7 @@ MUTANTS = [
         "        if self._reduces:\n",
         "        if False:\n",
         STEP_RANKS,
-        "told_of",
+        "that_differ and micro",
     ),
     Mutant(
         "ranks that differ look for one another under names that their options make",
