@@ -136,6 +136,39 @@ def stepping_themselves() -> Loop:
     return model, [optimizer], step
 
 
+class Lookahead:
+    """Written by hand, around an optimizer of torch's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.slow = [p.detach().clone() for group in inner.param_groups for p in group["params"]]
+        self.steps = 0
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.inner.step()
+        self.steps += 1
+        if self.steps % 2 == 0:
+            parameters = [p for group in self.inner.param_groups for p in group["params"]]
+            for p, slow in zip(parameters, self.slow, strict=True):
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+def no_optimizer_of_torchs() -> Loop:
+    model = Blocks()
+    optimizer: Any = Lookahead(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    def step(i: int) -> None:
+        loss_of(model, i).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, [optimizer], step
+
+
 LOOPS: dict[str, tuple[Callable[[], Loop], str]] = {
     "master weights": (master_weights, "is not a parameter of the model"),
     "another model": (another_model, "is not a parameter of the model"),
@@ -143,6 +176,7 @@ LOOPS: dict[str, tuple[Callable[[], Loop], str]] = {
     "lazy": (lazy, "has no shape yet"),
     "one memory": (one_memory, "share memory"),
     "come and go": (come_and_go, "is not a parameter of the model"),
+    "no optimizer of torch's": (no_optimizer_of_torchs, "no torch.optim.Optimizer"),
     "stepping themselves": (stepping_themselves, "has optimizers of its own"),
 }
 
@@ -163,7 +197,10 @@ def test_the_default_takes_it(name: str, caplog: pytest.LogCaptureFixture) -> No
         for i in range(7):
             for _, _, step in loops:
                 step(i)
-            states = [training_state(one, list(stepping)) for one, stepping, _ in loops]
+            states = [
+                training_state(one, [getattr(optimizer, "inner", optimizer) for optimizer in stepping])
+                for one, stepping, _ in loops
+            ]
             assert first_difference(*states) is None, (i, first_difference(*states))
         assert "steps taken at once" in repr(overlap)
         assert reason in repr(overlap)
@@ -176,5 +213,6 @@ def test_the_default_takes_it(name: str, caplog: pytest.LogCaptureFixture) -> No
 def test_other_options_refuse_it(name: str, options: dict[str, Any]) -> None:
     make, reason = LOOPS[name]
     model, optimizers, _ = make()
-    with pytest.raises(AttachError, match=reason):
+    # The argument is refused for what it is before it is asked what it steps.
+    with pytest.raises(AttachError, match="must be a torch.optim.Optimizer" if "torch's" in name else reason):
         instep.attach(model, optimizers, **options)

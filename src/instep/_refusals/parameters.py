@@ -36,7 +36,7 @@ class _Given:
 
 
 def none_at_all(target: Target, options: Options) -> None:
-    if next(target.optimized(), None) is None:
+    if target.unlike is None and next(target.optimized(), None) is None:
         raise AttachError("the optimizer has no parameters")
 
 
