@@ -63,6 +63,23 @@ def optimizers_of(optimizer: object, error: Error, name: str = "optimizer") -> l
     return found
 
 
+def unlike_torchs(optimizer: object) -> str | None:
+    """The class of the first object that steps and clears gradients as an optimizer does, and is none of torch's kind:
+    fastai's, ``ScheduleFreeWrapper``, one that the loop has written. ``None``: there is none."""
+    values = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for one in map(_unwrapped, values):
+        steps = all(callable(getattr(one, name, None)) for name in ("step", "zero_grad"))
+        if steps and not isinstance(one, (Optimizer, nn.Module, type)):
+            return type(one).__name__
+    return None
+
+
+def torchs_of(optimizer: object) -> list[Optimizer]:
+    """Those of torch's kind, of several."""
+    values = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    return [one for one in map(_unwrapped, values) if isinstance(one, Optimizer)]
+
+
 def require_flag(name: str, value: object, error: Error) -> None:
     """It is ``True`` or ``False``."""
     if not isinstance(value, bool):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from instep._arguments import models_of, optimizers_of
+from instep._arguments import models_of, optimizers_of, torchs_of, unlike_torchs
 from instep._gradients.finite import Policy
 from instep._gradients.policies import ClipNorm, ClipValue
 from instep._refusals.rules import DISABLED, LEFT_TO_TORCH, MODEL, OPTIONS, PARAMETERS, left_to_torch, refuse
@@ -143,7 +143,6 @@ def attach(
     optimizer is not torch's own.
     """
     models = models_of(model, AttachError)
-    optimizers = optimizers_of(optimizer, AttachError)
     if isinstance(scaler, GradScaler) and not scaler.is_enabled():
         scaler = None
     options = Options(
@@ -161,9 +160,11 @@ def attach(
         Randomness(random, seed),
         left_to_torch=BY_ENVIRONMENT if os.environ.get("INSTEP_DISABLE", "") not in ("", "0") else None,
     )
+    unlike = unlike_torchs(optimizer) if options.takes_any_loop else None
+    optimizers = optimizers_of(optimizer, AttachError) if unlike is None else torchs_of(optimizer)
     earlier = giving_way(optimizers) if options.asks_for_nothing else []
     others = {key: one for key, one in attached_parameters().items() if one not in earlier}
-    return _attach(Target(as_one(models), optimizers, others), options, earlier)
+    return _attach(Target(as_one(models), optimizers, others, unlike), options, earlier)
 
 
 def attach_stepping_itself(model: nn.Module, optimizer: Optimizer) -> Attachment:

@@ -46,9 +46,16 @@ class Target:
         fsdp1: its instances of ``FullyShardedDataParallel``.
         fsdp2: its modules that ``fully_shard`` was applied to.
         taken: by ``id``: the parameters, of any model, that are attached already, with their attachments.
+        unlike: the class of an optimizer beside these that is no ``torch.optim.Optimizer``; ``None``: there is none.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], taken: Mapping[int, object]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        taken: Mapping[int, object],
+        unlike: str | None = None,
+    ) -> None:
         self.model = model
         self.called = called_in(model)
         self.optimizers = optimizers
@@ -58,6 +65,7 @@ class Target:
         self.fsdp1 = fsdp1_in(model)
         self.fsdp2 = fsdp2_in(model)
         self.taken = taken
+        self.unlike = unlike
 
     @property
     def ddps(self) -> list[DistributedDataParallel]:

@@ -366,7 +366,7 @@ def test_a_wrong_argument_is_refused_by_name(given: Given, verb: str, value: str
             r"model\[0\] is inside of model\[1\], as '1': give model\[1\] alone",
         ),
         (
-            lambda g: instep.attach([nn.Linear(3, 3), nn.Linear(3, 3)], g.optimizer),
+            lambda g: instep.attach([nn.Linear(3, 3), nn.Linear(3, 3)], g.optimizer, schedule="backward"),
             r"SGD.param_groups\[0\]\['params'\]\[0\], of shape \(3, 3\), is not a parameter of the model",
         ),
         (

@@ -429,9 +429,10 @@ def test_an_option_is_not_lost_by_the_line() -> None:
 
 def test_another_call_that_is_refused_detaches_nothing() -> None:
     model = Blocks()
-    lazy = nn.Sequential(model, nn.LazyLinear(4))
+    wrong = sgd(model.parameters())
+    wrong.param_groups[0]["params"][1] = model.inner.weight * 2
     with instep.attach(model, sgd(model.parameters())) as overlap:
-        with pytest.raises(AttachError, match="lazy"):
-            instep.attach(lazy, sgd(lazy.parameters()))
+        with pytest.raises(AttachError, match="not a leaf"):
+            instep.attach(model, wrong)
         assert instep.attached(model) is overlap
         assert overlap.state == "idle"

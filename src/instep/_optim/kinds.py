@@ -58,13 +58,15 @@ def fused_counts_writes(optimizer: Optimizer) -> bool:
 
 @cache
 def _fused_counts_writes(name: str) -> bool:
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.ones(1)
-    optimizer = getattr(torch.optim, name)([parameter], lr=0.1, fused=True)
-    before = parameter._version
-    with torch.no_grad():
-        undecorated_step(type(optimizer))(optimizer)
-    return parameter._version > before
+    # Whoever asks may be inside of inference_mode(), whose tensors count nothing, or of torch.device("meta").
+    with torch.inference_mode(False), torch.device("cpu"):
+        parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = getattr(torch.optim, name)([parameter], lr=0.1, fused=True)
+        before = parameter._version
+        with torch.no_grad():
+            undecorated_step(type(optimizer))(optimizer)
+        return parameter._version > before
 
 
 def takes_hooks(optimizer: Optimizer) -> bool:

@@ -18,6 +18,14 @@ def given_twice(target: Target, options: Options) -> None:
         raise AttachError(f"the same {type(optimizers[0]).__name__} is given twice in optimizer")
 
 
+def unlike_torchs(target: Target, options: Options) -> None:
+    if target.unlike is not None:
+        raise AttachError(
+            f"{target.unlike} is no torch.optim.Optimizer: torch tells nobody when it steps. Attach the optimizer of "
+            "torch's kind that it holds, if it adds nothing to step()"
+        )
+
+
 def unsupported(target: Target, options: Options) -> None:
     """Where ``step()`` is called as it is, it may do what it likes."""
     for optimizer in target.optimizers if options.splits_steps else ():

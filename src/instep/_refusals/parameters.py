@@ -27,23 +27,86 @@ class _Given:
 
     @property
     def known(self) -> str:
-        return f"of shape {tuple(self.parameter.shape)}" if self.name is None else self.name
+        if self.name is not None:
+            return self.name
+        return "without a shape yet" if is_lazy(self.parameter) else f"of shape {tuple(self.parameter.shape)}"
 
 
-def unsteppable(target: Target, options: Options) -> None:
-    seen: dict[int, str] = {}
-    # Those are stepped by optimizer.step(), at once and by itself.
-    knows_some = any(given.name is not None for given in _given(target))
-    leaves_others = knows_some and options.asks_for_nothing
-    for given in _given(target):
-        _refuse_derived(given)
-        if not leaves_others:
-            _refuse_strange(given, target, knows_some=knows_some)
-        _refuse_seen(given, seen)
-        _refuse_taken(given, target)
-        seen[id(given.parameter)] = given.where
-    if not seen:
+# What is wrong in itself.
+
+
+def none_at_all(target: Target, options: Options) -> None:
+    if target.unlike is None and next(target.optimized(), None) is None:
         raise AttachError("the optimizer has no parameters")
+
+
+def derived(target: Target, options: Options) -> None:
+    for given in _given(target):
+        if not given.parameter.is_leaf:
+            raise AttachError(
+                f"{given.where}, parameter {given.known!r}, is not a leaf: autograd gives it no final gradient. "
+                "Optimize the parameter it was computed from"
+            )
+
+
+def taken(target: Target, options: Options) -> None:
+    for given in _given(target):
+        if id(given.parameter) in target.taken:
+            raise AttachError(
+                f"parameter {given.name!r} is already attached ({target.taken[id(given.parameter)]!r}). Call "
+                "instep.attached(model).detach() first; several optimizers go into one call: "
+                "attach(model, [first, second])"
+            )
+
+
+# What plain torch trains, and nobody else can: by default it is left to torch.
+
+
+def strangers(target: Target, options: Options) -> None:
+    """Where the model has some of an optimizer's parameters, and nothing is asked for, ``optimizer.step()`` steps the
+    others, at once and by itself."""
+    given = list(_given(target))
+    knows_some = any(one.name is not None for one in given)
+    stranger = next((one for one in given if one.name is None), None)
+    if stranger is None or (knows_some and options.asks_for_nothing):
+        return
+    advice = [
+        "Attach the model that owns it, or the module that holds both models",
+        "If the parameter was replaced since, build the optimizer anew on the model's parameters, then attach",
+    ]
+    if target.fsdp1 or target.fsdp2:
+        advice.append("Sharding replaces all of them: shard first, then build the optimizer, then attach")
+    advice.append(f"schedule='forward' without further options leaves {'it' if knows_some else 'all'} to torch")
+    raise AttachError(f"{stranger.where}, {stranger.known}, is not a parameter of the model. {'. '.join(advice)}")
+
+
+def unmade(target: Target, options: Options) -> None:
+    for given in _given(target):
+        if is_lazy(given.parameter):
+            raise AttachError(
+                f"parameter {given.name or given.where!r} has no shape yet (lazy module). Run one forward before the "
+                "optimizer is built, then attach"
+            )
+
+
+def in_two_places(target: Target, options: Options) -> None:
+    seen: dict[int, str] = {}
+    for given in _given(target):
+        if id(given.parameter) in seen:
+            raise AttachError(
+                f"parameter {given.name!r} is at {seen[id(given.parameter)]} and again at {given.where}: it would be "
+                "stepped twice. Give it to one optimizer, once"
+            )
+        seen[id(given.parameter)] = given.where
+
+
+def stepped_in_backward(target: Target, options: Options) -> None:
+    for given in _given(target):
+        if getattr(given.parameter, "_in_backward_optimizers", None):
+            raise AttachError(
+                f"parameter {given.name!r} has optimizers of its own (apply_optimizer_in_backward): it would be "
+                "stepped twice. Attach a model without them"
+            )
 
 
 def all_frozen(target: Target, options: Options) -> None:
@@ -62,56 +125,6 @@ def _given(target: Target) -> Iterator[_Given]:
                 where = f"{type(optimizer).__name__}.param_groups[{number}]['params'][{position}]"
                 found = target.names.get(id(parameter))
                 yield _Given(parameter, where, None if found is None else found[1][0].name)
-
-
-def _refuse_derived(given: _Given) -> None:
-    if not given.parameter.is_leaf:
-        raise AttachError(
-            f"{given.where}, parameter {given.known!r}, is not a leaf: autograd gives it no final gradient. Optimize "
-            "the parameter it was computed from"
-        )
-
-
-def _refuse_strange(given: _Given, target: Target, *, knows_some: bool) -> None:
-    if given.name is not None:
-        return
-    advice = [
-        "Attach the model that owns it, or the module that holds both models",
-        "If the parameter was replaced since, build the optimizer anew on the model's parameters, then attach",
-    ]
-    if target.fsdp1 or target.fsdp2:
-        advice.append("Sharding replaces all of them: shard first, then build the optimizer, then attach")
-    if knows_some:
-        advice.append("schedule='forward' without further options leaves such a parameter to optimizer.step()")
-    raise AttachError(f"{given.where}, {given.known}, is not a parameter of the model. {'. '.join(advice)}")
-
-
-def _refuse_seen(given: _Given, seen: dict[int, str]) -> None:
-    if id(given.parameter) in seen:
-        raise AttachError(
-            f"parameter {given.name!r} is at {seen[id(given.parameter)]} and again at {given.where}: it would be "
-            "stepped twice. Give it to one optimizer, once"
-        )
-    if is_lazy(given.parameter):
-        raise AttachError(
-            f"parameter {given.name!r} has no shape yet (lazy module). Run one forward before the optimizer is "
-            "built, then attach"
-        )
-
-
-def _refuse_taken(given: _Given, target: Target) -> None:
-    taken = target.taken
-    if id(given.parameter) in taken:
-        raise AttachError(
-            f"parameter {given.name!r} is already attached ({taken[id(given.parameter)]!r}). Call "
-            "instep.attached(model).detach() first; several optimizers go into one call: "
-            "attach(model, [first, second])"
-        )
-    if getattr(given.parameter, "_in_backward_optimizers", None):
-        raise AttachError(
-            f"parameter {given.name!r} has optimizers of its own (apply_optimizer_in_backward): it would be "
-            "stepped twice. Attach a model without them"
-        )
 
 
 def shared_memory(target: Target, options: Options) -> None:

@@ -91,9 +91,15 @@ MODEL: Sequence[Rule] = (
     shard_state.other_options,
     shard_state.other_parameters,
 )
+# Wrong in itself, whatever is asked for.
+_WRONG: Sequence[Rule] = (parameters.none_at_all, parameters.derived, parameters.taken)
 # The parameters, which have their names once the shards of fully_shard are in their places.
 PARAMETERS: Sequence[Rule] = (
-    parameters.unsteppable,
+    *_WRONG,
+    parameters.strangers,
+    parameters.in_two_places,
+    parameters.unmade,
+    parameters.stepped_in_backward,
     parameters.all_frozen,
     offload.on_the_cpu,
     ddp.delayed,
@@ -105,14 +111,20 @@ PARAMETERS: Sequence[Rule] = (
 )
 # What is left to torch, whole, where nothing but the default was asked for.
 TORCHS: Sequence[Rule] = (
+    optimizers.unlike_torchs,
     model.sharded_among_several,
     fsdp.flat_parameters,
     ddp.precision_of_its_own,
     ddp.delayed,
     ddp.around_the_model,
+    parameters.strangers,
+    parameters.in_two_places,
+    parameters.unmade,
+    parameters.stepped_in_backward,
+    parameters.shared_memory,
 )
 # Of such a model, in place of the last two.
-LEFT_TO_TORCH: Sequence[Rule] = (parameters.unsteppable,)
+LEFT_TO_TORCH: Sequence[Rule] = _WRONG
 # With INSTEP_DISABLE=1, in place of the last two.
 DISABLED: Sequence[Rule] = (
     optimizers.unsupported,
@@ -120,7 +132,11 @@ DISABLED: Sequence[Rule] = (
     disabled.clipped_buckets,
     disabled.other_numbers,
     randomness.disabled,
-    parameters.unsteppable,
+    *_WRONG,
+    parameters.strangers,
+    parameters.in_two_places,
+    parameters.unmade,
+    parameters.stepped_in_backward,
     parameters.all_frozen,
 )
 

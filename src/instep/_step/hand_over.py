@@ -252,6 +252,8 @@ class HandOver:
             and stepper in self._can_wait
             and not self.at_once()
             and not ending()
+            # State that was made in it can be written in it alone, and whoever updates later is not in the loop's.
+            and not torch.is_inference_mode_enabled()
             and is_copied_whole(optimizer)
             and not autocast_matters(optimizer)
             and self._reading.is_alike()

@@ -57,6 +57,12 @@ class PlainSchedule(HoldsStep):
     def deferral(self) -> str | None:
         return None if self._why is None else f"taken at once ({self._why})"
 
+    @property
+    def follows(self) -> bool:
+        """Only with ``INSTEP_DISABLE=1``, where gradients may be clipped and looked at: what is left to torch needs no
+        knowledge of parameters."""
+        return self._why is None
+
     def begin_backward(self) -> bool:
         """An output of the model is about to get its gradient. Returns whether this is the first of them in the
         running backward."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from instep._autograd.placeholders import SpentGradient
@@ -61,7 +62,11 @@ class Gathering:
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        mine = ((parameter, places) for parameter, places in names.values() if id(parameter) in owner)
+        mine = (
+            (parameter, places)
+            for parameter, places in names.values()
+            if id(parameter) in owner and not is_lazy(parameter)  # those are left to torch, whole
+        )
         return tuple(
             self._attached(parameter, places, index, owner[id(parameter)])
             for index, (parameter, places) in enumerate(mine, first_index)

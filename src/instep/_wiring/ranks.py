@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from instep._autograd.engine import runs
 from instep._ranks.comparison import digest_of
@@ -61,7 +62,7 @@ def _parameters_in_words(target: Target, *, with_optimizers: bool) -> Iterator[t
     }
     for parameter, places in target.names.values():
         # FSDP1's parameters are what a rank has of them.
-        shape = "" if target.fsdp1 else f"{tuple(parameter.shape)} "
+        shape = "" if target.fsdp1 or is_lazy(parameter) else f"{tuple(parameter.shape)} "
         dtype = str(parameter.dtype).removeprefix("torch.")
         yield f"parameter {places[0].name!r}", f"{shape}{dtype}{optimizers.get(id(parameter), '')}"
 

@@ -1,0 +1,218 @@
+"""Loops that plain torch trains, and in which nobody but torch can take the steps: the default line takes them, and
+says so. Other options refuse them by name."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep.errors import AttachError
+from instep.verification import first_difference, training_state
+from tests.cases import Blocks, batch
+
+Loop = tuple[nn.Module, list[torch.optim.Optimizer], Callable[[int], None]]
+
+
+def loss_of(model: nn.Module, i: int) -> torch.Tensor:
+    x, y = batch(i)
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def master_weights() -> Loop:
+    """A model in bfloat16; the optimizer steps copies in float32 that the loop keeps."""
+    model = Blocks().to(torch.bfloat16)
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=1e-2)
+
+    def step(i: int) -> None:
+        x, y = batch(i)
+        nn.functional.cross_entropy(model(x.to(torch.bfloat16)), y).backward()
+        for p, master in zip(model.parameters(), masters, strict=True):
+            master.grad = None if p.grad is None else p.grad.float()
+        torch.nn.utils.clip_grad_norm_(masters, 0.5)
+        optimizer.step()
+        with torch.no_grad():
+            for p, master in zip(model.parameters(), masters, strict=True):
+                p.copy_(master)
+        model.zero_grad()
+
+    return model, [optimizer], step
+
+
+def another_model() -> Loop:
+    """The loop attaches the teacher, and the optimizer steps the student."""
+    teacher, student = Blocks(), Blocks()
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+
+    def step(i: int) -> None:
+        (loss_of(student, i) + (teacher(batch(i)[0]) - student(batch(i)[0])).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return nn.ModuleDict({"teacher": teacher})["teacher"], [optimizer], step
+
+
+def two_over_the_same() -> Loop:
+    """Two optimizers of the same parameters, in turns."""
+    model = Blocks()
+    first, second = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(i: int) -> None:
+        loss_of(model, i).backward()
+        (first if i % 2 else second).step()
+        model.zero_grad()
+
+    return model, [first, second], step
+
+
+def lazy() -> Loop:
+    model = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # makes state in the first step alone
+
+    def step(i: int) -> None:
+        torch.manual_seed(i)
+        loss_of(model, i).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, [optimizer], step
+
+
+def one_memory() -> Loop:
+    """Two parameters of one memory, as some tie their weights."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 10))
+    model[2].weight.data = model[0].weight.data
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(i: int) -> None:
+        loss_of(model, i).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, [optimizer], step
+
+
+def come_and_go() -> Loop:
+    """The optimizer begins with a stranger, and takes the model's parameters in later; then some leave it."""
+    model, stranger = Blocks(), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([stranger], lr=1e-2)
+
+    def step(i: int) -> None:
+        if i == 1:
+            optimizer.add_param_group({"params": list(model.parameters()), "lr": 1e-3})
+        if i == 4:
+            del optimizer.param_groups[1]["params"][3:5]
+        (loss_of(model, i) + stranger.square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+
+    return model, [optimizer], step
+
+
+def stepping_themselves() -> Loop:
+    """One parameter has an optimizer in backward, as torch's ``_apply_optimizer_in_backward`` leaves it."""
+    model = Blocks()
+    weight: Any = model.inner.weight
+    weight._in_backward_optimizers = [torch.optim.SGD([weight], lr=0.1)]
+
+    def in_backward(p: Any) -> None:
+        for one in p._in_backward_optimizers:
+            one.step()
+        p.grad = None
+
+    weight.register_post_accumulate_grad_hook(in_backward)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def step(i: int) -> None:
+        loss_of(model, i).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, [optimizer], step
+
+
+class Lookahead:
+    """Written by hand, around an optimizer of torch's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.slow = [p.detach().clone() for group in inner.param_groups for p in group["params"]]
+        self.steps = 0
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.inner.step()
+        self.steps += 1
+        if self.steps % 2 == 0:
+            parameters = [p for group in self.inner.param_groups for p in group["params"]]
+            for p, slow in zip(parameters, self.slow, strict=True):
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+def no_optimizer_of_torchs() -> Loop:
+    model = Blocks()
+    optimizer: Any = Lookahead(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    def step(i: int) -> None:
+        loss_of(model, i).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, [optimizer], step
+
+
+LOOPS: dict[str, tuple[Callable[[], Loop], str]] = {
+    "master weights": (master_weights, "is not a parameter of the model"),
+    "another model": (another_model, "is not a parameter of the model"),
+    "two over the same": (two_over_the_same, "it would be stepped twice"),
+    "lazy": (lazy, "has no shape yet"),
+    "one memory": (one_memory, "share memory"),
+    "come and go": (come_and_go, "is not a parameter of the model"),
+    "no optimizer of torch's": (no_optimizer_of_torchs, "no torch.optim.Optimizer"),
+    "stepping themselves": (stepping_themselves, "has optimizers of its own"),
+}
+
+
+@pytest.mark.parametrize("name", list(LOOPS))
+def test_the_default_takes_it(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, reason = LOOPS[name]
+    loops = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        loops.append(make())
+    model, optimizers, _ = loops[1]
+    with caplog.at_level(logging.INFO, "instep"), instep.attach(model, optimizers) as overlap:
+        said = [record.getMessage() for record in caplog.records if record.name == "instep"]
+        assert len(said) == 1
+        assert said[0].startswith("the step is taken at once: ")
+        assert reason in said[0]
+        for i in range(7):
+            for _, _, step in loops:
+                step(i)
+            states = [
+                training_state(one, [getattr(optimizer, "inner", optimizer) for optimizer in stepping])
+                for one, stepping, _ in loops
+            ]
+            assert first_difference(*states) is None, (i, first_difference(*states))
+        assert "steps taken at once" in repr(overlap)
+        assert reason in repr(overlap)
+
+
+@pytest.mark.parametrize(
+    "options", [{"schedule": "backward"}, {"clip": instep.ClipNorm(1.0)}, {"defer": True}], ids=str
+)
+@pytest.mark.parametrize("name", list(LOOPS))
+def test_other_options_refuse_it(name: str, options: dict[str, Any]) -> None:
+    make, reason = LOOPS[name]
+    model, optimizers, _ = make()
+    # The argument is refused for what it is before it is asked what it steps.
+    with pytest.raises(AttachError, match="must be a torch.optim.Optimizer" if "torch's" in name else reason):
+        instep.attach(model, optimizers, **options)
