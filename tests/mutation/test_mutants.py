@@ -2841,8 +2841,8 @@ MUTANTS = [
     ),
     Mutant(
         "parameters of no module are taken by every option",
-        "unsteppable",
-        "knows_some and options.asks_for_nothing",
+        "strangers",
+        "(knows_some and options.asks_for_nothing)",
         "knows_some",
         "tests/parity/test_structures.py",
         picks="refused_where_instep",

@@ -57,16 +57,17 @@ def test_a_loop_in_a_mode(way: str, mode: str, where: str, kernel: str) -> None:
     for _ in range(2):
         torch.manual_seed(0)
         model = Blocks()
-        loops.append((model, torch.optim.AdamW(model.parameters(), lr=1e-2, **{kernel: True})))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=kernel == "fused", foreach=kernel == "foreach")
+        loops.append((model, optimizer))
     with MODES[mode]() if where == "attach" else nullcontext():
         overlap = instep.attach(*loops[1], **OPTIONS[way])
     for i in range(STEPS):
         x, y = batch(i)
-        for model, optimizer in loops:
-            nn.functional.cross_entropy(model(x), y).backward()
+        for one, stepping in loops:
+            nn.functional.cross_entropy(one(x), y).backward()
             with MODES[mode]() if where == "step" else nullcontext():
-                optimizer.step()
-            optimizer.zero_grad()
+                stepping.step()
+            stepping.zero_grad()
     overlap.synchronize()
     states = [training_state(*loop) for loop in loops]
     assert first_difference(*states) is None, first_difference(*states)
