@@ -195,9 +195,8 @@ def _attach(target: Target, options: Options, earlier: Sequence[Attachment] = ()
     for one in earlier:
         one.detach()
         _logger.warning(
-            "instep has detached an earlier attachment, because its parameters are attached again: no step is put off "
-            "for %r. Several optimizers go into one call: attach(model, [first, second])",
-            one,
+            "an earlier instep.attach() of these parameters is detached: this call takes its place. Several optimizers "
+            "go into one call: attach(model, [first, second])"
         )
     attachment = Attachment(target, options)
     register(target.called, attachment)

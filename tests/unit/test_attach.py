@@ -404,7 +404,7 @@ def test_the_line_again_takes_the_place_of_the_line(caplog: pytest.LogCaptureFix
     optimizer.step()
     assert first.state == "pending"
     second = instep.attach(model, optimizer)
-    assert "detached an earlier attachment, because its parameters are attached again" in caplog.text
+    assert "an earlier instep.attach() of these parameters is detached" in caplog.text
     assert first.state == "detached"
     assert hooks_of(model, optimizer) == once
     third = instep.attach(model, sgd(model.parameters()))

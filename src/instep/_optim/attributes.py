@@ -7,7 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.kinds import is_torchs_own
-from instep._optim.overrides import MANAGER
+from instep._optim.overrides import is_manager
 from instep._optim.patched import STEPS_ONE
 
 STEP_HOOKS = (
@@ -36,7 +36,9 @@ def read_by_update(optimizer: Optimizer) -> dict[str, Any]:
     return {"defaults": optimizer.defaults} | {
         name: value
         for name, value in attributes_of(optimizer).items()
-        if name not in (*_WRITTEN_BY_TORCH, *STEPS_ONE, MANAGER) and not callable(getattr(type(optimizer), name, None))
+        if name not in (*_WRITTEN_BY_TORCH, *STEPS_ONE)
+        and not callable(getattr(type(optimizer), name, None))
+        and not is_manager(value)
     }
 
 

@@ -36,12 +36,17 @@ class Overrides:
         self.uses_config_override = True
 
 
+def is_manager(value: object) -> bool:
+    """Whether an attribute of an optimizer is the manager, or stands in its place."""
+    return hasattr(value, "index2config") and hasattr(value, "module_weight_config_triple")
+
+
 def has_overrides(optimizer: Optimizer) -> bool:
     """Whether a manager of it holds any, or is about to, in its first step."""
-    manager = vars(optimizer).get(MANAGER)
-    return manager is not None and any(
-        getattr(manager, name, None) for name in ("index2config", "pid2config", "module_weight_config_triple")
-    )
+    manager: Any = vars(optimizer).get(MANAGER)
+    if not is_manager(manager):
+        return False
+    return bool(manager.index2config or manager.module_weight_config_triple or getattr(manager, "pid2config", None))
 
 
 def moved(

@@ -76,7 +76,8 @@ def strangers(target: Target, options: Options) -> None:
     ]
     if target.fsdp1 or target.fsdp2:
         advice.append("Sharding replaces all of them: shard first, then build the optimizer, then attach")
-    advice.append(f"schedule='forward' without further options leaves {'it' if knows_some else 'all'} to torch")
+    if not options.takes_any_loop:
+        advice.append(f"schedule='forward' without further options leaves {'it' if knows_some else 'all'} to torch")
     raise AttachError(f"{stranger.where}, {stranger.known}, is not a parameter of the model. {'. '.join(advice)}")
 
 
