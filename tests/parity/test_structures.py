@@ -1421,7 +1421,9 @@ def test_one_is_refused_where_instep_does_more_than_wait(options: dict[str, Any]
         attach(*beside(), **options)
 
 
-def test_an_optimizer_with_none_of_the_model_s_parameters_is_refused() -> None:
+@pytest.mark.parametrize("options", [{"schedule": "backward"}, {"defer": True}, {"nonfinite": "skip"}], ids=str)
+def test_an_optimizer_with_none_of_the_model_s_parameters_is_refused(options: Any) -> None:
+    """The default leaves it to torch: ``test_left_to_torch.py``."""
     loose = nn.Parameter(torch.zeros(3))
-    with pytest.raises(AttachError, match="is not a parameter of the model"):
-        attach(Blocks(), torch.optim.SGD([loose], lr=0.1))
+    with pytest.raises(AttachError, match=r"is not a parameter of the model.*leaves all to torch"):
+        attach(Blocks(), torch.optim.SGD([loose], lr=0.1), **options)
