@@ -20,8 +20,14 @@ _OF_FSDP2 = (
     "test_fsdp_errors.py",
     "test_sharded_corners.py",
     "test_sharded_checkpoints.py",
+    "test_fsdp_interrupts.py",
     "sharded_model",
     "readers_of_shards",
+    "in_any_wrapper",
+    "of_four_ranks",
+    "of_eight_ranks",
+    "differ_on_a_mesh",
+    "test_neighbours",
 )
 # On an accelerator that is not CUDA.
 _BESIDE_CUDA = ("test_two_devices", "test_divided_state", "test_fsdp_has_no_more", "test_replicated_has_a_few")

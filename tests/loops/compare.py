@@ -16,10 +16,11 @@ def trained(
     options: dict[str, Any] | None,
     *,
     every_step: bool = True,
+    gradients: bool = True,
     during: AbstractContextManager[Any] | None = None,
 ) -> list[Seen]:
     """What each step of ``form`` has left; ``options`` are those of the line, ``None`` for the plain loop."""
-    run = Run(options, every_step=every_step)
+    run = Run(options, every_step=every_step, gradients=gradients)
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)

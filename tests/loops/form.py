@@ -39,12 +39,14 @@ class Run:
         options: those of ``attach``; ``None`` for the plain loop.
         every_step: whether models and optimizers are read after every step. Otherwise only the loop itself reads them,
             until the last step.
+        gradients: whether the gradients are read, too.
     """
 
-    def __init__(self, options: Mapping[str, Any] | None, *, every_step: bool) -> None:
+    def __init__(self, options: Mapping[str, Any] | None, *, every_step: bool, gradients: bool = True) -> None:
         self.options = options
         self.steps: list[Seen] = []
         self._every_step = every_step
+        self._gradients = gradients
         self._parts: tuple[Any, ...] = ()
         self._overlaps: list[instep.Attachment] = []
 
@@ -62,7 +64,7 @@ class Run:
         self.steps.append(dict(_leaves("logged", logged)))
         self._parts = parts
         if self._every_step:
-            self.steps[-1] |= _state(parts)
+            self.steps[-1] |= self._state()
 
     def detach(self) -> None:
         """The line's counterpart, where a loop goes on with another optimizer."""
@@ -71,8 +73,15 @@ class Run:
 
     def end(self) -> None:
         """Read everything once more, and detach."""
-        self.steps.append(_state(self._parts))
+        self.steps.append(self._state())
         self.detach()
+
+    def _state(self) -> Seen:
+        return {
+            name: value
+            for number, part in enumerate(self._parts)
+            for name, value in _entries(f"part {number}", part, gradients=self._gradients)
+        }
 
     @property
     def stepped(self) -> int:
@@ -129,15 +138,12 @@ def forms() -> list[Form]:
     return sorted(_FORMS, key=lambda one: FIELDS.index(one.field))
 
 
-def _state(parts: tuple[Any, ...]) -> Seen:
-    return {name: value for number, part in enumerate(parts) for name, value in _entries(f"part {number}", part)}
-
-
-def _entries(label: str, part: Any) -> Iterator[tuple[str, Any]]:
+def _entries(label: str, part: Any, *, gradients: bool) -> Iterator[tuple[str, Any]]:
     if isinstance(part, nn.Module):
         for name, parameter in part.named_parameters():
             yield f"{label}: parameter {name!r}", _copy(parameter)
-            yield f"{label}: gradient of {name!r}", _copy(parameter.grad)
+            if gradients:
+                yield f"{label}: gradient of {name!r}", _copy(parameter.grad)
         for name, buffer in part.named_buffers():
             yield f"{label}: buffer {name!r}", _copy(buffer)
     elif isinstance(part, Optimizer):

@@ -4,8 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._dynamo.exc import Unsupported
 
 from instep._step import deferring
+from instep.errors import (
+    AccumulationError,
+    AttachError,
+    HyperparameterChangedError,
+    SpentGradientError,
+    StaleAttachmentError,
+    UncommittedStepError,
+    UnsupportedOptimizerError,
+)
 from tests.late import late_updates
 from tests.loops.compare import logged, require_same, trained
 from tests.loops.form import FIELDS, Form, forms
@@ -39,6 +49,38 @@ def test_a_loop_with_the_line_is_the_plain_loop(form: Form, monkeypatch: pytest.
     monkeypatch.setattr("instep._wiring.deferral._prevented", lambda held: None)
     late = trained(form, {**LINE, "bucket_bytes": SMALL}, every_step=False, during=late_updates())
     require_same(logged(plain), late)
+
+
+IN_BACKWARD: dict[str, Any] = {"schedule": "backward", "bucket_bytes": SMALL}
+# By what they raise: these loops use gradients or weights between backward() and step(), accumulate without a word,
+# have an optimizer that cannot be stepped in parts, or hold parameters that no model has.
+REFUSED: dict[type[Exception], str] = {
+    SpentGradientError: "timm_ema timm_clip_value dino ppo recurrent_ppo random_network_distillation a2c ppo_policy "
+    "dqn_policy dreamer stylegan min_gpt word_language_model mixture_of_experts dpo ppo_for_text reward_model "
+    "ema_stored_and_restored dreambooth norms_now_and_then histograms never_zeroed flat_gradients sharpness_aware "
+    "changed_gradients left_out consolidation compiled_blocks imagenet_amp accelerate_adapters",
+    UncommittedStepError: "timm_agc projected_gradients dcgan biggan vqgan adversarial_training nano_gpt noam "
+    "multiplied_gradients grpo ddpm guided_diffusion edm architecture_search retained accelerate_loop fabric_loop",
+    AccumulationError: "pipeline",
+    HyperparameterChangedError: "muon_and_adamw",
+    StaleAttachmentError: "splatting",
+    UnsupportedOptimizerError: "time_sequence lookahead lamb prodigy stochastic_rounding",
+    AttachError: "loose_parameters latents second_stage thawed",
+    Unsupported: "compiled_norm",
+}
+ERRORS = {name: error for error, names in REFUSED.items() for name in names.split()}
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(one, id=f"{one.field}-{one.name}") for one in FORMS if not one.fails and not one.by_itself]
+)
+def test_a_loop_that_steps_in_backward_is_the_plain_loop_or_is_refused(form: Form) -> None:
+    plain = trained(form, None, gradients=False)
+    if form.name in ERRORS:
+        with pytest.raises(ERRORS[form.name], match=r"(?s)Or |Use schedule|attach|not in between|Dynamo"):
+            trained(form, IN_BACKWARD, gradients=False)
+    else:
+        require_same(plain, trained(form, IN_BACKWARD, gradients=False))
 
 
 def test_names_of_forms_are_unique_and_every_file_is_read() -> None:

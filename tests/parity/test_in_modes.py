@@ -66,7 +66,12 @@ def test_a_loop_in_a_mode(way: str, mode: str, where: str, kernel: str) -> None:
         for one, stepping in loops:
             nn.functional.cross_entropy(one(x), y).backward()
             with MODES[mode]() if where == "step" else nullcontext():
-                stepping.step()
+                try:
+                    stepping.step()
+                except RuntimeError as error:
+                    if stepping is loops[0][1]:
+                        pytest.skip(f"this torch does not step so: {error}")
+                    raise
             stepping.zero_grad()
     overlap.synchronize()
     states = [training_state(*loop) for loop in loops]

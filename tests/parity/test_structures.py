@@ -1347,9 +1347,8 @@ def test_gradients_cleared_anywhere_and_anyhow(way: str, clear: str, where: str)
             CLEARS[clear](lane)
         return loss.detach()
 
-    refused = Refused(SpentGradientError, "idle" if where == "last" else "untouched")
-    spent = clear in ("to zero", "model to zero", "by hand to zero", "never")
-    lockstep(way, blocks, step, steps=4, refused={"backward": refused} if spent else None)
+    refused = Refused(SpentGradientError, "untouched", r"Call zero_grad\(\)")
+    lockstep(way, blocks, step, steps=4, refused={"backward": refused} if clear == "never" else None)
 
 
 # Copies.

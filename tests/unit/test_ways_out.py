@@ -108,13 +108,6 @@ def never_cleared(lane: Contender, i: int, around: Around) -> None:
     lane.optimizer.step()
 
 
-def zeroed_in_place(lane: Contender, i: int, around: Around) -> None:
-    with around(lane):
-        loss(lane, i).backward()
-    lane.optimizer.step()
-    lane.optimizer.zero_grad(set_to_none=False)
-
-
 def logged_after_the_step(lane: Contender, i: int, around: Around) -> Any:
     with around(lane):
         loss(lane, i).backward()
@@ -226,10 +219,7 @@ MISTAKES: Mapping[str, Mistake] = {
         between(another_optimizer), UncommittedStepError, r"by SGD\.step\(\), .*not the attached one"
     ),
     "gradients never cleared": Mistake(
-        never_cleared, SpentGradientError, r"^Tensor\.backward\(\) met .*Call zero_grad\(\)", "idle"
-    ),
-    "gradients zeroed in place": Mistake(
-        zeroed_in_place, SpentGradientError, r"^AdamW\.zero_grad\(\) met .*set_to_none=True", "idle"
+        never_cleared, SpentGradientError, r"^AdamW\.step\(\) met .*Call zero_grad\(\)", "idle"
     ),
     "gradients logged after the step": Mistake(
         logged_after_the_step, SpentGradientError, r"^Tensor\.norm\(\) met", "idle"

@@ -16,6 +16,8 @@ UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 ACCUMULATE = ("add_", "add")
 """What autograd does to the gradient that is there when another arrives: in place, or not with ``create_graph``."""
+ZERO = ("zero_", "_foreach_zero_")
+"""What ``zero_grad(set_to_none=False)`` does to each gradient, or to all of a device and dtype at once."""
 
 Explain = Callable[[str], InstepError | None]
 BeforeUse = Callable[[str, Sequence[Any]], None]
@@ -49,8 +51,12 @@ class Placeholder(torch.Tensor):
     ) -> Any:
         operation = func.overloadpacket.__name__
         args, kwargs = _used(operation, args, kwargs or {})
-        if operation == CONVERSION and isinstance(args[0], Placeholder):
-            return args[0]
+        if args and isinstance(args[0], Placeholder):
+            return args[0]  # which has done what there was to do
+        if operation == "_foreach_zero_":
+            args = ([gradient for gradient in args[0] if not isinstance(gradient, Placeholder)],)
+            if not args[0]:
+                return None  # torch takes no empty list
         return func(*args, **kwargs)
 
 
@@ -64,8 +70,8 @@ class SpentGradient(Placeholder):
     Args:
         like: the parameter whose gradient it stands for, or another spent gradient.
         name: of the parameter, for its ``repr``.
-        explain: makes the error to raise from the name of the operation that was tried; ``None`` lets a
-            conversion pass, and is all that is said once the attachment is gone.
+        explain: makes the error to raise from the name of the operation that was tried; ``None`` lets an operation
+            pass that needs no values, and is all that is said once the attachment is gone.
     """
 
     _of: str
@@ -92,7 +98,8 @@ class SpentGradient(Placeholder):
 
     def _use(self, operation: str, args: Sequence[Any], dtype: Any, device: Any) -> torch.Tensor:
         error = self._explain(operation)
-        if error is None and operation != CONVERSION:
+        is_changed = bool(args) and (args[0] is self or isinstance(args[0], (list, tuple)))
+        if error is None and not (is_changed and operation in _WITHOUT_VALUES):
             error = SpentGradientError(
                 f"{operation} met the gradient of {self._of!r}: applied during backward, and freed"
             )
@@ -101,7 +108,7 @@ class SpentGradient(Placeholder):
                 raise error
         finally:
             del error  # or it would refer to itself, by way of this frame
-        return SpentGradient(self, self._of, self._explain, dtype, device)
+        return SpentGradient(self, self._of, self._explain, dtype, device) if operation == CONVERSION else self
 
 
 class HeldGradient(Placeholder):
@@ -164,6 +171,42 @@ class HeldGradient(Placeholder):
         return self._real
 
 
+class ZeroedGradient(HeldGradient):
+    """Zeros, which take no memory until somebody uses them: what ``zero_grad(set_to_none=False)`` makes of a gradient
+    that was applied in backward, and freed.
+
+    Autograd adds the next gradient to real zeros. ``optimizer.step()`` finds real zeros where no gradient came, and
+    moves such a parameter by its momentum and weight decay, as in the plain loop.
+
+    Args:
+        parameter: whose gradient it is, a plain tensor.
+    """
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor) -> "ZeroedGradient":
+        zeroed: ZeroedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+        )
+        zeroed._real = _NOTHING
+        return zeroed
+
+    @staticmethod
+    def is_unused(gradient: torch.Tensor | None) -> bool:
+        """Whether ``gradient`` is one of these, and nobody has looked at its zeros, or written to them."""
+        return isinstance(gradient, ZeroedGradient) and gradient._real is _NOTHING
+
+    def _use(self, operation: str, args: Sequence[Any], dtype: Any = None, device: Any = None) -> torch.Tensor:
+        if self._real is _NOTHING:
+            if operation in ZERO:
+                return self
+            # Whatever modes the loop is in: torch has zeroed a tensor that was there.
+            with torch.inference_mode(False), torch.no_grad():
+                self._real = torch.empty_strided(
+                    self.shape, self.stride(), dtype=self.dtype, device=self.device
+                ).zero_()
+        return self._real
+
+
 def become_real(held: HeldGradient) -> None:
     """Make ``held`` a plain tensor: the gradient that it stands for. Not where anybody refers to it weakly, or from
     C++: such a one goes on to stand for the gradient."""
@@ -173,6 +216,9 @@ def become_real(held: HeldGradient) -> None:
 
 
 _NOTHING = torch.empty(0)
+
+
+_WITHOUT_VALUES = (CONVERSION, *ACCUMULATE, *ZERO)
 
 
 def _form_of(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from instep._autograd.engine import graph_task
-from instep._autograd.placeholders import CONVERSION
+from instep._autograd.placeholders import ACCUMULATE, CONVERSION, ZERO, ZeroedGradient
 from instep._gradients.clipping import Clipping
 from instep._gradients.finite import Policy
 from instep._gradients.scaling import LossScale
@@ -258,18 +258,30 @@ class BackwardSchedule(BucketSink):
         self.forget(gradients=True)
 
     def error_for_use(self, spec: ParameterSpec, operation: str) -> InstepError | None:
-        """The error for ``operation`` on a spent gradient; ``None`` lets a model move between steps.
+        """The error for ``operation`` on a spent gradient; ``None`` lets it pass.
 
         The step is torn if its weights are now known to be wrong.
         """
         if self._step.passes.running == "measuring":
             return while_measuring(spec.name, operation)
         if spec.index not in self._step.members.applied:
-            return None if operation == CONVERSION else never_cleared(spec.name, operation)
+            return None if self._needs_no_values(spec, operation) else never_cleared(spec.name, operation)
         error, is_wrong = after_update(spec.name, operation, clips=self._step.passes.clipping.policy is not None)
         if is_wrong and self._step.ledger.torn is None:
             self._writes.tear(error)
         return error
+
+    def _needs_no_values(self, spec: ParameterSpec, operation: str) -> bool:
+        """Between steps: whether ``operation`` on a gradient of the step before is done without its values. If it is
+        to be zeroed, it is now."""
+        attached, wrapped = self._step.members.at(spec.index), self._step.accumulation.distributed
+        if operation in ZERO:
+            attached.get().grad = _zeros(attached, lasting=wrapped)
+        # Added to, it is as little known as before: an actor's loss adds to its critic's gradients, which the loop
+        # clears before they count. Where it does not, optimizer.step() finds a spent gradient. But DDP's reducer and
+        # FSDP would take the sum at once.
+        adds = operation in ACCUMULATE and graph_task() is not None and not wrapped and attached.mesh is None
+        return adds or operation in ZERO or operation == CONVERSION
 
     @property
     def state(self) -> str:
@@ -305,3 +317,21 @@ class BackwardSchedule(BucketSink):
         """FSDP is about to gather these parameters: raise, or roll back, if backward has updated one of them."""
         if self.state == "open" and any(map(self.is_applied, parameters)):
             self.before_forward()
+
+
+def _zeros(attached: AttachedParameter, *, lasting: bool) -> torch.Tensor:
+    """A gradient of zeros.
+
+    Args:
+        lasting: DDP or FSDP adds to it, which need real ones.
+    """
+    parameter = attached.get()
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        if any(getattr(place.module(), "sparse", False) for place in attached.places):
+            # As torch zeroes a sparse one, in which lazy optimizers find nothing to step.
+            shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
+            where, values = torch.empty(1, 0, dtype=torch.int64), torch.empty(0, *shape[1:], dtype=dtype)
+            return torch.sparse_coo_tensor(where, values, shape, dtype=dtype, device=device, check_invariants=False)
+        if lasting or attached.mesh is not None:
+            return torch.zeros_like(parameter)
+        return ZeroedGradient(parameter)

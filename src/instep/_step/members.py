@@ -35,9 +35,14 @@ class StepMembers:
     @all.setter
     def all(self, parameters: Iterable[AttachedParameter]) -> None:
         self._all = AttachedParameters(parameters)
+        self._at = {attached.spec.index: attached for attached in self._all}
         self._of = {
             stepper: AttachedParameters(a for a in self._all if a.stepper is stepper) for stepper in self.steppers
         }
+
+    def at(self, index: int) -> AttachedParameter:
+        """The one with this place in the plan."""
+        return self._at[index]
 
     def of(self, stepper: Stepper) -> AttachedParameters:
         """Those of one optimizer."""

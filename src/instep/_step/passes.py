@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from instep._autograd.placeholders import ZeroedGradient
 from instep._gradients.clipping import Clipping
 from instep._optim.generators import Generators
 from instep._optim.parameters import AttachedParameter
@@ -56,7 +57,9 @@ class Passes:
         members = self._members.all
         parameters = [a for a in members if a.get().requires_grad]
         before = {a.spec.index: a.get().grad for a in members}
-        earlier = {a.spec.index: gradient for a in members if (gradient := gradient_of(a)) is not None}
+        # Zeros that nobody has looked at need not be added, and take no memory.
+        added = [a for a in members if not ZeroedGradient.is_unused(before[a.spec.index])]
+        earlier = {a.spec.index: gradient for a in added if (gradient := gradient_of(a)) is not None}
         handles = [
             a.get().register_hook(partial(_accumulate_into, a.get(), earlier[a.spec.index]))
             for a in parameters

@@ -67,7 +67,7 @@ def _in_place_of(call: str, *, clips: bool) -> str:
             "overlap.backward(loss) takes the place of loss.backward(). "
         )
     if call.endswith(".zero_grad()"):
-        return "Call zero_grad() after optimizer.step(), with set_to_none=True, the default. "
+        return "Call zero_grad() after optimizer.step(), or before backward(). "
     if call.endswith(".step()"):
         return "This optimizer is not the attached one: attach the optimizer whose step() the loop calls. "
     return ""
@@ -77,13 +77,14 @@ def never_cleared(name: str, operation: str) -> SpentGradientError:
     """In the step after that."""
     call = user_call(operation)
     other = (
-        " step() was called once more without a backward, or by an optimizer that is not attached."
+        " The gradient of a later backward was added to it; or step() was called once more without a backward, or by "
+        "an optimizer that is not attached."
         if call.endswith(".step()")
         else ""
     )
     return SpentGradientError(
         f"{call} met the gradient of {name!r} from a step that is over: it was applied during backward "
-        f"and freed, so it can neither be added to nor zeroed in place nor read.{other} Call zero_grad() with "
-        "set_to_none=True, the default, between optimizer.step() and the next backward(). Where something else needs "
+        f"and freed, so it can neither be read nor stepped.{other} Call zero_grad() between optimizer.step() and "
+        "the next backward(). Where something else needs "
         f"the gradient (another optimizer of that parameter, a log), {LEAVE_IT}"
     )

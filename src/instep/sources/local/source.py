@@ -12,9 +12,11 @@ import torch
 
 from instep._autograd.backward import Phase, current
 from instep._autograd.engine import graph_task
+from instep._autograd.placeholders import ZeroedGradient
 from instep._life.weak import weakly
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there, none_there
 from instep._optim.plan import Bucket
+from instep._step.members import gradient_of
 from instep.errors import InstepError
 from instep.sources import Sink
 from instep.sources.delivery import step_bucket
@@ -57,6 +59,7 @@ class LocalSource:
         # without gradients; and the gradients that it has offered.
         self._began: int | None = None
         self._offered: set[int] = set()
+        self._zeroed: list[tuple[AttachedParameter, torch.Tensor]] = []  # taken off, with their zeros
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -101,11 +104,32 @@ class LocalSource:
     def before_backward(self) -> None:
         if not self._one_per_bucket:
             self._began = graph_task()
-        elif self._began is not None or not none_there(map(GRADIENT, self._layout.trainable.tensors())):
+        elif self._began is not None or not self._begins_without_gradients():
             self._in_order = False  # nested in another, or with gradients from before
         else:
             self._began = graph_task()
             current().at(Phase.AFTER_DDP, self._offer_rest, self._forget)
+
+    def _begins_without_gradients(self) -> bool:
+        """Whether no gradient is there. Zeros that nobody has looked at are taken off until this backward is over: a
+        gradient that is added to them is the same without them."""
+        trainable = self._layout.trainable
+        if none_there(map(GRADIENT, trainable.tensors())):
+            return True
+        there = [(a, g) for a, g in zip(trainable, map(GRADIENT, trainable.tensors()), strict=True) if g is not None]
+        if not all(ZeroedGradient.is_unused(gradient) for _, gradient in there):
+            return False
+        self._zeroed = there
+        for attached, _ in there:
+            attached.get().grad = None
+        return True
+
+    def _put_zeros_back(self) -> None:
+        zeroed, self._zeroed = self._zeroed, []
+        for attached, gradient in zeroed:
+            parameter = attached.peek()
+            if parameter is not None and parameter.grad is None:
+                parameter.grad = gradient
 
     def begin_step(self) -> None:
         layout = self._layout
@@ -125,6 +149,8 @@ class LocalSource:
             self._count(self._hooks.parameters[index])
 
     def _count(self, attached: AttachedParameter) -> None:
+        if not self._takes_gradient(attached):
+            return
         if self._late_part is not None and self._late_part.takes(attached):
             return
         index, task = attached.spec.index, graph_task()
@@ -147,6 +173,15 @@ class LocalSource:
         if (can_wait or self._backwards.may_write()) and self._missing[number] == 0 and self._offer():
             step_bucket(self._sink, self._layout.members[number])
 
+    def _takes_gradient(self, attached: AttachedParameter) -> bool:
+        """Whether ``.grad`` has a gradient that counts, now in a tensor of its own. Not if it was added to one of the
+        step before that was applied: the loop has still to clear that."""
+        gradient = gradient_of(attached)
+        if gradient is None and attached.spent is not None and attached.get().grad is attached.spent:
+            self._in_order = False
+            return False
+        return True
+
     def _offer(self) -> bool:
         """Offer the gradients that have waited for it. ``False``: nothing of this step must be written now."""
         gradients, self._to_offer = self._to_offer, []
@@ -165,6 +200,8 @@ class LocalSource:
             self._in_order = False
         if not self._in_order:
             members = AttachedParameters((self._hooks.parameters[last],))
+            if not self._takes_gradient(members[0]):
+                return
         self._offered.update(members.indices)
         if not self._sink.arrive(members):
             self._in_order &= self._sink.keeps_gradients
@@ -186,6 +223,7 @@ class LocalSource:
     def _forget(self) -> None:
         self._began = None
         self._offered.clear()
+        self._put_zeros_back()
 
     # Where a backward that may write ends.
 
