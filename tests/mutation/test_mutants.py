@@ -823,7 +823,7 @@ MUTANTS = [
         "        self._put_zeros_back()\n",
         "",
         "tests/parity/test_cleared_in_place.py",
-        "zeroed_in_place",
+        "used_no_more",
     ),
     Mutant(
         "take zeros for gradients from before",

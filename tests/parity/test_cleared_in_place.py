@@ -158,6 +158,21 @@ def test_zeroed_in_place_and_accumulated(how: str) -> None:
     lockstep("backward", MODELS["AdamW foreach"], step, steps=STEPS, **options)
 
 
+def test_a_head_that_is_used_no_more() -> None:
+    """By then one hook speaks for each bucket, and the zeros were taken off while backward runs."""
+
+    def step(lane: Contender, i: int) -> None:
+        lane.optimizer.zero_grad(set_to_none=False)
+        x, y = batch(i)
+        loss = loss_of(lane.model(x, 0), y)
+        if i < 4:
+            loss = loss + loss_of(lane.model(x, 1), y)
+        loss.backward()
+        lane.optimizer.step()
+
+    lockstep("backward", MODELS["SGD"], step, steps=STEPS)
+
+
 def test_zeros_take_no_memory_until_they_are_used() -> None:
     model = Blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
