@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 _logger = logging.getLogger("instep")
+_FEW_BYTES = 1024
+"""As ``bucket_bytes``, fewer are meant as MiB, it seems; ``1`` is how to ask for a bucket for each parameter."""
 
 
 def attach(
@@ -192,6 +194,11 @@ def _attach(target: Target, options: Options, earlier: Sequence[Attachment] = ()
     else:
         refuse(MODEL, target, options)
         refuse(PARAMETERS, target, options)
+    if options.bucket_bytes is not None and 1 < options.bucket_bytes < _FEW_BYTES:
+        _logger.warning(
+            "bucket_bytes=%d makes a bucket of every parameter: it counts bytes. For %d MiB: bucket_bytes=%d * 2**20",
+            *[options.bucket_bytes] * 3,
+        )
     for one in earlier:
         one.detach()
         _logger.warning(

@@ -146,8 +146,8 @@ class Attachment:
         ``steps``, ``redos`` and ``skips`` are ``step_count``, ``redo_count`` and ``skip_count``; ``votes`` those that
         this rank has cast; ``freed_bytes`` of gradients that backward has freed before ``optimizer.step()``, in all
         steps. On a CPU, after the first step: ``exposed_ms``, milliseconds within ``optimizer.step()`` and of waiting
-        for updates, and ``hidden_ms``, of updates that ran elsewhere (in backward, or beside the loop), both from one
-        commit to the next."""
+        for updates, and ``outside_ms``, of updates that ran outside of it (in backward, or beside the loop), both from
+        one commit to the next."""
         return stats_of(self._parts.schedule, self._parts.votes)
 
     @property
@@ -158,7 +158,7 @@ class Attachment:
         held, crosses = self._parts.held, self._options.communication.cross_iteration
         ddps = [one for one in held.living_wrappers() if isinstance(one, DistributedDataParallel)]
         divided = bool(held.wrapped) or self._parts.sharding is not None
-        return advice(self._parts.schedule, ddps, divided=divided, crosses=crosses)
+        return advice(self._parts.schedule, self._options, ddps, divided=divided, crosses=crosses)
 
     @property
     def recorder(self) -> Recorder | None:
@@ -230,7 +230,9 @@ class Attachment:
             raise InstepError(f"loss must be the tensor that backward() begins from, not {type(loss).__name__}")
         self._parts.schedule.backward(loss, gradient, self._parts.late.adopt)
 
-    def micro_batches(self, loss_of: Callable[[Batch], torch.Tensor], batches: Iterable[Batch]) -> list[torch.Tensor]:
+    def micro_batches(
+        self, loss_of: Callable[[Batch], torch.Tensor] | None = None, batches: Iterable[Batch] | None = None
+    ) -> list[torch.Tensor]:
         """Forward and backward of all micro-batches of a step, with ``optimizer.step()`` to follow: the numbers of
         ``for batch in batches: loss_of(batch).backward()``, bit for bit, without all gradients in memory.
 
@@ -252,7 +254,7 @@ class Attachment:
                 reentrant checkpointing, a graph that micro-batches share, DDP's ``static_graph``, within
                 ``accumulate()``. Nothing was updated; of a backward that draws random numbers or writes buffers the
                 step is torn.
-            InstepError: ``loss_of`` returned no loss.
+            InstepError: ``loss_of`` returned no loss; or an argument is missing.
         """
         options = self._options
         together = options.schedule == "backward" and not options.disabled

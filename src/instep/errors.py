@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 __all__ = [
     "AccumulationError",
     "AttachError",
@@ -130,8 +132,10 @@ class TornStepError(InstepError):
         self.cause = self.__cause__ = cause
         reason = "backward raised" if cause is None else f"{type(cause).__name__}: {cause}"
         neither = f", and {len(self.unsure)} may have been updated or not ({_some(self.unsure)})" if unsure else ""
+        # In a process of its own there are no ranks to tell apart.
+        where = f" on rank {rank}" if rank or _has_ranks() else ""
         super().__init__(
-            f"step {step} is torn on rank {rank}: {len(self.applied)} parameters were updated "
+            f"step {step} is torn{where}: {len(self.applied)} parameters were updated "
             f"({_some(self.applied)}) and {len(self.pending)} were left ({_some(self.pending)}){neither}, because "
             f"{reason}. Load model and optimizer from a checkpoint and call accept_torn(), or call "
             "accept_torn() alone to train on from these weights"
@@ -139,6 +143,10 @@ class TornStepError(InstepError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.step, self.applied, self.pending, self.rank, self.cause, self.unsure)
+
+
+def _has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _some(names: Sequence[str], limit: int = 4) -> str:

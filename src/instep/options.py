@@ -20,7 +20,14 @@ Schedules = Literal["backward", "forward"]
 Defer = Literal["auto"] | bool
 Offload = Literal["host"]
 DEFAULT_BUCKET_BYTES = 16 * MIB
+"""Of gradients: what ``attach`` puts into one bucket of its own unless told."""
 BY_ENVIRONMENT = "INSTEP_DISABLE is set"
+
+
+def bucket_that_frees(total: int) -> int:
+    """What to give as ``bucket_bytes`` where gradients of ``total`` bytes are to be freed in backward: the default, if
+    the model has four of those; else an eighth of it, in whole MiB."""
+    return DEFAULT_BUCKET_BYTES if total >= 4 * DEFAULT_BUCKET_BYTES else MIB * max(1, total // MIB // 8)
 
 
 @dataclass(frozen=True, slots=True)

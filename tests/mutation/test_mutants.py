@@ -82,6 +82,28 @@ MUTANTS = [
         "tests/unit/test_advice.py",
     ),
     Mutant(
+        "advise the default bucket for a small model",
+        "bucket_that_frees",
+        "MIB * max(1, total // MIB // 8)",
+        "DEFAULT_BUCKET_BYTES",
+        "tests/unit/test_advice.py",
+    ),
+    Mutant(
+        "say nothing of steps that are taken twice",
+        "_taken_twice",
+        "if 2 * redos >= steps:",
+        "if False:",
+        "tests/unit/test_advice.py",
+    ),
+    Mutant(
+        "attach parameters without values",
+        "on_meta",
+        "given.parameter.is_meta",
+        "False",
+        "tests/parity/test_left_to_torch.py",
+        "not_made",
+    ),
+    Mutant(
         "put off what has owners that are not known",
         "_exposed",
         "        found = _either(found, _have_other_owners(mine, tensors))\n",

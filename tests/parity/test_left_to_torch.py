@@ -136,6 +136,21 @@ def stepping_themselves() -> Loop:
     return model, [optimizer], step
 
 
+def not_made_yet() -> Loop:
+    """One head that is loaded later has no memory so far."""
+    model = Blocks()
+    with torch.device("meta"):
+        model.add_module("later", nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(i: int) -> None:
+        loss_of(model, i).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, [optimizer], step
+
+
 class Lookahead:
     """Written by hand, around an optimizer of torch's."""
 
@@ -174,6 +189,7 @@ LOOPS: dict[str, tuple[Callable[[], Loop], str]] = {
     "another model": (another_model, "is not a parameter of the model"),
     "two over the same": (two_over_the_same, "it would be stepped twice"),
     "lazy": (lazy, "has no shape yet"),
+    "not made yet": (not_made_yet, "is on the meta device"),
     "one memory": (one_memory, "share memory"),
     "come and go": (come_and_go, "is not a parameter of the model"),
     "no optimizer of torch's": (no_optimizer_of_torchs, "no torch.optim.Optimizer"),

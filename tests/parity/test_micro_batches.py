@@ -124,6 +124,15 @@ class Recurrent(nn.Module):
         return self.out(hidden)
 
 
+def test_taken_for_a_context_manager() -> None:
+    model = Blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instep.attach(model, optimizer) as overlap:
+        for arguments, missing in (((), "loss_of"), ((partial(usual),), "batches")):
+            with pytest.raises(InstepError, match=rf"given no {missing}: .* no context manager\. Call losses = "):
+                overlap.micro_batches(*arguments)
+
+
 def test_graphs_that_differ_between_micro_batches() -> None:
     def loss(lane: Contender, seed: int) -> torch.Tensor:
         words = tokens(seed, length=2 + 5 * (seed % 3))

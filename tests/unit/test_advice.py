@@ -1,6 +1,7 @@
 """``overlap.advice``: whether steps are put off, and what the loop could gain."""
 
 import gc
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,27 +12,35 @@ from torch import nn
 
 import instep
 from instep._step import observed
+from instep.options import DEFAULT_BUCKET_BYTES, bucket_that_frees
 from tests.cases import Blocks, batch
 
 STEPS = observed.LAST + 2
 
 
+def layers() -> nn.Module:
+    """2 MiB of gradients."""
+    return nn.Sequential(nn.Linear(16, 256), *(nn.Linear(256, 256) for _ in range(8)))
+
+
 class Loop:
-    def __init__(self, **options: Any) -> None:
-        self.model = Blocks()
+    def __init__(self, make: Callable[[], nn.Module] = layers, **options: Any) -> None:
+        self.model = make()
+        self.steps_in_backward = options.get("schedule") == "backward"
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.overlap = instep.attach(self.model, self.optimizer, **options)
 
     def train(self, between: Callable[[nn.Module], Any], steps: int = STEPS) -> str:
         """What is advised in the end, after the sentence on what is put off."""
         for i in range(steps):
-            self.model(batch(i)[0]).sum().backward()
+            self.model(batch(i)[0]).square().mean().backward()
             between(self.model)
             self.optimizer.step()
             self.optimizer.zero_grad()
         said = self.overlap.advice.splitlines()
-        assert said[0].startswith("Steps are ")
-        return "".join(said[1:])
+        if not self.steps_in_backward:
+            assert said.pop(0).startswith("Steps are ")
+        return "".join(said)
 
 
 def nothing(model: nn.Module) -> None: ...
@@ -49,18 +58,73 @@ USES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of models that are small, most can be freed."""
-    monkeypatch.setattr("instep._wiring.advice.DEFAULT_BUCKET_BYTES", 100)
-
-
 @pytest.mark.parametrize("defer", ["auto", True, False])
 def test_a_loop_that_leaves_gradients_alone(defer: Any) -> None:
     said = Loop(defer=defer).train(nothing)
     assert "leaves gradients alone" in said
-    assert "schedule='backward' would free 0.0 of their 0.0 MiB" in said
+    assert "schedule='backward', bucket_bytes=1 * 2**20 would free 1.0 of their 2.0 MiB" in said
     assert "ms of an iteration" in said
+
+
+def test_the_line_that_is_advised_does_what_it_says() -> None:
+    said = Loop().train(nothing)
+    freed, total = map(float, re.findall(r"free ([0-9.]+) of their ([0-9.]+) MiB", said)[0])
+    loop = Loop(schedule="backward", bucket_bytes=1 * 2**20)
+    assert loop.train(nothing) == ""
+    largest = max(bucket.nbytes for bucket in loop.overlap.plan.buckets) / 2**20
+    assert total - largest == pytest.approx(freed, abs=0.1)  # to a tenth, as it is said
+    assert loop.overlap.stats()["freed_bytes"] / loop.overlap.step_count / 2**20 == pytest.approx(total, abs=0.1)
+
+
+def test_a_large_model_needs_no_other_bucket() -> None:
+    assert bucket_that_frees(64 * 2**20) == DEFAULT_BUCKET_BYTES
+    assert bucket_that_frees(64 * 2**20 - 1) == 7 * 2**20
+    assert bucket_that_frees(18_500_000) == 2 * 2**20
+    assert bucket_that_frees(1) == 2**20
+
+
+def clipped(max_norm: float, **options: Any) -> Any:
+    return Loop(schedule="backward", undo=True, clip=instep.ClipNorm(max_norm), **options)
+
+
+def test_steps_that_are_taken_twice() -> None:
+    loop = clipped(1e-3)
+    said = loop.train(nothing)
+    assert loop.overlap.redo_count == STEPS
+    assert f"{STEPS} of {STEPS} steps were taken twice" in said
+    assert "clip=ClipNorm(0.001, mode='two_pass') in place of undo" in said
+    assert said.endswith("No gradient was freed in backward: undo keeps them until optimizer.step().")
+
+
+def test_what_is_advised_in_place_of_steps_that_are_taken_twice() -> None:
+    loop = Loop(schedule="backward", clip=instep.ClipNorm(1e-3, mode="two_pass"), bucket_bytes=2**20)
+    for i in range(STEPS):
+        loop.overlap.backward(loop.model(batch(i)[0]).sum())
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    assert loop.overlap.advice == ""
+    assert loop.overlap.stats()["freed_bytes"] > 0
+
+
+def test_the_loop_itself_has_steps_taken_twice() -> None:
+    said = Loop(schedule="backward", undo=True).train(USES["clip_grad_norm_"])
+    assert "steps were taken twice" in said
+    assert "The loop changes gradients" in said
+
+
+def test_steps_that_stand() -> None:
+    said = clipped(1e9).train(nothing)
+    assert said == "No gradient was freed in backward: undo keeps them until optimizer.step()."
+
+
+def test_all_is_left_to_the_step() -> None:
+    loop = Loop(schedule="backward")
+    for i in range(STEPS):
+        with loop.overlap.keep_gradients():
+            loop.model(batch(i)[0]).sum().backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    assert loop.overlap.advice.startswith(f"No gradient was freed in backward in {STEPS} steps")
 
 
 @pytest.mark.parametrize("defer", ["auto", True])
@@ -83,9 +147,8 @@ def test_nothing_is_said_before_it_is_known() -> None:
     assert Loop().train(nothing, steps=observed.LAST) == ""
 
 
-def test_nothing_can_be_freed_of_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instep._wiring.advice.DEFAULT_BUCKET_BYTES", 2**30)
-    assert Loop().train(nothing) == ""
+def test_nothing_can_be_freed_of_one_bucket() -> None:
+    assert Loop(Blocks).train(nothing) == ""
 
 
 def test_parameters_are_of_their_own_class_whenever_the_loop_looks_at_weights() -> None:

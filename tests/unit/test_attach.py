@@ -393,6 +393,14 @@ def test_verify_compares_what_objects_in_the_state_hold(scales: list[float]) -> 
     assert instep.verify(build).equal is equal
 
 
+@pytest.mark.parametrize(("given", "warns"), [(1, False), (25, True), (1024, False)])
+def test_bytes_that_seem_to_be_meant_as_mebibytes(given: int, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = Blocks()
+    with instep.attach(model, sgd(model.parameters()), schedule="backward", bucket_bytes=given):
+        said = "makes a bucket of every parameter: it counts bytes. For 25 MiB: bucket_bytes=25 * 2**20"
+        assert (said in caplog.text) is warns
+
+
 def test_the_line_again_takes_the_place_of_the_line(caplog: pytest.LogCaptureFixture) -> None:
     """A cell of a notebook that is run once more; a second stage of training with another optimizer."""
     model = Blocks()

@@ -334,6 +334,13 @@ def test_a_spent_gradient_has_no_storage_to_reach_for(model: nn.Module, overlap:
         reach(model)
 
 
+def test_a_use_without_another_way_is_told_what_to_do(model: nn.Module, overlap: Any) -> None:
+    loss_of(model).backward()
+    weight: Any = model.get_parameter("inner.weight")
+    with pytest.raises(SpentGradientError, match=r"clip or change\. Put `with overlap\.keep_gradients"):
+        weight.grad.norm()
+
+
 def test_gradients_that_are_never_cleared(model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any) -> None:
     """The plain loop would step the sum of this gradient and the one before."""
     for i in range(2):
@@ -693,7 +700,10 @@ def test_what_a_first_optimizer_has_stepped_is_updated_when_the_second_raises(mo
 
 
 def test_a_torn_step_error_can_be_pickled_and_made_by_position() -> None:
+    alone = TornStepError(3, ["a"], ["b"], 0, ValueError("why"))
+    assert str(alone).startswith("step 3 is torn: 1 parameters were updated (a)")  # there is no other rank
     error = TornStepError(3, ["a"], ["b"], 1, ValueError("why"))
+    assert str(error).startswith("step 3 is torn on rank 1: ")
     assert error.unsure == ()
     assert "may have been updated" not in str(error)
     unsure = TornStepError(3, ["a"], ["b"], 1, ValueError("why"), ["c", "d"])

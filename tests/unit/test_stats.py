@@ -16,7 +16,7 @@ from tests.distributed.pool import RankPool
 from tests.inside import schedule_of
 
 COUNTS = {"steps", "redos", "skips", "votes", "freed_bytes"}
-TIMES = {"exposed_ms", "hidden_ms"}
+TIMES = {"exposed_ms", "outside_ms"}
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward", "defer": True},
@@ -91,7 +91,7 @@ def test_what_runs_in_backward_is_hidden_from_step(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("instep._step.bucket_sink.perf_counter", lambda: float(next(seconds)))
     train(model, optimizer, 1)
     found = overlap.stats()
-    assert found["hidden_ms"] == 1000 * len(overlap.plan.buckets)
+    assert found["outside_ms"] == 1000 * len(overlap.plan.buckets)
     assert found["exposed_ms"] == 1000
     overlap.detach()
 
@@ -101,7 +101,7 @@ def test_what_is_waited_for_is_exposed() -> None:
     model, optimizer, overlap = attached(fused=False, schedule="forward", defer=True)
     train(model, optimizer, 4)
     times = schedule_of(overlap).times
-    assert times.hidden < times.exposed
+    assert times.outside < times.exposed
     overlap.detach()
 
 
@@ -121,7 +121,7 @@ def test_times_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         times.step_returns()
         times.step_returns()
         times.committed()
-        found.append((times.exposed, times.hidden))
+        found.append((times.exposed, times.outside))
     assert found == [(5.0, 4.0), (1.0, 4.0), (7.0, 0.0)]
 
 

@@ -23,13 +23,25 @@ Batch = TypeVar("Batch")
 
 
 def micro_batches(
-    parts: Parts, loss_of: Callable[[Batch], torch.Tensor], batches: Iterable[Batch], *, together: bool
+    parts: Parts,
+    loss_of: Callable[[Batch], torch.Tensor] | None,
+    batches: Iterable[Batch] | None,
+    *,
+    together: bool,
 ) -> list[torch.Tensor]:
     """The losses, detached.
 
     Args:
+        loss_of, batches: ``None``: the caller has forgotten it.
         together: one backward for all; else one for each.
     """
+    if loss_of is None or batches is None:
+        missing = "loss_of" if loss_of is None else "batches"
+        raise InstepError(
+            f"micro_batches() was given no {missing}: it runs forward and backward of a step itself, and is no context "
+            "manager. Call losses = overlap.micro_batches(lambda batch: loss_of(batch) / n, batches), and behind it "
+            "optimizer.step(). For the micro-batches of a loop of your own: `with overlap.accumulate():`"
+        )
     _require_own_step(parts)
     marked = _marked(batches, needs_last=bool(parts.held.wrapped) or parts.sharding is not None)
     if together:

@@ -29,7 +29,10 @@ def exact_while_writing(target: Target, options: Options) -> None:
         if not options.communication.shard_state:
             ways.append("undo=True (exact: a step that turns out to need clipping is put back and done again)")
         if not (options.communication.shard_state or target.fsdp2 or options.scaler is not None):
-            ways.append("ClipNorm(mode='two_pass') (exact: overlap.backward(loss) runs backward twice)")
+            ways.append(
+                "ClipNorm(mode='two_pass') (exact: two backwards, by overlap.backward(loss) or "
+                "overlap.micro_batches(loss_of, batches))"
+            )
         if options.scaler is None:
             ways.append("or, as other algorithms, mode='per_bucket' or mode='previous_norm'")
         raise AttachError(

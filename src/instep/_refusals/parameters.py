@@ -90,6 +90,16 @@ def unmade(target: Target, options: Options) -> None:
             )
 
 
+def on_meta(target: Target, options: Options) -> None:
+    for given in _given(target):
+        if given.parameter.is_meta:
+            raise AttachError(
+                f"parameter {given.name or given.where!r} is on the meta device: it has no values to be stepped. Make "
+                "them (model.to_empty(device=…), or load a checkpoint with assign=True), build the optimizer on them, "
+                "then attach"
+            )
+
+
 def in_two_places(target: Target, options: Options) -> None:
     seen: dict[int, str] = {}
     for given in _given(target):

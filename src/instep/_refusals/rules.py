@@ -99,6 +99,7 @@ PARAMETERS: Sequence[Rule] = (
     parameters.strangers,
     parameters.in_two_places,
     parameters.unmade,
+    parameters.on_meta,
     parameters.stepped_in_backward,
     parameters.all_frozen,
     offload.on_the_cpu,
@@ -120,6 +121,7 @@ TORCHS: Sequence[Rule] = (
     parameters.strangers,
     parameters.in_two_places,
     parameters.unmade,
+    parameters.on_meta,
     parameters.stepped_in_backward,
     parameters.shared_memory,
 )
@@ -136,6 +138,7 @@ DISABLED: Sequence[Rule] = (
     parameters.strangers,
     parameters.in_two_places,
     parameters.unmade,
+    parameters.on_meta,
     parameters.stepped_in_backward,
     parameters.all_frozen,
 )

@@ -51,8 +51,12 @@ def after_update(name: str, operation: str, *, clips: bool) -> tuple[InstepError
     return SpentGradientError(
         f"{call} was called on the gradient of {name!r}, which was applied during backward and "
         "freed: between backward() and optimizer.step() there is nothing left to read, clip or change. "
-        f"{_in_place_of(call, clips=clips)}{ANY_LOOP}"
+        f"{_what_to_do(_in_place_of(call, clips=clips))}"
     ), False
+
+
+def _what_to_do(advice: str) -> str:
+    return f"{advice}{ANY_LOOP}" if advice else LEAVE_IT[0].upper() + LEAVE_IT[1:]
 
 
 def _in_place_of(call: str, *, clips: bool) -> str:

@@ -9,12 +9,12 @@ class StepTimes:
     Attributes:
         exposed: seconds within ``optimizer.step()`` and of waiting for updates, before the last commit; ``None``: there
             was none.
-        hidden: seconds of updates outside of ``optimizer.step()``, less those in which they were waited for.
+        outside: seconds of updates outside of ``optimizer.step()``, less those in which they were waited for.
     """
 
     def __init__(self) -> None:
         self.exposed: float | None = None
-        self.hidden = 0.0
+        self.outside = 0.0
         self._began: float | None = None
         self._in_step = 0.0
         self._waited = 0.0
@@ -39,5 +39,5 @@ class StepTimes:
 
     def committed(self) -> None:
         ran, self._ran = self._ran, []
-        self.exposed, self.hidden = self._in_step + self._waited, max(0.0, sum(ran) - self._waited)
+        self.exposed, self.outside = self._in_step + self._waited, max(0.0, sum(ran) - self._waited)
         self._in_step = self._waited = 0.0

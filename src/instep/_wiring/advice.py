@@ -4,17 +4,24 @@ from collections.abc import Iterator, Sequence
 
 from torch.nn.parallel import DistributedDataParallel
 
+from instep._gradients.policies import ClipNorm
 from instep._optim.plan import MIB
 from instep._step.observed import Gains
 from instep._step.schedule import Schedule
-from instep.options import DEFAULT_BUCKET_BYTES
+from instep.options import DEFAULT_BUCKET_BYTES, Options, bucket_that_frees
 from instep.sources.ddp.timing import exposed_communication
 
 WORTH = 0.1
 """Of an iteration. A smaller part is lost again in the order of communication, and in the bookkeeping of that."""
 
 
-def advice(schedule: Schedule, ddps: Sequence[DistributedDataParallel], *, divided: bool, crosses: bool) -> str:
+ENOUGH = 4
+"""Steps, of which each shows the same."""
+
+
+def advice(
+    schedule: Schedule, options: Options, ddps: Sequence[DistributedDataParallel], *, divided: bool, crosses: bool
+) -> str:
     """Sentences, one a line; empty where there is nothing to say.
 
     Args:
@@ -27,6 +34,9 @@ def advice(schedule: Schedule, ddps: Sequence[DistributedDataParallel], *, divid
     if gains is not None:
         lines += _communication(gains, [] if crosses else ddps)
         lines += [] if divided else _memory(gains, schedule)
+    if options.schedule == "backward" and schedule.step_count >= ENOUGH:
+        lines += _taken_twice(schedule, options)
+        lines += [] if divided else _not_freed(schedule, options)
     return "\n".join(lines)
 
 
@@ -42,10 +52,34 @@ def _communication(gains: Gains, ddps: Sequence[DistributedDataParallel]) -> Ite
 def _memory(gains: Gains, schedule: Schedule) -> Iterator[str]:
     sizes = [a.spec.nbytes for a in schedule.parameters if (p := a.peek()) is not None and p.requires_grad]
     total = sum(sizes)
-    freed = total - max(*sizes, min(total, DEFAULT_BUCKET_BYTES)) if sizes else 0
+    bucket = bucket_that_frees(total)
+    said = "" if bucket == DEFAULT_BUCKET_BYTES else f", bucket_bytes={bucket // MIB} * 2**20"
+    freed = total - max(*sizes, min(total, bucket)) if sizes else 0
     if gains.leaves_gradients and freed > 0:
         yield (
-            f"The loop leaves gradients alone between backward and optimizer.step(): schedule='backward' would free "
-            f"{freed / MIB:.1f} of their {total / MIB:.1f} MiB in backward, and take {gains.step:.1f} of the "
+            f"The loop leaves gradients alone between backward and optimizer.step(): schedule='backward'{said} would "
+            f"free {freed / MIB:.1f} of their {total / MIB:.1f} MiB in backward, and take {gains.step:.1f} of the "
             f"{gains.iteration:.1f} ms of an iteration there."
+        )
+
+
+def _taken_twice(schedule: Schedule, options: Options) -> Iterator[str]:
+    steps, redos = schedule.step_count, schedule.redo_count
+    if 2 * redos >= steps:
+        yield f"{redos} of {steps} steps were taken twice: in backward, and again, put back, in optimizer.step(). " + (
+            "ClipNorm scales by the norm of all gradients, which is known only then: "
+            f"clip=ClipNorm({options.clip.max_norm}, mode='two_pass') in place of undo frees gradients, for a second "
+            "backward (overlap.backward(loss)); without schedule='backward' and undo each step is taken once."
+            if isinstance(options.clip, ClipNorm)
+            else "The loop changes gradients, weights or settings between the two. Without schedule='backward' and "
+            "undo each step is taken once."
+        )
+
+
+def _not_freed(schedule: Schedule, options: Options) -> Iterator[str]:
+    if schedule.freed_bytes == 0:
+        yield (
+            "No gradient was freed in backward: undo keeps them until optimizer.step()."
+            if options.undo
+            else f"No gradient was freed in backward in {schedule.step_count} steps: all were left to optimizer.step()."
         )

@@ -22,7 +22,7 @@ def stats_of(schedule: Schedule, votes: StepVotes) -> Stats:
     times = schedule.times
     if times.exposed is not None and all(p.device.type == "cpu" for p in living_parameters(schedule)):
         found["exposed_ms"] = 1000 * times.exposed
-        found["hidden_ms"] = 1000 * times.hidden
+        found["outside_ms"] = 1000 * times.outside
     return found
 
 
