@@ -101,7 +101,7 @@ MUTANTS = [
         "given.parameter.is_meta",
         "False",
         "tests/parity/test_left_to_torch.py",
-        "not_made",
+        "yet",
     ),
     Mutant(
         "put off what has owners that are not known",
