@@ -26,6 +26,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
+from instep._profile import profiled
 from instep._ranks.comparison import Comparison, Heard, Words, digest_of
 from instep._ranks.groups import store_of_world, timeout_of, world
 from instep._ranks.lost import is_lost
@@ -202,6 +203,10 @@ class StepRanks:
 
     def _hear_all(self, limit: float) -> Heard:
         """Wait until every rank has said what it trains, for so many seconds at most. What is known then."""
+        with profiled("compare options"):
+            return self._hear_until(limit)
+
+    def _hear_until(self, limit: float) -> Heard:
         began, pause, look_at, is_said = time.monotonic(), _FIRST_PAUSE, _FIRST_LOOK, False
         heard = Heard(missing=self._neighbours.ranks)
         while not self._all_say_the_same():
@@ -376,7 +381,8 @@ class _Cast:
                 raise RuntimeError(self._lost)
             if self._verdict is None:
                 try:
-                    self._work.wait()
+                    with profiled("wait for votes"):
+                        self._work.wait()
                 except Exception as error:
                     self._lost, self._work = str(error), None
                     self._group.close()

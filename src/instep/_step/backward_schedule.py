@@ -89,6 +89,13 @@ class BackwardSchedule(BucketSink):
         """The backward that ``begin_backward`` told of is over."""
         self._seen.running = None
 
+    def backward_failed(self) -> None:
+        """Ctrl-C may have come when a gradient was offered, and before its source had asked for the end of backward. If
+        an update was begun, the source has."""
+        members = self._step.members
+        if members.offered and not members.applied and self._step.ledger.torn is None:
+            self.backward_raised()
+
     def stop(self, error: InstepError) -> None:
         """The backward that has just ended did not compute the plain loop's step: put it back, or it is torn."""
         try:

@@ -10,6 +10,7 @@ import torch
 from instep._autograd.engine import graph_task
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there
 from instep._optim.unchanged import require_in_place
+from instep._profile import profiled
 from instep._ranks.votes import error_of
 from instep._step.first_error import FirstError
 from instep._step.members import gradient_of
@@ -137,8 +138,9 @@ class BucketSink(HoldsStep):
                         return True
                     require_in_place(members, parameters)
                     started = perf_counter()
-                    if not writes.update(members, parameters, gradients, final=final):
-                        return False
+                    with profiled("update", members[0].spec.name):
+                        if not writes.update(members, parameters, gradients, final=final):
+                            return False
                 # In here, too: Ctrl-C that comes before this is noted comes after a write.
                 step.members.apply(members, parameters)
                 writes.begun = AttachedParameters()

@@ -24,6 +24,7 @@ from instep._optim.parts import VERSION, are_counted, memory_of
 from instep._optim.shadow import snapshot_of
 from instep._optim.stepper import Stepper
 from instep._optim.switches import DEFAULT_DTYPE, MKLDNN, as_then, in_threads, switched, switches
+from instep._profile import profiled
 from instep._ranks.votes import Vote
 from instep._step.outcome import Outcome, Outcomes, Ranks, Shards
 from instep._step.recorder import Recorder
@@ -257,7 +258,7 @@ class PendingBucket:
             self._arrive()
             started = perf_counter()
             # Whoever watches a parameter waits for this thread.
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass(), profiled("update", self.names[0]):
                 self._update()
         except BaseException as error:
             outcome.failure = error

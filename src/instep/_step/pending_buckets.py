@@ -22,6 +22,7 @@ from instep._optim.parameters import AttachedParameters
 from instep._optim.parts import version_of
 from instep._optim.stepper import Stepper
 from instep._optim.waiting import StateWatch
+from instep._profile import profiled
 from instep._step.outcome import Outcome, Outcomes
 from instep._step.pending import HandedOverStep, PendingBucket
 from instep._step.recorder import Recorder
@@ -165,7 +166,8 @@ class PendingBuckets:
             with _not_compiling():
                 bucket.done = bucket.done or self.worker.run(bucket.finish)
                 started = perf_counter()
-                bucket.done.wait()
+                with profiled("wait for update", bucket.names[0]):
+                    bucket.done.wait()
                 self._step.times.waited(started)
                 if self.recorder is not None:
                     self.recorder("waiting", bucket.names, started, perf_counter())

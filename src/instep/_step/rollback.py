@@ -10,6 +10,7 @@ from instep._autograd.watch import Watch
 from instep._life.life import Unsettled, settled
 from instep._optim.parameters import AttachedParameters
 from instep._optim.undo import Undo
+from instep._profile import profiled
 from instep._step.kept import KeptGradients
 from instep._step.members import StepMembers, versions_of
 from instep._step.running_step import RunningStep
@@ -74,7 +75,7 @@ class Rollback:
                 return
             self._runs = True
             try:
-                with torch._C.DisableTorchFunctionSubclass():
+                with torch._C.DisableTorchFunctionSubclass(), profiled("rollback"):
                     error = self._restore()
             finally:
                 self._runs = False

@@ -222,6 +222,9 @@ class HoldsStep:
         finally:
             del error  # or it would refer to itself, by way of this frame
 
+    def backward_failed(self) -> None:
+        """Backward has begun nothing of the step."""
+
     def divides(self, owners_in_views: Owners) -> None:
         """Gradients may be views of buckets: that does not matter where none is put off."""
 

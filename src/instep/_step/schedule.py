@@ -93,6 +93,9 @@ class Schedule(Protocol):
     def end_backward(self) -> None:
         """The backward has ended, or raised."""
 
+    def backward_failed(self) -> None:
+        """The backward that ``begin_backward`` told of has raised."""
+
     def let_go_of_backwards(self) -> None:
         """FSDP's state is about to be rebuilt: return once a backward that raised has ended on every device."""
 

@@ -16,6 +16,7 @@ from instep._autograd.tracing import Traced
 from instep._life.weak import weakly
 from instep._optim.stepper import Stepper
 from instep._optim.unchanged import require_unchanged
+from instep._profile import profiled
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
 from instep._step.schedule import Schedule
@@ -107,6 +108,7 @@ class BackwardHooks:
 
     def _failed(self) -> None:
         self._end()
+        self._schedule.backward_failed()
         if self._sharding is not None:
             self._sharding.backward_failed()
             self._accumulation.stepped()  # what the micro-batches before had added up is gone, too
@@ -251,7 +253,8 @@ class StepHooks:
     def after_step(self, stepper: Stepper, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``optimizer.step()`` is about to return."""
         if not is_called_by_step(optimizer):
-            self._schedule.commit(stepper)
+            with profiled("after update"):
+                self._schedule.commit(stepper)
             self._schedule.times.step_returns()
 
     def _before_update(self, stepper: Stepper) -> None:
@@ -260,7 +263,8 @@ class StepHooks:
             _unless_given_up(self._schedule, self._late.adopt)
         if self._zero is not None:
             self._zero.require_reduced(a for a in self._schedule.parameters if a.stepper is stepper)
-        self._schedule.begin_flush(stepper)
+        with profiled("before update"):
+            self._schedule.begin_flush(stepper)
 
     def before_state(self, stepper: Stepper, saving: bool, *_: object) -> None:
         """The optimizer's ``state_dict()`` or ``load_state_dict()`` is called."""

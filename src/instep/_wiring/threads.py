@@ -30,7 +30,6 @@ class Threads:
         self._schedule = schedule
         # The thread whose forward the running backward, or the open step, belongs to.
         self._thread: int | None = None
-        self._lock = threading.Lock()
 
     def require_one(self, thread: int, what: str) -> None:
         """A forward, or a backward whose forward was on ``thread``, is about to begin: raise
@@ -43,16 +42,19 @@ class Threads:
             )
 
     def begin_backward(self, thread: int, end: Callable[[], None], failed: Callable[[], None]) -> None:
-        """A backward has come to an output of the model. For the first output ask for the backward's ``end``."""
-        with self._lock:
-            try:
-                self.require_one(thread, "backward")
-            except ConcurrentBackwardError as error:
-                self._schedule.lost(error)
-            self._thread = thread
-            if not self.in_backward:
-                self.in_backward = True
-                current().at(Phase.SETTLED, end, failed)
+        """A backward has come to an output of the model. For the first output ask for the backward's ``end``.
+
+        Without a lock, which Ctrl-C might leave taken: on accelerators the threads of two devices may both ask, and the
+        second call of ``end`` finds nothing to do.
+        """
+        try:
+            self.require_one(thread, "backward")
+        except ConcurrentBackwardError as error:
+            self._schedule.lost(error)
+        self._thread = thread
+        if not self.in_backward:
+            current().at(Phase.SETTLED, end, failed)
+            self.in_backward = True  # now that its end will be heard of, whatever comes
 
     def end_backward(self) -> None:
         """The backward has ended, or raised."""

@@ -6,6 +6,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from instep._profile import profiled
+
 
 class Communication(Protocol):
     """A collective that was started: the future of a communication hook or of a backend, or several works in one."""
@@ -41,4 +43,5 @@ class InFlightBucket(Generic[C]):
 
     def wait(self) -> None:
         """Return when the bucket has arrived, for the current stream. Raises what the communication raised."""
-        self.communication.wait()
+        with profiled("wait for gradients"):
+            self.communication.wait()
