@@ -102,6 +102,17 @@ def replaces_the_step(loop: Loop) -> None:
     loop.optimizer.step = twice  # type: ignore[method-assign, assignment]
 
 
+def resizes_in_place(loop: Loop) -> None:
+    """The last layer gets two more outputs; the optimizer's state of it begins anew."""
+    outer: Any = loop.model.get_submodule("outer")
+    with torch.no_grad():
+        outer.weight.data = torch.cat([outer.weight, torch.ones(2, outer.weight.shape[1])])
+        outer.bias.data = torch.cat([outer.bias, torch.ones(2)])
+    for p in (outer.weight, outer.bias):
+        p.grad = None
+        loop.optimizer.state.pop(p, None)
+
+
 def casts(loop: Loop) -> None:
     loop.optimizer.zero_grad()
     loop.model.double()
@@ -129,6 +140,7 @@ DOES = [
     steps_twice,
     replaces_the_step,
     evaluates,
+    resizes_in_place,
     keeps_an_error,
 ]
 

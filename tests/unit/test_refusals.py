@@ -376,11 +376,15 @@ def assign(model: Any) -> None:
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
 
 
+def enlarge(model: Any) -> None:
+    model.inner.weight.data = torch.zeros(30, 16)
+
+
 def parametrize(model: Any) -> None:
     nn.utils.parametrizations.weight_norm(model.inner)
 
 
-@pytest.mark.parametrize("change", [replace, untie, convert, assign, parametrize])
+@pytest.mark.parametrize("change", [replace, untie, convert, assign, parametrize, enlarge])
 def test_a_parameter_that_is_no_longer_the_attached_one(
     model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any, change: Any
 ) -> None:
@@ -389,6 +393,24 @@ def test_a_parameter_that_is_no_longer_the_attached_one(
     change(model)
     with pytest.raises(StaleAttachmentError, match=r"inner.weight|inner.bias"):
         model(batch(0)[0])
+
+
+def test_a_weight_that_was_resized_in_place(model: Any, optimizer: torch.optim.Optimizer, overlap: Any) -> None:
+    """What helps is said: the attachment is made anew, and the optimizer goes on."""
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.outer.weight.data = torch.zeros(12, 24)
+    model.outer.bias.data = torch.zeros(12)
+    with pytest.raises(StaleAttachmentError, match=r"shape \(10, 24\) when .* has \(12, 24\) now .* detach\(\), give"):
+        loss_of(model)
+    overlap.detach()
+    for p in (model.outer.weight, model.outer.bias):
+        optimizer.state.pop(p, None)
+    with instep.attach(model, optimizer, schedule="backward") as again:
+        loss_of(model).backward()
+        optimizer.step()
+        assert again.step_count == 1
 
 
 def test_a_model_may_move_between_steps_and_back(model: Any, optimizer: torch.optim.Optimizer, overlap: Any) -> None:

@@ -185,6 +185,17 @@ class AttachedParameters(tuple[AttachedParameter, ...]):
         return [attached.spec.device for attached in self]
 
     @cached_property
+    def shapes(self) -> list[torch.Size]:
+        """That of each when it was attached."""
+        return [attached.spec.shape for attached in self]
+
+    @cached_property
+    def in_modules(self) -> "AttachedParameters":
+        """Those that modules hold all the time, and not only between the forwards of FSDP."""
+        found = [attached for attached in self if attached.places]
+        return self if len(found) == len(self) else AttachedParameters(found)
+
+    @cached_property
     def leave_spent(self) -> tuple[bool, ...]:
         """For each whether a spent gradient is left."""
         return tuple(attached.spent is not None for attached in self)

@@ -10,6 +10,7 @@ from instep.errors import StaleAttachmentError
 
 _DTYPE = attrgetter("dtype")
 _DEVICE = attrgetter("device")
+_SHAPE = attrgetter("shape")
 
 
 def _what_became_of(attached: AttachedParameter, place: Attribute) -> str:
@@ -54,6 +55,7 @@ def require_unchanged(attached_parameters: Iterable[AttachedParameter]) -> None:
             parameters.homes.hold(tensors)
             and list(map(_DTYPE, tensors)) == parameters.dtypes
             and list(map(_DEVICE, tensors)) == parameters.devices
+            and list(map(_SHAPE, parameters.in_modules.tensors())) == parameters.in_modules.shapes
         ):
             return
     for attached in parameters:
@@ -66,4 +68,10 @@ def require_unchanged(attached_parameters: Iterable[AttachedParameter]) -> None:
                 f"parameter {spec.name!r} was {spec.dtype} on {spec.device} when it was attached and is "
                 f"{parameter.dtype} on {parameter.device} now. detach(), build the optimizer anew, and attach again: "
                 "move and convert a model before its optimizer is built"
+            )
+        if attached.places and parameter.shape != spec.shape:
+            raise StaleAttachmentError(
+                f"parameter {spec.name!r} had the shape {tuple(spec.shape)} when it was attached and has "
+                f"{tuple(parameter.shape)} now (resized in place: p.data = …). detach(), give the optimizer state of "
+                "that shape, and attach again"
             )
