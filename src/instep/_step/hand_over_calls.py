@@ -62,10 +62,12 @@ class HandOverCalls:
             raise
 
     def returned(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` is about to return. Who is interrupted here begins again with the next use."""
+        """``optimizer.step()`` is about to return. Who is interrupted here begins again."""
         if self._step.round.stepper is stepper:
             self._pending.returned(self._step.number, stepper)
             self._end(stepper)
+        else:
+            self.end_commit()
 
     def _end(self, stepper: Stepper) -> None:
         round_ = self._step.round

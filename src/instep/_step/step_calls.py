@@ -67,10 +67,11 @@ class StepCalls:
 
     def returned(self, stepper: Stepper) -> None:
         """``optimizer.step()`` returned. The step is committed when every optimizer with gradients has stepped."""
-        if self._step.round.stepper is stepper:
+        round_ = self._step.round
+        if round_.stepper is stepper and not round_.has_returned_unnoted:
             self._writes.require_at_rest(stepper)
-            self._step.round.has_returned(stepper, self._step.ledger)
-            self.end_commit()
+            round_.has_returned(stepper, self._step.ledger)
+        self.end_commit()
 
     def end_commit(self) -> None:
         """Commit. Who is interrupted in it (Ctrl-C) does it again, at the next use: the step stands."""

@@ -254,7 +254,12 @@ class StepHooks:
         """``optimizer.step()`` is about to return."""
         if not is_called_by_step(optimizer):
             with profiled("after update"):
-                self._schedule.commit(stepper)
+                try:
+                    self._schedule.commit(stepper)
+                except KeyboardInterrupt:
+                    # The step stands. It is brought to its end before the loop clears the gradients that it finds.
+                    self._schedule.commit(stepper)
+                    raise
             self._schedule.times.step_returns()
 
     def _before_update(self, stepper: Stepper) -> None:

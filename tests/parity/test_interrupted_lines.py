@@ -1,0 +1,173 @@
+"""Ctrl-C at a line of instep's, anywhere in an iteration: then the loop clears its gradients and goes on, as if the
+step had been taken or left out; or an error says that it is torn. Nothing waits for ever.
+
+Python runs a signal's handler at fewer places.
+"""
+
+import dis
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep.errors import InstepError, TornStepError, UncommittedStepError
+from instep.verification import first_difference, training_state
+from tests.cases import Blocks, batch
+
+ROOT = str(Path(instep.__file__).parent)
+WAYS: dict[str, dict[str, Any]] = {
+    "forward": {"defer": True, "bucket_bytes": 4_000},
+    "backward": {"schedule": "backward", "bucket_bytes": 4_000},
+    "undo": {"schedule": "backward", "undo": True, "bucket_bytes": 4_000},
+    "default": {},
+    "skip": {"nonfinite": "skip", "defer": True, "bucket_bytes": 4_000},
+    "clipped": {"clip": instep.ClipNorm(0.1), "schedule": "backward", "undo": True, "bucket_bytes": 4_000},
+}
+BEFORE, AFTER = 3, 2  # iterations
+SOME = 15
+
+
+class LineInterrupter:
+    """Raises ``KeyboardInterrupt`` before the ``where``-th line of instep's that runs. Counts those that it passes."""
+
+    def __init__(self, where: int | None = None) -> None:
+        self.lines = 0
+        self.place: str | None = None
+        self._where = where
+
+    def in_function(self, frame: FrameType, event: str, arg: object) -> Any:
+        return self.at_line if frame.f_code.co_filename.startswith(ROOT) else None
+
+    def at_line(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line" and not leaves_a_context(frame):
+            self.lines += 1
+            if self.lines - 1 == self._where:
+                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self.at_line
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        before, sys.unraisablehook = sys.unraisablehook, lambda _: None  # one that comes while an object is freed
+        tracing, grad = sys.gettrace(), torch.is_grad_enabled()
+        sys.settrace(self.in_function)
+        try:
+            yield
+        finally:
+            sys.settrace(tracing)
+            torch.set_grad_enabled(grad)  # where no_grad() was interrupted while it was entered, it stays
+            sys.unraisablehook = before
+
+
+def leaves_a_context(frame: FrameType) -> bool:
+    """Whether ``__exit__`` is about to be called, without an exception: there the interpreter runs no handler, and what
+    the context is for would stay."""
+    return frame.f_lasti in exits_of(frame.f_code)
+
+
+@cache
+def exits_of(code: CodeType) -> frozenset[int]:
+    found = list(dis.get_instructions(code))
+    loads = [one.argval is None and one.opname in ("LOAD_CONST", "DUP_TOP") for one in found]
+    exits = [number for number in range(len(found)) if loads[number : number + 3] == [True] * 3]
+    # What a return in the block has found lies on the stack, and is put below them.
+    exits += [number - 1 for number in exits if found[number - 1].opname in ("SWAP", "ROT_TWO")]
+    return frozenset(found[number].offset for number in exits)
+
+
+class Loop:
+    def __init__(self, way: str | None) -> None:
+        torch.manual_seed(0)
+        self.model = Blocks()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        self.overlap = None if way is None else instep.attach(self.model, self.optimizer, **WAYS[way])
+
+    def step(self, i: int, *, clips: bool = False) -> None:
+        x, y = batch(i)
+        nn.functional.cross_entropy(self.model(x), y).backward()
+        if clips:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> list[tuple[str, Any]]:
+        return list(training_state(self.model, self.optimizer))
+
+
+@cache
+def plain(*, clips: bool, skips: bool) -> list[tuple[str, Any]]:
+    """What the plain loop has in the end, with or without the iteration that is interrupted."""
+    loop = Loop(None)
+    for i in range(BEFORE + 1 + AFTER):
+        if not (skips and i == BEFORE):
+            loop.step(i, clips=clips)
+    return [(name, value.clone() if isinstance(value, torch.Tensor) else value) for name, value in loop.state()]
+
+
+def lines_of(way: str) -> int:
+    """Of instep's that run in one iteration."""
+    loop = Loop(way)
+    assert loop.overlap is not None
+    with loop.overlap:
+        for i in range(BEFORE):
+            loop.step(i)
+        interrupter = LineInterrupter()
+        with interrupter.watching():
+            loop.step(BEFORE)
+    return interrupter.lines
+
+
+def interrupted(way: str, where: int) -> None:
+    loop, interrupter, told = Loop(way), LineInterrupter(where), None
+    assert loop.overlap is not None
+    with loop.overlap:
+        for i in range(BEFORE):
+            loop.step(i)
+        try:
+            with interrupter.watching():
+                loop.step(BEFORE)
+        except KeyboardInterrupt:
+            pass
+        except InstepError as error:  # the interrupt was lost, and what it has left was found at once
+            told = error
+        try:
+            loop.optimizer.zero_grad()
+            for i in range(BEFORE + 1, BEFORE + 1 + AFTER):
+                loop.step(i)
+            loop.overlap.synchronize()
+        except (TornStepError, UncommittedStepError) as error:
+            told = error
+        except Exception as error:
+            raise AssertionError(f"interrupted at {interrupter.place}: {error!r}") from error
+        if told is not None:
+            assert isinstance(told, (TornStepError, UncommittedStepError)), (interrupter.place, told)
+            loop.overlap.accept_torn()
+            return
+        found = loop.state()
+        ends = [plain(clips=way == "clipped", skips=skips) for skips in (True, False)]
+        differences = [first_difference(iter(end), iter(found)) for end in ends]
+        assert None in differences, f"interrupted at {interrupter.place}: {differences}"
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_some_lines(way: str) -> None:
+    count = lines_of(way)
+    for number in range(SOME):
+        interrupted(way, (2 * number + 1) * count // (2 * SOME))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("way", list(WAYS))
+def test_every_line(way: str) -> None:
+    for where in range(lines_of(way)):
+        interrupted(way, where)
