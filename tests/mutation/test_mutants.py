@@ -82,6 +82,30 @@ MUTANTS = [
         "tests/unit/test_advice.py",
     ),
     Mutant(
+        "leave what was offered to a backward that was interrupted",
+        "BackwardHooks._failed",
+        "        self._schedule.backward_failed()\n",
+        "",
+        "tests/parity/test_interrupted_lines.py",
+        "needs_care",
+    ),
+    Mutant(
+        "end a step that was interrupted at the next use alone",
+        "StepHooks.after_step",
+        "                    self._schedule.commit(stepper)\n                    raise\n",
+        "                    raise\n",
+        "tests/parity/test_interrupted_lines.py",
+        "needs_care",
+    ),
+    Mutant(
+        "look at no shapes",
+        "require_unchanged",
+        "            and list(map(_SHAPE, parameters.in_modules.tensors())) == parameters.in_modules.shapes\n",
+        "",
+        "tests/unit/test_refusals.py",
+        "resized",
+    ),
+    Mutant(
         "advise the default bucket for a small model",
         "bucket_that_frees",
         "MIB * max(1, total // MIB // 8)",
@@ -1398,7 +1422,7 @@ MUTANTS = [
     ),
     Mutant(
         "a rank that attaches again alone waits for ever",
-        "StepRanks._hear_all",
+        "StepRanks._hear_until",
         "(unclear and waited < _SECONDS_UNCLEAR)",
         "unclear",
         STEP_RANKS,
@@ -1406,7 +1430,7 @@ MUTANTS = [
     ),
     Mutant(
         "do not wait for a rank that has attached alone before",
-        "StepRanks._hear_all",
+        "StepRanks._hear_until",
         "            unclear = heard.alone or heard.difference is not None\n",
         "            unclear = heard.alone\n",
         STEP_RANKS,

@@ -6,7 +6,7 @@ Python runs a signal's handler at fewer places.
 
 import dis
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 import instep
+from instep._step.round import Round
 from instep.errors import InstepError, TornStepError, UncommittedStepError
+from instep.sources.local.backwards import WritingBackwards
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
 
@@ -171,3 +173,44 @@ def test_some_lines(way: str) -> None:
 def test_every_line(way: str) -> None:
     for where in range(lines_of(way)):
         interrupted(way, where)
+
+
+def once(interrupts: Callable[..., Any]) -> Callable[..., Any]:
+    """Ctrl-C in the first call, before it does anything."""
+    rest = iter([KeyboardInterrupt()])
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for error in rest:
+            raise error
+        return interrupts(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("way", ["backward", "undo"])
+@pytest.mark.parametrize(
+    ("owner", "name", "skips"),
+    [
+        # A gradient was offered, and nobody has asked for the end of backward.
+        (WritingBackwards, "may_write", True),
+        # step() has returned, and its gradients are not back.
+        (Round, "show", False),
+    ],
+)
+def test_at_a_line_that_needs_care(
+    owner: Any, name: str, skips: bool, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(way)
+    assert loop.overlap is not None
+    with loop.overlap:
+        for i in range(BEFORE):
+            loop.step(i)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, once(getattr(owner, name)))
+            with pytest.raises(KeyboardInterrupt):
+                loop.step(BEFORE)
+        loop.optimizer.zero_grad()
+        for i in range(BEFORE + 1, BEFORE + 1 + AFTER):
+            loop.step(i)
+        difference = first_difference(iter(plain(clips=False, skips=skips)), iter(loop.state()))
+        assert difference is None, difference
