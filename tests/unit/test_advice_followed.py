@@ -57,6 +57,15 @@ def replaces_in_both(loop: Loop) -> None:
         group["params"] = [loop.model[0].weight if p is old else p for p in group["params"]]
 
 
+def resizes_the_vocabulary(loop: Loop) -> None:
+    """As for new words: the group and the state of a weight are moved along, and nobody keeps the old one."""
+    old = loop.model[0].weight
+    replaces_in_both(loop)
+    loop.optimizer.state[loop.model[0].weight] = loop.optimizer.state.pop(old)
+    del old
+    gc.collect()
+
+
 def drops_the_module_s(loop: Loop) -> None:
     del loop.optimizer.param_groups[0]["params"][0]
     loop.optimizer.state.clear()
@@ -98,6 +107,7 @@ def take_it_out(loop: Loop) -> None:
 ANEW = r"detach\(\), build the optimizer anew.*, and attach again"
 STALE: dict[Callable[[Loop], None], tuple[str, Callable[[Loop], None]]] = {
     replaces: (ANEW, build_anew),
+    resizes_the_vocabulary: (r"detach\(\), and attach again, with the same optimizer", attach_again),
     replaces_in_both: (r"detach\(\), and attach again, with the same optimizer", attach_again),
     converts: (ANEW, build_anew),
     takes_one_out: (r"detach\(\) before taking .* or now, and attach again after", attach_again),

@@ -115,18 +115,24 @@ class AttachedParameter:
         parameter = self._ref()
         if parameter is None:
             raise StaleAttachmentError(
-                f"parameter {self.spec.name!r} was replaced after attach and no longer exists. "
-                f"{anew(place.found() for place in self.places)}"
+                f"parameter {self.spec.name!r} was replaced after attach and no longer exists{self.replaced('. ')}"
             )
         return parameter
 
+    def replaced(self, without_new: str) -> str:
+        """How a message goes on, and ends, that says that it was replaced.
 
-def anew(found: Iterable[torch.Tensor | None]) -> str:
-    """What to do where a parameter was replaced by one of ``found``."""
-    again = "detach(), build the optimizer anew on the model's parameters, and attach again"
-    if may_be_gathered() or any(parameter is not None and is_sharded(parameter) for parameter in found):
-        return f"{again}; with fully_shard: shard first, then build the optimizer, then attach"
-    return again
+        Args:
+            without_new: what comes next where the optimizer has not got the new one.
+        """
+        found = [new for place in self.places if (new := place.found()) is not None]
+        owned = {id(p) for group in self.stepper.optimizer().param_groups for p in group["params"]}
+        if any(id(new) in owned for new in found):
+            return ", and the optimizer holds the new one. detach(), and attach again, with the same optimizer"
+        again = "detach(), build the optimizer anew on the model's parameters, and attach again"
+        if may_be_gathered() or any(map(is_sharded, found)):
+            again += "; with fully_shard: shard first, then build the optimizer, then attach"
+        return f"{without_new}{again}"
 
 
 class AttachedParameters(tuple[AttachedParameter, ...]):

@@ -5,7 +5,7 @@ from operator import attrgetter
 
 import torch
 
-from instep._optim.parameters import AttachedParameter, AttachedParameters, Attribute, anew
+from instep._optim.parameters import AttachedParameter, AttachedParameters, Attribute
 from instep.errors import StaleAttachmentError
 
 _DTYPE = attrgetter("dtype")
@@ -15,21 +15,13 @@ _SHAPE = attrgetter("shape")
 
 def _what_became_of(attached: AttachedParameter, place: Attribute) -> str:
     parameter, module = attached.get(), place.module()
-    new = place.found()
     if module is not None and any(p is parameter for p in module.parameters()):
         return (
             f"parameter {place.name!r} has another name since attach (pruned, or parametrized). detach(), and attach "
             "again, with the same optimizer: it holds the parameter, and keeps its state"
         )
-    if new is not None and any(p is new for g in attached.stepper.optimizer().param_groups for p in g["params"]):
-        return (
-            f"parameter {place.name!r} was replaced after attach, and the optimizer holds the new one. detach(), and "
-            "attach again, with the same optimizer"
-        )
-    return (
-        f"parameter {place.name!r} was replaced after attach: the optimizer still holds the old one, so the new one "
-        f"would silently not train. {anew([new])}"
-    )
+    silent = ": the optimizer still holds the old one, so the new one would silently not train. "
+    return f"parameter {place.name!r} was replaced after attach{attached.replaced(silent)}"
 
 
 def require_in_place(parameters: AttachedParameters, tensors: Sequence[torch.Tensor]) -> None:

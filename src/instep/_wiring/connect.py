@@ -135,9 +135,7 @@ def _watch_saving(parts: Parts, target: Target, options: Options) -> None:
     wrapped: set[nn.Module] = {one.module for one in target.wrapped}
     for saved in {*target.called, *wrapped}:
         parts.handles.append(saved.register_state_dict_pre_hook(BoundHook(parts.steps.before_model_state)))
-        if options.schedule == "backward":
-            loading = BoundHook(parts.steps.before_load)
-            parts.handles.append(saved.register_load_state_dict_pre_hook(loading))
+        parts.handles.append(saved.register_load_state_dict_pre_hook(BoundHook(parts.steps.before_load)))
 
 
 def _parameters_of(schedule: Schedule) -> Sequence[AttachedParameter]:
