@@ -106,6 +106,22 @@ MUTANTS = [
         "resized",
     ),
     Mutant(
+        "take what differs from itself for coupled",
+        "DivisionTrial._differs_from_itself",
+        "return one.differs_from(other) is not None",
+        "return False",
+        "tests/unit/test_probe.py",
+        "nothing_refers_to",
+    ),
+    Mutant(
+        "let load_state_dict swap what instep refers to",
+        "StepHooks.before_load",
+        "if torch.__future__.get_swap_module_params_on_conversion():",
+        "if False:",
+        "tests/unit/test_refusals.py",
+        "would_swap",
+    ),
+    Mutant(
         "advise the default bucket for a small model",
         "bucket_that_frees",
         "MIB * max(1, total // MIB // 8)",

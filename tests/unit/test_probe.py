@@ -21,6 +21,9 @@ from tests.cases import Blocks, batch, grad_of, two_groups
 pytestmark = pytest.mark.timeout(600, method="signal")
 
 
+OUT_OF_SIGHT = torch.Generator()
+
+
 class Plain(torch.optim.Optimizer):
     """Gradient descent, to be given something odd."""
 
@@ -590,3 +593,29 @@ def test_a_class_with_the_same_options_is_tried_once(monkeypatch: pytest.MonkeyP
     model = Blocks(depth=1).double()
     instep.attach(model, Fresh(model.parameters()), schedule="backward").detach()
     assert len(tried) == 4
+
+
+class DrawsOutOfSight(Plain):
+    """From a generator of its module's, which no optimizer has."""
+
+    def update(self, p: torch.Tensor, lr: float) -> None:
+        assert p.grad is not None
+        p.sub_(p.grad * torch.rand(p.shape, generator=OUT_OF_SIGHT), alpha=lr)
+
+
+def test_numbers_from_a_generator_that_nothing_refers_to() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    with pytest.raises(UnsupportedOptimizerError, match=r"from a generator that instep does not find"):
+        instep.attach(model, DrawsOutOfSight(model.parameters()), schedule="backward")
+
+
+def test_an_update_that_couples_parameters_is_called_so() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+
+    class Coupled(Plain):
+        def scale(self) -> float:
+            found = [p.grad.norm() for group in self.param_groups for p in group["params"] if p.grad is not None]
+            return 1 / (1 + float(torch.stack(found).norm())) if found else 1.0
+
+    with pytest.raises(UnsupportedOptimizerError, match=r"^Coupled couples parameters"):
+        instep.attach(model, Coupled(model.parameters()), schedule="backward")

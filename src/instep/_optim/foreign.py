@@ -205,6 +205,14 @@ def draws_in_step(optimizer: str) -> UnsupportedOptimizerError:
     )
 
 
+def draws_out_of_sight(optimizer: str) -> UnsupportedOptimizerError:
+    return UnsupportedOptimizerError(
+        f"{optimizer} draws random numbers in step(), from a generator that instep does not find: the same step comes "
+        "out otherwise when it is taken again. Bucket by bucket the numbers would go to other parameters than in the "
+        f"plain loop. {STEPPED_WHOLE}"
+    )
+
+
 def draws_what_has_no_key(optimizer: str) -> UnsupportedOptimizerError:
     return UnsupportedOptimizerError(
         f"{optimizer} draws random numbers in step() from Python's random, NumPy's generators or one of its own. "

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from instep._optim.calling import STEPPED_WHOLE
-from instep._optim.foreign import draws_in_step
+from instep._optim.foreign import draws_in_step, draws_out_of_sight
 from instep._optim.generators import Generators
 from instep._optim.lent_entries import LentEntries
 from instep._optim.made_up import STEPS, WEATHERS, Weather, is_finite
@@ -83,19 +83,32 @@ class DivisionTrial(Trial):
             for how, run in divided.items():
                 run.give(gradients)
                 step_divided(self._name, run, how)
-                self._require_same(together, run, f"step {step + 1} with {weather}", how)
+                self._require_same(together, run, weather, step, how)
                 self.returns |= different(together.returned, run.returned)
         self.contained = self.contained and all(run.contained for run in divided.values())
         if set(drawn) != {"no"}:
             self._could_not(_BUSY)
         self._require_finite(weather, together.parameters)
 
-    def _require_same(self, together: MadeUpRun, run: MadeUpRun, when: str, how: str) -> None:
-        if (what := run.differs_from(together)) is not None:
-            raise UnsupportedOptimizerError(
-                f"{self._name} couples parameters: stepped {how} they get other values than stepped together (in "
-                f"{when}: {what}), so stepping them apart would differ from the plain loop. {STEPPED_WHOLE}"
-            )
+    def _require_same(self, together: MadeUpRun, run: MadeUpRun, weather: Weather, step: int, how: str) -> None:
+        if (what := run.differs_from(together)) is None:
+            return
+        if self._differs_from_itself(weather, step):
+            raise draws_out_of_sight(self._name)
+        raise UnsupportedOptimizerError(
+            f"{self._name} couples parameters: stepped {how} they get other values than stepped together (in step "
+            f"{step + 1} with {weather}: {what}), so stepping them apart would differ from the plain loop. "
+            f"{STEPPED_WHOLE}"
+        )
+
+    def _differs_from_itself(self, weather: Weather, last: int) -> bool:
+        """Whether two runs of the plain ``step()`` come out differently: as of one that draws from a generator which
+        nothing that it holds refers to."""
+        one, other = self._runs.anew(), self._runs.anew()
+        for step in range(last + 1):
+            for run in (one, other):
+                step_together(self._name, run, self._runs.gradients(weather, step))
+        return one.differs_from(other) is not None
 
 
 def step_together(name: str, run: MadeUpRun, gradients: Sequence[torch.Tensor | None]) -> None:
