@@ -164,8 +164,8 @@ _silent = threading.local()
 def nobody_told() -> Iterator[None]:
     """What this thread does in it is no use of a watched parameter: its values are about to be replaced."""
     before = getattr(_silent, "on", False)
-    _silent.on = True
     try:
+        _silent.on = True
         with torch._C.DisableTorchFunctionSubclass():
             yield
     finally:

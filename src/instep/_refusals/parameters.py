@@ -120,6 +120,20 @@ def stepped_in_backward(target: Target, options: Options) -> None:
             )
 
 
+def gradients_of_another_dtype(target: Target, options: Options) -> None:
+    """What stands in ``.grad`` beside the gradient itself, and the aliases that later updates write, have the
+    parameter's dtype."""
+    if options.undo or (options.schedule == "forward" and options.defer is False):
+        return
+    for given in _given(target):
+        dtype, of_gradient = given.parameter.dtype, getattr(given.parameter, "grad_dtype", given.parameter.dtype)
+        if of_gradient != dtype:
+            raise AttachError(
+                f"parameter {given.name or given.where!r} has grad_dtype={of_gradient}, and is {dtype}: its update "
+                "runs in step() alone. Use schedule='forward' with defer=False, or undo=True"
+            )
+
+
 def all_frozen(target: Target, options: Options) -> None:
     given = list(_given(target))
     if not options.asks_for_nothing and not any(one.parameter.requires_grad for one in given):

@@ -101,6 +101,7 @@ PARAMETERS: Sequence[Rule] = (
     parameters.unmade,
     parameters.on_meta,
     parameters.stepped_in_backward,
+    parameters.gradients_of_another_dtype,
     parameters.all_frozen,
     offload.on_the_cpu,
     ddp.delayed,
@@ -123,6 +124,7 @@ TORCHS: Sequence[Rule] = (
     parameters.unmade,
     parameters.on_meta,
     parameters.stepped_in_backward,
+    parameters.gradients_of_another_dtype,
     parameters.shared_memory,
 )
 # Of such a model, in place of the last two.

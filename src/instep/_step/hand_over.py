@@ -299,8 +299,8 @@ class HandOver:
                 tensor.grad = gradient
             step.round.hidden = []
             raise
-        pending.is_beginning = True
         try:
+            pending.is_beginning = True
             self._begin(buckets, parameters)
         except BaseException:
             self._begin(buckets, parameters)  # handed over is handed over, and other ranks wait for what is sent

@@ -102,8 +102,8 @@ class Ranks:
         does who has lost them: each wait for them would take as long as the process group's timeout."""
         if self.know or self._outcome.lost:
             return
-        self.know = True
         try:
+            self.know = True
             self._on_updates = votes.updated(self._number, failed=self._outcome.failure is not None)
         except BaseException as error:
             self._outcome.loses(error)

@@ -73,8 +73,8 @@ class Rollback:
         with self._step.lock:
             if self._runs:
                 return
-            self._runs = True
             try:
+                self._runs = True
                 with torch._C.DisableTorchFunctionSubclass(), profiled("rollback"):
                     error = self._restore()
             finally:

@@ -124,8 +124,8 @@ class Round:
         ``is_noted`` when it has; where Ctrl-C ends it before, it is called again at the next use."""
         if self._returned is None or self.is_ending:
             return
-        self.is_ending = True
         try:
+            self.is_ending = True
             take_note(*self._returned)
         finally:
             self.is_ending = False

@@ -293,8 +293,8 @@ class TrialWrites(Writes):
     def step_stopped(self, stepper: Stepper) -> None:
         """Who is interrupted here does it again."""
         step = self._step
-        step.round.is_ending = True
         try:
+            step.round.is_ending = True
             step.round.show(where_none=True)
             step.round.restore_settings(stopped=True)
             if self._rollback.copies.devices:

@@ -201,8 +201,8 @@ class AllreduceUpcastHookState:
         """Nothing is stepped yet: which parameters other ranks have used is known once DDP's own end has been."""
 
     def _after_ddp_ended(self, buckets: Sequence[_UpcastBucket]) -> None:
-        self.wait_for_stream_enqueued = False
         try:
+            self.wait_for_stream_enqueued = False
             # On the loop's stream, as DDP's own end has. All are waited for before any parameter is stepped: after a
             # communication that failed nothing may be.
             for bucket in buckets:

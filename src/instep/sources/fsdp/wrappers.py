@@ -85,8 +85,8 @@ class _Sync:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
         try:
+            self.require_backward_grad_sync = False
             yield
         finally:
             self.require_backward_grad_sync = before
@@ -110,8 +110,8 @@ class FSDP2Sync(_Sync):
     def no_sync(self) -> Iterator[None]:
         """The loop may have set it for each module by itself."""
         before = [(m, any(group.reduce_grads for group in fsdp2_groups(m._get_fsdp_state()))) for m in self._modules()]
-        self.require_backward_grad_sync = False
         try:
+            self.require_backward_grad_sync = False
             yield
         finally:
             for module, value in before:

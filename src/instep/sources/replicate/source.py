@@ -85,8 +85,8 @@ class Replicated(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Around forward and backward: gradients add up on each rank, and the next backward outside averages them."""
         before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
         try:
+            self.require_backward_grad_sync = False
             yield
         finally:
             self.require_backward_grad_sync = before
