@@ -218,7 +218,7 @@ def draw(path: Path, found: dict[str, dict[str, dict[str, Found]]], micro_batche
             continue
         ways = {name: way for name, way in installed(PARTS[part][2], SETTINGS["float32"]).items() if way.short}
         lines = [(way.short, one[name]["above"]) for name, way in ways.items() if "above" in one[name]]
-        lines.append(("limit: activations and one bucket", one["limit"]["above"]))
+        lines.append(("estimate: activations and one bucket", one["limit"]["above"]))
         groups[title] = [(words, max(nbytes) / MIB, words.startswith("instep")) for words, nbytes in lines]
     bars.draw(path, "Memory of a step above weights and optimizer state, MiB", groups)
 

@@ -166,6 +166,18 @@ def gradients_in_float32() -> Loop:
     return model, [optimizer], step
 
 
+def scripted() -> Loop:
+    model: Any = torch.jit.script(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 10)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(i: int) -> None:
+        loss_of(model, i).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, [optimizer], step
+
+
 class Lookahead:
     """Written by hand, around an optimizer of torch's."""
 
@@ -206,6 +218,7 @@ LOOPS: dict[str, tuple[Callable[[], Loop], str]] = {
     "lazy": (lazy, "has no shape yet"),
     "not made yet": (not_made_yet, "is on the meta device"),
     "gradients in float32": (gradients_in_float32, "has grad_dtype=torch.float32, and is torch.bfloat16"),
+    "scripted": (scripted, "is a torch.jit module"),
     "one memory": (one_memory, "share memory"),
     "come and go": (come_and_go, "is not a parameter of the model"),
     "no optimizer of torch's": (no_optimizer_of_torchs, "no torch.optim.Optimizer"),
@@ -228,6 +241,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_default_takes_it(name: str, caplog: pytest.LogCaptureFixture) -> None:
     make, reason = LOOPS[name]
@@ -260,6 +274,7 @@ def test_the_default_takes_it(name: str, caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize(
     "options", [{"schedule": "backward"}, {"clip": instep.ClipNorm(1.0)}, {"defer": True}], ids=str
 )
+@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_other_options_refuse_it(name: str, options: dict[str, Any]) -> None:
     make, reason = LOOPS[name]

@@ -114,6 +114,7 @@ PARAMETERS: Sequence[Rule] = (
 # What is left to torch, whole, where nothing but the default was asked for.
 TORCHS: Sequence[Rule] = (
     optimizers.unlike_torchs,
+    model.scripted,
     model.sharded_among_several,
     fsdp.flat_parameters,
     ddp.precision_of_its_own,

@@ -81,6 +81,8 @@ def _meet_ranks(parts: Parts, target: Target) -> None:
 def _watch_forwards(parts: Parts, target: Target, *, prepend: bool) -> None:
     before, after = BoundHook(parts.forwards.before_forward), BoundHook(parts.forwards.after_forward)
     for model in target.called:
+        if isinstance(model, torch.jit.ScriptModule):
+            continue  # takes no hooks; it is left to torch
         parts.handles.append(model.register_forward_pre_hook(before, prepend=prepend))
         parts.handles.append(model.register_forward_hook(after))
 
