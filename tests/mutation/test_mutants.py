@@ -890,7 +890,7 @@ MUTANTS = [
     Mutant(
         "take zeros for gradients from before",
         "LocalSource._begins_without_gradients",
-        "ZeroedGradient.is_unused(gradient)",
+        "ZeroedGradient.is_unused(g)",
         "False",
         "tests/parity/test_cleared_in_place.py",
         "no_memory",

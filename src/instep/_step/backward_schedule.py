@@ -336,9 +336,9 @@ def _zeros(attached: AttachedParameter, *, lasting: bool) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         if any(getattr(place.module(), "sparse", False) for place in attached.places):
             # As torch zeroes a sparse one, in which lazy optimizers find nothing to step.
-            shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
-            where, values = torch.empty(1, 0, dtype=torch.int64), torch.empty(0, *shape[1:], dtype=dtype)
-            return torch.sparse_coo_tensor(where, values, shape, dtype=dtype, device=device, check_invariants=False)
+            where = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+            rows = parameter.new_empty((0, *parameter.shape[1:]))
+            return torch.sparse_coo_tensor(where, rows, parameter.shape, check_invariants=False)
         if lasting or attached.mesh is not None:
             return torch.zeros_like(parameter)
         return ZeroedGradient(parameter)

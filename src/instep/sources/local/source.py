@@ -109,20 +109,23 @@ class LocalSource:
         else:
             self._began = graph_task()
             current().at(Phase.AFTER_DDP, self._offer_rest, self._forget)
+            self._take_zeros_off()
 
     def _begins_without_gradients(self) -> bool:
-        """Whether no gradient is there. Zeros that nobody has looked at are taken off until this backward is over: a
-        gradient that is added to them is the same without them."""
+        """Whether there is nothing to add to. Zeros that nobody has looked at are nothing."""
+        gradients = list(map(GRADIENT, self._layout.trainable.tensors()))
+        return none_there(gradients) or all(g is None or ZeroedGradient.is_unused(g) for g in gradients)
+
+    def _take_zeros_off(self) -> None:
+        """Until this backward is over: a gradient that is added to them is the same without them."""
         trainable = self._layout.trainable
-        if none_there(map(GRADIENT, trainable.tensors())):
-            return True
-        there = [(a, g) for a, g in zip(trainable, map(GRADIENT, trainable.tensors()), strict=True) if g is not None]
-        if not all(ZeroedGradient.is_unused(gradient) for _, gradient in there):
-            return False
-        self._zeroed = there
-        for attached, _ in there:
+        gradients = list(map(GRADIENT, trainable.tensors()))
+        if none_there(gradients):
+            return
+        # Noted first, for Ctrl-C.
+        self._zeroed = [(a, g) for a, g in zip(trainable, gradients, strict=True) if g is not None]
+        for attached, _ in self._zeroed:
             attached.get().grad = None
-        return True
 
     def _put_zeros_back(self) -> None:
         zeroed, self._zeroed = self._zeroed, []
