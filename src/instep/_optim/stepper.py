@@ -55,6 +55,11 @@ class Stepper:
         self._on_device = WrittenOnDevice(self.name)
         self._running: OptimizerStep | None = None
 
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter`` is in a group of the optimizer, if that is still there."""
+        optimizer = self._optimizer()
+        return optimizer is not None and any(p is parameter for g in optimizer.param_groups for p in g["params"])
+
     def called(self) -> None:
         """``step()`` of the optimizer begins. For its pre-hook."""
         self._call_is_seen = is_in_step(self.optimizer())

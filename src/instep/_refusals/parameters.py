@@ -125,7 +125,7 @@ def gradients_of_another_dtype(target: Target, options: Options) -> None:
     parameter's dtype."""
     if options.undo or (options.schedule == "forward" and options.defer is False):
         return
-    for given in _given(target):
+    for given in (one for one in _given(target) if one.parameter.is_leaf):
         dtype, of_gradient = given.parameter.dtype, getattr(given.parameter, "grad_dtype", given.parameter.dtype)
         if of_gradient != dtype:
             raise AttachError(
