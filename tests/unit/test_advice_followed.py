@@ -59,9 +59,9 @@ def replaces_in_both(loop: Loop) -> None:
 
 def resizes_the_vocabulary(loop: Loop) -> None:
     """As for new words: the group and the state of a weight are moved along, and nobody keeps the old one."""
-    old = loop.model[0].weight
+    old = loop.model.get_parameter("0.weight")
     replaces_in_both(loop)
-    loop.optimizer.state[loop.model[0].weight] = loop.optimizer.state.pop(old)
+    loop.optimizer.state[loop.model.get_parameter("0.weight")] = loop.optimizer.state.pop(old)
     del old
     gc.collect()
 
