@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 _logger = logging.getLogger("instep")
+_said: set[str] = set()
+"""What was logged: a loop that attaches again and again, for each fold or epoch, is told once."""
 _FEW_BYTES = 1024
 """As ``bucket_bytes``, fewer are meant as MiB, it seems; ``1`` is how to ask for a bucket for each parameter."""
 
@@ -187,24 +189,33 @@ def _attach(target: Target, options: Options, earlier: Sequence[Attachment] = ()
     if (why := left_to_torch(target, options)) is not None:
         refuse(LEFT_TO_TORCH, target, options)
         options = replace(options, left_to_torch=why)
-        _logger.info("the step is taken at once: %s", why)
+        _say_once(logging.INFO, f"the step is taken at once: {why}")
     elif options.disabled:
         refuse(DISABLED, target, options)
-        _logger.warning("INSTEP_DISABLE is set: %s trains without overlap", type(target.model).__name__)
+        _say_once(logging.WARNING, f"INSTEP_DISABLE is set: {type(target.model).__name__} trains without overlap")
     else:
         refuse(MODEL, target, options)
         refuse(PARAMETERS, target, options)
     if options.bucket_bytes is not None and 1 < options.bucket_bytes < _FEW_BYTES:
-        _logger.warning(
-            "bucket_bytes=%d makes a bucket of every parameter: it counts bytes. For %d MiB: bucket_bytes=%d * 2**20",
-            *[options.bucket_bytes] * 3,
+        given = options.bucket_bytes
+        _say_once(
+            logging.WARNING,
+            f"bucket_bytes={given} makes a bucket of every parameter: it counts bytes. For {given} MiB: "
+            f"bucket_bytes={given} * 2**20",
         )
     for one in earlier:
         one.detach()
-        _logger.warning(
+        _say_once(
+            logging.WARNING,
             "an earlier instep.attach() of these parameters is detached: this call takes its place. Several optimizers "
-            "go into one call: attach(model, [first, second])"
+            "go into one call: attach(model, [first, second])",
         )
     attachment = Attachment(target, options)
     register(target.called, attachment)
     return attachment
+
+
+def _say_once(level: int, message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        _logger.log(level, message)

@@ -122,6 +122,14 @@ MUTANTS = [
         "would_swap",
     ),
     Mutant(
+        "log for each attach what was logged",
+        "_say_once",
+        "if message not in _said:",
+        "if True:",
+        "tests/unit/test_attach.py",
+        "again_and_again",
+    ),
+    Mutant(
         "advise the default bucket for a small model",
         "bucket_that_frees",
         "MIB * max(1, total // MIB // 8)",

@@ -401,6 +401,19 @@ def test_bytes_that_seem_to_be_meant_as_mebibytes(given: int, warns: bool, caplo
         assert (said in caplog.text) is warns
 
 
+def test_what_is_logged_again_and_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a loop that attaches for each fold."""
+    model = Blocks()
+    for _ in range(3):
+        instep.attach(model, sgd(model.parameters()))
+    with caplog.at_level("INFO", "instep"):
+        said = [record.getMessage() for record in caplog.records if "is detached" in record.getMessage()]
+        assert len(said) == 1
+    found = instep.attached(model)
+    assert found is not None
+    found.detach()
+
+
 def test_the_line_again_takes_the_place_of_the_line(caplog: pytest.LogCaptureFixture) -> None:
     """A cell of a notebook that is run once more; a second stage of training with another optimizer."""
     model = Blocks()
