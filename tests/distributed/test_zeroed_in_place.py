@@ -5,7 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+import instep
+from instep.errors import SpentGradientError
+from tests.cases import Blocks
 from tests.distributed import zero
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, both
@@ -46,3 +50,35 @@ def train_divided(name: str, step: Callable[[Loop, int], None]) -> None:
 @pytest.mark.parametrize("name", ["ddp", "ddp, views"])
 def test_state_is_divided(two_ranks: RankPool, name: str, step: Callable[[Loop, int], None]) -> None:
     two_ranks.run(train_divided, name, step)
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    found = parameter.detach()
+    return found.to_local() if isinstance(found, DTensor) else found
+
+
+def never_cleared(name: str) -> list[str]:
+    torch.manual_seed(0)
+    model = SOURCES[name](Blocks())
+    loop = Loop(model, sgd(model))
+    loop.overlap = instep.attach(model, loop.optimizer, schedule="backward")
+    loop.backward(0)
+    loop.optimizer.step()
+    before = [local(p).clone() for p in model.parameters()]
+    told = []
+    try:
+        loop.backward(1)
+        loop.optimizer.step()
+    except SpentGradientError as error:
+        told.append(str(error))
+    loop.optimizer.zero_grad()
+    same = all(torch.equal(local(p), q) for p, q in zip(model.parameters(), before, strict=True))
+    loop.overlap.detach()
+    return [*told, f"untouched: {same}"]
+
+
+@pytest.mark.parametrize("name", list(SOURCES))
+def test_gradients_that_are_never_cleared(two_ranks: RankPool, name: str) -> None:
+    for told, untouched in two_ranks.run(never_cleared, name):
+        assert "Call zero_grad()" in told
+        assert untouched == "untouched: True"
