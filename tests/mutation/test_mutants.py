@@ -100,7 +100,7 @@ MUTANTS = [
     Mutant(
         "look at no shapes",
         "require_unchanged",
-        "            and list(map(_SHAPE, parameters.in_modules.tensors())) == parameters.in_modules.shapes\n",
+        "            and list(map(_SHAPE, tensors if held is parameters else held.tensors())) == held.shapes\n",
         "",
         "tests/unit/test_refusals.py",
         "resized",
@@ -897,8 +897,8 @@ MUTANTS = [
     ),
     Mutant(
         "take zeros for gradients from before",
-        "LocalSource._begins_without_gradients",
-        "ZeroedGradient.is_unused(g)",
+        "LocalSource.before_backward",
+        "ZeroedGradient.is_unused(gradient)",
         "False",
         "tests/parity/test_cleared_in_place.py",
         "no_memory",
@@ -1981,8 +1981,8 @@ MUTANTS = [
     Mutant(
         "let one parameter speak for a bucket that has gradients from before",
         "LocalSource.before_backward",
-        "elif self._began is not None or not self._begins_without_gradients():",
-        "elif self._began is not None:",
+        "if self._began is not None or not all(ZeroedGradient.is_unused(gradient) for _, gradient in there):",
+        "if self._began is not None:",
         SPEAKERS,
     ),
     Mutant(

@@ -3,8 +3,8 @@
 import copy
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import CodeType, FrameType
 from typing import Any, Literal
 
@@ -19,6 +19,21 @@ from tests.parity.programs import Loop, Program
 WayOut = Literal["accept_torn", "load"]
 HANDLED = ("call", "c_return")
 """Python runs handlers when a function begins, and when one of C has returned."""
+
+
+@contextmanager
+def interrupting(install: Callable[[Any], None], tracer: Any) -> Iterator[None]:
+    """With ``tracer`` installed, by ``sys.setprofile`` or ``sys.settrace``, which may raise ``KeyboardInterrupt``."""
+    # A handler that runs while an object is freed raises into nothing.
+    before, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    grad = torch.is_grad_enabled()  # where torch.no_grad() is interrupted while it is entered it stays, as in any loop
+    install(tracer)
+    try:
+        yield
+    finally:
+        install(None)
+        sys.unraisablehook = before
+        torch.set_grad_enabled(grad)
 
 
 class Interrupter:
@@ -37,20 +52,8 @@ class Interrupter:
             self.place = frame.f_code
             raise KeyboardInterrupt
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        # A handler that runs while an object is freed raises into nothing.
-        before, sys.unraisablehook = sys.unraisablehook, lambda _: None
-        grad = (
-            torch.is_grad_enabled()
-        )  # where torch.no_grad() is interrupted while it is entered it stays, as in any loop
-        sys.setprofile(self)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-            sys.unraisablehook = before
-            torch.set_grad_enabled(grad)
+    def watching(self) -> AbstractContextManager[None]:
+        return interrupting(sys.setprofile, self)
 
 
 def run_interrupted(program: Program, number: int, share: float, way_out: WayOut) -> str:

@@ -6,8 +6,8 @@ Python runs a signal's handler at fewer places.
 
 import dis
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -23,6 +23,7 @@ from instep.errors import InstepError, TornStepError, UncommittedStepError
 from instep.sources.local.backwards import WritingBackwards
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
+from tests.parity.interrupts import interrupting
 
 ROOT = str(Path(instep.__file__).parent)
 WAYS: dict[str, dict[str, Any]] = {
@@ -57,17 +58,8 @@ class LineInterrupter:
                 raise KeyboardInterrupt
         return self.at_line
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        before, sys.unraisablehook = sys.unraisablehook, lambda _: None  # one that comes while an object is freed
-        tracing, grad = sys.gettrace(), torch.is_grad_enabled()
-        sys.settrace(self.in_function)
-        try:
-            yield
-        finally:
-            sys.settrace(tracing)
-            torch.set_grad_enabled(grad)  # where no_grad() was interrupted while it was entered, it stays
-            sys.unraisablehook = before
+    def watching(self) -> AbstractContextManager[None]:
+        return interrupting(sys.settrace, self.in_function)
 
 
 def leaves_a_context(frame: FrameType) -> bool:

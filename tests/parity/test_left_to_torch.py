@@ -22,6 +22,17 @@ def loss_of(model: nn.Module, i: int) -> torch.Tensor:
     return nn.functional.cross_entropy(model(x), y)
 
 
+def usual(model: nn.Module, optimizer: Any) -> Loop:
+    """A loop that is the usual one."""
+
+    def step(i: int) -> None:
+        loss_of(model, i).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, [optimizer], step
+
+
 def master_weights() -> Loop:
     """A model in bfloat16; the optimizer steps copies in float32 that the loop keeps."""
     model = Blocks().to(torch.bfloat16)
@@ -88,12 +99,7 @@ def one_memory() -> Loop:
     model[2].weight.data = model[0].weight.data
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(i: int) -> None:
-        loss_of(model, i).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, [optimizer], step
+    return usual(model, optimizer)
 
 
 def come_and_go() -> Loop:
@@ -128,12 +134,7 @@ def stepping_themselves() -> Loop:
     weight.register_post_accumulate_grad_hook(in_backward)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
-    def step(i: int) -> None:
-        loss_of(model, i).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, [optimizer], step
+    return usual(model, optimizer)
 
 
 def not_made_yet() -> Loop:
@@ -143,12 +144,7 @@ def not_made_yet() -> Loop:
         model.add_module("later", nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def step(i: int) -> None:
-        loss_of(model, i).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, [optimizer], step
+    return usual(model, optimizer)
 
 
 def gradients_in_float32() -> Loop:
@@ -170,12 +166,7 @@ def scripted() -> Loop:
     model: Any = torch.jit.script(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 10)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def step(i: int) -> None:
-        loss_of(model, i).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, [optimizer], step
+    return usual(model, optimizer)
 
 
 class Lookahead:
@@ -203,12 +194,7 @@ def no_optimizer_of_torchs() -> Loop:
     model = Blocks()
     optimizer: Any = Lookahead(torch.optim.AdamW(model.parameters(), lr=1e-2))
 
-    def step(i: int) -> None:
-        loss_of(model, i).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, [optimizer], step
+    return usual(model, optimizer)
 
 
 LOOPS: dict[str, tuple[Callable[[], Loop], str]] = {

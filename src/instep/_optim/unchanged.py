@@ -42,12 +42,13 @@ def require_unchanged(attached_parameters: Iterable[AttachedParameter]) -> None:
     """Raise ``StaleAttachmentError`` for the first parameter that is not the one that was attached."""
     parameters = AttachedParameters.of(attached_parameters)
     tensors = parameters.tensors()
+    held = parameters.in_modules
     with torch._C.DisableTorchFunctionSubclass():  # instep's own question, about parameters that may be watched
         if (
             parameters.homes.hold(tensors)
             and list(map(_DTYPE, tensors)) == parameters.dtypes
             and list(map(_DEVICE, tensors)) == parameters.devices
-            and list(map(_SHAPE, parameters.in_modules.tensors())) == parameters.in_modules.shapes
+            and list(map(_SHAPE, tensors if held is parameters else held.tensors())) == held.shapes
         ):
             return
     for attached in parameters:

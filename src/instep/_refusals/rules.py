@@ -93,14 +93,18 @@ MODEL: Sequence[Rule] = (
 )
 # Wrong in itself, whatever is asked for.
 _WRONG: Sequence[Rule] = (parameters.none_at_all, parameters.derived, parameters.taken)
-# The parameters, which have their names once the shards of fully_shard are in their places.
-PARAMETERS: Sequence[Rule] = (
-    *_WRONG,
+# What torch's own step() steps, or leaves alone, as any loop has it.
+_TORCH_ALONE: Sequence[Rule] = (
     parameters.strangers,
     parameters.in_two_places,
     parameters.unmade,
-    parameters.on_meta,
     parameters.stepped_in_backward,
+)
+# The parameters, which have their names once the shards of fully_shard are in their places.
+PARAMETERS: Sequence[Rule] = (
+    *_WRONG,
+    *_TORCH_ALONE,
+    parameters.on_meta,
     parameters.gradients_of_another_dtype,
     parameters.all_frozen,
     offload.on_the_cpu,
@@ -120,11 +124,8 @@ TORCHS: Sequence[Rule] = (
     ddp.precision_of_its_own,
     ddp.delayed,
     ddp.around_the_model,
-    parameters.strangers,
-    parameters.in_two_places,
-    parameters.unmade,
+    *_TORCH_ALONE,
     parameters.on_meta,
-    parameters.stepped_in_backward,
     parameters.gradients_of_another_dtype,
     parameters.shared_memory,
 )
@@ -138,11 +139,7 @@ DISABLED: Sequence[Rule] = (
     disabled.other_numbers,
     randomness.disabled,
     *_WRONG,
-    parameters.strangers,
-    parameters.in_two_places,
-    parameters.unmade,
-    parameters.on_meta,
-    parameters.stepped_in_backward,
+    *_TORCH_ALONE,
     parameters.all_frozen,
 )
 

@@ -13,8 +13,6 @@ from instep.sources.ddp.timing import exposed_communication
 
 WORTH = 0.1
 """Of an iteration. A smaller part is lost again in the order of communication, and in the bookkeeping of that."""
-
-
 ENOUGH = 4
 """Steps, of which each shows the same."""
 

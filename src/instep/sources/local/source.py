@@ -104,28 +104,25 @@ class LocalSource:
     def before_backward(self) -> None:
         if not self._one_per_bucket:
             self._began = graph_task()
-        elif self._began is not None or not self._begins_without_gradients():
+            return
+        there = self._gradients_there()
+        # Zeros that nobody has looked at are nothing that a gradient is added to.
+        if self._began is not None or not all(ZeroedGradient.is_unused(gradient) for _, gradient in there):
             self._in_order = False  # nested in another, or with gradients from before
-        else:
-            self._began = graph_task()
-            current().at(Phase.AFTER_DDP, self._offer_rest, self._forget)
-            self._take_zeros_off()
+            return
+        self._began = graph_task()
+        current().at(Phase.AFTER_DDP, self._offer_rest, self._forget)
+        # Taken off until this backward is over, and noted first, for Ctrl-C: without them what is added is the same.
+        self._zeroed = there
+        for attached, _ in there:
+            attached.get().grad = None
 
-    def _begins_without_gradients(self) -> bool:
-        """Whether there is nothing to add to. Zeros that nobody has looked at are nothing."""
-        gradients = list(map(GRADIENT, self._layout.trainable.tensors()))
-        return none_there(gradients) or all(g is None or ZeroedGradient.is_unused(g) for g in gradients)
-
-    def _take_zeros_off(self) -> None:
-        """Until this backward is over: a gradient that is added to them is the same without them."""
+    def _gradients_there(self) -> list[tuple[AttachedParameter, torch.Tensor]]:
         trainable = self._layout.trainable
         gradients = list(map(GRADIENT, trainable.tensors()))
-        if none_there(gradients):
-            return
-        # Noted first, for Ctrl-C.
-        self._zeroed = [(a, g) for a, g in zip(trainable, gradients, strict=True) if g is not None]
-        for attached, _ in self._zeroed:
-            attached.get().grad = None
+        if none_there(gradients):  # as in most loops
+            return []
+        return [(a, g) for a, g in zip(trainable, gradients, strict=True) if g is not None]
 
     def _put_zeros_back(self) -> None:
         zeroed, self._zeroed = self._zeroed, []
