@@ -3294,6 +3294,22 @@ MUTANTS = [
         "one_rank_alone",
     ),
     Mutant(
+        "ranks that differ: one that comes late to the first forward is not heard behind it",
+        "StepRanks.hear_soon",
+        " if waits else self._heard()",
+        " if waits else Heard(missing=(0,))",
+        STEP_RANKS,
+        "is_late",
+    ),
+    Mutant(
+        "ranks that differ: FSDP is told to reduce where nobody has met",
+        "Accumulation.begin",
+        "        if self._sharded:\n",
+        "        if self._sharded and False:\n",
+        STEP_RANKS,
+        "is_late",
+    ),
+    Mutant(
         "ranks that differ: one reduces a second micro-batch that the others do not have",
         "StepVotes.begin_forward",
         "        if self._reduces:\n",

@@ -163,12 +163,13 @@ class StepRanks:
     def hear_soon(self) -> None:
         """A forward begins whose backward may reduce gradients, or not, by an option of this rank. Wait a little for
         the others to say whether they have that option: as long as ranks that train alike are apart, and not for ever,
-        since a forward may be of this rank alone."""
-        if self._comparison is None or self._is_known or self._has_waited:
+        since a forward may be of this rank alone. Whoever comes later is heard by the next call, for instance where
+        FSDP's forward has gathered weights from it, and its backward begins."""
+        if self._comparison is None or self._is_known:
             return
-        self._has_waited = True
+        waits, self._has_waited = not self._has_waited, True
         with suppress(RuntimeError):  # the process that keeps the store has ended
-            heard = self._hear_all(_SECONDS_UNCLEAR)
+            heard = self._hear_all(_SECONDS_UNCLEAR) if waits else self._heard()
             if heard.difference is not None or not heard.missing:
                 self._take(heard)
 

@@ -27,10 +27,14 @@ class Accumulation:
     Args:
         steps: backwards in one step; 1: every one steps.
         wrapped: the living DDP instances (and FSDP models), whose ``no_sync`` a backward that only adds is run in.
+        sharded: whether they are FSDP models.
     """
 
-    def __init__(self, steps: int, wrapped: Callable[[], Sequence[Syncing]], votes: StepVotes) -> None:
+    def __init__(
+        self, steps: int, wrapped: Callable[[], Sequence[Syncing]], votes: StepVotes, *, sharded: bool
+    ) -> None:
         self.steps = steps
+        self._sharded = sharded
         self._wrapped = wrapped
         self._votes = votes
         self._ranks_differ = False
@@ -114,6 +118,8 @@ class Accumulation:
         if self.steps > 1:
             self._outermost = graph_task()
             current().at(Phase.SETTLED, self._ended, self._ended)
+        if self._sharded:
+            self.decide()
 
     def count(self) -> None:
         """A parameter has got its gradient: its backward counts, once, with those that reentrant checkpointing nests in

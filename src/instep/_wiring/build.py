@@ -82,7 +82,8 @@ def build(target: Target, options: Options) -> Parts:
     """
     held = Held(target)
     clipping, votes = Clipping(options.clip), StepVotes(rank)
-    accumulation = Accumulation(options.accumulation_steps, _synced(held.wrapped, target), votes)
+    is_sharded = bool(target.groups)
+    accumulation = Accumulation(options.accumulation_steps, _synced(held.wrapped, target), votes, sharded=is_sharded)
     in_backward, on_trial = options.schedule == "backward", bool(options.undo)
     if options.splits_steps or options.check_steps:
         asked = [] if options.disabled else target.optimizers
@@ -114,14 +115,13 @@ def build(target: Target, options: Options) -> Parts:
 
     handles: Handles = []
     threads = Threads(held.name, schedule)
-    sharding = Sharding(target, schedule, uses) if target.groups else None
+    sharding = Sharding(target, schedule, uses) if is_sharded else None
     stepping = SteppingItself(target.optimizers, schedule, sources) if options.steps_itself else None
     backwards = BackwardHooks(schedule, sources, accumulation, threads, sharding, stepping, uses, handles)
     if chosen.sink is not None:
         chosen.sink.on_open = weakly(backwards.begin_step)
     late = LateParameters(held, schedule, sources, gathering, chosen.readers(backwards), handles)
     forwards: ForwardHooks | PlainHooks
-    is_sharded = sharding is not None
     if options.disabled:
         forwards = PlainHooks(schedule, accumulation, votes, handles, is_sharded=is_sharded)
     else:

@@ -86,7 +86,6 @@ class BackwardHooks:
         self._schedule.begin_on_device()
         if self._schedule.begin_backward():
             if self._sharding is not None:
-                self._accumulation.decide()
                 self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
             for source in self._sources:
                 source.before_backward()

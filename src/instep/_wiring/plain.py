@@ -38,5 +38,4 @@ class PlainHooks:
 
     def _before_backward(self, gradients: object) -> None:
         if self._handles and self._schedule.begin_backward() and self._is_sharded:
-            self._accumulation.decide()
             self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
