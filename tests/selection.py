@@ -2,7 +2,8 @@
 
 A plain ``pytest``:
 
-- A test that kills a seeded defect, as ``tests/mutation/killers.json`` has them, always runs.
+- A test that kills a seeded defect, as ``tests/mutation/killers.json`` has them, always runs. So do rules about the
+  code itself.
 - Of a test with many cases a few run, chosen by their names. The others are ``nightly``.
 - Of what is left, ``tests/full.txt`` lists the tests that are slow and kill no defect that a quicker one doesn't kill.
   They are ``full``.
@@ -42,6 +43,9 @@ COLLECTED = pytest.StashKey[frozenset[str]]()
 """The test functions that were collected, also those that are not run."""
 IN_CI = pytest.StashKey[frozenset[str]]()
 """In a session on the accelerator: the tests that ``.ci/run`` runs there."""
+
+OF_THE_CODE = ("tests/unit/test_sizes.py", "tests/unit/test_imports.py")
+"""Rules about the code itself, which no seeded defect breaks: all of them run."""
 
 # Of a test with more cases than this, about as many run by default.
 CASES = 2
@@ -98,7 +102,7 @@ def mark(config: pytest.Config, items: Sequence[pytest.Item], session: Session) 
     full = listed(FULL)
     of_one_test = Counter(function_of(item.nodeid) for item in items)
     for item in items:
-        if item.nodeid in always:
+        if item.nodeid in always or item.nodeid.startswith(OF_THE_CODE):
             continue
         if item.nodeid in full:
             item.add_marker(pytest.mark.full)

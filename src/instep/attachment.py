@@ -121,7 +121,7 @@ class Attachment:
 
     @property
     def step_count(self) -> int:
-        """How many steps have been committed by ``optimizer.step()`` and wrote anything."""
+        """How many steps ``optimizer.step()`` has committed that wrote anything; of optimizers of torch's alone."""
         return self._parts.schedule.step_count
 
     @property

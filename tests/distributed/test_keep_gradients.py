@@ -1,6 +1,6 @@
 """``keep_gradients()`` on ranks: gradients are reduced as ever, and the step is left to ``optimizer.step()``."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -22,23 +22,10 @@ from tests.devices import here
 from tests.distributed import zero
 from tests.distributed.comm_hooks import HOOKS
 from tests.distributed.pool import RankPool
-from tests.distributed.sharded import Loop, both, fsdp1, loss_of, nested
+from tests.distributed.reduced import SOURCES, ddp
+from tests.distributed.sharded import Loop, both, loss_of
 
 EVERY = 3  # of which the first is kept
-
-
-def ddp(model: nn.Module, **options: Any) -> nn.Module:
-    return DistributedDataParallel(model.to(here()), bucket_cap_mb=0.004, **options)
-
-
-SOURCES: Mapping[str, Callable[[nn.Module], nn.Module]] = {
-    "ddp": ddp,
-    "ddp, views": partial(ddp, gradient_as_bucket_view=True),
-    "ddp, static graph": partial(ddp, static_graph=True),
-    "replicate": partial(instep.replicate, bucket_cap_mb=0.004),
-    "fsdp2": nested,
-    "fsdp1": fsdp1,
-}
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

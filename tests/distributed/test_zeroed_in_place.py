@@ -12,8 +12,8 @@ from instep.errors import SpentGradientError
 from tests.cases import Blocks
 from tests.distributed import zero
 from tests.distributed.pool import RankPool
+from tests.distributed.reduced import SOURCES
 from tests.distributed.sharded import Loop, both
-from tests.distributed.test_keep_gradients import SOURCES
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -147,7 +147,8 @@ def choose(times: Mapping[str, float]) -> list[str]:
     stay = always(times) | selection.killing("cpu")
     of_not_run = tuple(mutant.tests for mutant in not_run("cpu"))
     known = times.keys() | selection.listed(selection.FULL)
-    return sorted(nodeid for nodeid in known if nodeid not in stay and not nodeid.startswith(of_not_run))
+    kept = (*of_not_run, *selection.OF_THE_CODE)
+    return sorted(nodeid for nodeid in known if nodeid not in stay and not nodeid.startswith(kept))
 
 
 def choose_on_accelerator(times: Mapping[str, float]) -> list[str]:

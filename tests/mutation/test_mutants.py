@@ -3294,6 +3294,20 @@ MUTANTS = [
         "one_rank_alone",
     ),
     Mutant(
+        "left to torch: only the model's own parameters make a step",
+        "PlainSchedule.begin_flush",
+        "        if not self.follows:\n",
+        "        if False:\n",
+        "tests/parity/test_left_to_torch.py",
+    ),
+    Mutant(
+        "left to torch: INSTEP_DISABLE=1 refuses what the default takes",
+        "left_to_torch",
+        "    if options.takes_any_loop:\n",
+        "    if options.takes_any_loop and not options.disabled:\n",
+        "tests/parity/test_left_to_torch.py",
+    ),
+    Mutant(
         "ranks that differ: one that comes late to the first forward is not heard behind it",
         "StepRanks.hear_soon",
         " if waits else self._heard()",

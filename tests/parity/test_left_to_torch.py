@@ -228,8 +228,12 @@ NAMES = [
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("disabled", ["", "1"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_default_takes_it(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_default_takes_it(
+    name: str, disabled: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INSTEP_DISABLE", disabled)
     make, reason = LOOPS[name]
     loops = []
     for _ in range(2):
@@ -253,6 +257,7 @@ def test_the_default_takes_it(name: str, caplog: pytest.LogCaptureFixture) -> No
                 for one, stepping, _ in loops
             ]
             assert first_difference(*states) is None, (i, first_difference(*states))
+            assert overlap.step_count == (0 if "torch's" in name else i + 1)
         assert "steps taken at once" in repr(overlap)
         assert reason in repr(overlap)
 

@@ -1347,7 +1347,7 @@ def test_gradients_cleared_anywhere_and_anyhow(way: str, clear: str, where: str)
             CLEARS[clear](lane)
         return loss.detach()
 
-    refused = Refused(SpentGradientError, "untouched", r"Call zero_grad\(\)")
+    refused = Refused(SpentGradientError, "untouched", "Call zero_grad()")
     lockstep(way, blocks, step, steps=4, refused={"backward": refused} if clear == "never" else None)
 
 

@@ -146,7 +146,7 @@ DISABLED: Sequence[Rule] = (
 
 def left_to_torch(target: Target, options: Options) -> str | None:
     """Why nobody but torch can step this model, if any loop is to be taken."""
-    if options.takes_any_loop and not options.disabled:
+    if options.takes_any_loop:
         try:
             refuse(TORCHS, target, options)
         except AttachError as error:

@@ -64,7 +64,6 @@ class HandOver:
         self.owners_in_views: Owners | None = None
         self.at_once: Callable[[], bool] = lambda: False
         self.now = False
-        self.rest: list[str] = []
         self.clipped: set[Stepper] = set()
         self._step = step
         self._pending = pending
@@ -72,12 +71,12 @@ class HandOver:
         self._can_wait = frozenset(can_wait)
         self._agreement = agreement
         self._deferring = deferring
-        self.vote: Vote | None = None
+        self.forget_call()
 
     def forget_call(self) -> None:
         """``step()`` has raised, and handed nothing over. Gradients that it has clipped stay so."""
-        self.vote = None
-        self.rest = []
+        self.vote: Vote | None = None
+        self.rest: list[str] = []
 
     def begin_norms(self) -> None:
         """More gradients: norms that were taken of the step so far are not of all."""
@@ -122,8 +121,7 @@ class HandOver:
     @property
     def _is_torchs(self) -> bool:
         """Whether this step is the plain loop's: nothing is put off, and nothing done to gradients before."""
-        step = self._step
-        asks_nobody = step.ledger.votes.voting is None and not step.checks
+        asks_nobody = self._step.ledger.votes.voting is None and not self._step.checks
         return not self._deferring.puts_off and not self.acts_in_each_step and asks_nobody
 
     @property

@@ -47,6 +47,7 @@ class PlainSchedule(HoldsStep):
         self._step = RunningStep(StepMembers(steppers), votes, accumulation, clipping, check=None)
         self._agreement = Agreement(nonfinite, votes)
         self._backward: int | None = None
+        self._called: set[Stepper] = set()  # of a model that is left to torch, since the last backward
         self._watch = Watch(gradient=self._used)
 
     @property
@@ -73,6 +74,7 @@ class PlainSchedule(HoldsStep):
         self._restore()  # of a step() that raised
         self._step.round.stepper = None
         self._step.round.owing.clear()
+        self._called.clear()
         if not self._step.accumulation.holds_next:
             self._step.ledger.votes.begin_backward(self._step.ledger.step_count)
         return True
@@ -88,6 +90,9 @@ class PlainSchedule(HoldsStep):
         round_, clipping = self._step.round, self._step.passes.clipping
         if round_.stepper is stepper:
             return  # a closure that is called more than once
+        if not self.follows:
+            self._begin_left_to_torch(stepper)
+            return
         self._step.accumulation.require_reduced()
         if stepper not in round_.owing:
             self._begin(stepper.optimizer())
@@ -96,6 +101,17 @@ class PlainSchedule(HoldsStep):
             self._leave_out(stepper)
         elif isinstance(clipping.policy, ClipValue):
             self._clip_values(stepper)
+
+    def _begin_left_to_torch(self, stepper: Stepper) -> None:
+        """The optimizer may step other parameters than those that are known. Optimizers that are called one after the
+        other take one step, until there is a backward, or one of them is called again."""
+        if stepper in self._called:
+            self._called.clear()
+        parameters = (p for group in stepper.optimizer().param_groups for p in group["params"])
+        is_first = not self._called and any(p.grad is not None for p in parameters)
+        self._called.add(stepper)
+        self._step.round.owing = {stepper} if is_first else set()
+        self._step.round.stepper = stepper
 
     def _begin(self, optimizer: Optimizer) -> None:
         """The first of the step's optimizers. The plain loop clips the gradients of all of them by their norm before
