@@ -321,8 +321,8 @@ MUTANTS = [
     Mutant(
         "refuse what only torch can step",
         "left_to_torch",
-        "options.takes_any_loop and",
-        "False and",
+        "if options.takes_any_loop:",
+        "if False:",
         "tests/distributed/test_left_to_torch.py",
     ),
     Mutant("decide alone", "Trial.backward_begins", "found and self._others is not None", "False", DEFERRING),
@@ -3288,8 +3288,8 @@ MUTANTS = [
     Mutant(
         "ranks that differ: a forward waits as long as it takes for a rank that runs none",
         "StepRanks.hear_soon",
-        "self._hear_all(_SECONDS_UNCLEAR)\n",
-        "self._hear_all(1000.0)\n",
+        "self._hear_all(_SECONDS_UNCLEAR) if",
+        "self._hear_all(1000.0) if",
         STEP_RANKS,
         "one_rank_alone",
     ),
