@@ -1,10 +1,13 @@
 """Ctrl-C at any point of a step at which Python runs a signal's handler, in instep's code, torch's and the loop's."""
 
 import copy
+import dis
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Literal
 
@@ -17,6 +20,7 @@ from tests.parity.oracle import snapshot
 from tests.parity.programs import Loop, Program
 
 WayOut = Literal["accept_torn", "load"]
+ROOT = str(Path(instep.__file__).parent)
 HANDLED = ("call", "c_return")
 """Python runs handlers when a function begins, and when one of C has returned."""
 
@@ -54,6 +58,46 @@ class Interrupter:
 
     def watching(self) -> AbstractContextManager[None]:
         return interrupting(sys.setprofile, self)
+
+
+class LineInterrupter:
+    """Raises ``KeyboardInterrupt`` before the ``where``-th line of instep's that runs. Counts those that it passes."""
+
+    def __init__(self, where: int | None = None) -> None:
+        self.lines = 0
+        self.place: str | None = None
+        self._where = where
+
+    def in_function(self, frame: FrameType, event: str, arg: object) -> Any:
+        return self.at_line if frame.f_code.co_filename.startswith(ROOT) else None
+
+    def at_line(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "line" and not leaves_a_context(frame):
+            self.lines += 1
+            if self.lines - 1 == self._where:
+                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self.at_line
+
+    def watching(self) -> AbstractContextManager[None]:
+        return interrupting(sys.settrace, self.in_function)
+
+
+def leaves_a_context(frame: FrameType) -> bool:
+    """Whether ``__exit__`` is about to be called, without an exception: there the interpreter runs no handler, and what
+    the context is for would stay."""
+    return frame.f_lasti in exits_of(frame.f_code)
+
+
+@cache
+def exits_of(code: CodeType) -> frozenset[int]:
+    found = list(dis.get_instructions(code))
+    loads = [one.argval is None and one.opname in ("LOAD_CONST", "DUP_TOP") for one in found]
+    exits = [number for number in range(len(found)) if loads[number : number + 3] == [True] * 3]
+    # What a return in the block has found lies on the stack, and is put below them.
+    exits += [number - 1 for number in exits if found[number - 1].opname in ("SWAP", "ROT_TWO")]
+    return frozenset(found[number].offset for number in exits)
 
 
 def run_interrupted(program: Program, number: int, share: float, way_out: WayOut) -> str:

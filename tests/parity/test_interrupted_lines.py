@@ -4,13 +4,8 @@ step had been taken or left out; or an error says that it is torn. Nothing waits
 Python runs a signal's handler at fewer places.
 """
 
-import dis
-import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cache
-from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -23,9 +18,8 @@ from instep.errors import InstepError, TornStepError, UncommittedStepError
 from instep.sources.local.backwards import WritingBackwards
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
-from tests.parity.interrupts import interrupting
+from tests.parity.interrupts import LineInterrupter
 
-ROOT = str(Path(instep.__file__).parent)
 WAYS: dict[str, dict[str, Any]] = {
     "forward": {"defer": True, "bucket_bytes": 4_000},
     "backward": {"schedule": "backward", "bucket_bytes": 4_000},
@@ -36,46 +30,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 BEFORE, AFTER = 3, 2  # iterations
 SOME = 15
-
-
-class LineInterrupter:
-    """Raises ``KeyboardInterrupt`` before the ``where``-th line of instep's that runs. Counts those that it passes."""
-
-    def __init__(self, where: int | None = None) -> None:
-        self.lines = 0
-        self.place: str | None = None
-        self._where = where
-
-    def in_function(self, frame: FrameType, event: str, arg: object) -> Any:
-        return self.at_line if frame.f_code.co_filename.startswith(ROOT) else None
-
-    def at_line(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line" and not leaves_a_context(frame):
-            self.lines += 1
-            if self.lines - 1 == self._where:
-                self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self.at_line
-
-    def watching(self) -> AbstractContextManager[None]:
-        return interrupting(sys.settrace, self.in_function)
-
-
-def leaves_a_context(frame: FrameType) -> bool:
-    """Whether ``__exit__`` is about to be called, without an exception: there the interpreter runs no handler, and what
-    the context is for would stay."""
-    return frame.f_lasti in exits_of(frame.f_code)
-
-
-@cache
-def exits_of(code: CodeType) -> frozenset[int]:
-    found = list(dis.get_instructions(code))
-    loads = [one.argval is None and one.opname in ("LOAD_CONST", "DUP_TOP") for one in found]
-    exits = [number for number in range(len(found)) if loads[number : number + 3] == [True] * 3]
-    # What a return in the block has found lies on the stack, and is put below them.
-    exits += [number - 1 for number in exits if found[number - 1].opname in ("SWAP", "ROT_TWO")]
-    return frozenset(found[number].offset for number in exits)
 
 
 class Loop:

@@ -21,8 +21,8 @@ class SteppingItself:
     def ask(self) -> None:
         """A backward is running: step where it ends."""
         if not self._due:
-            self._due = True
             current().at(Phase.SETTLED, self._step, self._never_stepped)
+            self._due = True  # now that its end will be heard of, whatever comes
 
     def _step(self) -> None:
         self._due = False

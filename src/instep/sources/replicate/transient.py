@@ -189,8 +189,9 @@ class TransientBuckets:
             return any(runs(get_gradient_edge(p).node) for p in mine) or not _lead_to(inputs, mine)
 
     def _begin(self) -> None:
-        backward = self._backward = _Backward(self._layout)
+        backward = _Backward(self._layout)
         current().at(Phase.BEFORE_DDP, partial(self._end, backward), partial(self._raised, backward))
+        self._backward = backward  # after that: Ctrl-C in between would leave it to the next backward
 
     def _accumulated(self, number: int, parameter: torch.Tensor) -> None:
         if not parameter.requires_grad:

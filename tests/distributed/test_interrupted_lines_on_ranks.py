@@ -1,0 +1,149 @@
+"""Ctrl-C at a line of instep's on all ranks, anywhere in an iteration. Then the loops clear their gradients and go on,
+as if the step had been taken on all ranks or left out on all; or an error says that it is torn, or where torch's own
+wrapper cannot go on. Nothing waits for ever."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import instep
+from instep.errors import InstepError, TornStepError, UncommittedStepError
+from instep.verification import first_difference, training_state
+from tests.cases import Blocks
+from tests.distributed.pool import RankPool
+from tests.distributed.reduced import SOURCES
+from tests.distributed.sharded import Loop
+from tests.parity.interrupts import LineInterrupter
+
+WAYS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "forward": {"defer": True},
+    "backward": {"schedule": "backward"},
+    "undo": {"schedule": "backward", "undo": True},
+    "skip": {"nonfinite": "skip"},
+}
+PAIRS = [(source, way) for source in ("ddp", "replicate", "fsdp2") for way in WAYS]
+BEFORE, AFTER = 2, 2  # iterations
+SOME, EVERY = 12, 5
+"""So many lines by default; one in so many nightly."""
+SECONDS = 10
+"""Of a collective that another rank does not send. An interrupt ends the iteration of all ranks at once."""
+OF_TORCH = "Expected to have finished reduction in the prior iteration"
+"""What DDP raises in the forward behind a backward that has not come to its end, as it does in the plain loop."""
+
+
+def made(source: str) -> Loop:
+    torch.manual_seed(0)
+    model: Any = SOURCES[source](Blocks())
+    return Loop(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def state_of(loop: Loop) -> list[tuple[str, Any]]:
+    state = training_state(loop.model, loop.optimizer)
+    return [(name, value.clone() if isinstance(value, torch.Tensor) else value) for name, value in state]
+
+
+def ends_of(source: str) -> tuple[list[Any], list[Any]]:
+    """What the plain loop has in the end, and behind the iteration that is interrupted: without that, and with it."""
+    ends, behind = [], []
+    for skips in (True, False):
+        plain = made(source)
+        for i in range(BEFORE + 1 + AFTER):
+            if not (skips and i == BEFORE):
+                plain.learn(i)
+            if i == BEFORE:
+                behind.append(state_of(plain))
+        ends.append(state_of(plain))
+    return ends, behind
+
+
+def lines_of(source: str, way: str) -> int:
+    loop = made(source)
+    with instep.attach(loop.model, loop.optimizer, **WAYS[way]):
+        for i in range(BEFORE):
+            loop.learn(i)
+        interrupter = LineInterrupter()
+        with interrupter.watching():
+            loop.learn(BEFORE)
+    lines = torch.tensor(interrupter.lines)
+    dist.all_reduce(lines, dist.ReduceOp.MIN)
+    return int(lines)
+
+
+def interrupted(source: str, way: str, where: int, ends: list[Any], behind: list[Any]) -> str | None:
+    """What is wrong."""
+    loop, interrupter, told = made(source), LineInterrupter(where), None
+    with instep.attach(loop.model, loop.optimizer, **WAYS[way]) as overlap:
+        for i in range(BEFORE):
+            loop.learn(i)
+        try:
+            with interrupter.watching():
+                loop.learn(BEFORE)
+        except KeyboardInterrupt:
+            pass
+        except InstepError as error:  # the interrupt was lost, and what it has left was found at once
+            told = error
+        wanted = ends
+        try:
+            loop.optimizer.zero_grad()
+            for i in range(BEFORE + 1, BEFORE + 1 + AFTER):
+                loop.learn(i)
+            overlap.synchronize()
+        except (TornStepError, UncommittedStepError) as error:
+            told = error
+        except RuntimeError as error:
+            if OF_TORCH not in str(error):
+                return f"at {where}, {interrupter.place}: {error!r}"
+            wanted = behind
+        if told is not None:
+            overlap.accept_torn()
+            fits = isinstance(told, (TornStepError, UncommittedStepError))
+            return None if fits else f"at {where}, {interrupter.place}: {told!r}"
+        if overlap.state in ("open", "torn"):
+            overlap.accept_torn()
+            return None  # the next use of the model would say so
+        overlap.synchronize()
+        found = state_of(loop)
+        taken = [first_difference(iter(one), iter(found)) is None for one in wanted]
+    return None if any(taken) else f"at {where}, {interrupter.place}: neither taken nor left out"
+
+
+def lines(source: str, way: str, first: int, every: int) -> list[str]:
+    """What is wrong, where every so many lines are interrupted."""
+    ends, behind = ends_of(source)
+    wrong: list[str] = []
+    for where in range(first, lines_of(source, way), every):
+        here = interrupted(source, way, where, ends, behind)
+        # A rank that has taken part in less than the other may have waited for that, for as long as the group does.
+        dist.monitored_barrier(timeout=timedelta(seconds=6 * SECONDS))
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, here)
+        wrong += [f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None]
+        if len(wrong) > 5:
+            break
+    return wrong
+
+
+def run(source: str, way: str, every: int | None) -> None:
+    pool = RankPool(2, group_seconds=SECONDS, body_seconds=3600)
+    try:
+        step = pool.run(lines_of, source, way)[0] // SOME if every is None else every
+        wrong = pool.run(lines, source, way, step // 2, step)[0]
+        assert not wrong, "\n".join(wrong)
+    finally:
+        pool.stop()
+
+
+@pytest.mark.parametrize(("source", "way"), PAIRS)
+def test_some_lines(source: str, way: str) -> None:
+    run(source, way, None)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("source", "way"), PAIRS)
+def test_one_line_in_a_few(source: str, way: str) -> None:
+    run(source, way, EVERY)
