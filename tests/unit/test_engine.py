@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._autograd import engine
 from instep._autograd.backward import Backward, Phase, current
-from instep._autograd.engine import EndOfBackward, call_at_end, graph_task, runs
+from instep._autograd.engine import EndOfBackward, call_at_end, graph_task, is_compiled, runs
 from instep._optim.calling import undecorated_step
 from tests import net
 
@@ -31,6 +32,18 @@ def test_graph_task_numbers_the_running_backward() -> None:
     assert graph_task() is None
     assert len(set(seen)) == 2
     assert None not in seen
+
+
+def test_a_compiled_backward_says_so() -> None:
+    seen: list[bool] = []
+    layer = nn.Linear(2, 2)
+    layer.weight.register_post_accumulate_grad_hook(lambda _: seen.append(is_compiled()))
+    layer(torch.ones(1, 2)).sum().backward()
+    with compiled_autograd._enable(lambda graph: graph):
+        layer(torch.ones(1, 2)).sum().backward()
+    assert seen[0] is False
+    assert True in seen
+    assert not is_compiled()
 
 
 def test_callbacks_run_at_the_end_in_the_order_they_were_asked_for() -> None:

@@ -1,6 +1,7 @@
-"""The four things instep asks of the autograd engine that have no public name.
+"""The five things instep asks of the autograd engine that have no public name.
 
-torch's own code (DDP, FSDP, ``register_multi_grad_hook``) uses three; the fourth is the name of the engine's threads.
+torch's own code (DDP, FSDP, ``register_multi_grad_hook``) uses three; the fourth is the name of the engine's threads, the
+fifth says whether it runs what torch has compiled.
 ``tests/unit/test_engine.py``, for the names ``tests/accelerator/test_host.py``, fail clearly when torch changes them.
 """
 
@@ -125,9 +126,12 @@ class EndOfBackward:
         self._failed: Callable[[], None] | None = failed
 
     def run(self) -> None:
-        self._failed = None
         try:
             self._end()
+            self._failed = None
+        except Exception:
+            self._failed = None  # the end has noted that
+            raise  # Ctrl-C may have come before it could note anything: ``failed`` is called, too
         finally:
             _expected.pop(id(self), None)
 
@@ -165,6 +169,13 @@ def _codes(frame: FrameType | None) -> Iterator[CodeType]:
     while frame is not None:
         yield frame.f_code
         frame = frame.f_back
+
+
+def is_compiled() -> bool:
+    """Whether the running backward is one that torch has compiled (compiled autograd). torch has no public name for
+    that: ``torch.compiler.is_compiling`` is of a function that is traced."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "in_compiled_autograd_region", False))
 
 
 def call_at_end(callback: Callable[[], None]) -> None:

@@ -7,7 +7,7 @@ from operator import is_
 import torch
 
 from instep._autograd.callers import user_call
-from instep._autograd.engine import graph_task
+from instep._autograd.engine import graph_task, is_compiled
 from instep._autograd.watch import Watch
 from instep._gradients.finite import Policy, all_finite, nonfinite_error
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters
@@ -52,7 +52,12 @@ class FinalWrites(Writes):
             if attached.spent is not None and parameter.requires_grad and parameter.grad is attached.spent:
                 raise never_cleared(attached.spec.name, "backward()")
 
-    def begin(self) -> None: ...
+    def begin(self) -> None:
+        if is_compiled():
+            raise InstepError(
+                "backward is compiled (torch._dynamo.config.compiled_autograd), and reads weights after their gradients "
+                "are there. Nothing was updated. Use undo=True or schedule='forward', or compile the model alone"
+            )
 
     def second_gradient(self, attached: AttachedParameter) -> InstepError | None:
         return AccumulationError(
