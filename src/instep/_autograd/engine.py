@@ -1,7 +1,7 @@
 """The five things instep asks of the autograd engine that have no public name.
 
-torch's own code (DDP, FSDP, ``register_multi_grad_hook``) uses three; the fourth is the name of the engine's threads, the
-fifth says whether it runs what torch has compiled.
+torch's own code (DDP, FSDP, ``register_multi_grad_hook``) uses three; the fourth is the name of the engine's threads,
+the fifth says whether it runs what torch has compiled.
 ``tests/unit/test_engine.py``, for the names ``tests/accelerator/test_host.py``, fail clearly when torch changes them.
 """
 

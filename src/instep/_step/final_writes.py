@@ -55,8 +55,8 @@ class FinalWrites(Writes):
     def begin(self) -> None:
         if is_compiled():
             raise InstepError(
-                "backward is compiled (torch._dynamo.config.compiled_autograd), and reads weights after their gradients "
-                "are there. Nothing was updated. Use undo=True or schedule='forward', or compile the model alone"
+                "backward is compiled (torch._dynamo.config.compiled_autograd), and reads weights after they have got "
+                "their gradients. Nothing was updated. Use undo=True or schedule='forward', or compile the model alone"
             )
 
     def second_gradient(self, attached: AttachedParameter) -> InstepError | None:

@@ -1,21 +1,27 @@
 """Final gradients are handed from a source to its sink."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from instep._optim.parameters import AttachedParameter
 from instep.sources import Sink
 
 
-@contextmanager
-def errors_kept(sink: Sink) -> Iterator[None]:
+class ErrorsKept:
     """Around a step in a hook of backward, or before DDP's own end: ``sink`` keeps an error until the source calls
     ``raise_failure``. Raised at once, an error would leave DDP unusable, and other ranks without this rank's part of
     the buckets that are still to be sent."""
-    try:
-        yield
-    except BaseException as error:
-        sink.fail(error)
+
+    # No generator: Ctrl-C before its ``yield`` would be kept, too, and the generator be told that it has not yielded.
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if error is not None:
+            self._sink.fail(error)
+        return error is not None
 
 
 def deliver(sink: Sink, gradients: Sequence[AttachedParameter], step: Callable[[], bool]) -> bool:
@@ -24,7 +30,7 @@ def deliver(sink: Sink, gradients: Sequence[AttachedParameter], step: Callable[[
     Returns:
         Whether all of ``step`` was done: if not, this backward must write nothing after it.
     """
-    with errors_kept(sink):
+    with ErrorsKept(sink):
         return sink.arrive(gradients) and step()
     return False
 

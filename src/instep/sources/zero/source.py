@@ -40,7 +40,7 @@ from instep.sources.ddp.reductions import (
     slices_of,
 )
 from instep.sources.ddp.shown_buckets import ShownBuckets
-from instep.sources.delivery import deliver, errors_kept
+from instep.sources.delivery import ErrorsKept, deliver
 from instep.sources.in_flight import drain
 from instep.sources.wrapped import WrappedParameters
 from instep.sources.zero.state_shards import GatheredShards, RowShard, ScatteredGradients, StateShards
@@ -208,7 +208,7 @@ class ZeroSource:
         self._sink.raise_failure()
 
     def _step_together(self, reductions: Sequence[Reduction]) -> None:
-        with errors_kept(self._sink):
+        with ErrorsKept(self._sink):
             self._fetch(reductions)
             members = [a for a in self._members(reductions) if a.get().grad is not None]
             deliver(self._sink, members, partial(self._sink.apply, members))
@@ -257,7 +257,7 @@ class ZeroSource:
     @contextmanager
     def _communicating(self, members: AttachedParameters) -> Iterator[None]:
         # On the side stream, which steps the parts that are sent, and writes those that arrive.
-        with errors_kept(self._sink), self._sent.communicating(), self._sink.streams.on(members[0].spec.device):
+        with ErrorsKept(self._sink), self._sent.communicating(), self._sink.streams.on(members[0].spec.device):
             yield
 
     def _fetch(self, reductions: Sequence[Reduction]) -> None:
