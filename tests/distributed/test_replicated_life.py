@@ -19,10 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-import instep.sources.replicate.transient
 from instep import ClipNorm
+from instep._autograd.backward import current
 from instep.errors import AccumulationError, AttachError, InstepError, TornStepError
 from instep.planning.live_bytes import LiveBytes
+from instep.sources.replicate import transient
 from instep.verification import first_difference, training_state
 from tests import net
 from tests.cases import Blocks, batch, weights
@@ -30,6 +31,7 @@ from tests.devices import let_go, sparse_collectives
 from tests.distributed.loops import Fails, WithOwn, equal, loss_of, train
 from tests.distributed.pool import RankPool
 from tests.living import settle
+from tests.parity.interrupts import once
 
 CAP = 0.004
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -324,7 +326,7 @@ def body_communication_fails(way: str | None, failing: int) -> tuple[bool, bool]
     train(model, optimizer, range(2))
     if overlap is not None:
         overlap.synchronize()
-    before, real = weights(model), instep.sources.replicate.transient._future_of
+    before, real = weights(model), transient._future_of
     calls: list[torch.futures.Future[Any]] = []
 
     def lost(future: torch.futures.Future[Any]) -> Any:
@@ -341,7 +343,7 @@ def body_communication_fails(way: str | None, failing: int) -> tuple[bool, bool]
 
     loss = loss_of(model, 2)
     with (
-        patch.object(instep.sources.replicate.transient, "_future_of", failing_future),
+        patch.object(transient, "_future_of", failing_future),
         pytest.raises(RuntimeError, match="the peer is gone"),
     ):
         loss.backward()
@@ -684,3 +686,22 @@ def body_verified() -> str | None:
 
 def test_verify(three_ranks: RankPool) -> None:
     assert three_ranks.run(body_verified) == [None] * 3
+
+
+def body_interrupted(way: str) -> str | None:
+    """On all ranks, before the wrapper has asked for the end of backward."""
+    never, optimizer_of_never = stopping(None)
+    model, optimizer = stopping(way)
+    with patch.object(transient, "current", once(current)), pytest.raises(KeyboardInterrupt):
+        loss_of(model, 2).backward()
+    optimizer.zero_grad()
+    for one, its in ((never, optimizer_of_never), (model, optimizer)):
+        train(one, its, range(2, 4))
+    if (overlap := instep.attached(model)) is not None:
+        overlap.synchronize()
+    return first_difference(training_state(never, optimizer_of_never), training_state(model, optimizer))
+
+
+@pytest.mark.parametrize("way", OPTIONS)
+def test_an_interrupted_backward_is_over(two_ranks: RankPool, way: str) -> None:
+    assert two_ranks.run(body_interrupted, way) == [None] * 2

@@ -100,6 +100,18 @@ def exits_of(code: CodeType) -> frozenset[int]:
     return frozenset(found[number].offset for number in exits)
 
 
+def once(interrupts: Callable[..., Any]) -> Callable[..., Any]:
+    """Ctrl-C in the first call, before it does anything."""
+    rest = iter([KeyboardInterrupt()])
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for error in rest:
+            raise error
+        return interrupts(*args, **kwargs)
+
+    return call
+
+
 def run_interrupted(program: Program, number: int, share: float, way_out: WayOut) -> str:
     """Interrupt step ``number`` after ``share`` of it, go on, and compare. What the loop was told.
 

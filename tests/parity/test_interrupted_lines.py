@@ -4,7 +4,7 @@ step had been taken or left out; or an error says that it is torn. Nothing waits
 Python runs a signal's handler at fewer places.
 """
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -13,12 +13,15 @@ import torch
 from torch import nn
 
 import instep
+from instep._autograd.backward import current
 from instep._step.round import Round
+from instep._wiring import stepping_itself
+from instep.attaching import attach_stepping_itself
 from instep.errors import InstepError, TornStepError, UncommittedStepError
 from instep.sources.local.backwards import WritingBackwards
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
-from tests.parity.interrupts import LineInterrupter
+from tests.parity.interrupts import LineInterrupter, once
 
 WAYS: dict[str, dict[str, Any]] = {
     "forward": {"defer": True, "bucket_bytes": 4_000},
@@ -121,18 +124,6 @@ def test_every_line(way: str) -> None:
         interrupted(way, where)
 
 
-def once(interrupts: Callable[..., Any]) -> Callable[..., Any]:
-    """Ctrl-C in the first call, before it does anything."""
-    rest = iter([KeyboardInterrupt()])
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for error in rest:
-            raise error
-        return interrupts(*args, **kwargs)
-
-    return call
-
-
 @pytest.mark.parametrize("way", ["backward", "undo"])
 @pytest.mark.parametrize(
     ("owner", "name", "skips"),
@@ -160,3 +151,18 @@ def test_at_a_line_that_needs_care(
             loop.step(i)
         difference = first_difference(iter(plain(clips=False, skips=skips)), iter(loop.state()))
         assert difference is None, difference
+
+
+def test_before_a_loop_that_steps_itself_hears_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(16, 10)
+    overlap = attach_stepping_itself(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with overlap:
+        for interrupts in (False, True, False):
+            before = model.weight.detach().clone()
+            if interrupts:
+                monkeypatch.setattr(stepping_itself, "current", once(current))
+            with pytest.raises(KeyboardInterrupt) if interrupts else nullcontext():
+                model(batch(0)[0]).sum().backward()
+            model.zero_grad()
+            assert torch.equal(model.weight, before) == interrupts
+    assert overlap.step_count == 2

@@ -283,6 +283,19 @@ def test_what_was_interrupted_while_it_was_made_can_be_dropped() -> None:
     gc.collect()
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_end_that_is_interrupted_may_have_noted_nothing(error: type[BaseException]) -> None:
+    calls: list[str] = []
+
+    def end() -> None:
+        calls.append("end")
+        raise error
+
+    with pytest.raises(error):
+        backward_asking(lambda: current().at(Phase.AFTER_DDP, end, lambda: calls.append("failed")))
+    assert calls == (["end", "failed"] if error is KeyboardInterrupt else ["end"])
+
+
 def start_and_let_run(function: Any, arguments: tuple[Any, ...]) -> None:
     _thread.start_new_thread(function, arguments)
     time.sleep(0.05)
