@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import instep
-from instep.errors import InstepError, TornStepError, UncommittedStepError
+from instep.errors import InstepError, StepMismatchError, TornStepError, UncommittedStepError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks
 from tests.distributed.pool import BodyFailedError, RankPool
@@ -35,6 +35,8 @@ SECONDS = 10
 OF_TORCH = ("Expected to have finished reduction in the prior iteration", "!unmarked_param_indices.empty()")
 """What DDP raises in the forward behind a backward that has not come to its end, as it does in the plain loop where
 there is a hook of Python's in it."""
+TOLD = (TornStepError, UncommittedStepError, StepMismatchError)
+"""The last, where ranks were interrupted at different places: some have taken the step."""
 PARTED = "Timed out waiting|Connection closed by peer|Application timeout"
 
 
@@ -95,7 +97,7 @@ def interrupted(source: str, way: str, where: int, ends: list[Any], behind: list
             for i in range(BEFORE + 1, BEFORE + 1 + AFTER):
                 loop.learn(i)
             overlap.synchronize()
-        except (TornStepError, UncommittedStepError) as error:
+        except TOLD as error:
             told = error
         except RuntimeError as error:
             if re.search(PARTED, str(error)):
@@ -105,7 +107,7 @@ def interrupted(source: str, way: str, where: int, ends: list[Any], behind: list
             wanted = behind
         if told is not None:
             overlap.accept_torn()
-            fits = isinstance(told, (TornStepError, UncommittedStepError))
+            fits = isinstance(told, TOLD)
             return None if fits else f"at {where}, {interrupter.place}: {told!r}"
         if overlap.state in ("open", "torn"):
             overlap.accept_torn()
