@@ -423,7 +423,7 @@ def test_parameters_that_loading_would_swap(model: nn.Module, options: dict[str,
     try:
         with instep.attach(model, optimizer, **options) as overlap:
             with pytest.raises(
-                StaleAttachmentError, match=r"Nothing was loaded\. detach\(\) before it, and attach again"
+                StaleAttachmentError, match=r"Nothing was loaded into it\. detach\(\) before it, and attach"
             ):
                 model.load_state_dict(loaded)
             assert_untouched(model, before)

@@ -281,8 +281,8 @@ class StepHooks:
             # torch writes a parameter, and then fails to swap it, since instep refers to it weakly.
             raise StaleAttachmentError(
                 f"{name}.load_state_dict() would put other tensors into the parameters that are attached "
-                "(torch.__future__.set_swap_module_params_on_conversion(True)). Nothing was loaded. detach() before "
-                "it, and attach again after"
+                "(torch.__future__.set_swap_module_params_on_conversion(True)). Nothing was loaded into it. detach() "
+                "before it, and attach again after"
             )
         self._schedule.before_load(name)
 
