@@ -37,7 +37,7 @@ OF_TORCH = ("Expected to have finished reduction in the prior iteration", "!unma
 there is a hook of Python's in it."""
 TOLD = (TornStepError, UncommittedStepError, StepMismatchError)
 """The last, where ranks were interrupted at different places: some have taken the step."""
-PARTED = "Timed out waiting|Connection closed by peer|Application timeout"
+PARTED = "Timed out waiting|Connection closed by peer|Application timeout|died with exit code -6"
 
 
 def made(source: str) -> Loop:

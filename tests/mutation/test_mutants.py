@@ -801,6 +801,27 @@ MUTANTS = [
         "tests/parity/test_compiled_steps.py",
     ),
     Mutant(
+        "a rollback that Ctrl-C has ended at its last line runs for ever",
+        "Rollback.__call__",
+        "if self._runs and self._found is not None:",
+        "if self._runs:",
+        "tests/parity/test_interrupted_lines.py",
+    ),
+    Mutant(
+        "a bucket that Ctrl-C has left on its way is being sent for ever",
+        "PendingBuckets._used",
+        "if self.is_beginning and not self._step.round.was_stopped:",
+        "if self.is_beginning:",
+        "tests/parity/test_interrupted_lines.py",
+    ),
+    Mutant(
+        "a call that Ctrl-C has stopped at its last line is being ended for ever",
+        "Round.begins",
+        "        self.is_ending = False  #",
+        "        pass  #",
+        "tests/parity/test_interrupted_lines.py",
+    ),
+    Mutant(
         "step by oneself inside no_sync",
         "SteppingItself._step",
         'if self._schedule.state == "open" or any(reduced):',

@@ -4,6 +4,8 @@ step had been taken or left out; or an error says that it is torn. Nothing waits
 Python runs a signal's handler at fewer places.
 """
 
+import linecache
+import sys
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -166,3 +168,39 @@ def test_before_a_loop_that_steps_itself_hears_of_the_end(monkeypatch: pytest.Mo
             model.zero_grad()
             assert torch.equal(model.weight, before) == interrupts
     assert overlap.step_count == 2
+
+
+@pytest.mark.parametrize("way", ["forward", "clipped"])
+@pytest.mark.parametrize("flag", ["is_ending", "is_beginning", "_runs"])
+def test_at_the_line_that_takes_a_flag_back(flag: str, way: str) -> None:
+    """What it says is over."""
+
+    class AtFlag(LineInterrupter):
+        def at_line(self, frame: Any, event: str, arg: object) -> Any:
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            if event == "line" and self.place is None and line.strip().endswith(f".{flag} = False"):
+                self.place = line
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return self.at_line
+
+    loop, interrupter = Loop(way), AtFlag()
+    assert loop.overlap is not None
+    with loop.overlap:
+        for i in range(BEFORE):
+            loop.step(i)
+        try:
+            with interrupter.watching():
+                loop.step(BEFORE)
+        except KeyboardInterrupt:
+            pass
+        loop.optimizer.zero_grad()
+        read = [p.detach().clone() for p in loop.model.parameters()]
+        loop.overlap.synchronize()
+        assert all(map(torch.equal, read, loop.model.parameters()))  # whoever reads waits for what is due
+        for i in range(BEFORE + 1, BEFORE + 1 + AFTER):
+            loop.step(i)
+        loop.overlap.synchronize()
+        ends = [plain(clips=way == "clipped", skips=skips) for skips in (True, False)]
+        assert None in [first_difference(iter(end), iter(loop.state())) for end in ends]
+        assert loop.overlap.state == "idle"

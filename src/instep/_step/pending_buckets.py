@@ -257,7 +257,7 @@ class PendingBuckets:
 
     def _used(self, parameter: torch.Tensor, func: object) -> None:
         """A parameter is about to be read or written in Python."""
-        if self.is_beginning:
+        if self.is_beginning and not self._step.round.was_stopped:
             return  # by the update itself, which is sent
         self._end_stopped()
         bucket = self.of(parameter)

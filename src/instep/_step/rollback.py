@@ -71,7 +71,7 @@ class Rollback:
             HyperparameterChangedError: the state was.
         """
         with self._step.lock:
-            if self._runs:
+            if self._runs and self._found is not None:  # not of one that Ctrl-C has ended at its last line
                 return
             try:
                 self._runs = True
@@ -92,9 +92,9 @@ class Rollback:
 
     def _restore(self) -> InstepError | None:
         step = self._step
-        self._kept.release(step.members.all)
         if self._found is None:
             self._found = _written_since(step.members)
+        self._kept.release(step.members.all)
         for stepper in step.members.steppers:
             stepper.settle()
         for device in self.copies.devices:

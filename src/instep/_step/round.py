@@ -43,6 +43,7 @@ class Round:
     def begins(self, stepper: Stepper, ledger: Ledger) -> None:
         """``step()`` is about to update."""
         self.thread = get_ident()
+        self.is_ending = False  # Ctrl-C may have left it so at the last line of the call before
         self.stepper = stepper  # before the event: who is interrupted in between is known to run
         ledger.happened(Event.STEP_BEGINS)
 
