@@ -367,6 +367,13 @@ class Attachment:
         One thing stays: DDP cannot let go of a communication hook. It becomes the plain mean that DDP computes
         without one, or the ``comm_hook`` that was given, and a later ``attach`` takes it up again.
         """
+        try:
+            self._detach()
+        except KeyboardInterrupt:
+            self._detach()  # half of the hooks would step what the other half has stepped
+            raise
+
+    def _detach(self) -> None:
         parts = self._parts
         for source in parts.sources:
             source.disconnect()

@@ -131,12 +131,14 @@ class TornStepError(InstepError):
         self.rank = rank
         self.cause = self.__cause__ = cause
         reason = "backward raised" if cause is None else f"{type(cause).__name__}: {cause}"
+        # Of those that have had no final gradient yet nobody knows whether they are of the step.
+        left = f" and {len(self.pending)} were left ({_some(self.pending)})" if self.pending else ""
         neither = f", and {len(self.unsure)} may have been updated or not ({_some(self.unsure)})" if unsure else ""
         # In a process of its own there are no ranks to tell apart.
         where = f" on rank {rank}" if rank or _has_ranks() else ""
         super().__init__(
             f"step {step} is torn{where}: {len(self.applied)} parameters were updated "
-            f"({_some(self.applied)}) and {len(self.pending)} were left ({_some(self.pending)}){neither}, because "
+            f"({_some(self.applied)}){left}{neither}, because "
             f"{reason}. Load model and optimizer from a checkpoint and call accept_torn(), or call "
             "accept_torn() alone to train on from these weights"
         )

@@ -6,6 +6,7 @@ Python runs a signal's handler at fewer places.
 
 import linecache
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -39,6 +40,7 @@ SOME = 15
 
 class Loop:
     def __init__(self, way: str | None) -> None:
+        self.way = way
         torch.manual_seed(0)
         self.model = Blocks()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
@@ -124,6 +126,55 @@ def test_some_lines(way: str) -> None:
 def test_every_line(way: str) -> None:
     for where in range(lines_of(way)):
         interrupted(way, where)
+
+
+def detach(loop: Loop) -> None:
+    assert loop.overlap is not None
+    loop.overlap.detach()
+
+
+def attach(loop: Loop) -> None:
+    loop.overlap = instep.attach(loop.model, loop.optimizer, **WAYS[loop.way or "default"])
+
+
+def interrupted_around(way: str, act: Callable[[Loop], None], where: int | None) -> int:
+    """Interrupt ``attach``, or ``detach`` between two steps, and train on without instep. How many lines there are."""
+    loop, interrupter = Loop(None if act is attach else way), LineInterrupter(where)
+    loop.way = way
+    for i in range(BEFORE):
+        loop.step(i)
+    try:
+        with interrupter.watching():
+            act(loop)
+    except KeyboardInterrupt:
+        pass
+    if loop.overlap is not None and where is None:
+        loop.overlap.detach()
+    for i in range(BEFORE, BEFORE + 1 + AFTER):
+        loop.step(i)
+    if loop.overlap is not None:  # nobody was there to be interrupted: an object was being freed
+        loop.overlap.detach()
+    difference = first_difference(iter(plain(clips=False, skips=False)), iter(loop.state()))
+    assert difference is None, f"interrupted at {interrupter.place}: {difference}"
+    return interrupter.lines
+
+
+@pytest.mark.parametrize("act", [attach, detach])
+@pytest.mark.parametrize("way", ["forward", "backward", "undo", "default"])
+def test_some_lines_of_what_comes_before_and_after(way: str, act: Callable[[Loop], None]) -> None:
+    """The loop is the plain one, and nothing is left that steps, or waits."""
+    count = interrupted_around(way, act, None)
+    for number in range(SOME):
+        interrupted_around(way, act, (2 * number + 1) * count // (2 * SOME))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("act", [attach, detach])
+@pytest.mark.parametrize("way", ["forward", "backward", "undo", "default"])
+def test_every_line_of_what_comes_before_and_after(way: str, act: Callable[[Loop], None]) -> None:
+    for where in range(interrupted_around(way, act, None)):
+        interrupted_around(way, act, where)
 
 
 @pytest.mark.parametrize("way", ["backward", "undo"])

@@ -60,7 +60,7 @@ def test_a_clear_gain_decides(share: float, gains: bool, caplog: pytest.LogCaptu
     assert trial.decided
     assert trial.puts_off is gains
     assert trial.never is not gains
-    assert f"by {100 * share:.1f}% in the median" in trial.why
+    assert f"in the median it was {abs(100 * share):.1f}% {'shorter' if share > 0 else 'longer'}" in trial.why
     (said,) = caplog.messages
     assert said.startswith("the step is put off" if gains else "the step is taken at once")
 

@@ -10,7 +10,7 @@ import instep
 
 ROOT = Path(instep.__file__).parent
 FOLDERS = sorted({path.parent for path in ROOT.rglob("*.py")})
-LINES_OF_A_FILE, LINES_OF_A_CLASS, FIELDS = 450, 330, 14
+LINES_OF_A_FILE, LINES_OF_A_CLASS, FIELDS = 1000, 400, 14
 
 
 def fields_of(cls: ast.ClassDef) -> set[str]:

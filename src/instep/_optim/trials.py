@@ -207,8 +207,8 @@ def what_is_kept(runs: MadeUpRuns) -> str | None:
             return str(error)
         except Exception as error:
             return (
-                f"{runs.name}.step() raises after a step that was put back ({in_short(error)}): it keeps values "
-                "of single parameters outside of its state. Use schedule='forward', or no undo"
+                f"{runs.name}.step() raises after a step that was put back ({in_short(error)}): it may keep "
+                "something outside of its state. Use schedule='forward', or no undo"
             )
         if (difference := again.differs_from(once)) is not None:
             return (

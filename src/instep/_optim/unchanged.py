@@ -20,7 +20,7 @@ def _what_became_of(attached: AttachedParameter, place: Attribute) -> str:
             f"parameter {place.name!r} has another name since attach (pruned, or parametrized). detach(), and attach "
             "again, with the same optimizer: it holds the parameter, and keeps its state"
         )
-    silent = ": the optimizer still holds the old one, so the new one would silently not train. "
+    silent = " or taken out: the optimizer still holds the old one, and would not train one in its place. "
     return f"parameter {place.name!r} was replaced after attach{attached.replaced(silent)}"
 
 

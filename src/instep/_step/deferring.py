@@ -227,9 +227,10 @@ class Trial:
         if self._reason is not None:
             return self._reason
         found = self._gains()
+        middle = 100 * median(found)
         measured = (
-            f"in {sum(gain > 0 for gain in found)} of {PAIRS} pairs an iteration was shorter with the step put off, by "
-            f"{100 * median(found):.1f}% in the median"
+            f"in {sum(gain > 0 for gain in found)} of {PAIRS} pairs an iteration was shorter with the step put off; in "
+            f"the median it was {abs(middle):.1f}% {'shorter' if middle > 0 else 'longer'}"
         )
         if gains:
             return measured

@@ -257,12 +257,12 @@ class PendingBuckets:
 
     def _used(self, parameter: torch.Tensor, func: object) -> None:
         """A parameter is about to be read or written in Python."""
-        if self.is_beginning and not self._step.round.was_stopped:
-            return  # by the update itself, which is sent
+        round_ = self._step.round
+        if self.is_beginning and round_.stepper is not None and not round_.was_stopped:
+            return  # by the update itself, which is sent; Ctrl-C may have left the flag behind that
         self._end_stopped()
         bucket = self.of(parameter)
         self.finish([bucket])
-        round_ = self._step.round
         if bucket is not None and round_.stepper is not None and round_.thread == get_ident():
             name = next(name for name, one in zip(bucket.names, bucket.tensors, strict=True) if one is parameter)
             self.met.append((name, parameter, version_of(parameter)))

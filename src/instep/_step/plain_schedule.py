@@ -23,6 +23,7 @@ from instep._step.members import StepMembers
 from instep._step.recorder import Recorder
 from instep._step.running_step import HoldsStep, RunningStep
 from instep._step.writes import Gather
+from instep.errors import InstepError
 
 
 class PlainSchedule(HoldsStep):
@@ -30,6 +31,7 @@ class PlainSchedule(HoldsStep):
 
     Args:
         why: nobody but torch can take them; ``None``: nobody else is to.
+        takes_any_loop: whether nothing is asked for that needs knowledge of the loop.
     """
 
     def __init__(
@@ -40,8 +42,11 @@ class PlainSchedule(HoldsStep):
         clipping: Clipping,
         nonfinite: Policy,
         why: str | None = None,
+        *,
+        takes_any_loop: bool = False,
     ) -> None:
         self._why = why
+        self._takes_any_loop = takes_any_loop
         self.recorder: Recorder | None = None
         self.gather: Gather | None = None
         self._step = RunningStep(StepMembers(steppers), votes, accumulation, clipping, check=None)
@@ -63,6 +68,15 @@ class PlainSchedule(HoldsStep):
         """Only with ``INSTEP_DISABLE=1``, where gradients may be clipped and looked at: what is left to torch needs no
         knowledge of parameters."""
         return self._why is None
+
+    def lost(self, error: InstepError) -> None:
+        """The loop does what nobody but torch can follow: from now on nobody does."""
+        try:
+            if not self._takes_any_loop:
+                raise error
+            self._why = str(error)
+        finally:
+            del error  # or it would refer to itself, by way of this frame
 
     def begin_backward(self) -> bool:
         """An output of the model is about to get its gradient. Returns whether this is the first of them in the

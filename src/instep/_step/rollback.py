@@ -71,7 +71,7 @@ class Rollback:
             HyperparameterChangedError: the state was.
         """
         with self._step.lock:
-            if self._runs and self._found is not None:  # not of one that Ctrl-C has ended at its last line
+            if self._runs:
                 return
             try:
                 self._runs = True
@@ -85,6 +85,10 @@ class Rollback:
             finally:
                 del error  # or it would refer to itself, by way of this frame
 
+    def step_begins(self) -> None:
+        """None runs. Ctrl-C may have ended one at its last line, where it was about to say so."""
+        self._runs = False
+
     def if_applied(self) -> None:
         """Where backward has written anything."""
         if self._step.members.applied:
@@ -92,9 +96,9 @@ class Rollback:
 
     def _restore(self) -> InstepError | None:
         step = self._step
+        self._kept.release(step.members.all)
         if self._found is None:
             self._found = _written_since(step.members)
-        self._kept.release(step.members.all)
         for stepper in step.members.steppers:
             stepper.settle()
         for device in self.copies.devices:

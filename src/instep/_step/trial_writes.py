@@ -66,6 +66,7 @@ class TrialWrites(Writes):
             self._step.passes.clipping.begin()  # more gradients: what was measured of the step so far is not all
 
     def begin(self) -> None:
+        self._rollback.step_begins()
         if self._scale is not None:
             self._scale.begin()
 

@@ -56,7 +56,7 @@ def _unknown(held: Held) -> str | None:
     for optimizer in held.optimizers():
         if not not_asked(optimizer).contained:
             kind, how = type(optimizer).__name__, "by parameter" if keyed else "as a whole"
-            return f"{kind} is stepped {how}: only updates of torch.optim's are put off unasked"
+            return f"{kind} is stepped {how}, and only torch's own updates of a bucket are put off unasked"
     return None
 
 

@@ -215,8 +215,8 @@ class StepHooks:
         self, stepper: Stepper, compiled: Traced, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """``optimizer.step()`` is called. A closure is followed by what is done right before the update."""
-        if is_called_by_step(optimizer):
-            return None  # which has begun already
+        if not self._handles or is_called_by_step(optimizer):
+            return None  # Ctrl-C in ``attach`` has left this hook alone; or the call has begun already
         self._votes.require_same()
         self._schedule.begin_step(stepper)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -251,7 +251,7 @@ class StepHooks:
 
     def after_step(self, stepper: Stepper, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``optimizer.step()`` is about to return."""
-        if not is_called_by_step(optimizer):
+        if self._handles and not is_called_by_step(optimizer):
             with profiled("after update"):
                 try:
                     self._schedule.commit(stepper)

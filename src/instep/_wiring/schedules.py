@@ -57,7 +57,8 @@ def choose(
     """The schedule that ``options`` ask for."""
     if options.disabled:
         why = None if options.left_to_torch == BY_ENVIRONMENT else options.left_to_torch
-        plain = PlainSchedule(steppers, votes, accumulation, clipping, options.nonfinite, why)
+        any_loop = options.takes_any_loop
+        plain = PlainSchedule(steppers, votes, accumulation, clipping, options.nonfinite, why, takes_any_loop=any_loop)
         return Chosen(plain, None, False, lambda _: NoReaders(), None)
     if options.schedule == "forward":
         # An update that runs later raises elsewhere: of a step() that is the user's own, the loop expects it there.

@@ -44,6 +44,8 @@ def advice_beside(runs: Sequence[Run], found: Sequence[Figures]) -> list[list[st
 def _measured(run: Run, found: Figures, attached: Sequence[tuple[Run, Figures]]) -> list[str]:
     said = []
     for other, its in attached:
+        if other.setup.optimizer != run.setup.optimizer:
+            continue  # what another optimizer changes is not instep's doing
         memory = bytes_change([run.ranks[0].memory.peak, other.ranks[0].memory.peak])
         time = duration_change([run, other], [found, its])
         said.append(f"{other.setup.label}, as recorded here: peak memory: {memory}; iteration: {time}.")
@@ -118,9 +120,10 @@ def _fused(run: Run, found: Figures, memory: Memory) -> str | None:
 def _steps_hidden(run: Run, found: Figures, memory: Memory) -> str | None:
     step = found.step
     if run.job.ranks == 1 and run.setup.options.get("schedule") == "'backward'":
-        return (
-            f"On one device the step of {ms(step.total)} inside backward is not hidden, and is not meant to be: there "
-            "instep saves memory, not time."
+        return f"On one device the step of {ms(step.total)} inside backward is not hidden, and is not meant to be: " + (
+            "undo also keeps copies until optimizer.step(). Without undo instep saves memory there."
+            if "undo" in run.setup.options
+            else "there instep saves memory, not time."
         )
     if step.total == 0:
         return None
@@ -129,8 +132,7 @@ def _steps_hidden(run: Run, found: Figures, memory: Memory) -> str | None:
         return f"{share:.0%} of the step is hidden, and {ms(step.exposed)} of an iteration are left of it."
     if run.job.ranks == 1:
         return (
-            f"{ms(step.exposed)} of the step stay exposed: it is taken at once, or there is nothing to hide it "
-            "behind. overlap.advice says which."
+            f"{ms(step.exposed)} of the step stay exposed: it is taken at once, or there is nothing to hide it behind."
         )
     if found.communication.exposed < WORTH * found.iteration:
         return (

@@ -60,7 +60,7 @@ def cards(compared: Compared) -> list[Card]:
         ),
     ]
     if len(runs) > 1:
-        meaning = "After the last recorded step. They are equal where all loops have seen the same batches."
+        meaning = "After the last recorded step. Other batches, settings or optimizers make them differ."
         meaning = meaning if compared.weights is None else "As the loops were compared while they trained."
         made.append(Card("weights", [compared.weights or _weights(runs)], "", meaning))
     return made
