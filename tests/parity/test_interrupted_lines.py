@@ -17,8 +17,9 @@ from torch import nn
 
 import instep
 from instep._autograd.backward import current
+from instep._autograd.hooks import last_of_pre_hooks
 from instep._step.round import Round
-from instep._wiring import stepping_itself
+from instep._wiring import connect, stepping_itself
 from instep.attaching import attach_stepping_itself
 from instep.errors import InstepError, TornStepError, UncommittedStepError
 from instep.sources.local.backwards import WritingBackwards
@@ -255,3 +256,14 @@ def test_at_the_line_that_takes_a_flag_back(flag: str, way: str) -> None:
         ends = [plain(clips=way == "clipped", skips=skips) for skips in (True, False)]
         assert None in [first_difference(iter(end), iter(loop.state())) for end in ends]
         assert loop.overlap.state == "idle"
+
+
+@pytest.mark.parametrize("way", ["forward", "backward", "undo", "default"])
+def test_attach_is_interrupted_where_its_last_hook_is_not_noted_yet(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connect, "last_of_pre_hooks", once(last_of_pre_hooks))
+    loop = Loop(None)
+    with pytest.raises(KeyboardInterrupt):
+        instep.attach(loop.model, loop.optimizer, **WAYS[way])
+    for i in range(BEFORE + 1 + AFTER):
+        loop.step(i)
+    assert first_difference(iter(plain(clips=False, skips=False)), iter(loop.state())) is None

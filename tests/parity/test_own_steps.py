@@ -178,3 +178,32 @@ def test_nothing_is_tried_of_it() -> None:
         assert not tried
         assert train(model, optimizer, 0, clip=False) == "nothing"
         assert tried == [optimizer]
+
+
+def test_a_class_that_gets_a_step_of_its_own_after_attach() -> None:
+    class Later(torch.optim.AdamW):
+        pass
+
+    calls: list[int] = []
+
+    def step(self: torch.optim.AdamW, closure: Any = None) -> Any:
+        calls.append(len(calls))
+        return torch.optim.AdamW.step(self, closure)
+
+    loops: list[tuple[Any, torch.optim.Optimizer]] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = Blocks()
+        loops.append((model, Later(model.parameters(), lr=1e-2)))
+    with instep.attach(*loops[1], defer=True, bucket_bytes=1_000) as overlap:
+        for i in range(4):
+            if i == 2:
+                overlap.synchronize()
+                Later.step = step  # type: ignore[method-assign, assignment]
+            before = len(calls)
+            for loop in loops:
+                assert train(*loop, i, clip=False) == "nothing"
+            assert len(calls) - before == (2 if i >= 2 else 0)
+        overlap.synchronize()
+        states = [training_state(*loop) for loop in loops]
+        assert first_difference(*states) is None

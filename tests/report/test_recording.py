@@ -136,13 +136,15 @@ def test_gradients_of_a_step_that_is_put_off_are_there_until_the_next_forward_ha
     assert memory.alive["gradients"] <= 1.1 * DEPTH * LAYER
 
 
-def test_state_that_a_first_step_makes_is_state(tmp_path: Path) -> None:
-    model, optimizer = made("plain")
-    with instep.record(model, optimizer, 1) as recording:
-        train(model, optimizer, 1)
+@pytest.mark.parametrize("how", HOW)
+def test_state_that_a_first_step_makes_is_state(how: str) -> None:
+    """Also on the thread that steps behind the next forward, which torch's profiler does not follow."""
+    model, optimizer = made(how)
+    with instep.record(model, optimizer, 2) as recording:
+        train(model, optimizer, 3)
     run = recording.run()
     assert run is not None
-    assert run.ranks[0].memory.alive["optimizer state"] >= 2 * DEPTH * LAYER
+    assert 2 * DEPTH * LAYER <= run.ranks[0].memory.alive["optimizer state"] < 2.1 * DEPTH * LAYER
     assert run.ranks[0].memory.alive.get("temporaries of the step", 0) < LAYER / 10
 
 

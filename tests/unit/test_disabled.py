@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 
 import instep
 from instep import ClipNorm, ClipValue
-from instep.errors import AttachError, NonFiniteGradientError
+from instep.errors import AttachError, NonFiniteGradientError, StaleAttachmentError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
 
@@ -281,3 +281,36 @@ def test_what_the_plain_loop_cannot_have_is_refused(options: dict[str, Any], nam
         instep.attach(model, optimizer, **{"schedule": "backward", **options})
     with instep.attach(model, optimizer, schedule="backward"), pytest.raises(AttachError, match="already attached"):
         instep.attach(model, optimizer, schedule="backward")
+
+
+def test_a_loop_that_changes_its_parameters_goes_on() -> None:
+    """As the default line goes on, which leaves the steps to torch then."""
+    loops = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = Blocks()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loops.append((model, optimizer, instep.attach(model, optimizer) if attached else None))
+    for i in range(5):
+        for model, optimizer, _ in loops:
+            if i == 2:
+                del optimizer.param_groups[0]["params"][3:5]
+            x, y = batch(i)
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            model.zero_grad()
+        assert first_difference(*(training_state(model, optimizer) for model, optimizer, _ in loops)) is None
+    overlap = loops[1][2]
+    assert overlap is not None
+    assert "is no longer in AdamW.param_groups" in repr(overlap)
+    assert overlap.step_count == 5
+
+
+def test_what_was_asked_for_needs_its_parameters() -> None:
+    model = Blocks()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with instep.attach(model, optimizer, clip=ClipNorm(1.0)):
+        del optimizer.param_groups[0]["params"][3:5]
+        nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+        with pytest.raises(StaleAttachmentError, match="is no longer in AdamW"):
+            optimizer.step()

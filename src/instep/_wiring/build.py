@@ -151,7 +151,10 @@ def _separability(optimizer: Optimizer, options: Options, *, in_backward: bool, 
         return not_asked(optimizer)
     try:
         keyed, offloaded = options.randomness.random is not None, options.offload is not None
-        return separability_of(optimizer, in_backward=in_backward, on_trial=on_trial, keyed=keyed, offloaded=offloaded)
+        with torch.device("cpu"):  # the trial compares values, and the loop may be about to make tensors without any
+            return separability_of(
+                optimizer, in_backward=in_backward, on_trial=on_trial, keyed=keyed, offloaded=offloaded
+            )
     except UnsupportedOptimizerError as error:
         if not str(error).endswith(STEPPED_WHOLE):
             raise

@@ -62,9 +62,15 @@ def tensors_in_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
             yield from (value for value in values.values() if isinstance(value, torch.Tensor))
 
 
-def state_addresses(optimizers: Sequence[Optimizer]) -> set[int]:
-    """Where the state of the optimizers lies now."""
-    return {address for o in optimizers for tensor in tensors_in_state(o) for address, _ in storages(tensor)}
+def state_beside_parameters(optimizers: Sequence[Optimizer]) -> dict[int, int]:
+    """Where the state of the optimizers lies now, on the device of its parameter, and how many bytes are there."""
+    found: dict[int, int] = {}
+    for optimizer in optimizers:
+        for parameter, values in list(optimizer.state.items()):
+            for tensor in values.values() if isinstance(values, dict) else ():
+                if isinstance(tensor, torch.Tensor) and tensor.device == getattr(parameter, "device", None):
+                    found.update(storages(tensor))
+    return found
 
 
 def _count(by_address: dict[int, tuple[str, int]], tensor: torch.Tensor, category: str) -> None:
@@ -113,14 +119,15 @@ def memory_of(
     spans: Sequence[Span],
     held: Mapping[str, int],
     notes: GradientNotes,
-    state: set[int],
+    state: Mapping[int, int],
     window: tuple[float, float],
 ) -> Memory:
     """The curve of what is alive in ``window``.
 
     Args:
         spans: in which memory is made: a category by their kind.
-        state: addresses of the optimizers' state in the end.
+        state: the optimizers' state in the end, as ``state_beside_parameters`` has it. What was made meanwhile on a
+            thread that the profiler does not follow is taken to have been there from the beginning.
     """
     phases, accumulations = Phases(spans), Phases(trace.accumulations())
     allocations = pair(
@@ -135,7 +142,9 @@ def memory_of(
         elif allocation.end is None and allocation.address in state and allocation.nbytes > 0:
             allocation = replace(allocation, category=STATE)
         known.append(allocation)
-    return curve(known, held, *window)
+    seen = sum(allocation.nbytes for allocation in known if allocation.category == STATE)
+    before = held.get(STATE, 0)
+    return curve(known, {**held, STATE: max(before, sum(state.values()) - seen)}, *window)
 
 
 def _category(time: float, thread: int, phases: Phases, accumulations: Phases) -> str:

@@ -25,7 +25,7 @@ from instep._autograd.hooks import is_called_by_step
 from instep._ranks.messages import gather_json
 from instep.errors import AttachError, InstepError
 from instep.recording.clock import Clock
-from instep.recording.holdings import GradientNotes, held_before, memory_of, state_addresses
+from instep.recording.holdings import GradientNotes, held_before, memory_of, state_beside_parameters
 from instep.recording.trace import Event, Trace
 from instep.recording.weights import Weights
 from instep.report.overlap import outside
@@ -195,7 +195,7 @@ class _Running:
         if self._ends is None:
             self._ends = perf_counter()
             self._undo.close()
-            self._state = state_addresses(self._optimizers)
+            self._state = state_beside_parameters(self._optimizers)
             self._weights.look()
 
     def found(self) -> tuple[Rank, list[Event]]:
