@@ -406,7 +406,7 @@ class Attachment:
         self.detach()
 
     def __repr__(self) -> str:
-        optimizers = ", ".join(stepper.name for stepper in self._parts.held.steppers)
+        optimizers = ", ".join(stepper.name for stepper in self._parts.held.steppers) or "no optimizer of torch's"
         plan, deferral = self.plan, self._parts.schedule.deferral
         return (
             f"<instep.Attachment {self._parts.held.name} with {optimizers}: schedule={self._options.schedule!r}, "

@@ -851,6 +851,14 @@ MUTANTS = [
         "tests/report/test_recording.py",
     ),
     Mutant(
+        "a spent gradient's data is a use of it",
+        "BackwardSchedule._needs_no_values",
+        "(*ZERO, CONVERSION, DETACH)",
+        "(*ZERO, CONVERSION)",
+        "tests/parity/test_structures.py",
+        "cleared_anywhere",
+    ),
+    Mutant(
         "step by oneself inside no_sync",
         "SteppingItself._step",
         'if self._schedule.state == "open" or any(reduced):',

@@ -1325,6 +1325,9 @@ CLEARS: dict[str, Callable[[Contender], object]] = {
     "model to zero": lambda lane: lane.model.zero_grad(set_to_none=False),
     "by hand": lambda lane: [assign(p, "grad", None) for p in lane.model.parameters()] and None,
     "by hand to zero": lambda lane: [p.grad.zero_() for p in lane.model.parameters() if p.grad is not None] and None,
+    "by hand in data": lambda lane: (
+        [p.grad.data.zero_() for p in lane.model.parameters() if p.grad is not None] and None
+    ),
     "new zeros": lambda lane: [assign(p, "grad", torch.zeros_like(p)) for p in lane.model.parameters()] and None,
     "never": lambda lane: None,
 }

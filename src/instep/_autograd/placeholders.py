@@ -11,6 +11,8 @@ from instep.errors import InstepError, SpentGradientError
 
 CONVERSION = "_to_copy"
 """What ``model.to()`` does to each gradient. It needs no values, only the new dtype and device."""
+DETACH = "detach"
+"""What ``.data`` is: old loops clear by ``p.grad.data.zero_()``. It needs no values as long as nobody asks for them."""
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 """What ``GradScaler.unscale_`` and ``step`` do to all gradients of an optimizer at once."""
 
@@ -108,7 +110,8 @@ class SpentGradient(Placeholder):
                 raise error
         finally:
             del error  # or it would refer to itself, by way of this frame
-        return SpentGradient(self, self._of, self._explain, dtype, device) if operation == CONVERSION else self
+        makes_another = operation in (CONVERSION, DETACH)
+        return SpentGradient(self, self._of, self._explain, dtype, device) if makes_another else self
 
 
 class HeldGradient(Placeholder):
@@ -218,7 +221,7 @@ def become_real(held: HeldGradient) -> None:
 _NOTHING = torch.empty(0)
 
 
-_WITHOUT_VALUES = (CONVERSION, *ACCUMULATE, *ZERO)
+_WITHOUT_VALUES = (CONVERSION, DETACH, *ACCUMULATE, *ZERO)
 
 
 def _form_of(tensor: torch.Tensor) -> tuple[Any, ...]:

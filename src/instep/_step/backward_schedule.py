@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from instep._autograd.engine import graph_task
-from instep._autograd.placeholders import ACCUMULATE, CONVERSION, ZERO, ZeroedGradient
+from instep._autograd.placeholders import ACCUMULATE, CONVERSION, DETACH, ZERO, ZeroedGradient
 from instep._gradients.clipping import Clipping
 from instep._gradients.finite import Policy
 from instep._gradients.scaling import LossScale
@@ -288,7 +288,7 @@ class BackwardSchedule(BucketSink):
         # clears before they count. Where it does not, optimizer.step() finds a spent gradient. But DDP's reducer and
         # FSDP would take the sum at once.
         adds = operation in ACCUMULATE and graph_task() is not None and not wrapped and attached.mesh is None
-        return adds or operation in ZERO or operation == CONVERSION
+        return adds or operation in (*ZERO, CONVERSION, DETACH)
 
     @property
     def state(self) -> str:

@@ -129,8 +129,9 @@ class FinalWrites(Writes):
                 f"backward has updated {len(self._step.members.applied)} parameters, and {owed_steps(self._step)} has "
                 "not been called since: the plain loop would still read the old weights here. Call step() of every "
                 f"attached optimizer after each backward. To accumulate: {MICRO_BATCHES}. For a loss that only passes "
-                "through this model, as an actor's through its critic: model.requires_grad_(False) around it, or "
-                f"zero_grad() before the model's own backward() and not after step(). {KEEP_ALL}. {GIVE_UP}"
+                "through this model, as an actor's through its critic: model.requires_grad_(False) around it; or, if "
+                "the model's own loss comes first, zero_grad() before its backward() and not after step(). "
+                f"{KEEP_ALL}. {GIVE_UP}"
             )
 
     def before_state(self, stepper: Stepper) -> None:
