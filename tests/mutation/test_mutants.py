@@ -789,7 +789,7 @@ MUTANTS = [
     Mutant(
         "an end of backward that was interrupted has noted what it was to note",
         "EndOfBackward.run",
-        "        try:\n            self._end()\n            self._failed = None\n",
+        "        try:\n            self._end()\n",
         "        self._failed = None\n        try:\n            self._end()\n",
         "tests/unit/test_engine.py",
     ),

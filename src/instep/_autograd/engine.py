@@ -126,14 +126,18 @@ class EndOfBackward:
         self._failed: Callable[[], None] | None = failed
 
     def run(self) -> None:
+        """An end that raises has noted what it was to note. Ctrl-C may have come before it could: ``failed`` is called,
+        too, when this is dropped."""
         try:
             self._end()
-            self._failed = None
         except Exception:
-            self._failed = None  # the end has noted that
-            raise  # Ctrl-C may have come before it could note anything: ``failed`` is called, too
-        finally:
-            _expected.pop(id(self), None)
+            self._is_over()
+            raise
+        self._is_over()
+
+    def _is_over(self) -> None:
+        self._failed = None
+        _expected.pop(id(self), None)
 
     @untraced
     def __call__(self) -> None:

@@ -34,18 +34,18 @@ def advice_beside(runs: Sequence[Run], found: Sequence[Figures]) -> list[list[st
     """Of each of several recordings. A plain loop that was recorded with instep, too, is told what that has changed, in
     place of what it might."""
     figured = list(zip(runs, found, strict=True))
-    attached = [(run, one) for run, one in figured if run.setup.options]
-    return [
-        _measured(run, one, attached) if attached and not run.setup.options else advice(run, one)
-        for run, one in figured
-    ]
+    said = []
+    for run, one in figured:
+        # What another optimizer changes is not instep's doing.
+        same = [(other, its) for other, its in figured if other.setup.optimizer == run.setup.optimizer]
+        attached = [(other, its) for other, its in same if other.setup.options]
+        said.append(_measured(run, one, attached) if attached and not run.setup.options else advice(run, one))
+    return said
 
 
 def _measured(run: Run, found: Figures, attached: Sequence[tuple[Run, Figures]]) -> list[str]:
     said = []
     for other, its in attached:
-        if other.setup.optimizer != run.setup.optimizer:
-            continue  # what another optimizer changes is not instep's doing
         memory = bytes_change([run.ranks[0].memory.peak, other.ranks[0].memory.peak])
         time = duration_change([run, other], [found, its])
         said.append(f"{other.setup.label}, as recorded here: peak memory: {memory}; iteration: {time}.")
