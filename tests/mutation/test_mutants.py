@@ -844,6 +844,13 @@ MUTANTS = [
         "tests/unit/test_disabled.py",
     ),
     Mutant(
+        "a class that gets a step() of its own after attach is put off",
+        "HandOver._can_be_put_off",
+        "            and steps_as_tested(optimizer)  #",
+        "            #",
+        "tests/parity/test_own_steps.py",
+    ),
+    Mutant(
         "a recording leaves out the state that a deferred first step makes",
         "memory_of",
         "max(before, sum(state.values()) - seen)",

@@ -184,6 +184,7 @@ def test_a_class_that_gets_a_step_of_its_own_after_attach() -> None:
     class Later(torch.optim.AdamW):
         pass
 
+    torch.optim.AdamW([torch.ones(1)])  # torch calls the hooks in its step() from now on, also where another calls it
     calls: list[int] = []
 
     def step(self: torch.optim.AdamW, closure: Any = None) -> Any:

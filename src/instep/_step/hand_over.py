@@ -14,7 +14,7 @@ from instep._life.worker import ending
 from instep._optim.autocast import autocast_matters, require_same_in_autocast
 from instep._optim.calls import calls_of
 from instep._optim.initial_state import asks_for_state, begin_state
-from instep._optim.kinds import is_torchs_own
+from instep._optim.kinds import is_torchs_own, steps_as_tested
 from instep._optim.owners import Owners
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there, none_there
 from instep._optim.plan import Bucket
@@ -253,6 +253,7 @@ class HandOver:
             # State that was made in it can be written in it alone, and whoever updates later is not in the loop's.
             and not torch.is_inference_mode_enabled()
             and is_copied_whole(optimizer)
+            and steps_as_tested(optimizer)  # its class may have got another step() since it was attached
             and not autocast_matters(optimizer)
             and self._reading.is_alike()
             and not is_captured(self._step.members.all[0].spec.device)
