@@ -12,7 +12,7 @@ from tests.devices import here
 from tests.distributed.sharded import fsdp1, nested
 
 
-def ddp(model: nn.Module, **options: Any) -> nn.Module:
+def ddp(model: nn.Module, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(model.to(here()), bucket_cap_mb=0.004, **options)
 
 

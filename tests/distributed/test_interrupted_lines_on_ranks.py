@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import instep
-from instep.errors import InstepError, StepMismatchError, TornStepError, UncommittedStepError
+from instep.errors import StepMismatchError, TornStepError, UncommittedStepError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks
 from tests.distributed.pool import BodyFailedError, RankPool
@@ -80,17 +80,11 @@ def lines_of(source: str, way: str) -> int:
 
 def interrupted(source: str, way: str, where: int, ends: list[Any], behind: list[Any]) -> str | None:
     """What is wrong."""
-    loop, interrupter, told = made(source), LineInterrupter(where), None
+    loop, interrupter = made(source), LineInterrupter(where)
     with instep.attach(loop.model, loop.optimizer, **WAYS[way]) as overlap:
         for i in range(BEFORE):
             loop.learn(i)
-        try:
-            with interrupter.watching():
-                loop.learn(BEFORE)
-        except KeyboardInterrupt:
-            pass
-        except InstepError as error:  # the interrupt was lost, and what it has left was found at once
-            told = error
+        told: Exception | None = interrupter.interrupt(lambda: loop.learn(BEFORE))
         wanted = ends
         try:
             loop.optimizer.zero_grad()

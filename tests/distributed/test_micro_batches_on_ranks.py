@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep import ClipNorm
@@ -20,14 +19,11 @@ from tests.cases import Blocks, Sometimes, Tied, batch, two_groups
 from tests.devices import here
 from tests.distributed.comm_hooks import HOOKS
 from tests.distributed.pool import RankPool
+from tests.distributed.reduced import ddp
 
 COUNT = 3
 STEPS = 3
 Losses = Callable[[nn.Module, int], torch.Tensor]
-
-
-def ddp(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(model.to(here()), bucket_cap_mb=0.004, **options)
 
 
 SOURCES: Mapping[str, Callable[[nn.Module], nn.Module]] = {

@@ -83,6 +83,17 @@ class LineInterrupter:
     def watching(self) -> AbstractContextManager[None]:
         return interrupting(sys.settrace, self.in_function)
 
+    def interrupt(self, act: Callable[[], object]) -> InstepError | None:
+        """Call ``act``, and catch the interrupt. Returns what is told at once, where the interrupt was lost."""
+        try:
+            with self.watching():
+                act()
+        except KeyboardInterrupt:
+            pass
+        except InstepError as error:
+            return error
+        return None
+
 
 def leaves_a_context(frame: FrameType) -> bool:
     """Whether ``__exit__`` is about to be called, without an exception: there the interpreter runs no handler, and what

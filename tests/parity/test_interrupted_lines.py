@@ -21,7 +21,7 @@ from instep._autograd.hooks import last_of_pre_hooks
 from instep._step.round import Round
 from instep._wiring import connect, stepping_itself
 from instep.attaching import attach_stepping_itself
-from instep.errors import InstepError, TornStepError, UncommittedStepError
+from instep.errors import TornStepError, UncommittedStepError
 from instep.sources.local.backwards import WritingBackwards
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
@@ -83,18 +83,12 @@ def lines_of(way: str) -> int:
 
 
 def interrupted(way: str, where: int) -> None:
-    loop, interrupter, told = Loop(way), LineInterrupter(where), None
+    loop, interrupter = Loop(way), LineInterrupter(where)
     assert loop.overlap is not None
     with loop.overlap:
         for i in range(BEFORE):
             loop.step(i)
-        try:
-            with interrupter.watching():
-                loop.step(BEFORE)
-        except KeyboardInterrupt:
-            pass
-        except InstepError as error:  # the interrupt was lost, and what it has left was found at once
-            told = error
+        told = interrupter.interrupt(lambda: loop.step(BEFORE))
         try:
             loop.optimizer.zero_grad()
             for i in range(BEFORE + 1, BEFORE + 1 + AFTER):
@@ -144,11 +138,7 @@ def interrupted_around(way: str, act: Callable[[Loop], None], where: int | None)
     loop.way = way
     for i in range(BEFORE):
         loop.step(i)
-    try:
-        with interrupter.watching():
-            act(loop)
-    except KeyboardInterrupt:
-        pass
+    assert interrupter.interrupt(lambda: act(loop)) is None
     if loop.overlap is not None and where is None:
         loop.overlap.detach()
     for i in range(BEFORE, BEFORE + 1 + AFTER):
@@ -241,11 +231,7 @@ def test_at_the_line_that_takes_a_flag_back(flag: str, way: str) -> None:
     with loop.overlap:
         for i in range(BEFORE):
             loop.step(i)
-        try:
-            with interrupter.watching():
-                loop.step(BEFORE)
-        except KeyboardInterrupt:
-            pass
+        assert interrupter.interrupt(lambda: loop.step(BEFORE)) is None
         loop.optimizer.zero_grad()
         read = [p.detach().clone() for p in loop.model.parameters()]
         loop.overlap.synchronize()
