@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.demo.job import Shape
-from instep.demo.model import ByteGPT
-from instep.planning.live_bytes import LiveBytes
+from instep.demo.loops import ByteGPT
+from instep.planning.rehearse import LiveBytes
 from instep.verification import first_difference, training_state
 
 MIB = 1 << 20

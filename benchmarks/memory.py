@@ -34,9 +34,9 @@ from memory_ways import BUCKET, OFFLOADED_BUCKETS, PARTS, SETTINGS, Way, install
 from one_device import OPTIONS, Model
 from torch import nn
 
-from instep._optim.plan import MIB
+from instep._optim.parameters import MIB
 from instep.planning.job import Job, Rates
-from instep.planning.making import plan
+from instep.planning.plan import plan
 
 PLANNED = "INSTEP_BENCHMARK_PLANNED"
 """The environment's name for the model, and its dtype, that ``instep plan`` is to make."""

@@ -22,8 +22,7 @@ from memory_ways import PARTS, SETTINGS, models
 from one_device import Model, Plain
 from torch import nn
 
-from instep.planning.kernels import inside
-from instep.planning.live_bytes import LiveBytes
+from instep.planning.rehearse import LiveBytes, inside
 
 STEPS = 3
 Found = dict[str, Any]

@@ -28,12 +28,12 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 import instep
-from instep._optim.plan import MIB, ParameterSpec, fill_buckets
+from instep._optim.parameters import MIB, ParameterSpec, fill_buckets
 from instep.demo.job import Shape
-from instep.demo.model import CONTEXT, ByteGPT
+from instep.demo.loops import CONTEXT, ByteGPT
 from instep.functional import apply_optimizer_in_backward
 from instep.options import DEFAULT_BUCKET_BYTES
-from instep.planning.live_bytes import LiveBytes
+from instep.planning.rehearse import LiveBytes
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 PLAIN = "plain, fused"

@@ -7,9 +7,9 @@ import torch
 from measure import ratio
 from one_device import PEERS, PLAIN, SIZES, Model, Plain, gpt, processor_times
 
-from instep._optim.plan import MIB
+from instep._optim.parameters import MIB
 from instep.demo.job import Shape
-from instep.planning.live_bytes import LiveBytes
+from instep.planning.rehearse import LiveBytes
 
 ROWS = {
     PLAIN: "plain, `AdamW(fused=True)`",

@@ -25,13 +25,13 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import instep
-from instep._life.worker import Task, Worker
-from instep._optim.plan import MIB
+from instep._optim.parameters import MIB
+from instep._torch.worker import Task, Worker
 from instep.demo.job import Shape
-from instep.demo.model import ByteGPT
+from instep.demo.loops import ByteGPT
 from instep.planning.job import Job
-from instep.planning.making import plan
-from instep.planning.planned_model import FOR_LOOP, IMPLEMENTATIONS
+from instep.planning.plan import plan
+from instep.planning.rehearse import FOR_LOOP, IMPLEMENTATIONS
 
 BUCKET = MIB
 COUNT = "the steps that count"

@@ -23,9 +23,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep._wiring import connect
+from instep._wiring import build as connect
 from instep.demo.job import Shape
-from instep.demo.model import CONTEXT, ByteGPT
+from instep.demo.loops import CONTEXT, ByteGPT
 
 ROWS = 2
 BACKWARD = {"schedule": "backward"}

@@ -44,9 +44,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep._optim.plan import MIB
+from instep._optim.parameters import MIB
 from instep.demo.job import Shape
-from instep.demo.model import ByteGPT
+from instep.demo.loops import ByteGPT
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 PLAIN, BOUND = "plain DDP", "no optimizer"

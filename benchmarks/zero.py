@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.demo.job import Shape
-from instep.demo.model import CONTEXT, ByteGPT
+from instep.demo.loops import CONTEXT, ByteGPT
 
 MIB = 1 << 20
 ROWS = 2

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, settings
 
 # Nothing here may import tests.devices, which asks for the device: an accelerator is loaded in pytest_configure.
 from instep import attaching
-from instep._life import life
-from instep._life.worker import NAME
+from instep._torch import lifetime as life
+from instep._torch.worker import NAME
 from instep.attachment import attachments
 from tests import missing, net, selection
 from tests.accelerator import sessions

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from time import monotonic, sleep
 from unittest.mock import patch
 
-from instep._life.worker import Task, Worker
+from instep._torch.worker import Task, Worker
 from tests import net
 
 PATIENCE = net.SECONDS / 10

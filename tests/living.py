@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import instep
-from instep._life import life, worker
-from instep._life.worker import NAME
+from instep._torch import lifetime as life
+from instep._torch import worker
+from instep._torch.worker import NAME
 from tests.cases import batch
 
 PATIENCE = 10.0

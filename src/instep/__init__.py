@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 from instep._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from instep._gradients.policies import ClipNorm as ClipNorm
-    from instep._gradients.policies import ClipValue as ClipValue
-    from instep._optim.draw_keys import draw_key as draw_key
+    from instep._gradients.clipping import ClipNorm as ClipNorm
+    from instep._gradients.clipping import ClipValue as ClipValue
+    from instep._optim.random_numbers import draw_key as draw_key
     from instep.attaching import attach as attach
     from instep.attachment import Attachment as Attachment
     from instep.attachment import attached as attached
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from instep.verification import verify as verify
 
 _ROOMS = {
-    "ClipNorm": "_gradients.policies",
-    "ClipValue": "_gradients.policies",
-    "draw_key": "_optim.draw_keys",
+    "ClipNorm": "_gradients.clipping",
+    "ClipValue": "_gradients.clipping",
+    "draw_key": "_optim.random_numbers",
     "Attachment": "attachment",
     "attach": "attaching",
     "attached": "attachment",

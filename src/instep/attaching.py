@@ -11,14 +11,14 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from instep._arguments import models_of, optimizers_of, torchs_of, unlike_torchs
-from instep._gradients.finite import Policy
-from instep._gradients.policies import ClipNorm, ClipValue
+from instep._gradients.clipping import ClipNorm, ClipValue
+from instep._gradients.scaling import Policy
 from instep._refusals.rules import DISABLED, LEFT_TO_TORCH, MODEL, OPTIONS, PARAMETERS, left_to_torch, refuse
 from instep.attachment import Attachment, attached_parameters, giving_way, register
 from instep.errors import AttachError
 from instep.options import BY_ENVIRONMENT, Communication, Defer, Offload, Options, Randomness, Schedules
-from instep.sources.ddp.hook_slot import CommHook
-from instep.sources.fsdp.wrappers import put_shards_in_place
+from instep.sources.ddp.reducer import CommHook
+from instep.sources.fsdp.modules import put_shards_in_place
 from instep.target import Target, as_one
 
 if TYPE_CHECKING:

@@ -15,16 +15,12 @@ from torch.optim import Optimizer
 
 from instep._arguments import optimizers_of, require_model
 from instep._micro_batches.run import micro_batches
-from instep._optim.parameters import AttachedParameter
-from instep._optim.plan import MIB, Plan
-from instep._step.recorder import Recorder
+from instep._optim.parameters import MIB, AttachedParameter, Plan
+from instep._step.state import Recorder
 from instep._wiring.advice import advice
-from instep._wiring.build import build
-from instep._wiring.connect import connect
-from instep._wiring.held import living_parameters
-from instep._wiring.recorded import record_attached, record_plain
-from instep._wiring.resyncing import resync_from
-from instep._wiring.shown import Stats, stats_of, table_of
+from instep._wiring.build import build, connect
+from instep._wiring.verbs import Stats, record_attached, record_plain, resync_from, stats_of, table_of
+from instep._wiring.weak_refs import living_parameters
 from instep.errors import AttachError, InstepError, UncommittedStepError
 from instep.options import Options
 from instep.target import Target

@@ -16,13 +16,10 @@ import typer
 
 from instep._signals import TerminatedError, raising
 from instep._version import __version__
-from instep.demo.errors import DemoError
-from instep.demo.job import Size
-from instep.planning.errors import PlanError
-from instep.planning.job import Job, Rates
-from instep.report.files import NotWrittenError, write
-from instep.report.jobs import by_job
-from instep.report.run import NotARecordingError, load_all
+from instep.demo.job import DemoError, Size
+from instep.planning.job import Job, PlanError, Rates
+from instep.report.figures import by_job
+from instep.report.run import NotARecordingError, NotWrittenError, load_all, write
 
 NOT_EQUAL, CANNOT_RUN, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
@@ -118,13 +115,13 @@ def report(
             write("--output", output, page(by_job(runs)))
             typer.echo(f"wrote {output}", err=True)
         if json:
-            from instep.report.terminal import summary
+            from instep.report.page import summary
 
             typer.echo(jsonlib.dumps([summary(run) for run in runs], indent=2))
         if text or (output is None and not json):
             from rich.console import Console
 
-            from instep.report.terminal import show
+            from instep.report.page import show
 
             show(Console(), by_job(runs))
 
@@ -215,7 +212,7 @@ def plan(
         micro_batches,
         offload,
     )
-    from instep.planning.run import run
+    from instep.planning.show import run
 
     with _exit_codes("plan"):
         run(job, refusals, json, quiet)

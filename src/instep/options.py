@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.amp import GradScaler
 
-from instep._gradients.finite import Policy
-from instep._gradients.policies import ClipNorm, ClipValue
-from instep._optim.calling import ONLY_DEFER
-from instep._optim.plan import MIB
-from instep.sources.ddp.hook_slot import CommHook
+from instep._gradients.clipping import ClipNorm, ClipValue
+from instep._gradients.scaling import Policy
+from instep._optim.kinds import ONLY_DEFER
+from instep._optim.parameters import MIB
+from instep.sources.ddp.reducer import CommHook
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

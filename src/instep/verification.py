@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from instep._arguments import optimizers_of, require_count, require_model
 from instep.attaching import attach
 from instep.errors import AttachError
-from instep.sources.fsdp.wrappers import put_shards_in_place
+from instep.sources.fsdp.modules import put_shards_in_place
 
 Build = Callable[[], tuple[nn.Module, Optimizer | Sequence[Optimizer], Callable[[int], object]]]
 

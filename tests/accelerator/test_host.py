@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep._autograd.engine import Backwards, EndOfBackward, is_of_backward
+from instep._torch.engine import Backwards, EndOfBackward, is_of_backward
 from tests.accelerator.loops import CLIP, MODELS, OPTIMIZERS, WAYS
 from tests.accelerator.recording import recorded
 from tests.accelerator.waits import STEPS, Asking, regular_steps, require_waits

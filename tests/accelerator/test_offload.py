@@ -19,7 +19,7 @@ import instep
 from instep.errors import AttachError, InstepError, UnsupportedOptimizerError
 from instep.options import Schedules
 from instep.planning.job import Job, Rates
-from instep.planning.making import plan
+from instep.planning.plan import plan
 from tests.accelerator.comparing import compare
 from tests.accelerator.loops import CLIP, HAPPENINGS, MODELS, ONLY, OPTIMIZERS, train
 from tests.accelerator.measuring import BUCKET, GRADIENTS, measure, peak, plain_peak

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._autograd.engine import EndOfBackward
+from instep._torch.engine import EndOfBackward
 from tests import net
 from tests.accelerator.device import emu
 from tests.accelerator.loops import SMALL, WAYS

@@ -72,8 +72,8 @@ def at_import(module: str) -> None:
 
 
 def again_while_it_stops() -> None:
-    before("instep.demo.display._line")
-    launch = pkgutil.resolve_name("instep.demo.launch")
+    before("instep.demo.run._line")
+    launch = pkgutil.resolve_name("instep.demo.processes")
     stop = launch.Workers.stop
 
     def send_and_stop(started: Any) -> None:
@@ -88,26 +88,26 @@ POINTS: dict[str, Callable[[], Any]] = {
     "imports": partial(at_import, "typer"),
     "imports torch": partial(at_import, "torch.nn"),
     "reads its text": partial(before, "instep.demo.run.load_text"),
-    "tries its files": partial(after, "instep.report.files.Path.touch"),
-    "makes its directory": partial(after, "instep.demo.launch.tempfile.mkdtemp"),
+    "tries its files": partial(after, "instep.report.run.Path.touch"),
+    "makes its directory": partial(after, "instep.demo.processes.tempfile.mkdtemp"),
     "starts its first process": partial(after, "multiprocessing.util.spawnv_passfds"),
     "starts a process": partial(before, "multiprocessing.spawn.get_command_line"),
     "started a process": partial(after, "multiprocessing.popen_spawn_posix.Popen._launch"),
-    "started all processes": partial(after, "instep.demo.launch.Workers.start"),
-    "shows a step": partial(before, "instep.demo.display._line"),
+    "started all processes": partial(after, "instep.demo.processes.Workers.start"),
+    "shows a step": partial(before, "instep.demo.run._line"),
     "stops": again_while_it_stops,
     "makes its report": partial(before, "instep.demo.run.page"),
-    "writes its report": partial(before, "instep.report.files.os.replace"),
+    "writes its report": partial(before, "instep.report.run.os.replace"),
     "ends": partial(atexit.register, fire),
 }
 IN_PROCESS: dict[str, Callable[[], Any]] = {
     "a process begins": fire,
     "a process imports torch": partial(at_import, "torch.nn"),
-    "a loop has trained": partial(after, "instep.demo.process.train_alone"),
-    "ranks meet": partial(before, "instep.demo.process.dist.init_process_group"),
-    "ranks have met": partial(after, "instep.demo.process.dist.init_process_group"),
-    "a rank has trained": partial(after, "instep.demo.process.train_in_lockstep"),
-    "a rank leaves": partial(before, "instep.demo.process.dist.destroy_process_group"),
+    "a loop has trained": partial(after, "instep.demo.processes.train_alone"),
+    "ranks meet": partial(before, "instep.demo.processes.dist.init_process_group"),
+    "ranks have met": partial(after, "instep.demo.processes.dist.init_process_group"),
+    "a rank has trained": partial(after, "instep.demo.processes.train_in_lockstep"),
+    "a rank leaves": partial(before, "instep.demo.processes.dist.destroy_process_group"),
 }
 NEED_TWO_RANKS = ("ranks meet", "ranks have met", "a rank has trained", "a rank leaves")
 AT_ONCE = ("imports", "imports torch", "ends")

@@ -25,17 +25,17 @@ from typer.testing import CliRunner
 
 import instep
 from instep.cli import app
-from instep.demo import acts, alone, display, lockstep, placement, run
-from instep.demo.alone import train_alone
-from instep.demo.errors import DemoError
-from instep.demo.job import SHAPES, Alone, Finished, InRank, Line, Placement, Progress, Shape, Size, Turn
-from instep.demo.launch import workers
-from instep.demo.loop import new_model
-from instep.demo.memory import GradientProbe
-from instep.demo.model import CONTEXT
-from instep.demo.summary import Time, _time
-from instep.demo.text import Batches, load_text
-from instep.report.files import NotWrittenError
+from instep.demo import loops as alone
+from instep.demo import loops as lockstep
+from instep.demo import loops as placement
+from instep.demo import run
+from instep.demo import run as acts
+from instep.demo import run as display
+from instep.demo.job import SHAPES, Alone, DemoError, Finished, InRank, Line, Placement, Progress, Shape, Size, Turn
+from instep.demo.loops import CONTEXT, Batches, GradientProbe, load_text, new_model, train_alone
+from instep.demo.processes import workers
+from instep.demo.run import Time, _time
+from instep.report.run import NotWrittenError
 from tests import net
 from tests.demo import signalled
 from tests.distributed.pool import RankPool

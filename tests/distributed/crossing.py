@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep.sources.crossing import source as crossing
-from instep.sources.crossing.trial import Trial
+from instep.sources.cross_iteration import source as crossing
+from instep.sources.cross_iteration.order import Trial
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
 from tests.inside import source_of

@@ -19,11 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import instep
-from instep._autograd.placeholders import HeldGradient
+from instep._torch.placeholders import HeldGradient
 from instep.errors import AttachError, InstepError, TornStepError
-from instep.sources.crossing import plan
-from instep.sources.crossing import source as crossing
-from instep.sources.crossing.trial import Trial
+from instep.sources.cross_iteration import source as crossing
+from instep.sources.cross_iteration import source as plan
+from instep.sources.cross_iteration.order import Trial
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, Sometimes, Tied, batch, grad_of, weights
 from tests.devices import on_cpu_only

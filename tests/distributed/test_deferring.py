@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep._step import deferring
-from instep.sources.ddp.timing import exposed_communication
+from instep._step import deferral as deferring
+from instep.sources.ddp.buckets import exposed_communication
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.devices import here
@@ -75,7 +75,7 @@ def trial(gains: list[bool], view: bool) -> tuple[str | None, list[bool], str]:
     put_off, difference = [], None
     with (
         patch.multiple(deferring, WARM_UP=1, PAIRS=PAIRS, LEAST_WINS=PAIRS),
-        patch("instep._wiring.deferral.Trial", make),
+        patch("instep._wiring.advice.Trial", make),
         instep.attach(*attached) as overlap,
     ):
         for i in range(STEPS):

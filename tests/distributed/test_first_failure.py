@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep._ranks import step_ranks
-from instep._ranks.lost import communicating, is_lost
+from instep._ranks.collectives import communicating, is_lost
 from instep.errors import TornStepError
-from instep.sources.zero.state_shards import GatheredShards
+from instep.sources.zero.shards import GatheredShards
 from tests.cases import Blocks
 from tests.distributed.loops import loss_of, train
 from tests.distributed.pool import RankPool

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import instep
 from instep.errors import TornStepError
-from instep.sources.fsdp.after_errors import rebuild_fsdp1, rebuild_fsdp2
+from instep.sources.fsdp.recovery import rebuild_fsdp1, rebuild_fsdp2
 from tests.cases import two_groups
 from tests.devices import here, on_cpu_only
 from tests.distributed.pool import RankPool
@@ -390,7 +390,7 @@ def nothing_left(name: str, where: str, gradients: bool) -> list[str]:
     "name", ["nested", "prefetched", pytest.param("mixed precision", marks=pytest.mark.nightly), "fsdp1"]
 )
 def test_all_of_torchs_state_is_as_between_two_iterations(two_ranks: RankPool, name: str, where: str) -> None:
-    """Should it fail with a new torch: ``instep.sources.fsdp.after_errors`` does not know of what is named here."""
+    """Should it fail with a new torch: ``instep.sources.fsdp.recovery`` does not know of what is named here."""
     for left in two_ranks.run(nothing_left, name, where, where != "forward"):
         assert not left
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import instep
-from instep.sources.fsdp import after_errors
-from instep.sources.fsdp.reset import is_lazily_made
+from instep.sources.fsdp import recovery as after_errors
+from instep.sources.fsdp.recovery import is_lazily_made
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop
 from tests.distributed.sharded_failures import (
@@ -200,7 +200,7 @@ def made_in_the_first_forward() -> tuple[bool, bool]:
 
 
 def test_what_fsdp2_makes_in_its_first_forward(two_ranks: RankPool) -> None:
-    """Should it fail with a new torch: ``instep.sources.fsdp.reset`` does not know what that makes."""
+    """Should it fail with a new torch: ``instep.sources.fsdp.recovery`` does not know what that makes."""
     for before, after in two_ranks.run(made_in_the_first_forward):
         assert not before
         assert after

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import instep
 from instep import ClipNorm, ClipValue
 from instep.errors import AccumulationError, InstepError
-from instep.sources.fsdp.one_backward import END
-from instep.sources.fsdp.wrappers import fsdp2_groups, fsdp2_in
+from instep.sources.fsdp.micro_batches import END
+from instep.sources.fsdp.modules import fsdp2_groups, fsdp2_in
 from instep.verification import first_difference
 from tests.cases import Blocks, Sometimes, Tied, batch
 from tests.devices import here

@@ -16,9 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import AttachError
-from instep.sources.ddp.hook_slot import _slots
-from instep.sources.ddp.reducer_group import ReducerGroup
-from instep.sources.ddp.reductions import buckets_of
+from instep.sources.ddp.buckets import buckets_of
+from instep.sources.ddp.reducer import ReducerGroup, _slots
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, grad_of
 from tests.devices import sparse_collectives

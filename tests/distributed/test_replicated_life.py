@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep import ClipNorm
-from instep._autograd.backward import current
+from instep._torch.engine import current
 from instep.errors import AccumulationError, AttachError, InstepError, TornStepError
-from instep.planning.live_bytes import LiveBytes
-from instep.sources.replicate import transient
+from instep.planning.rehearse import LiveBytes
+from instep.sources.replicate import buckets as transient
 from instep.verification import first_difference, training_state
 from tests import net
 from tests.cases import Blocks, batch, weights

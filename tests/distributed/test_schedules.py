@@ -19,7 +19,7 @@ import instep
 import instep.options
 from instep import ClipNorm, ClipValue
 from instep.errors import AccumulationError, AttachError, SpentGradientError
-from instep.sources.ddp.reductions import Reduction
+from instep.sources.ddp.buckets import Reduction
 from instep.verification import first_difference, training_state
 from tests.cases import Sometimes, batch
 from tests.distributed.casting import send_as

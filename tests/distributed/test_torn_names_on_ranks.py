@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import InstepError, TornStepError
-from instep.sources.fsdp.wrappers import put_shards_in_place
+from instep.sources.fsdp.modules import put_shards_in_place
 from tests.cases import Blocks
 from tests.distributed.loops import loss_of
 from tests.distributed.pool import RankPool

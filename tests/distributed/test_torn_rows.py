@@ -20,7 +20,7 @@ import instep
 from instep._optim.stepper import Stepper
 from instep._ranks.votes import StepVotes
 from instep.errors import TornStepError
-from instep.sources.ddp.reductions import Reduction
+from instep.sources.ddp.buckets import Reduction
 from tests.cases import Blocks
 from tests.distributed.loops import loss_of, train
 from tests.distributed.pool import RankPool, races

@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from instep._gradients.clipping import Clipping
 from instep._optim.stepper import Stepper
 from instep._ranks import step_ranks
-from instep._step import pending
-from instep.sources.ddp.reducer_group import ReducerGroup, work_of
-from instep.sources.ddp.reductions import Reduction
+from instep._step import deferred_buckets as pending
+from instep.sources.ddp.buckets import Reduction
+from instep.sources.ddp.reducer import ReducerGroup, work_of
 from tests.faults.cases import ALL, NONFINITE, RAISES, TIMEOUT, TURNS, Case
 from tests.faults.program import Staged
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import instep
-from instep._autograd.placeholders import Placeholder
+from instep._torch.placeholders import Placeholder
 from instep.errors import TornStepError
 from tests.accelerator.backend import register
 from tests.accelerator.recording import recorded

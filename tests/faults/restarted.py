@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep.sources.ddp.reducer_group import ReducerGroup
+from instep.sources.ddp.reducer import ReducerGroup
 from tests.cases import Blocks, batch
 from tests.faults import program
 

@@ -51,10 +51,10 @@ def test_what_instep_stands_in_for_is_still_there() -> None:
     model = Blocks()
     instep.apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     set_up = DistributedDataParallel._setup_in_backward_optimizers
-    assert set_up.__module__ == "instep.functional.stand_in"
+    assert set_up.__module__ == "instep.functional.in_backward"
     assert "self._setup_in_backward_optimizers()" in inspect.getsource(DistributedDataParallel._lazy_init)
     init: Any = FSDPParam._init_sharded_param
-    assert init.__module__ == "instep.functional.stand_in"
+    assert init.__module__ == "instep.functional.in_backward"
     source = inspect.getsource(FSDPParam.__init__)
     assert "self._init_sharded_param(" in source
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import instep
-from instep._autograd.placeholders import SpentGradient
+from instep._torch.placeholders import SpentGradient
 from instep.errors import AttachError, InstepError, SpentGradientError, UncommittedStepError, UnsupportedOptimizerError
 from instep.integrations.lightning import InstepCallback
 from tests.distributed.pool import RankPool

@@ -18,7 +18,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState
 
 import instep
 from instep import ClipNorm, ClipValue
-from instep._autograd.placeholders import SpentGradient
+from instep._torch.placeholders import SpentGradient
 from instep.errors import AttachError, TornStepError, UncommittedStepError
 from instep.integrations.transformers import InstepCallback
 from instep.verification import first_difference, training_state

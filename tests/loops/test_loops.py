@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch._dynamo.exc import Unsupported
 
-from instep._step import deferring
+from instep._step import deferral as deferring
 from instep.errors import (
     AccumulationError,
     AttachError,
@@ -46,7 +46,7 @@ def test_a_loop_with_the_line_is_the_plain_loop(form: Form, monkeypatch: pytest.
     # The trial begins with the first step, so that steps are put off in turns, whatever is known of the loop. Only the
     # loop itself looks at weights, and no update runs before somebody waits for it.
     monkeypatch.setattr(deferring, "WARM_UP", 0)
-    monkeypatch.setattr("instep._wiring.deferral._prevented", lambda held: None)
+    monkeypatch.setattr("instep._wiring.advice._prevented", lambda held: None)
     late = trained(form, {**LINE, "bucket_bytes": SMALL}, every_step=False, during=late_updates())
     require_same(logged(plain), late)
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from instep._optim.made_up import STEPS
+from instep._optim.synthetic import STEPS
 from tests.cases import Blocks, grad_of, two_groups
 
 

@@ -19,9 +19,9 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import instep
 from instep import ClipNorm, ClipValue
-from instep._optim.parts import memory_of
+from instep._optim.local_shard import memory_of
 from instep.errors import InstepError
-from instep.sources.fsdp.wrappers import put_shards_in_place
+from instep.sources.fsdp.modules import put_shards_in_place
 from instep.verification import first_difference, training_state
 from tests.cases import optimizer_cases
 from tests.devices import here

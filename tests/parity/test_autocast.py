@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from instep._optim import autocast
+from instep._optim import probe_trials as autocast
 from instep.errors import HyperparameterChangedError
 from tests.cases import Blocks, batch
 from tests.devices import here
@@ -124,7 +124,7 @@ def test_an_optimizer_that_cannot_be_tried_is_taken_for_one_that_differs() -> No
 
 @pytest.mark.parametrize("others", [{}, {1: None}], ids=["alone", "beside other threads"])
 def test_the_trial_draws_nothing(monkeypatch: pytest.MonkeyPatch, others: dict[int, int | None]) -> None:
-    monkeypatch.setattr("instep._optim.generators._times_of_others", lambda: others)
+    monkeypatch.setattr("instep._optim.random_numbers._times_of_others", lambda: others)
     _, optimizer = build(UNCHANGED["torch's own"])
     before = torch.get_rng_state()
     with in_low_precision():

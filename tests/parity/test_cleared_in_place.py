@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._autograd.placeholders import ZeroedGradient
+from instep._torch.placeholders import ZeroedGradient
 from instep.errors import SpentGradientError, UncommittedStepError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep import ClipNorm, ClipValue
-from instep._autograd.placeholders import SpentGradient
+from instep._torch.placeholders import SpentGradient
 from instep.errors import AttachError, InstepError, SpentGradientError, TornStepError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, Sometimes, batch, two_groups

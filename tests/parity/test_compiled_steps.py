@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._autograd.tracing import Traced
+from instep._torch.engine import Traced
 from instep.errors import InstepError, TornStepError, UnsupportedOptimizerError
 from tests.cases import batch
 from tests.parity.lockstep import CLIP, Contender, Refused, lockstep, loss_of

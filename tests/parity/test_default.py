@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 import instep
-from instep._autograd.tracing import is_captured
-from instep._step import deferring
+from instep._step import deferral as deferring
+from instep._torch.engine import is_captured
 from instep.errors import StaleAttachmentError, UnsupportedOptimizerError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
@@ -42,7 +42,7 @@ def difference(plain: Loop, loop: Loop) -> str | None:
 @pytest.fixture(params=["at once", "put off"])
 def puts_off(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether steps are put off in turns, as in the trial."""
-    monkeypatch.setattr("instep._wiring.deferral._prevented", lambda held: None)
+    monkeypatch.setattr("instep._wiring.advice._prevented", lambda held: None)
     monkeypatch.setattr(deferring, "WARM_UP", 0 if request.param == "put off" else 1_000)
     return bool(request.param == "put off")
 
@@ -166,7 +166,7 @@ def test_a_step_that_a_cuda_graph_records_is_taken_at_once(monkeypatch: pytest.M
     loop = Loop()
     with instep.attach(loop.model, loop.optimizer, defer=True) as overlap:
         for recording in (False, True, False):
-            monkeypatch.setattr("instep._step.hand_over.is_captured", lambda device, now=recording: now)
+            monkeypatch.setattr("instep._step.deferred.is_captured", lambda device, now=recording: now)
             loop.step(0)
             assert overlap.state == ("idle" if recording else "pending")
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import instep
-from instep._optim.made_up import STEPS
+from instep._optim.synthetic import STEPS
 from instep.errors import TornStepError, UnsupportedOptimizerError
 from tests.cases import Blocks, batch, two_groups
 from tests.devices import here

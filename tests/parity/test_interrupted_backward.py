@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._step.bucket_sink import BucketSink
+from instep._step.in_backward import BucketSink
 from instep.errors import TornStepError
 from instep.verification import first_difference
 from tests.parity.interrupts import Interrupter

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 import instep
-from instep._autograd.backward import current
-from instep._autograd.hooks import last_of_pre_hooks
-from instep._step.round import Round
-from instep._wiring import connect, stepping_itself
+from instep._step.state import Round
+from instep._torch.engine import current
+from instep._torch.hooks import last_of_pre_hooks
+from instep._wiring import build as connect
+from instep._wiring import hooks as stepping_itself
 from instep.attaching import attach_stepping_itself
 from instep.errors import TornStepError, UncommittedStepError
-from instep.sources.local.backwards import WritingBackwards
+from instep.sources.local import WritingBackwards
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.parity.interrupts import LineInterrupter, once

@@ -734,7 +734,7 @@ def test_a_parameter_that_is_not_the_models(way: str) -> None:
 def test_a_graph_that_is_recorded(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lane = Lane(Rounded, Dropping, WAYS[way])
     lane.run(learn, 0)
-    monkeypatch.setattr("instep._optim.keyed.is_captured", lambda device: True)
+    monkeypatch.setattr("instep._optim.random_numbers.is_captured", lambda device: True)
     with lane.overlap, pytest.raises(UnsupportedOptimizerError, match="a CUDA graph that is being recorded"):
         learn_to_the_end(lane, 1)
 

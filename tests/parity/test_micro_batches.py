@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep import ClipNorm, ClipValue
-from instep._micro_batches import forwards
+from instep._micro_batches import run as forwards
 from instep.errors import AccumulationError, InstepError, TornStepError
 from tests.cases import Blocks, Rotations, Sometimes, SparseWords, Tied, batch, channels_last, two_groups
 from tests.devices import here

@@ -33,7 +33,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.overrides import has_torch_function
 
 import instep
-from instep._step.forward_schedule import COMPILES
+from instep._step.deferred import COMPILES
 from instep.errors import StaleAttachmentError, TornStepError, UncommittedStepError
 from instep.verification import first_difference, training_state
 from tests import net
@@ -1359,7 +1359,7 @@ def run_script(body: str) -> str:
     script = """
         import time, torch, instep
         from torch import nn
-        from instep._life.worker import Worker
+        from instep._torch.worker import Worker
         run = Worker.run
         def slow(self, task):
             return run(self, lambda: (time.sleep(0.1), task()))

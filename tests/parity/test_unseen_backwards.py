@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._autograd.outputs import nodes_of
+from instep._torch.hooks import nodes_of
 from instep.errors import InstepError, NonFiniteGradientError, SpentGradientError, TornStepError
 from tests.cases import batch, weights
 from tests.parity.lockstep import EXACT, WAYS, Contender, in_every_way, in_exact_ways, lockstep, loss_of

@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 
 import instep
 from instep import ClipNorm, ClipValue
-from instep._optim.made_up import STEPS
+from instep._optim.synthetic import STEPS
 from instep.errors import SpentGradientError, UnsupportedOptimizerError
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
 from tests.parity.changes import Decays, Replaces, Writes

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from instep.demo.job import Shape
-from instep.demo.model import ByteGPT
+from instep.demo.loops import ByteGPT
 
 
 def layers() -> nn.Module:

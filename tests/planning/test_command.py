@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import instep
 from instep.cli import app
-from instep.planning import making
+from instep.planning import plan as making
 from tests import net
 
 HERE = "tests.planning.models"

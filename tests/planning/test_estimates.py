@@ -15,17 +15,11 @@ from torch import nn
 from torch.profiler import record_function
 
 import instep
-from instep.planning.dry_run import DryRun, order_of_gradients
-from instep.planning.errors import PlanError
-from instep.planning.job import Job, Rates
-from instep.planning.kernels import LiveInside
-from instep.planning.live_bytes import LiveBytes
-from instep.planning.making import plan
-from instep.planning.planned_model import PlannedModel, optimizer_makers
-from instep.planning.rates import measured_flops, measured_memory_bytes
-from instep.planning.verdict import verdict
-from instep.report.estimate import EVERYTHING, Machine, PlannedBucket, times
-from instep.report.iteration import Link
+from instep.planning.job import Job, PlanError, Rates
+from instep.planning.plan import measured_flops, measured_memory_bytes, plan
+from instep.planning.rehearse import DryRun, LiveBytes, LiveInside, PlannedModel, optimizer_makers, order_of_gradients
+from instep.planning.show import verdict
+from instep.report.simulate import EVERYTHING, Link, Machine, PlannedBucket, times
 from tests import net
 from tests.planning import models
 

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from instep.report.memory import Memory
 from instep.report.run import Job, Rank, Run, Setup
-from instep.report.spans import Span
+from instep.report.spans import Memory, Span
 
 MAIN, WORKER, GLOO = 1, 2, 3
 MIB = 2**20

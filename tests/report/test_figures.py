@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
-from instep.report.advice import advice, advice_beside
-from instep.report.figures import figures
-from instep.report.jobs import Compared
+from instep.report.figures import Compared, figures
+from instep.report.page import advice, advice_beside, cards
 from instep.report.run import Run
-from instep.report.verdict import cards
 from tests.report.runs import GLOO, MAIN, MIB, WORKER, memory_of, run_of, span
 
 DDP = {"wrapper": "DistributedDataParallel", "ranks": 2}

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from instep.cli import app
-from instep.report.jobs import by_job
+from instep.report.figures import by_job
 from instep.report.page import page
 from instep.report.run import NotARecordingError, Run, load
 from instep.report.spans import Span

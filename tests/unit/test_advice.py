@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._step import observed
+from instep._step import deferral as observed
 from instep.options import DEFAULT_BUCKET_BYTES, bucket_that_frees
 from tests.cases import Blocks, batch
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 import instep
 from instep.cli import app
 from instep.errors import AttachError, CheckpointError, InstepError
-from instep.planning.errors import PlanError
-from instep.planning.named import options_of
+from instep.planning.job import PlanError
+from instep.planning.rehearse import options_of
 
 
 class Given:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from instep._autograd.calls import CALL, Around, GuardedCall
+from instep._torch.hooks import CALL, Around, GuardedCall
 
 
 class Told:

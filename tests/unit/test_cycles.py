@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._step.pending import PendingBucket
+from instep._step.deferred_buckets import PendingBucket
 from instep.errors import InstepError, TornStepError
 from tests.inside import schedule_of
 from tests.living import no_gc

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from instep._step.deferring import ASKED, PAIRS, WARM_UP, Always, Never, Others, Trial
+from instep._step.deferral import ASKED, PAIRS, WARM_UP, Always, Never, Others, Trial
 
 OF_ONE_RANK = WARM_UP + 2 * PAIRS + 2
 

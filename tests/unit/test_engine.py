@@ -16,10 +16,9 @@ from torch import nn
 from torch._dynamo import compiled_autograd
 from torch.nn.parallel import DistributedDataParallel
 
-from instep._autograd import engine
-from instep._autograd.backward import Backward, Phase, current
-from instep._autograd.engine import EndOfBackward, call_at_end, graph_task, is_compiled, runs
-from instep._optim.calling import undecorated_step
+from instep._optim.kinds import undecorated_step
+from instep._torch import engine
+from instep._torch.engine import Backward, EndOfBackward, Phase, call_at_end, current, graph_task, is_compiled, runs
 from tests import net
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_, get_total_norm
 from torch.utils import _foreach_utils
 
-from instep._gradients.norms import clip_by, norms_of, scales_down, total_norm
+from instep._gradients.clipping import clip_by, norms_of, scales_down, total_norm
 
 NORM_TYPES = [0.0, 0.5, 1.0, 2.0, 3.0, math.inf]
 DTYPES = {

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.sources.crossing.order import Timed, best_order, deepest_then_shallowest, delay
-from instep.sources.crossing.ordered_collectives import OrderedCollective, OrderedCollectives
+from instep.sources.cross_iteration.collectives import OrderedCollective, OrderedCollectives
+from instep.sources.cross_iteration.order import Timed, best_order, deepest_then_shallowest, delay
 
 seconds = st.integers(0, 20).map(float)
 

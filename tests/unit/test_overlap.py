@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.report.overlap import busy, exposed, outside, union, within
-from instep.report.spans import Span, SpanRecorder, title
+from instep.report.spans import Span, SpanRecorder, busy, exposed, outside, title, union, within
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._autograd.hooks import BoundHook
+from instep._torch.hooks import BoundHook
 from instep.errors import UncommittedStepError
 from tests.cases import Blocks, batch
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from instep._optim.plan import ParameterSpec, Plan, fill_buckets
+from instep._optim.parameters import ParameterSpec, Plan, fill_buckets
 
 
 def specs(*sizes: int, device: str = "cpu") -> list[ParameterSpec]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._autograd.placeholders import HeldGradient
+from instep._torch.placeholders import HeldGradient
 from tests.living import no_gc
 
 counted = pytest.mark.skipif(

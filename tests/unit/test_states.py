@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from instep._step.states import TRANSITIONS, Event, IllegalEventError, Machine, State, drawing
+from instep._step.state import TRANSITIONS, Event, IllegalEventError, Machine, State, drawing
 
 PAIRS = list(product(State, Event))
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import instep
 from instep._optim.stepper import Stepper
-from instep._step.times import StepTimes
+from instep._step.state import StepTimes
 from tests.cases import Blocks, batch
 from tests.distributed.pool import RankPool
 from tests.inside import schedule_of
@@ -87,8 +87,8 @@ def test_what_runs_in_backward_is_hidden_from_step(monkeypatch: pytest.MonkeyPat
     model, optimizer, overlap = attached(schedule="backward")
     train(model, optimizer, 2)
     seconds = iter(range(1000))
-    monkeypatch.setattr("instep._step.times.perf_counter", lambda: float(next(seconds)))
-    monkeypatch.setattr("instep._step.bucket_sink.perf_counter", lambda: float(next(seconds)))
+    monkeypatch.setattr("instep._step.state.perf_counter", lambda: float(next(seconds)))
+    monkeypatch.setattr("instep._step.in_backward.perf_counter", lambda: float(next(seconds)))
     train(model, optimizer, 1)
     found = overlap.stats()
     assert found["outside_ms"] == 1000 * len(overlap.plan.buckets)
@@ -107,7 +107,7 @@ def test_what_is_waited_for_is_exposed() -> None:
 
 def test_times_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("instep._step.times.perf_counter", lambda: now)
+    monkeypatch.setattr("instep._step.state.perf_counter", lambda: now)
     times = StepTimes()
     found = []
     for in_step, waited, waited_in_step, ran in [(2.0, 3.0, 0.5, 7.0), (1.0, 0.0, 0.0, 4.0), (1.0, 6.0, 0.0, 5.0)]:
@@ -129,7 +129,7 @@ def test_an_accelerator_s_work_is_not_timed_by_the_host(monkeypatch: pytest.Monk
     model, optimizer, overlap = attached(schedule="backward")
     train(model, optimizer)
     with monkeypatch.context() as patch:
-        patch.setattr("instep._wiring.shown.living_parameters", lambda schedule: iter([torch.ones(1, device="meta")]))
+        patch.setattr("instep._wiring.verbs.living_parameters", lambda schedule: iter([torch.ones(1, device="meta")]))
         assert overlap.stats().keys() == COUNTS
     overlap.detach()
 

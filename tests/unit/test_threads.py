@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._life.worker import NAME, Task, Worker
+from instep._torch.worker import NAME, Task, Worker
 from instep.errors import ConcurrentBackwardError
 from tests import net
 from tests.cases import Blocks, batch, weights

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.sources.crossing.trial import Trial
+from instep.sources.cross_iteration.order import Trial
 
 EXCHANGES = {1, 3, 7, 15, 31}
 

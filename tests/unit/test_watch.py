@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm, parameters_to_vector, vector_to_parameters
 
-from instep._autograd.watch import Watch
+from instep._torch.watch import Watch
 from tests.cases import assign, grad_of
 
 

@@ -1,15 +1,174 @@
-"""Clipping within one step: norms as they become known, and what is done to gradients with them."""
+"""Clipping: the policies that ``attach`` takes, norms bit for bit those of torch, and what a step does with them."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, Literal, cast, get_args
 
 import torch
+from torch.utils import _foreach_utils
 
-from instep._gradients.norms import by_mesh, clip_by, norms_of, scales_down, total_norm
-from instep._gradients.policies import ClipNorm, ClipValue
 from instep._optim.parameters import AttachedParameter
 from instep._optim.stepper import Stepper
+from instep.errors import AttachError
+
+# What is done to gradients before they are applied: small frozen values that ``attach`` takes.
+
+
+Mode = Literal["exact", "two_pass", "per_bucket", "previous_norm"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClipNorm:
+    """Scale gradients down so that their total norm is at most ``max_norm``, as ``torch.nn.utils.clip_grad_norm_``.
+
+    The norm is that of the gradients of all attached parameters, in the model's order.
+
+    Attributes:
+        max_norm: every gradient is multiplied by ``min(max_norm / (norm + 1e-6), 1)``.
+        norm_type: the p of the p-norm; ``inf`` is the largest absolute value.
+        error_if_nonfinite: raise ``RuntimeError`` where the norm is not finite, before any gradient is scaled. With
+            ``"exact"`` and ``"two_pass"``, whose norm is known before a weight is lost.
+        mode: how the norm is known before the first update.
+
+            - ``"exact"``: the plain loop's numbers. With ``schedule="forward"``, or with ``undo``.
+            - ``"two_pass"``: the plain loop's numbers with ``schedule="backward"``: ``overlap.backward(loss)`` in
+              place of ``loss.backward()`` runs backward twice, to measure and to step (LOMO, arXiv:2306.09782).
+              Under DDP, whose buckets hold all gradients anyway, once.
+            - ``"per_bucket"``: *another algorithm*. Every bucket is clipped by its own norm, so the result depends on
+              ``bucket_bytes``.
+            - ``"previous_norm"``: *another algorithm*. The factor comes from the norm of the step before; the first
+              step is not clipped.
+    """
+
+    max_norm: float
+    norm_type: float = 2.0
+    error_if_nonfinite: bool = False
+    mode: Mode = "exact"
+
+    def __post_init__(self) -> None:
+        _require_number("ClipNorm", "max_norm", self.max_norm)
+        _require_number("ClipNorm", "norm_type", self.norm_type)
+        if not isinstance(self.error_if_nonfinite, bool):
+            raise AttachError(f"ClipNorm: error_if_nonfinite must be True or False, not {self.error_if_nonfinite!r}")
+        if self.mode not in get_args(Mode):
+            raise AttachError(f"ClipNorm: mode={self.mode!r} is not known: it is one of {', '.join(get_args(Mode))}")
+        if self.error_if_nonfinite and self.mode not in ("exact", "two_pass"):
+            raise AttachError(
+                f"ClipNorm: error_if_nonfinite=True does not fit mode={self.mode!r}, which updates weights before the "
+                "norm is known. Use mode='exact' or 'two_pass', or leave it out"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ClipValue:
+    """Clamp every element of every gradient to ``[-clip_value, clip_value]``, as ``clip_grad_value_``.
+
+    Exact under every schedule.
+    """
+
+    clip_value: float
+
+    def __post_init__(self) -> None:
+        _require_number("ClipValue", "clip_value", self.clip_value)
+
+
+def _is_a_limit(value: float) -> bool:
+    return 0 <= value <= sys.float_info.max or value == math.inf  # not NaN, nor a whole number that is no float
+
+
+def _require_number(kind: str, name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_a_limit(value):
+        raise AttachError(f"{kind}: {name} must be a number that is not negative, not {value!r}")
+
+
+# The norm of all gradients, bit for bit that of ``torch.nn.utils.clip_grad_norm_``, from norms taken one by one.
+#
+# torch takes the norm of every gradient, puts these in an order of its own (by device and dtype, then as given), and
+# takes the norm of them (``torch/nn/utils/clip_grad.py``, ``_get_total_norm``). The norm of one gradient does not
+# depend on the others, so it can be taken as soon as that gradient is final. How torch groups tensors, and which of two
+# kernels it takes, has no public name: ``tests/unit/test_norms.py`` fails clearly when that changes.
+
+
+_Groups = dict[tuple[torch.device, torch.dtype], tuple[list[list[torch.Tensor]], list[int]]]
+
+
+@torch.no_grad()
+def norms_of(gradients: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """The norm of each gradient, as torch takes it: 0-dim, on the gradient's device and in its dtype."""
+    found: dict[int, torch.Tensor] = {}
+    for on_one in by_mesh(gradients):
+        for (device, _), ([members], positions) in _grouped([gradients[i] for i in on_one]).items():
+            if _foreach_utils._has_foreach_support(members, device):
+                norms: Sequence[torch.Tensor] = torch._foreach_norm(members, norm_type)
+            else:
+                norms = [torch.linalg.vector_norm(g, norm_type) for g in members]
+            found.update(zip((on_one[i] for i in positions), norms, strict=True))
+    return [found[position] for position in range(len(gradients))]
+
+
+@torch.no_grad()
+def total_norm(
+    like: Sequence[torch.Tensor], norms: Sequence[torch.Tensor], norm_type: float, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """The norm of ``norms``, in torch's order: a plain 0-dim tensor.
+
+    Norms of gradients that are spread over ranks are reduced as torch reduces them: all ranks must call this. torch
+    has no norm of gradients on several meshes (or of plain ones beside them). Here it is the norm of the norms on each.
+
+    Args:
+        like: tensors of the devices and dtypes of the gradients: the gradients, or their parameters.
+
+    Raises:
+        RuntimeError: as torch raises it, where ``error_if_nonfinite`` is set.
+    """
+    if not norms:
+        return torch.tensor(0.0)
+    totals: list[torch.Tensor] = []
+    for members in by_mesh(norms):
+        ordered = [norms[members[i]] for ([_], places) in _grouped([like[m] for m in members]).values() for i in places]
+        total = torch.linalg.vector_norm(torch.stack([norm.to(like[0].device) for norm in ordered]), norm_type)
+        totals.append(total.full_tensor() if hasattr(total, "full_tensor") else total)
+    total = totals[0] if len(totals) == 1 else torch.linalg.vector_norm(torch.stack(totals), norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. "
+            "Nothing was updated. With ClipNorm(error_if_nonfinite=False) they would be scaled by it anyway"
+        )
+    return total
+
+
+def clip_by(parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Tensor) -> None:
+    """Scale the gradients of ``parameters`` in place, as torch does once it has the norm."""
+    for members in by_mesh([p if p.grad is None else p.grad for p in parameters]):
+        torch.nn.utils.clip_grads_with_norm_([parameters[i] for i in members], max_norm, total)
+
+
+def by_mesh(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Their positions, divided into what one foreach call takes: plain tensors, and DTensors of one device mesh."""
+    found: dict[Any, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        found.setdefault(getattr(tensor, "device_mesh", None), []).append(position)
+    return list(found.values())
+
+
+def scales_down(max_norm: float, total: torch.Tensor) -> bool:
+    """Whether clipping changes anything. Waits for the norm."""
+    factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+    return not bool(factor == 1.0)
+
+
+def _grouped(tensors: Sequence[torch.Tensor]) -> _Groups:
+    if not tensors:
+        return {}
+    grouped: Any = _foreach_utils._group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
+    return cast(_Groups, grouped)
+
+
+# Clipping within one step: norms as they become known, and what is done to gradients with them.
+
 
 Clip = Callable[[Sequence[torch.Tensor]], None]
 """Clips the ``.grad`` of parameters in place."""

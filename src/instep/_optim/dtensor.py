@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.kinds import is_elementwise
-from instep._optim.parts import LocalShard
+from instep._optim.local_shard import LocalShard
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:

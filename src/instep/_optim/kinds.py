@@ -1,14 +1,167 @@
-"""Which optimizers are torch's own, and which of those update every element of a parameter by itself."""
+"""Kinds of optimizers: torch's own and others, whose ``step()`` each runs, and what it holds beside its groups."""
 
-from collections.abc import Callable
-from functools import cache
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial, wraps
+from types import CellType, FunctionType, MethodType
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.calling import undecorated_step
-from instep._optim.patched import replaced_step
-from instep._optim.waiting import class_of
+from instep._torch.watch import class_of
+
+# An optimizer object whose ``step`` was replaced, as diffusion trainers do it: beside that stands a method that steps
+# one parameter, and that the trainer calls in hooks.
+
+
+STEPS_ONE = ("step_param", "step_parameter")
+"""The methods ``step_param(p, group)`` and ``step_parameter(p, group, index)``, with the index in the group."""
+
+
+def replaced_step(optimizer: Optimizer) -> Any:
+    """The function that this object has in place of its class's ``step``; ``None``: it has none of its own. A learning
+    rate scheduler's only counts the calls."""
+    patch: Any = vars(optimizer).get("step")
+    while getattr(patch, "_wrapped_by_lr_sched", False) or getattr(patch, "_told_by_instep", False):
+        patch = patch.__wrapped__
+    own = getattr(patch, "__func__", patch) is type(optimizer).step  # put back by who had replaced it: accelerate
+    return None if own else patch
+
+
+def steps_one(optimizer: Optimizer) -> Callable[[Any, dict[str, Any], int], None] | None:
+    """What steps one parameter of a patched object, given the parameter, its group and its index there. ``None``: the
+    object is not patched in that way."""
+    if replaced_step(optimizer) is None:
+        return None
+    method, with_index = map(vars(optimizer).get, STEPS_ONE)
+    return with_index if method is None else lambda parameter, group, index: method(parameter, group)
+
+
+def cannot_follow(optimizer: Optimizer) -> str | None:
+    """Why a copy of this patched object could not be stepped in the object's place, in words; ``None``: it could."""
+    methods = _methods(optimizer)
+    if not methods:
+        return "no method step_param(p, group) or step_parameter(p, group, index) beside it steps one parameter"
+    for name, method in {"step": replaced_step(optimizer), **methods}.items():
+        function = getattr(method, "__func__", method)
+        # A scheduler's wrapper holds the function that was bound.
+        bound = name == "step" and getattr(optimizer.step, "_wrapped_by_lr_sched", False)
+        if not isinstance(function, FunctionType) or getattr(method, "__self__", bound and optimizer) is not optimizer:
+            return f"{name} is not bound to this object (types.MethodType)"
+        if _encloses(function, optimizer):
+            return f"{name} holds this very object, so that copies of the object would step it"
+    return None
+
+
+def rebind(optimizer: Optimizer, copy: Optimizer) -> None:
+    """Give a copy of a patched object the same methods, as its own."""
+    if steps_one(optimizer) is None:
+        return
+    for name, method in {"step": replaced_step(optimizer), **_methods(optimizer)}.items():
+        setattr(copy, name, MethodType(getattr(method, "__func__", method), copy))
+
+
+def _methods(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: vars(optimizer)[name] for name in STEPS_ONE if name in vars(optimizer)}
+
+
+def _encloses(function: FunctionType, optimizer: Optimizer) -> bool:
+    """Whether a function reads the optimizer or one of its methods from the values that it closes over, or from the
+    globals of its module; or a function in it does, as one that it decorates."""
+    cells = [value for cell in function.__closure__ or () for value in _content(cell)]
+    globals_ = [function.__globals__.get(name) for name in function.__code__.co_names]
+    if any(value is optimizer or getattr(value, "__self__", None) is optimizer for value in (*cells, *globals_)):
+        return True
+    inner = (value for value in cells if isinstance(value, FunctionType) and value is not function)
+    return any(_encloses(value, optimizer) for value in inner)
+
+
+def _content(cell: CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # nothing was put there yet
+        return []
+
+
+class ToldStep:
+    """Torch calls the step hooks in a wrapper of the class's ``step``: a function of the object's own needs one, too.
+
+    Args:
+        optimizer: whose ``step`` was replaced. It is held weakly.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        before = optimizer.step
+
+        @wraps(before)
+        def step(told: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return before(*args, **kwargs)
+
+        step._told_by_instep = True  # type: ignore[attr-defined]
+        hooked: Any = Optimizer.profile_hook_step(step)
+        self._optimizer = weakref.ref(optimizer)
+        self._hooked = weakref.ref(hooked)  # which refers to the optimizer
+        optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Put back what was there. Who has wrapped the method since keeps it, and no hooks are left to be called."""
+        optimizer = self._optimizer()
+        told: Any = None if optimizer is None else vars(optimizer).get("step")
+        if optimizer is not None and told is not None and getattr(told, "__func__", None) is self._hooked():
+            optimizer.step = told.__wrapped__.__wrapped__  # type: ignore[method-assign]
+
+
+# How an update is called outside of ``optimizer.step()``: without torch's step hooks, and outside of autocast.
+
+
+STEPPED_WHOLE = "Use schedule='forward' with defer='auto', which calls step() as it is"
+"""What to do with an optimizer whose update cannot be split."""
+ONLY_DEFER = "Only defer=True refuses it: with defer='auto' instep takes the loop"
+"""What to do where nothing but that option splits the update, or puts the step off."""
+
+
+def undecorated_step(cls: type[Optimizer]) -> Callable[..., Any]:
+    """``cls.step`` without the wrapper in which torch runs its global step hooks: they are owed one call per step."""
+    step: Any = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def step_whole(copy: Optimizer, *closure: Callable[[], torch.Tensor]) -> Any:
+    """Call ``step()`` of a copy of an optimizer, its own where the user's object has one."""
+    return (replaced_step(copy) or partial(undecorated_step(type(copy)), copy))(*closure)
+
+
+def step_bucket(copy: Optimizer, places: Sequence[Sequence[int]]) -> None:
+    """Update the parameters that the groups of a copy hold.
+
+    Args:
+        places: by group, the index of each in the user's own group. Groups that were added since hold none.
+    """
+    one = steps_one(copy)
+    if one is None:
+        undecorated_step(type(copy))(copy)
+        return
+    for group, indices in zip(copy.param_groups, places, strict=False):
+        for parameter, index in zip(group["params"], indices, strict=True):
+            one(parameter, group, index)
+
+
+def autocast_of(device_type: str) -> torch.dtype | None:
+    """The dtype of the autocast block that this thread is in; ``None``: it is in none."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """A block outside of autocast."""
+    # backward() may be called inside an autocast block; optimizer.step() is not.
+    enabled = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if enabled else nullcontext()
+
+
+# Which optimizers are torch's own, and which of those update every element of a parameter by itself.
+
 
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -93,3 +246,140 @@ def steps_as_tested(optimizer: Optimizer) -> bool:
 
 
 _TESTED = frozenset({"torch", "bitsandbytes", "optimi", "pytorch_optimizer", "schedulefree", "transformers"})
+
+
+# Settings of single parameters that bitsandbytes keeps beside ``param_groups``.
+#
+# Its ``GlobalOptimManager``, one object for all optimizers of a process, finds them by a parameter's group and
+# position, and by its ``id``. A bucket's shadow has its parameters at other positions, and a stand-in has another
+# ``id``: so each copy of an optimizer has overrides of its own, in which the same parameters have the same settings.
+#
+# bitsandbytes documents ``override_config`` and ``register_module_override``, not how it keeps what they were given:
+# ``index2config``, ``pid2config``, ``module_weight_config_triple`` (tests/parity/test_bitsandbytes.py would tell).
+
+
+MANAGER = "mng"
+"""The attribute."""
+
+Place = tuple[int, int]
+"""Of a parameter: its group, and where it stands in that."""
+
+
+class Overrides:
+    """In the place of the manager, in a copy of an optimizer.
+
+    Attributes:
+        index2config: by place.
+        pid2config: by ``id``.
+        module_weight_config_triple: modules to look for; none: they have been found.
+    """
+
+    def __init__(self, by_place: Mapping[Place, Any], by_id: Mapping[int, Any]) -> None:
+        self.index2config = dict(by_place)
+        self.pid2config = dict(by_id)
+        self.module_weight_config_triple: list[Any] = []
+        self.uses_config_override = True
+
+
+def is_manager(value: object) -> bool:
+    """Whether an attribute of an optimizer is the manager, or stands in its place."""
+    return hasattr(value, "index2config") and hasattr(value, "module_weight_config_triple")
+
+
+def has_overrides(optimizer: Optimizer) -> bool:
+    """Whether a manager of it holds any, or is about to, in its first step."""
+    manager: Any = vars(optimizer).get(MANAGER)
+    if not is_manager(manager):
+        return False
+    return bool(manager.index2config or manager.module_weight_config_triple or getattr(manager, "pid2config", None))
+
+
+def moved(
+    optimizer: Optimizer, places: Iterable[tuple[Place, Place]], ids: Iterable[tuple[int, int]]
+) -> Overrides | None:
+    """The overrides of ``optimizer`` for a copy of it; ``None``: it has none.
+
+    Args:
+        places: of each parameter of the copy: in ``optimizer``, and in the copy.
+        ids: likewise.
+    """
+    if not has_overrides(optimizer):
+        return None
+    if not getattr(optimizer, "initialized", True):
+        optimizer.check_overrides()  # type: ignore[attr-defined]  # as its first step() does; it may be called again
+    manager: Any = vars(optimizer)[MANAGER]
+    by_place, by_id = manager.index2config, getattr(manager, "pid2config", {})
+    return Overrides(
+        {there: by_place[here] for here, there in places if here in by_place},
+        {there: by_id[here] for here, there in ids if here in by_id},
+    )
+
+
+def same_places(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Place, Place]]:
+    """Of a copy that has all parameters where the optimizer has them."""
+    for number, group in enumerate(groups):
+        for at in range(len(group["params"])):
+            yield (number, at), (number, at)
+
+
+def places_in_bucket(in_group: Sequence[Sequence[int]]) -> Iterator[tuple[Place, Place]]:
+    """Of a bucket's shadow.
+
+    Args:
+        in_group: by group, where each of the bucket's parameters stands in the optimizer's.
+    """
+    for number, positions in enumerate(in_group):
+        for at, position in enumerate(positions):
+            yield (number, position), (number, at)
+
+
+# What an optimizer object holds beside its groups and the state of parameters.
+
+
+STEP_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+_OF_EVERY_OPTIMIZER = ("param_groups", "state", "defaults", *STEP_HOOKS)
+# Which torch itself, its schedulers and GradScaler write on any optimizer, at any time.
+_WRITTEN_BY_TORCH = ("_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured", "grad_scale", "found_inf")
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes that not every optimizer has."""
+    return {name: value for name, value in vars(optimizer).items() if name not in _OF_EVERY_OPTIMIZER}
+
+
+def read_by_update(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes that an update may read. torch's own optimizers read none; others may read all but those that
+    stand in for a method."""
+    if is_torchs_own(optimizer):
+        return {}
+    return {"defaults": optimizer.defaults} | {
+        name: value
+        for name, value in attributes_of(optimizer).items()
+        if name not in (*_WRITTEN_BY_TORCH, *STEPS_ONE)
+        and not callable(getattr(type(optimizer), name, None))
+        and not is_manager(value)
+    }
+
+
+def held_by_classes(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes of the optimizer's classes, torch's aside. All instances share them, and methods enclose
+    values."""
+    classes = [cls for cls in type(optimizer).__mro__ if cls is not object and not cls.__module__.startswith("torch.")]
+    return {f"{cls.__name__}.{name}": value for cls in classes for name, value in vars(cls).items()}
+
+
+def beside_parameters(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The items of an optimizer's ``state`` whose key is no parameter."""
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+
+
+def shared_by_updates(optimizer: Optimizer) -> dict[Any, Any]:
+    """The items of its ``state`` that an update may use beside those of its parameters: torch's own use none."""
+    return {} if is_torchs_own(optimizer) else beside_parameters(optimizer.state)

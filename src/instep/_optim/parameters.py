@@ -1,7 +1,9 @@
-"""The attached parameters, held weakly."""
+"""The attached parameters, held weakly: buckets of them, and what one call of an optimizer can step of a bucket."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import repeat
 from operator import attrgetter, is_, is_not
@@ -9,12 +11,116 @@ from operator import attrgetter, is_, is_not
 import torch
 from torch import nn
 
-from instep._autograd.placeholders import SpentGradient
 from instep._optim.dtensor import is_sharded, may_be_gathered
-from instep._optim.parts import LocalShard
-from instep._optim.plan import ParameterSpec
+from instep._optim.local_shard import LocalShard
+from instep._optim.shadow import alias_of
 from instep._optim.stepper import Stepper
+from instep._torch.placeholders import SpentGradient
 from instep.errors import StaleAttachmentError
+
+# Which parameters step together, and in what order: values to print, compare and test.
+
+
+MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """What a plan says of one parameter.
+
+    Attributes:
+        index: position among the attached parameters, in the model's order.
+        name: the name in ``model.named_parameters()``, the first one for a tied parameter.
+        nbytes: size of its gradient; of this rank's part, where it is spread over ranks.
+        group: FSDP's number of the parameters that it is communicated with; ``None``: it has no such group.
+    """
+
+    index: int
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    group: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters that are stepped in one call of the optimizer."""
+
+    source: str
+    parameters: tuple[ParameterSpec, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.nbytes for p in self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The buckets, in the order in which backward is expected to complete them.
+
+    Attributes:
+        unproven: of each optimizer that may not be one that updates each parameter by itself, what could not be tried.
+    """
+
+    buckets: tuple[Bucket, ...]
+    unproven: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(b.nbytes for b in self.buckets)
+
+    def __str__(self) -> str:
+        rows = [("bucket", "source", "parameters", "MiB", "names")]
+        for number, bucket in enumerate(self.buckets):
+            rows.append(
+                (
+                    str(number),
+                    bucket.source,
+                    str(len(bucket.parameters)),
+                    f"{bucket.nbytes / MIB:.2f}",
+                    _span([p.name for p in bucket.parameters]),
+                )
+            )
+        total = sum(len(b.parameters) for b in self.buckets)
+        rows.append(("total", "", str(total), f"{self.nbytes / MIB:.2f}", ""))
+        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        aligned = (str.ljust, str.ljust, str.rjust, str.rjust, str.ljust)
+        lines = (
+            "  ".join(align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True))
+            for row in rows
+        )
+        return "\n".join([*(line.rstrip() for line in lines), *self.unproven])
+
+
+def _span(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 2 else f"{names[0]} … {names[-1]}"
+
+
+def fill_buckets(source: str, parameters: Iterable[ParameterSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Cut ``parameters`` into buckets, in the order given.
+
+    A bucket is closed by the parameter that brings it to ``bucket_bytes`` or more, so none is split. Parameters
+    of different devices never share one: each device steps on a stream of its own. Those of one group always do.
+    """
+    done: list[list[ParameterSpec]] = []
+    filling: dict[tuple[torch.device, int | None], list[ParameterSpec]] = {}
+    held: Counter[tuple[torch.device, int | None]] = Counter()
+    for parameter in parameters:
+        kind = parameter.device, parameter.group
+        bucket = filling.get(kind)
+        if bucket is None:
+            bucket = filling[kind] = []
+            done.append(bucket)
+        bucket.append(parameter)
+        held[kind] += parameter.nbytes
+        if parameter.group is None and held[kind] >= bucket_bytes:
+            del filling[kind], held[kind]
+    return tuple(Bucket(source, tuple(bucket)) for bucket in done)
+
+
+# The attached parameters, held weakly.
 
 
 class Attribute:
@@ -230,3 +336,147 @@ def _nothing() -> None:
 
 def _itself(parameter: torch.Tensor) -> torch.Tensor:
     return parameter
+
+
+# Whether the attached parameters are still the model's, and as they were.
+
+
+_DTYPE = attrgetter("dtype")
+_DEVICE = attrgetter("device")
+_SHAPE = attrgetter("shape")
+
+
+def _what_became_of(attached: AttachedParameter, place: Attribute) -> str:
+    parameter, module = attached.get(), place.module()
+    if module is not None and any(p is parameter for p in module.parameters()):
+        return (
+            f"parameter {place.name!r} has another name since attach (pruned, or parametrized). detach(), and attach "
+            "again, with the same optimizer: it holds the parameter, and keeps its state"
+        )
+    silent = " or taken out: the optimizer still holds the old one, and would not train one in its place. "
+    return f"parameter {place.name!r} was replaced after attach{attached.replaced(silent)}"
+
+
+def require_in_place(parameters: AttachedParameters, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ``StaleAttachmentError`` if one of ``parameters``, which are these ``tensors``, has left its device: blocks
+    that are swapped are elsewhere during backward."""
+    if list(map(_DEVICE, tensors)) == parameters.devices:
+        return
+    attached, tensor = next((a, t) for a, t in zip(parameters, tensors, strict=True) if t.device != a.spec.device)
+    raise StaleAttachmentError(
+        f"parameter {attached.spec.name!r} is on {tensor.device} in backward, and was on {attached.spec.device} when "
+        "it was attached: it is moved while the model runs (block swap, offloading). schedule='backward' does not step "
+        "such parameters. Keep them on one device, or step them in the hooks of the trainer that moves them, without "
+        "instep"
+    )
+
+
+def require_unchanged(attached_parameters: Iterable[AttachedParameter]) -> None:
+    """Raise ``StaleAttachmentError`` for the first parameter that is not the one that was attached."""
+    parameters = AttachedParameters.of(attached_parameters)
+    tensors = parameters.tensors()
+    held = parameters.in_modules
+    with torch._C.DisableTorchFunctionSubclass():  # instep's own question, about parameters that may be watched
+        if (
+            parameters.homes.hold(tensors)
+            and list(map(_DTYPE, tensors)) == parameters.dtypes
+            and list(map(_DEVICE, tensors)) == parameters.devices
+            and list(map(_SHAPE, tensors if held is parameters else held.tensors())) == held.shapes
+        ):
+            return
+    for attached in parameters:
+        parameter, spec = attached.get(), attached.spec
+        for place in attached.places:
+            if not place.holds(parameter):
+                raise StaleAttachmentError(_what_became_of(attached, place))
+        if parameter.dtype != spec.dtype or parameter.device != spec.device:
+            raise StaleAttachmentError(
+                f"parameter {spec.name!r} was {spec.dtype} on {spec.device} when it was attached and is "
+                f"{parameter.dtype} on {parameter.device} now. detach(), build the optimizer anew, and attach again: "
+                "move and convert a model before its optimizer is built"
+            )
+        if attached.places and parameter.shape != spec.shape:
+            raise StaleAttachmentError(
+                f"parameter {spec.name!r} had the shape {tuple(spec.shape)} when it was attached and has "
+                f"{tuple(parameter.shape)} now (resized in place: p.data = …). detach(), give the optimizer state of "
+                "that shape, and attach again"
+            )
+
+
+# What one call of an optimizer can step of a bucket.
+
+
+class OptimizerCall:
+    """Parameters that one call of their optimizer can step, in the form in which it is given them.
+
+    Attributes:
+        tensors: to be stepped, with their gradients: the parameters, or aliases of this rank's shards of them.
+        parameters: the optimizer's own.
+        shards: of those that are stepped by their shard.
+        elsewhere: the optimizer's parameters that another rank steps.
+    """
+
+    __slots__ = ("elsewhere", "parameters", "shards", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.parameters: list[torch.Tensor] = []
+        self.shards: list[LocalShard | None] = []
+        self.elsewhere: list[torch.Tensor] = []
+
+    def step(self, stepper: Stepper) -> None:
+        """Update them."""
+        for parameter in self.elsewhere:
+            stepper.optimizer().state.setdefault(parameter, {})  # all ranks have the same keys
+            torch.autograd.graph.increment_version(parameter)
+        if self.tensors:
+            stepper.step(self.tensors, self.parameters, self.shards if any(self.shards) else None)
+
+
+def shard_of_gradient(attached: AttachedParameter, gradient: torch.Tensor) -> torch.Tensor | None:
+    """This rank's shard of ``gradient``; ``None`` where the whole is stepped, for which ranks may have to communicate:
+    the gradient or the state is spread in another way than the parameter."""
+    shard = attached.shard
+    if shard is None or not shard.fits(attached.stepper.optimizer().state.get(attached.get(), {})):
+        return None
+    return shard.of(gradient)
+
+
+def calls_of(
+    bucket: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor], *, alias: bool
+) -> list[OptimizerCall]:
+    """Divide a bucket, of one optimizer, into what can be stepped in one call: all of it, where every parameter is a
+    plain tensor or can be stepped by its shard.
+
+    Args:
+        gradients: the one to apply of each: that which is in its ``.grad``.
+        alias: step aliases even of parameters that are stepped as they are, so that their ``.grad`` is left alone.
+    """
+    bucket = AttachedParameters.of(bucket)
+    if bucket.are_plain:
+        return [_plain_call(bucket.tensors(), gradients, alias=alias)] if bucket else []
+    found: dict[Hashable, OptimizerCall] = {}
+    for attached, gradient in zip(bucket, gradients, strict=True):
+        parameter, shard = attached.get(), attached.shard
+        local = shard_of_gradient(attached, gradient)
+        if shard is not None and not shard.is_owner:
+            found.setdefault(None, OptimizerCall()).elsewhere.append(parameter)
+            continue
+        if shard is not None and local is not None:
+            whole = shard.of(parameter)
+            assert whole is not None, "a shard is made for its parameter's own layout"
+            tensor, mesh = alias_of(whole, local), None
+        else:
+            tensor, mesh, shard = alias_of(parameter, gradient) if alias else parameter, attached.mesh, None
+        call = found.setdefault(mesh, OptimizerCall())
+        call.tensors.append(tensor)
+        call.parameters.append(parameter)
+        call.shards.append(shard)
+    return list(found.values())
+
+
+def _plain_call(parameters: list[torch.Tensor], gradients: Sequence[torch.Tensor], *, alias: bool) -> OptimizerCall:
+    call = OptimizerCall()
+    call.parameters = parameters
+    call.tensors = list(map(alias_of, parameters, gradients)) if alias else parameters
+    return call

@@ -10,15 +10,22 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._autograd.watch import plain_type
-from instep._optim.calling import STEPPED_WHOLE, undecorated_step
-from instep._optim.generators import Generators
-from instep._optim.keyed_trial import KeyedTrial
-from instep._optim.kinds import is_torchs_own
-from instep._optim.made_up import WEATHERS, Spec, Weather, options_of, specs_for
-from instep._optim.made_up_run import DIVISIONS, MadeUpRuns, in_short, raises_without_gradients
-from instep._optim.trials import DivisionTrial, reads_loss, takes_aliases, what_is_kept, what_stays
-from instep._optim.twins import parameters_of, step_plainly
+from instep._optim.kinds import STEPPED_WHOLE, is_torchs_own, undecorated_step
+from instep._optim.probe_trials import DivisionTrial, KeyedTrial, reads_loss, takes_aliases, what_is_kept, what_stays
+from instep._optim.random_numbers import Generators
+from instep._optim.shadow import parameters_of, step_plainly
+from instep._optim.synthetic import (
+    DIVISIONS,
+    WEATHERS,
+    MadeUpRuns,
+    Spec,
+    Weather,
+    in_short,
+    options_of,
+    raises_without_gradients,
+    specs_for,
+)
+from instep._torch.watch import plain_type
 from instep.errors import UnsupportedOptimizerError
 
 _logger = logging.getLogger("instep")

@@ -1,14 +1,122 @@
-"""Other optimizer objects over the same parameters: a shadow for one update, a snapshot for a step that is put off."""
+"""Other optimizer objects over some of the same parameters: where these stand in the groups, and how one is made."""
 
-from collections import OrderedDict
-from typing import Any
+import copy
+from bisect import bisect_left
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, islice
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.attributes import STEP_HOOKS, read_by_update
-from instep._optim.changes import PER_PARAMETER, is_immutable, is_plain, private
-from instep._optim.patched import rebind
+from instep._optim.kinds import (
+    MANAGER,
+    STEP_HOOKS,
+    beside_parameters,
+    is_torchs_own,
+    moved,
+    read_by_update,
+    rebind,
+    same_places,
+    step_whole,
+    without_autocast,
+)
+from instep._optim.local_shard import memory_of
+from instep._optim.values import PER_PARAMETER, is_immutable, is_plain, private
+from instep.errors import StaleAttachmentError
+
+# Where each parameter of an optimizer stands in its ``param_groups``, and which of a bucket's are in which group.
+
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+class Members(NamedTuple):
+    """The parameters of a bucket that one group holds, in the group's order: where each stands in the bucket, and where
+    in the group."""
+
+    in_bucket: list[int]
+    in_group: list[int]
+
+
+class GroupLayout:
+    """The members of all groups, as they are when a step begins. Kept from step to step while the groups hold the same.
+
+    Args:
+        name: of the optimizer.
+    """
+
+    def __init__(self, name: str, groups: Groups) -> None:
+        self._name = name
+        self._ids = _ids_of(groups)
+        self._position = {key: position for position, key in enumerate(chain.from_iterable(self._ids))}
+        self._bounds = [0, *accumulate(map(len, self._ids))]
+        # Of buckets that were asked for, by the first parameter's id: the ids of all, and the answer.
+        self._known: dict[int, tuple[list[int], list[Members]]] = {}
+        self._room = 0
+
+    def is_of(self, groups: Groups) -> bool:
+        """Whether ``groups`` hold the same parameters in the same order."""
+        return _ids_of(groups) == self._ids
+
+    def holds(self, value: object) -> bool:
+        return id(value) in self._position
+
+    def members_of(self, bucket: Sequence[torch.Tensor]) -> list[Members]:
+        """The parameters of ``bucket`` by group: all groups, those aside that were added since the step began.
+
+        Raises:
+            StaleAttachmentError: a parameter is in no group.
+        """
+        ids = list(map(id, bucket))
+        known = self._known.get(ids[0])
+        if known is not None and known[0] == ids:
+            return known[1]
+        members = self._divide(ids, bucket)
+        # Buckets that are stepped together differ from step to step: their answers shall not take ever more memory.
+        self._room -= len(ids)
+        if self._room < 0:
+            self._known.clear()
+            self._room = 2 * len(self._position)
+        self._known[ids[0]] = ids, members
+        return members
+
+    def were_moved(self, groups: Groups) -> bool:
+        """Whether a parameter has left its place. Others may have been added behind them, or in groups of their own."""
+        found = _ids_of(groups[: len(self._ids)])
+        return [now[: len(then)] for now, then in zip(found, self._ids, strict=False)] != self._ids
+
+    def added_to(self, state: Mapping[Any, Any], size: int) -> list[Any]:
+        """The keys that came into ``state`` when it had ``size``, in the order of the groups; then those that are no
+        parameters."""
+        last = len(self._position)
+        return sorted(islice(state, size, None), key=lambda key: self._position.get(id(key), last))
+
+    def _divide(self, ids: Sequence[int], bucket: Sequence[torch.Tensor]) -> list[Members]:
+        position = self._position
+        for key, parameter in zip(ids, bucket, strict=True):
+            if key not in position:
+                raise StaleAttachmentError(
+                    f"a parameter of shape {tuple(parameter.shape)} is no longer in {self._name}.param_groups. "
+                    "detach() before taking parameters out of an optimizer, or now, and attach again after"
+                )
+        positions = [position[key] for key in ids]
+        order = sorted(range(len(positions)), key=positions.__getitem__)
+        positions.sort()
+        members = []
+        for first, last in zip(self._bounds, self._bounds[1:], strict=False):
+            mine = slice(bisect_left(positions, first), bisect_left(positions, last))
+            members.append(Members(order[mine], [at - first for at in positions[mine]]))
+        return members
+
+
+def _ids_of(groups: Iterable[Mapping[str, Any]]) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in groups]
+
+
+# Other optimizer objects over the same parameters: a shadow for one update, a snapshot for a step that is put off.
 
 
 def shadow_of(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) -> Optimizer:
@@ -61,3 +169,154 @@ def is_copied_whole(optimizer: Optimizer) -> bool:
     groups = [value for group in optimizer.param_groups for key, value in group.items() if key not in PER_PARAMETER]
     attributes = [value for name, value in read_by_update(optimizer).items() if name != "defaults"]
     return all(map(is_plain, groups)) and is_plain(optimizer.defaults) and all(map(is_immutable, attributes))
+
+
+# A copy of an optimizer over other tensors, to be stepped beside it.
+
+
+_LIVE = ("param_groups", "state", "step")
+
+
+def twin_of(
+    optimizer: Optimizer,
+    groups: Iterable[dict[str, Any]],
+    state: Mapping[Any, Any],
+    stand_ins: Mapping[int, torch.Tensor],
+) -> Optimizer:
+    """The same optimizer over copies of ``groups`` and ``state``, with copies of its attributes.
+
+    Args:
+        groups: with the parameters to step.
+        stand_ins: by ``id`` of a tensor, what stands in its place in the copies.
+    """
+    groups = list(groups)
+    ids = ((key, id(tensor)) for key, tensor in stand_ins.items())
+    overrides = moved(optimizer, same_places(groups), ids)
+    twin = shadow_of(optimizer, [], defaultdict(dict))
+    if overrides is not None:
+        setattr(twin, MANAGER, overrides)
+    memo: dict[int, Any] = {**stand_ins, id(optimizer): twin, id(twin): twin}
+    attributes = {
+        name: value for name, value in vars(twin).items() if name not in _LIVE and not name.startswith("_optimizer_")
+    }
+    vars(twin).update(copy.deepcopy(attributes, memo))
+    twin.param_groups = [
+        {key: value if key == "params" else copy.deepcopy(value, memo) for key, value in group.items()}
+        for group in groups
+    ]
+    twin.state.update(copy.deepcopy(dict(state), memo))
+    return twin
+
+
+def step_plainly(twin: Optimizer, *closure: Callable[[], torch.Tensor], autocast: torch.dtype | None = None) -> Any:
+    """Call its ``step()``, as the plain loop does, without any step hooks. Returns what that returns.
+
+    Args:
+        autocast: that of the block in which the loop calls it; ``None``: it calls it outside.
+    """
+    first = next(parameters_of(twin), None)
+    kind = "cpu" if first is None else first.device.type
+    with torch.no_grad(), without_autocast(kind) if autocast is None else torch.autocast(kind, autocast):
+        return step_whole(twin, *closure)
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Any]:
+    """All of them, in the order of its groups."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def shared_state(optimizer: Optimizer) -> dict[Any, Any]:
+    """The items of its state that are not the entries of parameters."""
+    return beside_parameters(optimizer.state)
+
+
+def different(a: Any, b: Any) -> bool:
+    """Whether two values differ, tensors in any bit but that NaN equals NaN; of what is spread over ranks, this rank's
+    part. Objects of unknown kinds do not count."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return not _same_bits(memory_of(a), memory_of(b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() != b.keys() or any(different(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) != len(b) or any(map(different, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return a != b and not (a != a and b != b)
+    if isinstance(a, _PLAIN) or isinstance(b, _PLAIN):
+        return type(a) is not type(b) or bool(a != b)
+    return type(a) is not type(b)
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Tensor, set, frozenset)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if a.is_sparse:
+        a, b = a.to_dense(), b.to_dense()
+    if torch.equal(a, b):
+        return True
+    numbers = a.is_floating_point() or a.is_complex()
+    return numbers and bool(torch.all((a == b) | ((a != a) & (b != b))))
+
+
+# How tools have an optimizer make its state before there has been a step: torch's distributed checkpoints (DCP), above
+# all, have it step with gradients of zeros, with a learning rate of 0.
+
+
+def asks_for_state(optimizer: Optimizer, gradients: Iterable[torch.Tensor], *, first: bool) -> bool:
+    """Whether a ``step()`` with these gradients is a tool's, which wants the state that the step makes, and none of a
+    training loop. Some tools have an optimizer without state step with gradients of zeros: before training, or, as DCP
+    does, with a learning rate of 0 (``torch/distributed/checkpoint/state_dict.py``, ``_init_optim_state``).
+
+    Args:
+        first: whether no step has been taken.
+    """
+    still = all(_is_zero(group.get("lr", 0)) for group in optimizer.param_groups)
+    if optimizer.state or not (first or still):
+        return False
+    return not any(map(_holds_anything, gradients))
+
+
+def begin_state(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Give ``parameters`` empty entries in the state of an optimizer that has none, while their update is due.
+
+    DCP looks into ``state``, and has an optimizer without any take a step of its own; nothing tells instep of that
+    look. torch's own optimizers fill an entry that is empty.
+    """
+    if not optimizer.state and is_torchs_own(optimizer):
+        mine = {id(p) for p in parameters}
+        for group in optimizer.param_groups:
+            optimizer.state.update((p, {}) for p in group["params"] if id(p) in mine)
+
+
+def end_state(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Remove the entries that ``begin_state`` made and no update has filled."""
+    for parameter in parameters:
+        if parameter in optimizer.state and not optimizer.state[parameter]:
+            del optimizer.state[parameter]
+
+
+def order_added(optimizer: Optimizer, count: int) -> None:
+    """Order the entries that have come into ``state`` since it had ``count`` as a plain ``step()`` makes them: by
+    group. Of a step that was put off in part, torch has made some before the others."""
+    if len(optimizer.state) > count:
+        layout = GroupLayout(type(optimizer).__name__, optimizer.param_groups)
+        for key in layout.added_to(optimizer.state, count):
+            optimizer.state[key] = optimizer.state.pop(key)
+
+
+def _holds_anything(gradient: torch.Tensor) -> bool:
+    if memory_of(gradient) is gradient:
+        return bool(gradient.any())
+    # All ranks must get the same answer for a gradient that is spread over them, and one may hold nothing of it.
+    count: Any = torch.linalg.vector_norm(gradient, 0)
+    return bool(count.full_tensor())
+
+
+def _is_zero(rate: Any) -> bool:
+    """Of a learning rate: an optimizer that finds its own may have ``None`` there, or an object."""
+    if isinstance(rate, torch.Tensor):
+        return not bool(rate.any())
+    return isinstance(rate, Real) and rate == 0

@@ -1,7 +1,6 @@
 """``clip``."""
 
-from instep._gradients.clipping import Clipping
-from instep._gradients.policies import ClipNorm, ClipValue
+from instep._gradients.clipping import ClipNorm, Clipping, ClipValue
 from instep.errors import AttachError
 from instep.options import Options
 from instep.target import Target, reduced_by

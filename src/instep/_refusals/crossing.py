@@ -1,7 +1,7 @@
 """``cross_iteration``: what gradients that are still on their way after backward rule out."""
 
 from instep._arguments import require_flag
-from instep._gradients.policies import ClipNorm
+from instep._gradients.clipping import ClipNorm
 from instep.errors import AttachError
 from instep.options import Options
 from instep.target import Target

@@ -4,7 +4,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instep.errors import AttachError
 from instep.options import Options
-from instep.sources.fsdp.wrappers import instances_of
+from instep.sources.fsdp.modules import instances_of
 from instep.sources.replicate.source import Replicated, living
 from instep.target import Target, Wrapped
 

@@ -1,6 +1,6 @@
 """``fully_shard`` and ``FullyShardedDataParallel``."""
 
-from instep._gradients.policies import ClipNorm
+from instep._gradients.clipping import ClipNorm
 from instep.errors import AttachError
 from instep.options import Options
 from instep.target import Target

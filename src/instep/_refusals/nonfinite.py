@@ -2,8 +2,8 @@
 
 from typing import get_args
 
-from instep._gradients.finite import Policy
-from instep._gradients.policies import ClipNorm
+from instep._gradients.clipping import ClipNorm
+from instep._gradients.scaling import Policy
 from instep.errors import AttachError
 from instep.options import Options
 from instep.target import Target

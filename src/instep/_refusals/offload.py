@@ -1,6 +1,6 @@
 """``offload``."""
 
-from instep._optim.parts import memory_of
+from instep._optim.local_shard import memory_of
 from instep.errors import AttachError
 from instep.options import Options
 from instep.target import Target

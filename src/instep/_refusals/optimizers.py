@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.kinds import takes_hooks
-from instep._optim.patched import cannot_follow, replaced_step
+from instep._optim.kinds import cannot_follow, replaced_step, takes_hooks
 from instep.errors import AttachError, UnsupportedOptimizerError
 from instep.options import Options
 from instep.target import Target

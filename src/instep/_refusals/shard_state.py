@@ -1,11 +1,11 @@
 """``shard_state``."""
 
 from instep._arguments import require_flag
-from instep._gradients.policies import ClipNorm, ClipValue
+from instep._gradients.clipping import ClipNorm, ClipValue
 from instep._optim.kinds import is_elementwise
 from instep.errors import AttachError
 from instep.options import Options
-from instep.sources.ddp.reductions import bucket_parameters
+from instep.sources.ddp.buckets import bucket_parameters
 from instep.target import Target
 
 

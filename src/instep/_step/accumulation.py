@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
-from instep._autograd.backward import Phase, current
-from instep._autograd.engine import graph_task
 from instep._ranks.votes import StepVotes
+from instep._torch.engine import Phase, current, graph_task
 from instep.errors import AccumulationError
 
 

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._autograd.watch import plain_type
-from instep._optim.calling import STEPPED_WHOLE, autocast_of
-from instep._optim.calls import OptimizerCall, calls_of
-from instep._optim.generators import Generators
-from instep._optim.parameters import AttachedParameter
-from instep._optim.parts import LocalShard, memory_of
+from instep._optim.kinds import STEPPED_WHOLE, autocast_of
+from instep._optim.local_shard import LocalShard, memory_of
+from instep._optim.parameters import AttachedParameter, OptimizerCall, calls_of
+from instep._optim.random_numbers import Generators
+from instep._optim.shadow import different, parameters_of, shared_state, step_plainly, twin_of
 from instep._optim.stepper import Stepper
-from instep._optim.twins import different, parameters_of, shared_state, step_plainly, twin_of
+from instep._torch.watch import plain_type
 from instep.errors import UnsupportedOptimizerError
 
 Gradient = Callable[[AttachedParameter], torch.Tensor | None]

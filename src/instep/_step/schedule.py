@@ -1,22 +1,30 @@
-"""When buckets are stepped, as seen from outside: the attachment holds one schedule."""
+"""When buckets are stepped, as seen from outside; and the schedule that leaves every step to torch."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.optim import Optimizer
 
-from instep._optim.keyed import KeyedDraws
-from instep._optim.owners import Owners
-from instep._optim.parameters import AttachedParameter
-from instep._optim.plan import Bucket
+from instep._gradients.clipping import ClipNorm, Clipping, ClipValue
+from instep._gradients.scaling import Policy, found_inf, take_off_here
+from instep._optim.memory import Owners
+from instep._optim.parameters import AttachedParameter, Bucket
+from instep._optim.random_numbers import KeyedDraws
 from instep._optim.stepper import Stepper
-from instep._step.observed import Gains
-from instep._step.passes import Losses
-from instep._step.pending import InFlightBucket
-from instep._step.recorder import Recorder
-from instep._step.times import StepTimes
+from instep._ranks.votes import StepVotes
+from instep._step.accumulation import Accumulation
+from instep._step.deferral import Gains
+from instep._step.deferred_buckets import InFlightBucket
+from instep._step.norms import Losses
+from instep._step.state import Recorder, StepMembers, StepTimes
+from instep._step.step import Agreement, HoldsStep, RunningStep
 from instep._step.writes import Gather
+from instep._torch.engine import graph_task
+from instep._torch.watch import Watch
 from instep.errors import InstepError
+
+# When buckets are stepped, as seen from outside: the attachment holds one schedule.
 
 
 class Schedule(Protocol):
@@ -170,3 +178,234 @@ class Schedule(Protocol):
 
     def crosses(self, in_flight: Callable[[], Sequence[InFlightBucket]], at_once: Callable[[], bool]) -> None:
         """With ``cross_iteration``: the buckets in flight, and whether nothing is to be put off."""
+
+
+# ``INSTEP_DISABLE=1``: torch takes every step, and gradients are clipped, and looked at, where ``step()`` begins.
+# So it is where nobody but torch can take the steps of a model.
+
+
+class PlainSchedule(HoldsStep):
+    """The steps of a model that would be attached, as the plain loop takes them.
+
+    Args:
+        why: nobody but torch can take them; ``None``: nobody else is to.
+        takes_any_loop: whether nothing is asked for that needs knowledge of the loop.
+    """
+
+    def __init__(
+        self,
+        steppers: Sequence[Stepper],
+        votes: StepVotes,
+        accumulation: Accumulation,
+        clipping: Clipping,
+        nonfinite: Policy,
+        why: str | None = None,
+        *,
+        takes_any_loop: bool = False,
+    ) -> None:
+        self._why = why
+        self._takes_any_loop = takes_any_loop
+        self.recorder: Recorder | None = None
+        self.gather: Gather | None = None
+        self._step = RunningStep(StepMembers(steppers), votes, accumulation, clipping, check=None)
+        self._agreement = Agreement(nonfinite, votes)
+        self._backward: int | None = None
+        self._called: set[Stepper] = set()  # of a model that is left to torch, since the last backward
+        self._watch = Watch(gradient=self._used)
+
+    @property
+    def state(self) -> str:
+        return "disabled" if self._why is None else "idle"
+
+    @property
+    def deferral(self) -> str | None:
+        return None if self._why is None else f"taken at once ({self._why})"
+
+    @property
+    def follows(self) -> bool:
+        """Only with ``INSTEP_DISABLE=1``, where gradients may be clipped and looked at: what is left to torch needs no
+        knowledge of parameters."""
+        return self._why is None
+
+    def lost(self, error: InstepError) -> None:
+        """The loop does what nobody but torch can follow: from now on nobody does."""
+        try:
+            if not self._takes_any_loop:
+                raise error
+            self._why = str(error)
+        finally:
+            del error  # or it would refer to itself, by way of this frame
+
+    def begin_backward(self) -> bool:
+        """An output of the model is about to get its gradient. Returns whether this is the first of them in the
+        running backward."""
+        if self._backward == graph_task():
+            return False
+        self._backward = graph_task()
+        self._step.accumulation.begin()
+        self._restore()  # of a step() that raised
+        self._step.round.stepper = None
+        self._step.round.owing.clear()
+        self._called.clear()
+        if not self._step.accumulation.holds_next:
+            self._step.ledger.votes.begin_backward(self._step.ledger.step_count)
+        return True
+
+    def begin_step(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is called."""
+        self._restore()
+        self._step.round.stepper = None
+        stepper.called()
+
+    def begin_flush(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is about to update."""
+        round_, clipping = self._step.round, self._step.passes.clipping
+        if round_.stepper is stepper:
+            return  # a closure that is called more than once
+        if not self.follows:
+            self._begin_left_to_torch(stepper)
+            return
+        self._step.accumulation.require_reduced()
+        if stepper not in round_.owing:
+            self._begin(stepper.optimizer())
+        round_.stepper = stepper
+        if round_.takes_step is False:
+            self._leave_out(stepper)
+        elif isinstance(clipping.policy, ClipValue):
+            self._clip_values(stepper)
+
+    def _begin_left_to_torch(self, stepper: Stepper) -> None:
+        """The optimizer may step other parameters than those that are known. Optimizers that are called one after the
+        other take one step, until there is a backward, or one of them is called again."""
+        if stepper in self._called:
+            self._called.clear()
+        parameters = (p for group in stepper.optimizer().param_groups for p in group["params"])
+        is_first = not self._called and any(p.grad is not None for p in parameters)
+        self._called.add(stepper)
+        self._step.round.owing = {stepper} if is_first else set()
+        self._step.round.stepper = stepper
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        """The first of the step's optimizers. The plain loop clips the gradients of all of them by their norm before
+        it."""
+        step = self._step
+        found = [(a, gradient) for a in step.members.all if (gradient := a.get().grad) is not None]
+        if not found:
+            step.round.takes_step = True
+        elif not found_inf(optimizer):  # else the kernel skips its update, of gradients as they are
+            named = [(a.spec.name, gradient) for a, gradient in found]
+            step.round.takes_step = self._agreement.takes_step(step.number, named)
+            if isinstance(step.passes.clipping.policy, ClipNorm):
+                take_off_here(optimizer, [g for a, g in found if a.stepper.optimizer() is optimizer])
+                self._clip([a.get() for a, _ in found])
+        step.round.owing = {a.stepper for a, _ in found}
+
+    def _clip(self, parameters: Sequence[torch.Tensor]) -> None:
+        clipping = self._step.passes.clipping
+        clipping.begin()
+        clipping.compute_total_norm(self._step.members.all, lambda a: a.get().grad)
+        if self._step.round.takes_step is not False:
+            clipping.clip(parameters)
+
+    def _clip_values(self, stepper: Stepper) -> None:
+        """Of this optimizer alone: GradScaler may not have unscaled the others' gradients."""
+        optimizer = stepper.optimizer()
+        mine = [p for a in self._step.members.of(stepper) if (p := a.get()).grad is not None]
+        if mine and not found_inf(optimizer):
+            take_off_here(optimizer, [p.grad for p in mine if p.grad is not None])
+            self._step.passes.clipping.clip(mine)
+
+    def _leave_out(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` finds no gradient, and what it writes nevertheless is put back."""
+        self._step.round.leave_out(stepper)
+        gradients = [(a, g) for a in self._step.members.of(stepper) if (g := a.get().grad) is not None]
+        self._watch.start(a.get() for a, _ in gradients)
+        self._step.round.hide(gradients)
+
+    def _used(self, parameter: torch.Tensor, func: object) -> None:
+        """A ``.grad`` that was taken off is about to be read or replaced: by ``step()``, if it still runs."""
+        if self._step.round.was_stopped:
+            self._restore()
+
+    def _restore(self) -> None:
+        """Who is interrupted here does it again, at the next use."""
+        round_ = self._step.round
+        round_.restore_settings()
+        hidden = [parameter for attached, _ in round_.hidden if (parameter := attached.peek()) is not None]
+        round_.show()
+        self._watch.stop(hidden)
+
+    def commit(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` returned."""
+        step = self._step
+        if step.round.stepper is not stepper:
+            return
+        self._restore()
+        step.round.stepper = None
+        step.accumulation.stepped()
+        if stepper in step.round.owing:
+            step.round.owing.discard(stepper)
+            if not step.round.owing:
+                left_out = step.round.takes_step is False
+                step.ledger.step_count += not left_out
+                step.times.step_returns()
+                step.times.committed()
+                step.ledger.skip_count += left_out
+
+    def leave_to_optimizer(self, stepper: Stepper, error: object) -> None: ...
+
+    def end_backward(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def before_forward(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def require_whole(self) -> None: ...
+
+    def is_applied(self, attached: AttachedParameter) -> bool:
+        return False
+
+    def last_complete_step(self) -> int:
+        return self._step.ledger.step_count
+
+    def accept(self) -> bool:
+        return False
+
+    def rollback(self) -> None:
+        """Clear the gradients: nothing of them has been written."""
+        self.forget(gradients=True)
+
+    def forget(self, *, gradients: bool) -> None:
+        """Begin anew; with ``gradients``, clear all of them."""
+        self._restore()
+        for parameter in self._step.members.living() if gradients else ():
+            parameter.grad = None
+        self._step.round.stepper = None
+        self._step.round.owing.clear()
+        self._step.accumulation.stepped()
+
+    def before_save(self) -> None: ...
+
+    def before_state(self, *_: Any, **__: Any) -> None: ...
+
+    def close(self) -> None:
+        self.forget(gradients=False)
+
+    # What the attachment asks.
+
+    def planned(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+        return tuple(buckets)
+
+    def read_by(self, streams: object) -> None: ...
+
+    def crosses(self, in_flight: object, at_once: object) -> None: ...
+
+    def after_forward(self) -> None: ...
+
+    def before_gather(self, parameters: Sequence[AttachedParameter]) -> None: ...
+
+    def begin_on_device(self) -> None: ...
+
+    def let_go_of_backwards(self) -> None: ...

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from instep._optim.current_stream import on_stream
+from instep._optim.memory import on_stream
 
 
 class Mark(NamedTuple):

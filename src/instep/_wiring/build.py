@@ -1,47 +1,279 @@
-"""The parts of an attachment, made of what is attached and of the options. Nothing is put on the model yet."""
+"""How an attachment is put together: its sources and schedule, its parts, and the hooks on model and optimizers."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from instep._gradients.clipping import Clipping
-from instep._life.weak import weakly
-from instep._optim.calling import STEPPED_WHOLE
-from instep._optim.owners import in_views_of_ddp, in_views_of_replicate
+from instep._gradients.clipping import ClipNorm, Clipping
+from instep._gradients.scaling import LossScale
+from instep._optim.kinds import STEPPED_WHOLE, ToldStep, steps_as_tested, steps_one, takes_hooks
+from instep._optim.memory import in_views_of_ddp, in_views_of_replicate
+from instep._optim.offload import HostLoading, HostState, Part, StateHome
+from instep._optim.parameters import AttachedParameter, Plan
 from instep._optim.probe import Separability, not_asked, separability_of
+from instep._optim.stepper import Stepper
+from instep._optim.undo import Undo
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation, Syncing
 from instep._step.checking import Check
-from instep._step.schedule import Schedule
-from instep._wiring.deferral import deferring_of, steps_inside_step
-from instep._wiring.gathering import Gathering
-from instep._wiring.held import Handles, Held
-from instep._wiring.hooks import BackwardHooks, ForwardHooks, StepHooks
-from instep._wiring.late import LateParameters
-from instep._wiring.plain import PlainHooks
-from instep._wiring.planned import Planned
-from instep._wiring.ranks import rank, ranks_of
-from instep._wiring.schedules import choose
-from instep._wiring.sharding import Sharding
-from instep._wiring.sources import connect_crossing, make_sources
-from instep._wiring.stepping_itself import SteppingItself
-from instep._wiring.threads import Threads
+from instep._step.deferral import Deferring
+from instep._step.deferred import ForwardSchedule
+from instep._step.deferred_buckets import InFlightBucket
+from instep._step.in_backward import BackwardSchedule
+from instep._step.norms import MeasuringSink
+from instep._step.schedule import PlainSchedule, Schedule
+from instep._step.state import Recorder
+from instep._step.step import Agreement
+from instep._torch.engine import Traced, graph_task
+from instep._torch.hooks import BoundHook, PlainPickles, UntracedHook, first_of_post_hooks, last_of_pre_hooks
+from instep._torch.lifetime import Owners, weakly
+from instep._torch.mixed_precision import LowPrecision
+from instep._wiring.advice import deferring_of, steps_inside_step
+from instep._wiring.hooks import (
+    BackwardHooks,
+    CheckedReaders,
+    ErrorForUse,
+    ForwardHooks,
+    Gathering,
+    LateParameters,
+    NoReaders,
+    PlainHooks,
+    Readers,
+    Sharding,
+    StepHooks,
+    SteppingItself,
+    Threads,
+    WaitingReaders,
+)
+from instep._wiring.ranks import Joining, communicates, rank, ranks_of, stand_aside
+from instep._wiring.weak_refs import Handles, Held, living_parameters
 from instep.errors import UnsupportedOptimizerError
-from instep.options import Options
-from instep.sources import Source
-from instep.sources.fsdp.wrappers import FSDP1Sync, FSDP2Sync, fsdp2_reading_streams
-from instep.sources.local.parts import ForwardCounts
-from instep.target import Target, Wrapped
+from instep.options import BY_ENVIRONMENT, Communication, Options
+from instep.sources import Sink, Source
+from instep.sources.cross_iteration.source import CrossingSource
+from instep.sources.ddp.source import DDPSource
+from instep.sources.fsdp.fsdp1 import FSDP1Source
+from instep.sources.fsdp.modules import FSDP1Sync, FSDP2Sync, fsdp2_reading_streams
+from instep.sources.local import ForwardCounts, LocalSource
+from instep.sources.replicate.source import Replicated, ReplicatedSource
+from instep.target import Target, Wrapped, reduced_by
 
 if TYPE_CHECKING:
     from instep.sources.zero.source import Zero
+
+
+# The one place that asks which schedule it is: it makes the schedule, with what goes with it.
+
+
+class Chosen(NamedTuple):
+    """
+    Attributes:
+        sink: what the sources tell; ``None``: there are none.
+        tells_all: whether the sink is told of every gradient, and not only where a source communicates for itself.
+        readers: makes what is done before a module reads its parameters.
+        error_for_use: what the use of a gradient that was applied raises; ``None``: nothing is put in its place.
+    """
+
+    schedule: Schedule
+    sink: BackwardSchedule | MeasuringSink | None
+    tells_all: bool
+    readers: Callable[[BackwardHooks], Readers]
+    error_for_use: ErrorForUse | None
+
+
+def choose(
+    options: Options,
+    steppers: Sequence[Stepper],
+    separability: Sequence[Separability],
+    votes: StepVotes,
+    accumulation: Accumulation,
+    clipping: Clipping,
+    check: Check | None,
+    deferring: Deferring,
+) -> Chosen:
+    """The schedule that ``options`` ask for."""
+    if options.disabled:
+        why = None if options.left_to_torch == BY_ENVIRONMENT else options.left_to_torch
+        any_loop = options.takes_any_loop
+        plain = PlainSchedule(steppers, votes, accumulation, clipping, options.nonfinite, why, takes_any_loop=any_loop)
+        return Chosen(plain, None, False, lambda _: NoReaders(), None)
+    if options.schedule == "forward":
+        # An update that runs later raises elsewhere: of a step() that is the user's own, the loop expects it there.
+        may_wait = [
+            s
+            for s, found in zip(steppers, separability, strict=True)
+            if found.contained and steps_as_tested(s.optimizer())
+        ]
+        size = options.bytes_of_a_bucket
+        agreement = Agreement(options.nonfinite, votes)
+        forward = ForwardSchedule(steppers, may_wait, votes, accumulation, clipping, size, agreement, check, deferring)
+        measures = isinstance(options.clip, ClipNorm)
+        return Chosen(forward, forward.measuring, measures, lambda _: WaitingReaders(forward), None)
+    undo = Undo(host=options.undo == "host") if options.undo else None
+    votes.asks_first = undo is not None and options.nonfinite != "allow"
+    scale = None if options.scaler is None else LossScale(options.scaler)
+    backward = BackwardSchedule(steppers, votes, accumulation, clipping, undo, scale, options.nonfinite, check)
+    frees = undo is None and not options.steps_itself
+    readers = partial(CheckedReaders, backward, on_trial=undo is not None)
+    return Chosen(backward, backward, True, readers, backward.error_for_use if frees else None)
+
+
+# Which sources say when gradients are final: one for each wrapper, and one for the parameters outside of all.
+
+
+def make_sources(
+    target: Target,
+    options: Options,
+    chosen: Chosen,
+    accumulation: Accumulation,
+    zero: "Zero | None",
+    uses: ForwardCounts,
+) -> list[Source]:
+    """The sources of the schedule's parameters, not connected yet."""
+    if chosen.sink is None:
+        return []
+    sink, communication, dtype = chosen.sink, options.communication, options.communication.reduce_dtype
+    sources: list[Source] = []
+    rest = list(chosen.schedule.parameters)
+    for wrapper in target.wrapped:
+        reduced = reduced_by(wrapper)
+        mine = [a for a in rest if id(a.get()) in reduced]
+        rest = [a for a in rest if id(a.get()) not in reduced]
+        if not mine:
+            continue
+        if zero is not None and isinstance(wrapper, DistributedDataParallel):
+            in_rows = [a for a in mine if a.shard is not None]
+            sources.append(zero.source(sink, in_rows, wrapper, accumulation, dtype))
+        elif communication.cross_iteration and isinstance(wrapper, DistributedDataParallel):
+            recorder = partial(_recorder_of, weakref.ref(chosen.schedule))
+            sources.append(CrossingSource(mine, wrapper, dtype, recorder))
+        elif chosen.tells_all or communication.comm_hook is not None or dtype is not None:
+            sources.append(_reducing(wrapper, mine, sink, communication))
+    if chosen.tells_all and rest:
+        sources.append(_unwrapped(target, rest, sink, options, uses))
+    return sources
+
+
+def connect_crossing(sources: Sequence[Source], schedule: Schedule) -> None:
+    """With ``cross_iteration`` ``optimizer.step()`` takes over gradients that are still on their way."""
+    crossing = [source for source in sources if isinstance(source, CrossingSource)]
+    if crossing:
+        schedule.crosses(partial(_flights, crossing), partial(_waited, crossing))
+
+
+def _reducing(wrapper: Wrapped, mine: Sequence[AttachedParameter], sink: Sink, communication: Communication) -> Source:
+    if isinstance(wrapper, Replicated):
+        return ReplicatedSource(sink, mine, wrapper, communication.reduce_dtype)
+    return DDPSource(sink, mine, wrapper, communication.comm_hook, communication.reduce_dtype)
+
+
+def _unwrapped(
+    target: Target, mine: Sequence[AttachedParameter], sink: Sink, options: Options, uses: ForwardCounts
+) -> Source:
+    if target.fsdp1:
+        return FSDP1Source(sink, mine, target.fsdp1)
+    return LocalSource(sink, mine, options.bytes_of_a_bucket, uses)
+
+
+def _recorder_of(schedule: "weakref.ref[Schedule]") -> Recorder | None:
+    return None if (found := schedule()) is None else found.recorder
+
+
+def _flights(sources: Sequence[CrossingSource]) -> list[InFlightBucket]:
+    return [flight for source in sources for flight in source.flights]
+
+
+def _waited(sources: Sequence[CrossingSource]) -> bool:
+    return all(source.waited for source in sources)
+
+
+# ``offload="host"``: the state of the optimizers goes to host memory, and stays there when it is loaded.
+
+
+def offload(
+    schedule: Schedule,
+    optimizers: Sequence[Optimizer],
+    steppers: Sequence[Stepper],
+    bucket_bytes: int,
+    handles: Handles,
+) -> None:
+    """
+    Raises:
+        UnsupportedOptimizerError: an optimizer has state that cannot live in host memory.
+    """
+    state = HostState()
+    for optimizer, stepper in zip(optimizers, steppers, strict=True):
+        parts = partial(_parts_of, weakref.ref(schedule), weakref.ref(stepper))
+        stepper.home = home = StateHome(state, optimizer, parts, bucket_bytes)
+        home.take_in()
+        loading = HostLoading(home)
+        handles.append(optimizer.register_load_state_dict_pre_hook(UntracedHook(loading.before)))
+        handles.append(optimizer.register_load_state_dict_post_hook(UntracedHook(loading.after)))
+
+
+def _parts_of(schedule: "weakref.ref[Schedule]", stepper: "weakref.ref[Stepper]") -> Iterator[Part]:
+    """The parameters that ``stepper`` steps: some may have been added since ``attach``."""
+    found = schedule()
+    for attached in () if found is None else found.parameters:
+        if attached.stepper is stepper() and (parameter := attached.peek()) is not None:
+            yield parameter, attached.shard
+
+
+# The plan of an attachment: its buckets, and the optimizers that are not proven.
+
+
+class Planned:
+    """
+    Args:
+        separability: of each optimizer.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        schedule: Schedule,
+        sources: Sequence[Source],
+        separability: Sequence[Separability],
+        check: Check | None,
+    ) -> None:
+        # Else the sources' buckets are those in which norms are taken, or gradients sent: not those that are stepped.
+        self._sources_step = options.schedule == "backward" or options.communication.cross_iteration
+        self._schedule = schedule
+        self._sources = sources
+        self._separability = separability
+        self._check = check
+        self._last: Plan | None = None
+
+    def now(self) -> Plan:
+        """The buckets as they are; of one that is detached, as they were."""
+        if self._last is not None:
+            return self._last
+        buckets = [bucket for source in self._sources for bucket in source.buckets if self._sources_step]
+        return Plan(self._schedule.planned(buckets), self._unproven())
+
+    def keep(self) -> None:
+        """The model is gone, or detached."""
+        self._last = self.now()
+
+    def said(self) -> tuple[str, ...]:
+        """What is not proven, and how far the comparison of the first steps has come."""
+        checked = () if self._check is None else (str(self._check),)
+        return tuple(said for said in (*self.now().unproven, *checked) if said)
+
+    def _unproven(self) -> tuple[str, ...]:
+        if self._check is not None and not self._check.due:
+            return ()
+        return tuple(found.unproven for found in self._separability if found.unproven is not None)
+
+
+# The parts of an attachment, made of what is attached and of the options. Nothing is put on the model yet.
 
 
 @dataclass(frozen=True)
@@ -179,3 +411,134 @@ def _zero(ddp: DistributedDataParallel, votes: StepVotes) -> "Zero":
 def _reading_streams(model: Callable[[], nn.Module | None]) -> list[torch.Stream]:
     found = model()
     return [] if found is None else list(fsdp2_reading_streams(found))
+
+
+# Everything that an attachment puts on the model and the optimizers. All of it is in ``Parts.handles``.
+
+
+def connect(parts: Parts, target: Target, options: Options) -> None:
+    """Whoever is stopped in the middle takes off what is in ``parts.handles``."""
+    if options.disabled:
+        _connect_plainly(parts, target, options)
+        return
+    model, handles = target.model, parts.handles
+    for source in parts.sources:
+        source.connect()
+    sharding = parts.sharding
+    # Before FSDP2's, which gathers the weights.
+    _watch_forwards(parts, target, prepend=sharding is not None)
+    if options.schedule == "forward":
+        _watch_wrapped(parts, target)
+    parts.late.watch(model, parts.schedule.parameters)
+    if sharding is not None:
+        sharding.connect(parts.late.readers, handles)
+    _watch_steps(parts, target)
+    if parts.zero is not None:
+        for optimizer in target.optimizers:
+            handles.extend(parts.zero.connect(optimizer, partial(_parameters_of, parts.schedule)))
+    _watch_saving(parts, target, options)
+    _count_in_no_sync(parts, target, options)
+    if options.communication.mixed_precision is not None:
+        handles.append(LowPrecision(model, options.communication.mixed_precision))
+    handles.append(Owners(target.optimizers, weakly(parts.schedule.abandon)))
+    handles.append(Owners([*target.called, *target.optimizers], weakly(parts.abandon)))
+    handles.append(PlainPickles(model.modules()))
+    _meet_ranks(parts, target)
+
+
+def _connect_plainly(parts: Parts, target: Target, options: Options) -> None:
+    _watch_forwards(parts, target, prepend=parts.sharding is not None)  # as others do: what a rank says comes first
+    _watch_steps(parts, target)
+    parts.handles.append(PlainPickles(target.model.modules()))
+    _count_in_no_sync(parts, target, options)
+    _meet_ranks(parts, target)
+
+
+def _meet_ranks(parts: Parts, target: Target) -> None:
+    votes, ddps = parts.votes, target.ddps
+    if votes.ranks is None:
+        return
+    if not target.groups:  # FSDP gathers the weights for autograd.grad, too
+        votes.communicates = partial(communicates, weakref.ref(parts.schedule))
+    votes.stand_aside = partial(stand_aside, parts.sources, [weakref.ref(ddp) for ddp in ddps])
+    parts.handles.extend(Joining(ddp, votes, parts.schedule) for ddp in ddps)
+
+
+def _watch_forwards(parts: Parts, target: Target, *, prepend: bool) -> None:
+    before, after = BoundHook(parts.forwards.before_forward), BoundHook(parts.forwards.after_forward)
+    for model in target.called:
+        if isinstance(model, torch.jit.ScriptModule):
+            continue  # takes no hooks; it is left to torch
+        parts.handles.append(model.register_forward_pre_hook(before, prepend=prepend))
+        parts.handles.append(model.register_forward_hook(after))
+
+
+def _watch_wrapped(parts: Parts, target: Target) -> None:
+    after = BoundHook(partial(_after_wrapped, weakref.ref(parts.schedule)))
+    for wrapper in target.wrapped:
+        parts.handles.append(wrapper.module.register_forward_hook(after))
+
+
+def _after_wrapped(schedule: "weakref.ref[Schedule]", *_: object) -> None:
+    """The forward of what DDP wraps has returned: wait for the buckets that this forward did not read, as
+    ``Schedule.after_forward`` does, of which nobody hears where the loop calls ``forward()`` of the wrapper."""
+    if torch.compiler.is_compiling() or graph_task() is not None or not torch.is_grad_enabled():
+        return
+    if (found := schedule()) is not None:
+        found.synchronize()
+
+
+def _watch_steps(parts: Parts, target: Target) -> None:
+    for optimizer, stepper in _hookable(parts, target):
+        if steps_one(optimizer) is not None:
+            parts.handles.append(ToldStep(optimizer))
+        handle = optimizer.register_step_post_hook(UntracedHook(partial(parts.steps.after_step, stepper)))
+        first_of_post_hooks(optimizer, handle)
+        parts.handles.append(handle)
+        compiled = Traced()
+        parts.handles.append(optimizer.register_step_pre_hook(compiled))
+        before_step = UntracedHook(partial(parts.steps.before_step, stepper, compiled))
+        handle = optimizer.register_step_pre_hook(before_step)
+        last_of_pre_hooks(optimizer, handle)
+        parts.handles.append(handle)
+
+
+def _hookable(parts: Parts, target: Target) -> Iterator[tuple[Optimizer, Stepper]]:
+    """The optimizers whose calls torch tells of. Of another one's steps nothing is put off, and nothing counted."""
+    for optimizer, stepper in zip(target.optimizers, parts.held.steppers, strict=True):
+        if takes_hooks(optimizer):
+            yield optimizer, stepper
+
+
+def _watch_saving(parts: Parts, target: Target, options: Options) -> None:
+    for optimizer, stepper in _hookable(parts, target):
+        if not options.steps_itself:
+            before_save = UntracedHook(partial(parts.steps.before_state, stepper, True))
+            before_load = UntracedHook(partial(parts.steps.before_state, stepper, False))
+            parts.handles.append(optimizer.register_state_dict_pre_hook(before_save))
+            parts.handles.append(optimizer.register_load_state_dict_pre_hook(before_load))
+    if options.offload is not None:
+        size = options.bytes_of_a_bucket
+        offload(parts.schedule, target.optimizers, parts.held.steppers, size, parts.handles)
+    wrapped: set[nn.Module] = {one.module for one in target.wrapped}
+    for saved in {*target.called, *wrapped}:
+        parts.handles.append(saved.register_state_dict_pre_hook(BoundHook(parts.steps.before_model_state)))
+        parts.handles.append(saved.register_load_state_dict_pre_hook(BoundHook(parts.steps.before_load)))
+
+
+def _parameters_of(schedule: Schedule) -> Sequence[AttachedParameter]:
+    return schedule.parameters
+
+
+def _count_in_no_sync(parts: Parts, target: Target, options: Options) -> None:
+    if options.accumulation_steps > 1 and target.wrapped:
+        # DDP's own hook is not called in no_sync.
+        for parameter in living_parameters(parts.schedule):
+            if parameter.requires_grad:
+                count = UntracedHook(partial(_count, weakref.ref(parts.accumulation)))
+                parts.handles.append(parameter.register_post_accumulate_grad_hook(count))
+
+
+def _count(accumulation: "weakref.ref[Accumulation]", parameter: object) -> None:
+    if (found := accumulation()) is not None:
+        found.count()

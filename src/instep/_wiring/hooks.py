@@ -1,42 +1,402 @@
-"""What torch calls in each iteration: around the model's forward, where backward begins, and around ``step()``."""
+"""What torch calls in each iteration: around forwards, where backward begins and ends, and around ``step()``."""
 
 import functools
+import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from instep._autograd.engine import graph_task
-from instep._autograd.hooks import UntracedHook, first_of_tensor_hooks, is_called_by_step
-from instep._autograd.outputs import nodes_of, tensors_of
-from instep._autograd.tracing import Traced
-from instep._life.weak import weakly
+from instep._optim.dtensor import is_sharded, local_numel, mesh_of, shard_of
+from instep._optim.local_shard import LocalShard
+from instep._optim.parameters import AttachedParameter, Attribute, ParameterSpec, require_unchanged
+from instep._optim.random_numbers import KeyedDraws
 from instep._optim.stepper import Stepper
-from instep._optim.unchanged import require_unchanged
 from instep._profile import profiled
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
+from instep._step.deferrable import ReadHook
+from instep._step.deferred import ForwardSchedule
+from instep._step.in_backward import BackwardSchedule
 from instep._step.schedule import Schedule
-from instep._wiring.held import Handles, Held, living_parameters
-from instep._wiring.late import LateParameters
-from instep._wiring.plain import PlainHooks
-from instep._wiring.sharding import Sharding
-from instep._wiring.stepping_itself import SteppingItself
-from instep._wiring.threads import Threads, this_thread
+from instep._torch.engine import Phase, Traced, current, graph_task
+from instep._torch.hooks import (
+    BoundHook,
+    PlainPickles,
+    UntracedHook,
+    first_of_tensor_hooks,
+    is_called_by_step,
+    nodes_of,
+    tensors_of,
+)
+from instep._torch.lifetime import weakly
+from instep._torch.placeholders import SpentGradient
+from instep._wiring.weak_refs import Handles, Held, living_parameters
 from instep.errors import (
+    ConcurrentBackwardError,
     HyperparameterChangedError,
     InstepError,
     StaleAttachmentError,
     UnsupportedOptimizerError,
 )
+from instep.naming import parameters_of
 from instep.sources import Source
-from instep.sources.local.parts import ForwardCounts
+from instep.sources.ddp.source import DDPSource
+from instep.sources.fsdp.modules import BeforeFSDP1Gathers, put_shards_in_place
+from instep.sources.fsdp.recovery import AfterErrors
+from instep.sources.local import ForwardCounts
+from instep.target import Names, Target, name_parameters
 
 if TYPE_CHECKING:
     from instep.sources.zero.source import Zero
+
+
+# A model is trained on one thread at a time.
+
+
+ACTING_FOR: ContextVar[int | None] = ContextVar("instep_acting_for", default=None)
+"""The thread that the running one is a part of: ``micro_batches()`` has threads of its own, and is called on one."""
+
+
+def this_thread() -> int:
+    """The thread that a forward which runs here belongs to."""
+    acting_for = ACTING_FOR.get()
+    return threading.get_ident() if acting_for is None else acting_for
+
+
+class Threads:
+    """
+    Attributes:
+        in_backward: whether a backward of the model is running.
+    """
+
+    def __init__(self, name: str, schedule: Schedule) -> None:
+        self.in_backward = False
+        self._name = name
+        self._schedule = schedule
+        # The thread whose forward the running backward, or the open step, belongs to.
+        self._thread: int | None = None
+
+    def require_one(self, thread: int, what: str) -> None:
+        """A forward, or a backward whose forward was on ``thread``, is about to begin: raise
+        ``ConcurrentBackwardError`` while the step of another thread is open."""
+        if self._thread not in (None, thread) and (self.in_backward or self._schedule.state == "open"):
+            raise ConcurrentBackwardError(
+                f"a {what} of {self._name} began on one thread while the step of another one is open: their "
+                "gradients would be mixed. Train a model on one thread at a time, or give each thread a model and an "
+                "optimizer of its own"
+            )
+
+    def begin_backward(self, thread: int, end: Callable[[], None], failed: Callable[[], None]) -> None:
+        """A backward has come to an output of the model. For the first output ask for the backward's ``end``.
+
+        Without a lock, which Ctrl-C might leave taken: on accelerators the threads of two devices may both ask, and the
+        second call of ``end`` finds nothing to do.
+        """
+        try:
+            self.require_one(thread, "backward")
+        except ConcurrentBackwardError as error:
+            self._schedule.lost(error)
+        self._thread = thread
+        if not self.in_backward:
+            current().at(Phase.SETTLED, end, failed)
+            self.in_backward = True  # now that its end will be heard of, whatever comes
+
+    def end_backward(self) -> None:
+        """The backward has ended, or raised."""
+        self.in_backward = False
+
+
+# An attachment whose optimizers nobody steps: each backward ends with ``optimizer.step()``.
+
+
+class SteppingItself:
+    def __init__(self, optimizers: Sequence[Optimizer], schedule: Schedule, sources: Sequence[Source]) -> None:
+        self._optimizers = list(optimizers)  # nobody else need hold one whose step() nobody calls
+        self._schedule = schedule
+        self._sources = sources
+        self._due = False
+
+    def ask(self) -> None:
+        """A backward is running: step where it ends."""
+        if not self._due:
+            current().at(Phase.SETTLED, self._step, self._never_stepped)
+            self._due = True  # now that its end will be heard of, whatever comes
+
+    def _step(self) -> None:
+        self._due = False
+        # DDP sets gradients that no source announces, of parameters that only other ranks used, where it has reduced.
+        reduced = [source.reduced() for source in self._sources if isinstance(source, DDPSource)]
+        if self._schedule.state == "open" or any(reduced):
+            for optimizer in self._optimizers:
+                optimizer.step()
+            self._clear()
+
+    def _never_stepped(self) -> None:
+        self._due = False
+        self._clear()
+
+    def _clear(self) -> None:
+        for parameter in living_parameters(self._schedule):
+            parameter.grad = None
+
+
+# An ``AttachedParameter`` is made of each parameter that the model and an optimizer have.
+
+
+ErrorForUse = Callable[[ParameterSpec, str], InstepError | None]
+
+
+class Gathering:
+    """
+    Args:
+        zero: with ``shard_state``: knows the rows of this rank.
+        draws: with ``random="keyed"``: are told the parameters' names.
+        error_for_use: what the use of a gradient that was applied raises; ``None``: nothing is put in its place.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        held: Held,
+        zero: "Zero | None",
+        draws: KeyedDraws | None,
+        error_for_use: ErrorForUse | None,
+    ) -> None:
+        self._held = held
+        self._groups = target.groups
+        self._in_fsdp1 = bool(target.fsdp1)
+        self._zero = zero
+        self._draws = draws
+        self._error_for_use = error_for_use
+
+    def gather(
+        self, optimizers: Sequence[Optimizer], names: Names, first_index: int = 0
+    ) -> tuple[AttachedParameter, ...]:
+        """Those of ``names`` that one of the attached ``optimizers`` has, numbered from ``first_index``."""
+        if self._draws is not None and (model := self._held.model()) is not None:
+            for named in parameters_of(model):
+                self._draws.name(named.tensor, named.name)
+        owner = {
+            id(p): stepper
+            for optimizer, stepper in zip(optimizers, self._held.steppers, strict=True)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        mine = (
+            (parameter, places)
+            for parameter, places in names.values()
+            if id(parameter) in owner and not is_lazy(parameter)  # those are left to torch, whole
+        )
+        return tuple(
+            self._attached(parameter, places, index, owner[id(parameter)])
+            for index, (parameter, places) in enumerate(mine, first_index)
+        )
+
+    def _attached(
+        self, parameter: torch.Tensor, places: tuple[Attribute, ...], index: int, stepper: Stepper
+    ) -> AttachedParameter:
+        name = places[0].name
+        nbytes = local_numel(parameter) * parameter.element_size()
+        group = next((n for n, g in enumerate(self._groups) if id(parameter) in g.members), None)
+        spec = ParameterSpec(index, name, parameter.shape, parameter.dtype, parameter.device, nbytes, group)
+        spent = None
+        if self._error_for_use is not None:
+            spent = SpentGradient(parameter, name, weakly(self._error_for_use, spec))
+        # A sharded model puts other tensors in the parameters' places while it computes.
+        held = () if self._in_fsdp1 or (group is not None and is_sharded(parameter)) else places
+        shard = self._shard(parameter, stepper)
+        return AttachedParameter(parameter, spec, held, stepper, spent, shard, mesh_of(parameter))
+
+    def _shard(self, parameter: torch.Tensor, stepper: Stepper) -> LocalShard | None:
+        if self._zero is not None and id(parameter) in self._zero.reduced:
+            return self._zero.shards.shard_of(parameter, stepper.optimizer())
+        return shard_of(parameter, stepper.optimizer())
+
+
+# Parameters that are added to an optimizer after ``attach``, or taken out of it.
+
+
+Owner = tuple[nn.Module, list[AttachedParameter]]
+
+
+class Readers(Protocol):
+    """What is done before a module reads its parameters: chosen with the schedule."""
+
+    def watch(self, model: nn.Module, owners: Sequence[Owner], handles: Handles) -> None:
+        """Hooks on the modules that hold attached parameters themselves."""
+
+    def watch_fsdp1(self, wrapper: nn.Module, mine: Sequence[AttachedParameter], handles: Handles) -> None:
+        """Hooks before a ``FullyShardedDataParallel`` gathers these parameters."""
+
+
+class LateParameters:
+    """
+    Attributes:
+        readers: what is done before a module reads its parameters.
+    """
+
+    def __init__(
+        self,
+        held: Held,
+        schedule: Schedule,
+        sources: Sequence[Source],
+        gathering: Gathering,
+        readers: Readers,
+        handles: Handles,
+    ) -> None:
+        self._held = held
+        self._schedule = schedule
+        self._sources = sources
+        self._gathering = gathering
+        self.readers = readers
+        self._handles = handles
+        self._grouped = _parameters_in(held.optimizers())
+
+    def watch(self, model: nn.Module, parameters: Sequence[AttachedParameter]) -> None:
+        """Hooks on the modules that hold ``parameters`` themselves."""
+        owners: dict[nn.Module, list[AttachedParameter]] = {}
+        for attached in parameters:
+            for place in attached.places:
+                if (owner := place.module()) is not None:
+                    owners.setdefault(owner, []).append(attached)
+        self.readers.watch(model, list[Owner](owners.items()), self._handles)
+
+    def adopt(self) -> None:
+        """Between steps: take in the model's parameters that were added to an optimizer (``add_param_group``) since."""
+        optimizers = self._held.optimizers()
+        grouped = _parameters_in(optimizers)
+        model = self._held.model()
+        if grouped == self._grouped or model is None or len(optimizers) < len(self._held.steppers):
+            return
+        self._require_in_place(grouped)
+        put_shards_in_place(model)
+        names = name_parameters(model)
+        _require_once(grouped, names)
+        self._grouped = grouped
+        known = {id(attached.peek()): attached for attached in self._schedule.parameters}
+        others = {key: names[key] for key in names if key not in known}
+        added: Sequence[AttachedParameter] = self._gathering.gather(optimizers, others, len(known))
+        everything = {**known, **{id(attached.get()): attached for attached in added}}
+        self._schedule.parameters = tuple(everything[key] for key in names if key in everything)
+        for source in self._sources:
+            added = source.adopt(added)
+        self.watch(model, added)
+        self._handles.append(PlainPickles(model.modules()))
+
+    def _require_in_place(self, grouped: Sequence[Sequence[int]]) -> None:
+        for stepper, found in zip(self._held.steppers, map(set, grouped), strict=True):
+            for attached in self._schedule.parameters:
+                if attached.stepper is stepper and id(attached.peek()) not in found:
+                    raise StaleAttachmentError(
+                        f"parameter {attached.spec.name!r} is no longer in {stepper.name}.param_groups. detach() "
+                        "before taking parameters out of an optimizer, or now, and attach again after"
+                    )
+
+
+def _require_once(grouped: Sequence[Sequence[int]], names: Names) -> None:
+    for key, count in Counter(chain.from_iterable(grouped)).items():
+        if count > 1 and key in names:
+            raise StaleAttachmentError(
+                f"parameter {names[key][1][0].name!r} has come into param_groups a second time: it would be stepped "
+                "twice. Take it out of the groups it has come into"
+            )
+
+
+def _parameters_in(optimizers: Sequence[Optimizer]) -> list[list[int]]:
+    """By ``id``, of each optimizer."""
+    return [
+        list(map(id, chain.from_iterable(group["params"] for group in optimizer.param_groups)))
+        for optimizer in optimizers
+    ]
+
+
+# A model that FSDP, 1 or 2, has divided into groups: hooks before a group is gathered, and after errors.
+
+
+class Sharding:
+    """
+    Args:
+        uses: told of each group's forwards.
+
+    Attributes:
+        in_fsdp1: whether it is FSDP1.
+    """
+
+    def __init__(self, target: Target, schedule: Schedule, uses: ForwardCounts) -> None:
+        self._groups = target.groups
+        self.in_fsdp1 = bool(target.fsdp1)
+        self._schedule = schedule
+        self._uses = uses
+        self._after_errors = AfterErrors(target.model)
+
+    def connect(self, readers: Readers, handles: Handles) -> None:
+        for number, group in enumerate(self._groups):
+            module = group.module()
+            assert module is not None
+            mine = [a for a in self._schedule.parameters if a.spec.group == number]
+            if self.in_fsdp1:
+                readers.watch_fsdp1(module, mine, handles)
+            else:
+                before = BoundHook(functools.partial(self._before_gather, number, mine))
+                handles.append(module.register_forward_pre_hook(before, prepend=True))
+        handles.extend(self._after_errors.connect(weakly(self._schedule.let_go_of_backwards)))
+
+    def reduces_once(self) -> None:
+        """The next backward reduces each group's gradients once, however many forwards it is of."""
+        self._uses.clear()
+
+    def backward_failed(self) -> None:
+        self._after_errors.backward_failed()
+
+    def _before_gather(self, number: int, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling() or graph_task() is not None:
+            return
+        if torch.is_grad_enabled():
+            self._uses.ran(number)
+        self._schedule.before_gather(mine)
+
+
+# ``INSTEP_DISABLE=1``: what torch calls around a model that would be attached.
+
+
+class PlainHooks:
+    """Micro-batches are counted, and backwards seen to begin."""
+
+    def __init__(
+        self, schedule: Schedule, accumulation: Accumulation, votes: StepVotes, handles: Handles, *, is_sharded: bool
+    ) -> None:
+        self._schedule = schedule
+        self._votes = votes
+        self._accumulation = accumulation
+        self._handles = handles
+        self._is_sharded = is_sharded
+
+    def before_forward(self, module: nn.Module, args: object) -> None:
+        if not torch.compiler.is_compiling() and graph_task() is None and torch.is_grad_enabled():
+            self._votes.begin_forward()
+            self._accumulation.decide()
+
+    def after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        if not torch.compiler.is_compiling() and graph_task() is None:
+            before_backward = UntracedHook(weakly(self._before_backward))
+            for node in nodes_of(output):
+                node.register_prehook(before_backward)
+
+    def _before_backward(self, gradients: object) -> None:
+        if self._handles and self._schedule.begin_backward() and self._is_sharded:
+            self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
+
+
+# What torch calls in each iteration: around the model's forward, where backward begins, and around ``step()``.
 
 
 class BackwardHooks:
@@ -311,3 +671,88 @@ def _compiled(stepper: Stepper) -> InstepError:
         "compiler, which computes some values in another way. Call optimizer.step() outside of what is compiled; or "
         "use undo=True or schedule='forward', with which a compiled step() steps all parameters"
     )
+
+
+# The modules that hold attached parameters themselves, and read them where their forward runs.
+
+
+class CheckedReaders:
+    """``schedule="backward"``: a part of the model that runs by itself may read what an open step has written."""
+
+    def __init__(self, schedule: BackwardSchedule, backwards: BackwardHooks, on_trial: bool) -> None:
+        self._schedule = schedule
+        self._backwards = backwards
+        self._on_trial = on_trial
+
+    def watch(self, model: nn.Module, owners: Sequence[Owner], handles: Handles) -> None:
+        for owner, mine in owners:
+            if owner is not model:
+                hook = BoundHook(functools.partial(self._before_read, mine))
+                handles.append(owner.register_forward_pre_hook(hook))
+
+    def watch_fsdp1(self, wrapper: nn.Module, mine: Sequence[AttachedParameter], handles: Handles) -> None:
+        """The model's own forward has been asked."""
+
+    def _before_read(self, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
+        schedule = self._schedule
+        if torch.compiler.is_compiling() or graph_task() is not None:
+            return
+        schedule.streams.makers.saw(mine[0].spec.device)
+        if self._backwards.in_forward:
+            return  # the model's own, in which this has been asked already
+        if any(map(schedule.is_applied, mine)):
+            schedule.before_forward()
+        if self._on_trial and torch.is_grad_enabled():
+            self._see_backward_of(module)
+
+    def _see_backward_of(self, part: nn.Module) -> None:
+        """A backward may begin at what ``part``, which runs by itself, is about to return, and go through weights that
+        an earlier one has written on trial."""
+
+        def see(part: nn.Module, args: object, output: object) -> None:
+            once.remove()
+            see_backward_from(output)
+
+        see_backward_from = weakly(self._backwards.see_backward_from)
+        once = part.register_forward_hook(BoundHook(see))
+
+
+class WaitingReaders:
+    """``schedule="forward"``: a module waits for the buckets that it reads."""
+
+    def __init__(self, schedule: ForwardSchedule) -> None:
+        self._schedule = schedule
+
+    def watch(self, model: nn.Module, owners: Sequence[Owner], handles: Handles) -> None:
+        schedule = self._schedule
+        # torch.compile runs the hooks of what it wraps only once, when it traces. Its own wrapper's run each time.
+        compiled = _compiled_in(model)
+        inside = {module for wrapper in compiled for module in wrapper.modules()}
+        for wrapper in compiled:
+            below = {id(p) for p in wrapper.parameters()}
+            mine = [a for a in schedule.parameters if id(a.get()) in below]
+            handles.append(wrapper.register_forward_pre_hook(BoundHook(ReadHook(mine, schedule.before_read))))
+        for owner, mine in owners:
+            if owner not in inside:
+                schedule.readers.append(ReadHook(mine, schedule.before_read))
+                handles.append(owner.register_forward_pre_hook(BoundHook(schedule.readers[-1])))
+
+    def watch_fsdp1(self, wrapper: nn.Module, mine: Sequence[AttachedParameter], handles: Handles) -> None:
+        before_read = BoundHook(functools.partial(self._schedule.before_read, mine))
+        handles.append(BeforeFSDP1Gathers(wrapper, before_read))
+
+
+class NoReaders:
+    """``INSTEP_DISABLE=1``: weights are written in ``optimizer.step()`` alone."""
+
+    def watch(self, model: nn.Module, owners: Sequence[Owner], handles: Handles) -> None: ...
+
+    def watch_fsdp1(self, wrapper: nn.Module, mine: Sequence[AttachedParameter], handles: Handles) -> None: ...
+
+
+def _compiled_in(model: nn.Module) -> list[nn.Module]:
+    """The modules in ``model`` that ``torch.compile`` has wrapped."""
+    dynamo = sys.modules.get("torch._dynamo")  # not imported: not used
+    if dynamo is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, dynamo.OptimizedModule)]

@@ -1,27 +1,34 @@
-"""Which ranks step together, and what must be the same on all of them."""
+"""Which ranks step together, what must be the same on all of them, and DDP's ``join()``."""
 
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from threading import Thread
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from instep._autograd.engine import runs
-from instep._ranks.comparison import digest_of
-from instep._ranks.step_ranks import StepRanks, neighbours_of
+from instep._ranks.step_ranks import StepRanks, digest_of, neighbours_of
+from instep._ranks.votes import StepVotes
 from instep._step.schedule import Schedule
-from instep._wiring.held import living_parameters
+from instep._torch.engine import runs
+from instep._torch.hooks import BoundHook
+from instep._wiring.weak_refs import living_parameters
 from instep.options import Communication, Options
-from instep.sources.ddp.hook_slot import forget_comm_hook
+from instep.sources.ddp.reducer import forget_comm_hook
 from instep.target import Target
 
 if TYPE_CHECKING:
     import weakref
 
     from instep.sources import Source
+
+
+# Which ranks step together, and what must be the same on all of them.
 
 
 def rank() -> int:
@@ -83,3 +90,95 @@ def stand_aside(sources: "Sequence[Source]", ddps: "Sequence[weakref.ref[Distrib
     for ref in ddps:
         if (ddp := ref()) is not None:
             forget_comm_hook(ddp)
+
+
+# DDP's ``join()``: a rank that has no data left votes with those that have, and all count steps alike afterwards.
+#
+# In ``join()`` a rank that is through calls a hook for each iteration of the others, in which it matches their
+# collectives. torch asks the DDP instance for that hook (``join_hook``, public); here the instance is given one that
+# does the same and matches the votes, too. torch has no other way to say that ``join()`` is over: it leaves its own
+# note of it (``_join_config``) as it is.
+
+
+_NAME = "join_hook"
+
+
+class Joining(BoundHook):
+    """What one DDP instance answers ``join_hook()``, until it is removed. Copies of the instance do without.
+
+    Attributes:
+        joins: whether ``join()`` runs, as far as is known.
+    """
+
+    __slots__ = ("_ddp", "_schedule", "_votes", "joins")
+
+    def __init__(self, ddp: DistributedDataParallel, votes: StepVotes, schedule: Schedule) -> None:
+        super().__init__(None)
+        self.joins = bool(ddp._join_config.enable)  # attached in the middle of it, or after one that is over
+        self._ddp = weakref.ref(ddp)
+        self._votes = votes
+        self._schedule = weakref.ref(schedule)
+        setattr(ddp, _NAME, self)
+
+    def __call__(self, *args: Any, **options: Any) -> JoinHook:
+        ddp = self._ddp()
+        assert ddp is not None, "it is its attribute"
+        theirs = type(ddp).join_hook(ddp, **options)
+        self.joins = True
+        # A rank without any data runs no forward, and others may wait in their first one to hear what it trains.
+        self._votes.begin_forward()
+        return _Shadow(theirs, self)
+
+    def remove(self) -> None:
+        ddp = self._ddp()
+        if ddp is not None and vars(ddp).get(_NAME) is self:
+            delattr(ddp, _NAME)
+
+    @property
+    def steps(self) -> int:
+        """How many were taken here."""
+        schedule = self._schedule()
+        return 0 if schedule is None else schedule.step_count
+
+
+def in_join(ddp: DistributedDataParallel) -> bool:
+    """Whether ``join()`` of ``ddp``, which is attached, runs: as far as is known, after an error in one."""
+    found = vars(ddp).get(_NAME)
+    return found.joins if isinstance(found, Joining) else bool(ddp._join_config.enable)
+
+
+class _Shadow(JoinHook):
+    """One ``join()`` on a rank that has no data left.
+
+    Args:
+        theirs: what DDP itself does.
+    """
+
+    def __init__(self, theirs: JoinHook, joining: Joining) -> None:
+        self._theirs = theirs
+        self._joining = joining
+        self._meeting: Thread | None = None
+
+    def main_hook(self) -> None:
+        """The other ranks run an iteration."""
+        joining, votes = self._joining, self._joining._votes
+        ddp = joining._ddp()
+        assert ddp is not None, "it runs this"
+        if votes.ranks is not None and not votes.ranks.has_met:
+            # They wait for this rank before they reduce anything, and it is not known yet whether they will reduce: so
+            # this rank does not wait for them here.
+            self._meeting = Thread(target=votes.is_about_to_abstain, name="instep joins", daemon=True)
+            self._meeting.start()
+        self._theirs.main_hook()
+        if not ddp.require_forward_param_sync:
+            return  # in no_sync(): there is no vote
+        if self._meeting is not None:
+            self._meeting.join()
+            self._meeting = None
+        votes.abstain(joining.steps)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All ranks are through."""
+        self._theirs.post_hook(is_last_joiner)
+        self._joining.joins = False
+        self._joining._votes.joined(self._joining.steps)

@@ -4,18 +4,176 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from instep._optim.dtensor import is_sharded, spread
 from instep._version import __version__
 from instep.checkpoint.files import DIGEST, DTYPES, MANIFEST, FileRecord, digest_line, read_small
-from instep.checkpoint.tiles import Box, cover_once
 from instep.checkpoint.values import Json
 from instep.errors import CheckpointError, DamagedCheckpointError
+
+# Boxes in a tensor: what a chunk covers, and whether chunks cover all of it once.
+
+
+_MOST_DIVIDED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor: where it begins in each dimension, and its size there."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def common(self, other: "Box") -> "Box | None":
+        """What both cover; ``None`` if nothing."""
+        starts = tuple(map(max, self.offset, other.offset))
+        stops = [
+            min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        ]
+        shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return Box(starts, shape) if all(size > 0 for size in shape) else None
+
+    def within(self, outer: "Box") -> tuple[slice, ...]:
+        """Where it is in ``outer``, as an index."""
+        starts = (a - b for a, b in zip(self.offset, outer.offset, strict=True))
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def cover_once(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+    """Whether ``boxes`` cover every element of a tensor of ``shape`` exactly once, and nothing outside.
+
+    By their corners: counted with the sign of the corner, those of a tiling cancel out, up to the whole's own. (The
+    mixed derivative of how often a point is covered; it tells two different coverings apart.)
+    """
+    outer = whole(shape)
+    boxes = [box for box in boxes if box.numel]
+    if not outer.numel:
+        return not boxes
+    divided = [d for d, size in enumerate(shape) if any((box.offset[d], box.shape[d]) != (0, size) for box in boxes)]
+    if not divided:
+        return len(boxes) == 1
+    if len(divided) > _MOST_DIVIDED:
+        return False
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, box in [(-1, outer), *((1, box) for box in boxes)]:
+        for ends in product((0, 1), repeat=len(divided)):
+            corner = tuple(box.offset[d] + end * box.shape[d] for d, end in zip(divided, ends, strict=True))
+            corners[corner] += -sign if sum(ends) % 2 else sign
+    return not any(corners.values())
+
+
+# Tensors that are spread over ranks (``DTensor``): which part of one is this rank's, and how a new one is laid out.
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """What this rank has of it, in the same memory."""
+    local: torch.Tensor = tensor._local_tensor if is_sharded(tensor) else tensor.detach()
+    return local
+
+
+def box_of(tensor: Any) -> Box:
+    """Which part of the whole that is."""
+    if not is_sharded(tensor):
+        return whole(tensor.shape)
+    # As torch.distributed.checkpoint asks for it (torch/distributed/_checkpointable.py).
+    (chunk,) = tensor.__create_chunk_list__()
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def without_sums(tensor: Any) -> Any:
+    """A ``DTensor`` of which no rank has only a summand. All ranks must call this."""
+    if not is_sharded(tensor) or not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    replicate = sys.modules["torch.distributed.tensor"].Replicate()
+    return tensor.redistribute(placements=[replicate if p.is_partial() else p for p in tensor.placements])
+
+
+def empty_beside(parameter: Any, shape: Sequence[int], dtype: torch.dtype, *, in_host_memory: bool) -> Any:
+    """A new ``DTensor`` on the mesh of ``parameter``: spread as that is if of its shape, else whole on each rank."""
+    if tuple(shape) == tuple(parameter.shape):
+        if in_host_memory:
+            local = torch.empty_like(parameter._local_tensor, dtype=dtype, device="cpu", pin_memory=True)
+            return spread(local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    tensor: Any = sys.modules["torch.distributed.tensor"]
+    local = torch.empty(shape, dtype=dtype, device=parameter._local_tensor.device)
+    mesh = parameter.device_mesh
+    return spread(local, mesh, [tensor.Replicate()] * mesh.ndim, local.shape, local.stride())
+
+
+# ``param_groups`` of a checkpoint: whether they fit an optimizer's, and are sane.
+
+
+# torch's own optimizers refuse others.
+_NOT_NEGATIVE = ("lr", "initial_lr", "weight_decay", "momentum")
+
+
+def check_values(where: str, current: Mapping[str, Any], saved: Mapping[str, Any], *, allow_nonfinite: bool) -> None:
+    """Raise ``CheckpointError`` unless ``saved`` could be the values of the group that has ``current``."""
+    for key, value in saved.items():
+        for number in _numbers(value):
+            if not allow_nonfinite and not math.isfinite(number) and not _nonfinite(current.get(key)):
+                raise CheckpointError(f"{where}[{key!r}] is {value!r} in the checkpoint, which is not finite")
+            if key in _NOT_NEGATIVE and number < 0:
+                raise CheckpointError(f"{where}[{key!r}] is {value!r} in the checkpoint, which is negative")
+        if key in current and not _alike(current[key], value):
+            raise CheckpointError(
+                f"{where}[{key!r}] is {value!r} in the checkpoint and {current[key]!r} in the optimizer"
+            )
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            yield float(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield value
+
+
+def _nonfinite(value: Any) -> bool:
+    return any(not math.isfinite(number) for number in _numbers(value))
+
+
+def _alike(current: Any, saved: Any) -> bool:
+    if current is None or saved is None:
+        return True
+    if isinstance(current, (list, tuple)) and isinstance(saved, (list, tuple)):
+        return len(current) == len(saved) and all(map(_alike, current, saved))
+    if _is_number(current) and _is_number(saved):
+        return True
+    return type(current) is type(saved)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# ``manifest.json``: what a checkpoint holds. Read as something that anybody may have written.
+
 
 FORMAT, VERSION = "instep checkpoint", 2
 LARGEST = 64 * 1024 * 1024

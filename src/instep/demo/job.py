@@ -1,10 +1,21 @@
-"""What the processes of the demo are asked to do, and what they answer: plain values that cross process borders."""
+"""Why a demo stops early."""
 
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from instep.report.run import Run
+
+
+class DemoError(Exception):
+    """The demo cannot run. The message is for the user: what was found and what to do, in a line or two.
+
+    It has a traceback only when a rank raised something unforeseen.
+    """
+
+
+# What the processes of the demo are asked to do, and what they answer: plain values that cross process borders.
+
 
 WARM_UP_STEPS = 3
 """Steps that are not timed: the optimizer makes its state in them, and memory is counted."""

@@ -1,21 +1,63 @@
-"""DDP communication hooks that step what they have reduced."""
+"""The step of one parameter, inside backward."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed import GradBucket
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep._arguments import require_flag
-from instep._step.first_error import FirstError
+from instep._optim.kinds import without_autocast
+from instep._step.state import FirstError
 from instep._step.streams import StepStreams
+from instep._torch.engine import graph_task
 from instep.comm_hooks import mean_allreduce
-from instep.errors import AttachError
-from instep.functional.step import OPTIMIZERS, step_in_backward, stepping
-from instep.sources.ddp.hook_slot import CommHook
-from instep.sources.ddp.reductions import Divisor, Reduction, Reductions, grad_as_left, refuse_manual_finalization
+from instep.errors import AccumulationError, AttachError
+from instep.sources.ddp.buckets import Divisor, Reduction, Reductions, grad_as_left, refuse_manual_finalization
+from instep.sources.ddp.reducer import CommHook
+
+OPTIMIZERS = "_in_backward_optimizers"
+"""The attribute of a parameter that torch's DDP and FSDP1 look for: a list of optimizers in order of registration."""
+
+
+@contextmanager
+def stepping(parameter: torch.Tensor) -> Iterator[None]:
+    """Around a step in backward, which is to run as ``optimizer.step()`` does after backward: without autograd, and
+    outside of an autocast block that is around ``backward()``."""
+    with torch.no_grad(), without_autocast(parameter.device.type):
+        yield
+    # Fused kernels do not count their write: autograd would not notice that a weight has changed which a node that is
+    # still to run has saved.
+    torch.autograd.graph.increment_version((parameter,))
+
+
+_last_backward: Any = WeakTensorKeyDictionary()
+"""By parameter: the number of the backward that has stepped it last."""
+
+
+def step_in_backward(parameter: torch.Tensor) -> None:
+    """Run the parameter's own optimizers on its ``.grad``, in order.
+
+    Raises ``AccumulationError`` when the same backward has stepped it already.
+    """
+    task = graph_task()
+    if task is not None and _last_backward.get(parameter) == task:
+        raise AccumulationError(
+            f"a parameter of shape {tuple(parameter.shape)} got two gradients in one backward, and was stepped with "
+            "the first: two DistributedDataParallel instances reduce it. Call backward() for each of them"
+        )
+    _last_backward[parameter] = task
+    with stepping(parameter):
+        for optimizer in tuple(getattr(parameter, OPTIMIZERS, ())):
+            optimizer.step()
+
+
+# DDP communication hooks that step what they have reduced.
+
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 

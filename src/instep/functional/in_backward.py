@@ -1,25 +1,78 @@
-"""One optimizer for each parameter, run when the parameter's gradient is final: no ``step()``, no ``zero_grad()``."""
+"""The two functions of torch that instep stands in for, once ``apply_optimizer_in_backward`` has been called.
+
+Both do what torch's own do, unless a parameter is instep's. ``tests/functional/test_names.py`` fails clearly when
+torch changes them."""
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep._arguments import require_model
-from instep._autograd.hooks import UntracedHook
-from instep._optim.changes import same
+from instep._optim.values import same
+from instep._torch.hooks import UntracedHook
 from instep.attachment import attached_parameters
 from instep.errors import AttachError, UnsupportedOptimizerError
-from instep.functional import stand_in
-from instep.functional.comm_hooks import DDPReference, apply_optim_in_backward_hook, stepping_hooks
-from instep.functional.step import OPTIMIZERS, step_in_backward
-from instep.sources.ddp.reductions import bucket_parameters, refuse_delayed_all_reduce
-from instep.sources.fsdp.wrappers import fsdp1_of
+from instep.functional.comm_hooks import (
+    OPTIMIZERS,
+    DDPReference,
+    apply_optim_in_backward_hook,
+    step_in_backward,
+    stepping_hooks,
+)
+from instep.sources.ddp.buckets import bucket_parameters, refuse_delayed_all_reduce
+from instep.sources.fsdp.modules import fsdp1_of, instances_of
+
+running_ddps: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
+"""The DDP instances whose first forward has begun."""
+_installed = False
+
+
+def install(
+    set_up_ddp: Callable[[DistributedDataParallel], bool], moved: Callable[[torch.Tensor, torch.Tensor], None]
+) -> None:
+    """Stand in for both functions, once.
+
+    Args:
+        set_up_ddp: is called before a DDP instance's first forward, where DDP looks for in-backward optimizers.
+            ``False``: do what DDP does with them, which fails on CPU.
+        moved: is called as ``moved(parameter, sharded)`` when ``fully_shard`` replaces a parameter. FSDP2 has no hook
+            for this.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    running_ddps.update(ddp for ddp in instances_of(DistributedDataParallel) if ddp._lazy_init_ran)
+    torchs_set_up: Any = DistributedDataParallel._setup_in_backward_optimizers
+
+    def _setup_in_backward_optimizers(self: DistributedDataParallel) -> None:
+        if not set_up_ddp(self):
+            torchs_set_up(self)
+        running_ddps.add(self)
+
+    DistributedDataParallel._setup_in_backward_optimizers = _setup_in_backward_optimizers  # type: ignore[method-assign]
+    if not dist.is_available():
+        return
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # not needed before
+
+    torchs_init: Any = FSDPParam._init_sharded_param
+
+    def _init_sharded_param(self: FSDPParam, param: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        torchs_init(self, param, *args, **kwargs)
+        moved(param, self.sharded_param)
+
+    FSDPParam._init_sharded_param = _init_sharded_param  # type: ignore[method-assign]
+
+
+# One optimizer for each parameter, run when the parameter's gradient is final: no ``step()``, no ``zero_grad()``.
+
 
 _RECORDS = (OPTIMIZERS, "_optimizer_classes", "_optimizer_kwargs")
 
@@ -63,7 +116,7 @@ def apply_optimizer_in_backward(
         UnsupportedOptimizerError: the optimizer's step needs more than one gradient.
     """
     parameters = _checked(params, optimizer_class)
-    stand_in.install(_set_up_ddp, _moved_by_fully_shard)
+    install(_set_up_ddp, _moved_by_fully_shard)
     ddps = _running_ddps(parameters)
     for ddp in ddps:
         _refuse_hook(ddp)
@@ -169,7 +222,7 @@ def _running_ddps(parameters: Sequence[torch.Tensor]) -> list[DistributedDataPar
             "this one has run: call apply_optimizer_in_backward before it"
         )
     ours = {id(parameter) for parameter in parameters}
-    return [ddp for ddp in stand_in.running_ddps if any(id(p) in ours for p in ddp._module_parameters)]
+    return [ddp for ddp in running_ddps if any(id(p) in ours for p in ddp._module_parameters)]
 
 
 def _record(parameter: torch.Tensor, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from instep._optim.dtensor import is_sharded
 from instep.attaching import attach_stepping_itself
 from instep.errors import AttachError
-from instep.sources.fsdp.wrappers import fsdp1_in
+from instep.sources.fsdp.modules import fsdp1_in
 
 T = TypeVar("T", bound="type[OverlappedOptimizer]")
 

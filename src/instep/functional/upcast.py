@@ -16,15 +16,14 @@ from torch import nn
 from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from instep._autograd.engine import graph_task
-from instep._autograd.precision import LowPrecision
 from instep._step.streams import StepStreams
+from instep._torch.engine import graph_task
+from instep._torch.mixed_precision import LowPrecision
 from instep.comm_hooks import cast_mean_allreduce, mean_allreduce
 from instep.errors import AttachError
-from instep.functional.comm_hooks import StepAfterReduction, step_with, stepping_hooks
-from instep.functional.step import OPTIMIZERS, step_in_backward
-from instep.sources.ddp.reductions import Divisor, Reductions, slices_of
-from instep.sources.in_flight import InFlightBucket, drain
+from instep.functional.comm_hooks import OPTIMIZERS, StepAfterReduction, step_in_backward, step_with, stepping_hooks
+from instep.sources import InFlightBucket, drain
+from instep.sources.ddp.buckets import Divisor, Reductions, slices_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

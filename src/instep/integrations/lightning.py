@@ -5,13 +5,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from instep._gradients.finite import Policy
-from instep._gradients.policies import ClipNorm, ClipValue
+from instep._gradients.clipping import ClipNorm, ClipValue
+from instep._gradients.scaling import Policy
 from instep.attaching import attach
 from instep.attachment import Attachment
 from instep.errors import AttachError, InstepError
 from instep.options import Defer, Schedules
-from instep.sources.ddp.hook_slot import CommHook
+from instep.sources.ddp.reducer import CommHook
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

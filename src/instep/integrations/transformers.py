@@ -22,8 +22,8 @@ except ImportError as error:
         "instep.integrations.transformers needs transformers and accelerate: pip install 'instep[hf]'"
     ) from error
 
-from instep._gradients.finite import Policy
-from instep._gradients.policies import ClipNorm
+from instep._gradients.clipping import ClipNorm
+from instep._gradients.scaling import Policy
 from instep.attaching import attach
 from instep.attachment import Attachment, attached
 from instep.errors import AttachError

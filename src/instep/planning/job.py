@@ -1,6 +1,13 @@
-"""What is to be planned."""
+"""Why nothing can be planned."""
 
 from dataclasses import dataclass
+
+
+class PlanError(Exception):
+    """What was named cannot be planned with. The message is for the user: what was found and what to do."""
+
+
+# What is to be planned.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,36 +1,247 @@
-"""The recording of some iterations of a loop."""
+"""The recording of some iterations of a loop: when they begin and end, and what is recorded of them in words."""
 
+import hashlib
 import logging
 import os
 import platform
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.hooks import RemovableHandle
 
 from instep._arguments import require_count
-from instep._autograd.hooks import is_called_by_step
-from instep._ranks.messages import gather_json
+from instep._ranks.collectives import gather_json
+from instep._torch.engine import Backward, Phase, current
+from instep._torch.hooks import is_called_by_step, nodes_of, tensors_in
+from instep._torch.watch import plain_type
+from instep._version import __version__
 from instep.errors import AttachError, InstepError
-from instep.recording.clock import Clock
-from instep.recording.holdings import GradientNotes, held_before, memory_of, state_beside_parameters
-from instep.recording.trace import Event, Trace
-from instep.recording.weights import Weights
-from instep.report.overlap import outside
-from instep.report.run import Rank, Run, Setup, rank_from, setup_from
-from instep.report.spans import Span, SpanRecorder
+from instep.naming import modules_of, parameters_of
+from instep.recording.profile import (
+    PARAMETERS,
+    STATE,
+    Event,
+    GradientNotes,
+    Trace,
+    held_before,
+    memory_of,
+    state_beside_parameters,
+    storages,
+    tensors_in_state,
+)
+from instep.report.run import Job, Rank, Run, Setup, rank_from, setup_from
+from instep.report.spans import GRADIENTS, Span, SpanRecorder, outside
+from instep.sources.fsdp.modules import fsdp1_in
+
+# When iterations, forwards and backwards of a model begin and end, by its hooks.
+
+
+class EndOfBackward(NamedTuple):
+    """Attributes:
+    nodes: when the last node of the graph had run.
+    returned: when backward returned: what waits for communication waits between the two.
+    """
+
+    nodes: float
+    returned: float
+    thread: int
+
+
+class Clock:
+    """Watches a model until ``stop``. All times are ``perf_counter`` seconds.
+
+    Args:
+        forward_begins: called when an outermost forward is about to begin.
+
+    Attributes:
+        forwards: when each began and ended, and on which thread.
+        given: shapes and dtypes of the tensors that forwards were given, and what autocast computes in: each once.
+    """
+
+    def __init__(self, model: nn.Module, forward_begins: Callable[[], None]) -> None:
+        self.forwards: list[tuple[float, float, int]] = []
+        self.backwards: list[EndOfBackward] = []
+        self._forward_begins = forward_begins
+        self._depth = 0
+        self._began = 0.0
+        self._backward: Backward | None = None  # the last one that was seen
+        self.given: set[str] = set()
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward, always_call=True),
+        ]
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
+        if self._depth == 0:
+            self._forward_begins()
+            self._note((args, kwargs))
+            self._began = perf_counter()
+        self._depth += 1
+
+    def _after_forward(self, module: nn.Module, inputs: object, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth:
+            return
+        self.forwards.append((self._began, perf_counter(), threading.get_native_id()))
+        for node in nodes_of(output):
+            node.register_prehook(self._backward_runs)
+
+    def _note(self, inputs: object) -> None:
+        device = "cpu"
+        for tensor in tensors_in(inputs):
+            device = tensor.device.type
+            self.given.add(f"{tuple(tensor.shape)} {_dtype_name(tensor.dtype)}")
+        if torch.is_autocast_enabled(device):
+            self.given.add(f"autocast in {_dtype_name(torch.get_autocast_dtype(device))}")
+
+    def _backward_runs(self, gradients: object) -> None:
+        if (backward := current()) is self._backward:
+            return
+        self._backward = backward
+        nodes: list[float] = []
+        backward.at(Phase.BEFORE_DDP, lambda: nodes.append(perf_counter()))
+        backward.at(Phase.LAST, partial(self._backward_ended, nodes))
+
+    def _backward_ended(self, nodes: list[float]) -> None:
+        self.backwards.append(EndOfBackward(nodes[0], perf_counter(), threading.get_native_id()))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# Digests of the weights: two recordings show by them whether their loops have trained the same model.
+
+
+class Weights:
+    """This rank's part of the parameters of ``optimizers``, in the order of their groups."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._digests: list[str] = []
+
+    def look(self) -> None:
+        """Take the digest of the weights as they are now."""
+        self._digests.append(self._digest())
+
+    @property
+    def digests(self) -> Sequence[str]:
+        """One of each look; none if one of the looks could not tell."""
+        return self._digests if all(self._digests) else ()
+
+    def _digest(self) -> str:
+        """SHA-256. Empty for FSDP1, whose parameters are views that it moves about, and for tensors of an unknown
+        kind."""
+        if fsdp1_in(self._model):
+            return ""
+        found = hashlib.sha256()
+        for parameter in (
+            p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
+        ):
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # a DTensor
+            known = plain_type(local) in (nn.Parameter, torch.Tensor)
+            if not known or local.layout is not torch.strided or local.is_meta:
+                return ""
+            found.update(f"{tuple(local.shape)} {local.dtype}".encode())
+            # Of a copy: once NumPy has had a parameter's own memory, nobody can tell any more whether others have it.
+            found.update(local.detach().clone().to("cpu").flatten().view(torch.uint8).numpy())
+        return found.hexdigest()
+
+
+# What is recorded, in words and bytes.
+
+
+def describe(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    batch: Sequence[str],
+    label: str,
+    options: Mapping[str, str],
+    buckets: Sequence[Sequence[str]],
+    gradients: Mapping[str, int] | None = None,
+) -> Setup:
+    """A description of what is recorded.
+
+    Args:
+        batch: what forwards were given.
+        gradients: bytes, of the names in ``buckets``; unless given, of the model's own names.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    ddps = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    state = {address: n for o in optimizers for tensor in tensors_in_state(o) for address, n in storages(tensor)}
+    return Setup(
+        job=_job(model, trained, batch),
+        label=label,
+        options=options,
+        optimizer=", ".join(_name_of_class(optimizer) for optimizer in optimizers),
+        fused=all(bool(optimizer.defaults.get("fused")) for optimizer in optimizers),
+        wrapper="DistributedDataParallel" if ddps else _sharding(model),
+        bucket_view=all(ddp.gradient_as_bucket_view for ddp in ddps),
+        buckets=buckets,
+        gradients={name: sum(n for _, n in storages(p)) for name, p in model.named_parameters() if p.requires_grad}
+        if gradients is None
+        else gradients,
+        nbytes={
+            PARAMETERS: sum(n for p in model.parameters() for _, n in storages(p)),
+            GRADIENTS: sum(n for p in trained for _, n in storages(p)),
+            STATE: sum(state.values()),
+        },
+        versions={"instep": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    )
+
+
+def _job(model: nn.Module, trained: Sequence[nn.Parameter], batch: Sequence[str]) -> Job:
+    described = [f"{one.name} {tuple(one.tensor.shape)} {one.tensor.dtype}" for one in parameters_of(model)]
+    *_, inner = (module for prefix, module in modules_of(model) if not prefix)
+    device = trained[0].device if trained else torch.device("cpu")
+    return Job(
+        # FSDP2 gives a module a class of its own.
+        model=next(c.__name__ for c in type(inner).__mro__ if not c.__module__.startswith("torch.distributed.")),
+        parameters=hashlib.sha256("\n".join(described).encode()).hexdigest()[:16],
+        count=sum(p.numel() for p in trained),
+        dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),
+        batch=tuple(batch),
+        ranks=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    )
+
+
+def _name_of_class(optimizer: Optimizer) -> str:
+    name = type(optimizer).__name__
+    for implementation in ("fused", "foreach"):
+        if optimizer.defaults.get(implementation):
+            return f"{name}({implementation}=True)"
+    return name
+
+
+def _sharding(model: nn.Module) -> str:
+    if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
+        return "DTensor"
+    return "FullyShardedDataParallel" if fsdp1_in(model) else ""
+
+
+# The recording of some iterations of a loop.
+
 
 _logger = logging.getLogger("instep")
 

@@ -1,17 +1,19 @@
-"""What a recording says, in numbers: how long things took in an iteration, and how much of it something else hid.
-
-Hidden is the step that ran while gradients were on their way between ranks, or while another thread computed; and the
-communication that ran while any thread computed or stepped. A step that runs inside backward, on its thread,
-is not hidden: backward takes longer by it.
-"""
+"""What a recording says, in numbers, beside others of the same job."""
 
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from instep.report.overlap import Interval, busy, exposed, intervals, outside, within
-from instep.report.run import Rank, Run
-from instep.report.spans import Span, title
+from instep.report.run import Job, Rank, Run
+from instep.report.spans import Interval, Span, busy, exposed, intervals, outside, title, within
+
+# What a recording says, in numbers: how long things took in an iteration, and how much of it something else hid.
+#
+# Hidden is the step that ran while gradients were on their way between ranks, or while another thread computed; and the
+# communication that ran while any thread computed or stepped. A step that runs inside backward, on its thread,
+# is not hidden: backward takes longer by it.
+
 
 COMPUTE = ("forward", "backward")
 
@@ -142,3 +144,54 @@ def _buckets(run: Run) -> list[BucketFigures]:
         BucketFigures(title(names), names, sum(sizes.get(n, 0) for n in names), steps[i], hidden[i], flights[i] or None)
         for i, names in enumerate(run.setup.buckets)
     ]
+
+
+# Recordings of one job may be compared, and no others: a smaller model has a lower peak, whatever instep does.
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Recordings of one job, beside each other.
+
+    Attributes:
+        name: what this job is to the reader; empty where there is nothing to say.
+        weights: what whoever made the recordings has found of their weights, in words; ``None``: they are compared by
+            the digests that were recorded.
+    """
+
+    runs: Sequence[Run]
+    name: str = ""
+    weights: str | None = None
+
+    @cached_property
+    def figures(self) -> list[Figures]:
+        return [figures(run) for run in self.runs]
+
+    @property
+    def job(self) -> Job:
+        return self.runs[0].job
+
+    @property
+    def title(self) -> str:
+        """The job in words."""
+        job = self.job
+        ranks = "one rank" if job.ranks == 1 else f"{job.ranks} ranks"
+        batch = f", given {' and '.join(job.batch)}" if job.batch else ""
+        said = f"{job.model}, {numbers(job.count)} of {' and '.join(job.dtypes)}, {ranks}, {job.device}{batch}"
+        return f"{self.name}: {said}" if self.name else said
+
+
+def by_job(runs: Sequence[Run]) -> list[Compared]:
+    """In the order of the first recording of each job."""
+    found: dict[Job, list[Run]] = {}
+    for run in runs:
+        found.setdefault(run.job, []).append(run)
+    return [Compared(same) for same in found.values()]
+
+
+def numbers(count: int) -> str:
+    """How many parameters, counted by element."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit} parameters"
+    return f"{count} parameters"

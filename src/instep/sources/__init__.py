@@ -1,16 +1,16 @@
 """A source says when the gradients of some parameters are final. Each kind of wrapper has one, in a folder of its own;
 a ``Sink`` is told of them."""
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from instep._optim.parameters import AttachedParameter, AttachedParameters
-from instep._optim.plan import Bucket
-from instep._step.recorder import Recorder
+from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket
+from instep._profile import profiled
+from instep._step.state import Recorder
 from instep._step.streams import StepStreams
 
 
@@ -94,3 +94,130 @@ class Source(Protocol):
 
     def begin_step(self) -> None:
         """The first gradient of a step is being offered, by this source or another one."""
+
+
+# A bucket of gradients from the start of its communication until it is used.
+
+
+class Communication(Protocol):
+    """A collective that was started: the future of a communication hook or of a backend, or several works in one."""
+
+    def wait(self) -> Any:
+        """Return when it is done; on an accelerator the current stream waits, and not the host. Raises what the
+        communication raised."""
+
+
+def drain(communications: Iterable[Communication]) -> None:
+    """Return when all of them are done, or one has failed: whatever went wrong, another error is on its way already.
+    After one that has failed none is waited for: once a rank is lost, each takes as long as the process group waits."""
+    with suppress(Exception):
+        for communication in communications:
+            communication.wait()
+
+
+C = TypeVar("C", bound=Communication)
+
+
+class InFlightBucket(Generic[C]):
+    """
+    Attributes:
+        members: all of the bucket's parameters.
+        communication: reduces the bucket.
+    """
+
+    __slots__ = ("communication", "members")
+
+    def __init__(self, members: Sequence[torch.Tensor], communication: C) -> None:
+        self.members = members
+        self.communication = communication
+
+    def wait(self) -> None:
+        """Return when the bucket has arrived, for the current stream. Raises what the communication raised."""
+        with profiled("wait for gradients"):
+            self.communication.wait()
+
+
+# Final gradients are handed from a source to its sink.
+
+
+class ErrorsKept:
+    """Around a step in a hook of backward, or before DDP's own end: ``sink`` keeps an error until the source calls
+    ``raise_failure``. Raised at once, an error would leave DDP unusable, and other ranks without this rank's part of
+    the buckets that are still to be sent."""
+
+    # No generator: Ctrl-C before its ``yield`` would be kept, too, and the generator be told that it has not yielded.
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if error is not None:
+            self._sink.fail(error)
+        return error is not None
+
+
+def deliver(sink: Sink, gradients: Sequence[AttachedParameter], step: Callable[[], bool]) -> bool:
+    """Offer ``gradients``, which are final, and call ``step`` if they may be written now. Errors are kept.
+
+    Returns:
+        Whether all of ``step`` was done: if not, this backward must write nothing after it.
+    """
+    with ErrorsKept(sink):
+        return sink.arrive(gradients) and step()
+    return False
+
+
+def step_bucket(sink: Sink, gradients: Sequence[AttachedParameter]) -> bool:
+    """The ``step`` of gradients that nothing but instep needs any more: step them in one call, and free them."""
+    done = sink.apply(gradients)
+    sink.retire(gradients)
+    sink.freed(gradients)
+    return done
+
+
+def step_all(sink: Sink, gradients: Sequence[AttachedParameter]) -> bool:
+    """The ``step`` of a sink that ``waits_for_all``: all gradients of the model are in ``.grad``, and clipped by the
+    norm that they have together."""
+    sink.compute_total_norm()
+    done = sink.apply(gradients)
+    sink.retire(gradients)
+    return done
+
+
+# The attached parameters that a wrapper (``DistributedDataParallel``, ``Replicated``) reduces.
+
+
+class WrappedParameters:
+    """Found by the tensors in the wrapper's buckets, some of which may not be attached."""
+
+    def __init__(self, parameters: Iterable[AttachedParameter]) -> None:
+        self._by_id = {id(attached.get()): attached for attached in parameters}
+
+    def adopt(self, parameters: Sequence[AttachedParameter], reduced: Collection[int]) -> list[AttachedParameter]:
+        """Take in those of ``parameters`` that are in ``reduced``, by ``id``. Returns the others."""
+        self._by_id.update((id(a.get()), a) for a in parameters if id(a.get()) in reduced)
+        return [attached for attached in parameters if id(attached.get()) not in reduced]
+
+    def among(self, tensors: Iterable[torch.Tensor]) -> list[AttachedParameter]:
+        """Those of ``tensors`` that are attached, in the same order."""
+        return self.with_ids(map(id, tensors))
+
+    def with_ids(self, ids: Iterable[int]) -> list[AttachedParameter]:
+        """As ``among``, for the ``id`` of each tensor."""
+        return [self._by_id[key] for key in ids if key in self._by_id]
+
+    def __getitem__(self, tensor: torch.Tensor) -> AttachedParameter:
+        return self._by_id[id(tensor)]
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._by_id
+
+    def __iter__(self) -> Iterator[AttachedParameter]:
+        return iter(self._by_id.values())
+
+
+def as_bucket(source: str, parameters: Iterable[AttachedParameter]) -> Bucket:
+    """A bucket of the wrapper as a plan shows it."""
+    return Bucket(source, tuple(attached.spec for attached in parameters))

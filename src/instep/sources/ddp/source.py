@@ -14,15 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from instep._optim.parameters import AttachedParameter
-from instep._optim.plan import Bucket
-from instep._ranks.lost import communicating
-from instep.sources import Sink, record_arrival
-from instep.sources.ddp.hook_slot import CommHook, before_backward, release, take
-from instep.sources.ddp.reductions import Reduction, Reductions, SomeBucket, as_they_arrive, grad_as_left
-from instep.sources.ddp.shown_buckets import ShownBuckets
-from instep.sources.delivery import deliver, step_all
-from instep.sources.wrapped import WrappedParameters
+from instep._optim.parameters import AttachedParameter, Bucket
+from instep._ranks.collectives import communicating
+from instep.sources import Sink, WrappedParameters, deliver, record_arrival, step_all
+from instep.sources.ddp.buckets import Reduction, Reductions, ShownBuckets, SomeBucket, as_they_arrive, grad_as_left
+from instep.sources.ddp.reducer import CommHook, before_backward, release, take
 
 
 class DDPSource:

@@ -13,17 +13,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from instep._autograd.backward import Phase, current
-from instep._autograd.engine import graph_task
-from instep._optim.parameters import AttachedParameter
-from instep._optim.plan import Bucket
-from instep._ranks.agreement import broadcast, require_the_same
+from instep._optim.parameters import AttachedParameter, Bucket
+from instep._ranks.collectives import broadcast, require_the_same
+from instep._torch.engine import Phase, current, graph_task
 from instep.errors import AttachError, InstepError
-from instep.sources import Sink, record_arrival
-from instep.sources.delivery import deliver, step_all, step_bucket
-from instep.sources.replicate.layout import BucketSizes
-from instep.sources.replicate.transient import TransientBuckets
-from instep.sources.wrapped import WrappedParameters, as_bucket
+from instep.sources import Sink, WrappedParameters, as_bucket, deliver, record_arrival, step_all, step_bucket
+from instep.sources.replicate.buckets import BucketSizes, TransientBuckets
 
 _living: "weakref.WeakSet[Replicated]" = weakref.WeakSet()
 

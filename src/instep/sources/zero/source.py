@@ -20,30 +20,26 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from instep._autograd.hooks import BoundHook
-from instep._optim.parameters import AttachedParameter, AttachedParameters
-from instep._optim.plan import Bucket
-from instep._ranks.lost import communicating
+from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket
+from instep._ranks.collectives import communicating
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
+from instep._torch.hooks import BoundHook
 from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AccumulationError, InstepError
-from instep.sources import Sink
-from instep.sources.ddp.hook_slot import before_backward, release, take
-from instep.sources.ddp.reductions import (
+from instep.sources import ErrorsKept, Sink, WrappedParameters, deliver, drain
+from instep.sources.ddp.buckets import (
     Reduction,
     Reductions,
+    ShownBuckets,
     SomeBucket,
     as_they_arrive,
     bucket_parameters,
     grad_as_left,
     slices_of,
 )
-from instep.sources.ddp.shown_buckets import ShownBuckets
-from instep.sources.delivery import ErrorsKept, deliver
-from instep.sources.in_flight import drain
-from instep.sources.wrapped import WrappedParameters
-from instep.sources.zero.state_shards import GatheredShards, RowShard, ScatteredGradients, StateShards
+from instep.sources.ddp.reducer import before_backward, release, take
+from instep.sources.zero.shards import GatheredShards, RowShard, ScatteredGradients, StateShards
 
 _logger = logging.getLogger("instep")
 

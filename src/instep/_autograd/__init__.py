@@ -1,1 +1,0 @@
-"""What instep asks of autograd, and of the tensors that a loop sees."""

@@ -1,1 +1,0 @@
-"""Who keeps what alive: threads, references, copies, the end of the process."""

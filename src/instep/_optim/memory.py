@@ -1,0 +1,294 @@
+"""Memory: who else has that of a parameter or of state, whether it was written, and whether it was given back."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from instep._optim.local_shard import are_plain, memory_of, versions_of
+from instep._optim.values import alike, fingerprint, held_in, is_immutable
+
+# Which stream of an accelerator is current: the one that kernels are launched on.
+
+
+@contextmanager
+def on_stream(stream: torch.Stream) -> Iterator[None]:
+    """Make ``stream`` current on its device, and its device, which may not be the loop's."""
+    before = torch.accelerator.current_stream(stream.device)
+    index = torch.accelerator.current_device_index()
+    try:
+        torch.accelerator.set_stream(stream)
+        yield
+    finally:
+        try:
+            _go_on(before, index)
+        except BaseException:  # Ctrl-C: the loop is to go on where it was
+            _go_on(before, index)
+            raise
+
+
+def _go_on(stream: torch.Stream, device_index: int) -> None:
+    """Make ``stream`` current on its device, and that device current."""
+    torch.accelerator.set_stream(stream)
+    if device_index != stream.device.index:
+        torch.accelerator.set_device_index(device_index)
+
+
+# Entries of an optimizer's state, to find out later whether somebody has written them. They are large: no copies.
+
+
+State = Mapping[Any, Any]
+
+_VALUES = methodcaller("values")
+
+
+class Entries:
+    """Some parameters' entries, each as it was when it was added."""
+
+    def __init__(self) -> None:
+        self._all: list[_Some] = []
+
+    def add(self, parameters: Sequence[torch.Tensor], state: State) -> None:
+        self._all.append(_Some(parameters, state))  # all of them at once: Ctrl-C may come anywhere
+
+    def are_as_left(self, state: State) -> bool:
+        """Whether ``state`` has the same entries, an empty one being none, and nothing in them was written."""
+        return all(some.are_in(state) and not some.written for some in self._all)
+
+    def are_replaced_in(self, state: State) -> bool:
+        """Whether ``state`` has another entry for one of the parameters, that holds something."""
+        return any(some.are_replaced_in(state) for some in self._all)
+
+    @property
+    def written(self) -> bool:
+        """Whether an entry has other values since, or one of them was written. Not seen: a tensor through ``.data``."""
+        return any(some.written for some in self._all)
+
+
+class _Some:
+    __slots__ = ("_entries", "_found", "_others", "_parameters", "_tensors", "_values")
+
+    def __init__(self, parameters: Sequence[torch.Tensor], state: State) -> None:
+        self._parameters = list(parameters)
+        self._entries: list[State | None] = list(map(state.get, parameters))
+        self._values = self._tensors = self._values_now()
+        self._others: list[tuple[Any, Any]] = []
+        if not are_plain(self._values):
+            self._tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
+            others = [v for v in self._values if not isinstance(v, torch.Tensor) and not is_immutable(v)]
+            self._others = [(value, fingerprint(value)) for value in others]
+        self._found = versions_of(self._tensors)
+
+    def are_in(self, state: State) -> bool:
+        now = list(map(state.get, self._parameters))
+        if all(map(is_, now, self._entries)):
+            return True
+        return all(a is b or not (a or b) for a, b in zip(now, self._entries, strict=True))
+
+    def are_replaced_in(self, state: State) -> bool:
+        now = map(state.get, self._parameters)
+        return any(a and a is not b for a, b in zip(now, self._entries, strict=True))
+
+    @property
+    def written(self) -> bool:
+        values = self._values_now()
+        return (
+            len(values) != len(self._values)
+            or not all(map(is_, values, self._values))
+            or versions_of(self._tensors) != self._found
+            or not all(alike(fingerprint(value), then) for value, then in self._others)
+        )
+
+    def _values_now(self) -> list[Any]:
+        return list(chain.from_iterable(map(_VALUES, filter(None, self._entries))))
+
+
+# Who else has the memory of parameters, gradients and state.
+#
+# Whoever uses one of these tensors itself is noticed (``_torch/watch.py``). Another tensor of the same memory, a
+# NumPy array, a kept storage or an entry of the state that was taken earlier is not. But each of them counts among the
+# owners of the memory, and the owners that belong to the tensors themselves are known.
+#
+# torch has no public name for the number of a storage's owners. ``tests/unit/test_owners.py`` fails clearly when the
+# private one changes.
+
+
+_OWNERS: Callable[[int], int] = torch._C._storage_Use_Count
+_STORAGE = torch.Tensor.untyped_storage
+_ADDRESS = attrgetter("_cdata")
+_IS_TORCHS = methodcaller("resizable")  # memory of NumPy's, of a mapped file or of another process is not
+_IS_SHARED = methodcaller("is_shared")  # with another process, on a CPU; elsewhere always true
+
+
+Owners = Callable[[int], int]
+"""How many owners memory has that so many tensors share, beside the storage's own object in Python."""
+
+
+def by_themselves(tensors: int) -> int:
+    """Each is one owner."""
+    return tensors
+
+
+def in_views_of_ddp(tensors: int) -> int:
+    """DDP's bucket is an owner, and has a view of its own for each of them."""
+    return 2 * tensors + 1
+
+
+def in_views_of_replicate(tensors: int) -> int:
+    """The buffer that a bucket was reduced in is an owner, and each of its views. So it is with FSDP2's gradients."""
+    return tensors + 1
+
+
+def in_shards_of_fsdp2(tensors: int) -> int:
+    """FSDP2 keeps the padded shard and a flat view of it beside the local tensor of the parameter."""
+    return 3 * tensors
+
+
+def have_other_owners(tensors: Sequence[torch.Tensor], owners: Owners = by_themselves) -> list[bool]:
+    """Of each plain strided tensor: whether its memory has an owner that is not one of ``tensors``."""
+    if not tensors:
+        return []
+    storages = list(map(_STORAGE, tensors))
+    known = _known()
+    alone = owners(1) + known.wrapper
+    counts = list(map(_OWNERS, map(_ADDRESS, storages)))
+    references = list(map(sys.getrefcount, storages))
+    on_cpu = storages[0].device.type == "cpu"
+    foreign = not all(map(_IS_TORCHS, storages)) or (on_cpu and any(map(_IS_SHARED, storages)))
+    if not foreign and set(counts) <= {alone} and set(references) <= {known.in_list}:
+        return [False] * len(storages)
+    shared: dict[int, int] = {}
+    for storage in storages:
+        shared[storage._cdata] = shared.get(storage._cdata, 0) + 1
+    return [
+        count != owners(shared[storage._cdata]) + known.wrapper
+        or reference != known.in_list + shared[storage._cdata] - 1
+        or not _IS_TORCHS(storage)
+        or (storage.device.type == "cpu" and _IS_SHARED(storage))
+        for storage, count, reference in zip(storages, counts, references, strict=True)
+    ]
+
+
+def are_kept(tensors: Sequence[object]) -> list[bool]:
+    """Of each tensor that C++ holds, such as a gradient: whether Python refers to it beside ``tensors``."""
+    usual = _known().in_list
+    return [count != usual for count in map(sys.getrefcount, tensors)]
+
+
+def state_is_kept(optimizer: Optimizer) -> bool:
+    """Whether anybody refers to the mapping that ``optimizer`` has as its ``state``."""
+    return _references_to_state(optimizer) != _known().state
+
+
+def entries_are_kept(entries: Sequence[Mapping[Any, Any] | None]) -> list[bool]:
+    """Of each entry of an optimizer's state, in the state and in ``entries`` alone: whether anybody else refers to the
+    entry, to a tensor in the entry, or to the memory of one."""
+    usual = _known().in_list_and_dict
+    counts = list(map(sys.getrefcount, entries))
+    found = [entry is not None and count != usual for entry, count in zip(entries, counts, strict=True)]
+    values = list(chain.from_iterable(map(_VALUES, filter(None, entries))))
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    del values
+    if not tensors:
+        return found
+    kept = [count != usual for count in list(map(sys.getrefcount, tensors))]
+    ids = {id(tensor) for tensor, one in zip(tensors, kept, strict=True) if one}
+    strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
+    ids.update(id(tensor) for tensor in tensors if tensor.layout is not torch.strided)  # cannot be asked
+    ids.update(id(tensor) for tensor, one in zip(strided, _state_has_other_owners(strided), strict=True) if one)
+    if not ids:
+        return found
+    return [
+        before or (entry is not None and any(id(value) in ids for value in entry.values()))
+        for before, entry in zip(found, entries, strict=True)
+    ]
+
+
+def _state_has_other_owners(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    if are_plain(tensors):
+        return have_other_owners(tensors)
+    memory = list(map(memory_of, tensors))
+    # The local tensor of a DTensor that was made by ``from_local`` is a view of the one that was given.
+    from_local = [local is not tensor and local._is_view() for local, tensor in zip(memory, tensors, strict=True)]
+    return in_two_parts(memory, from_local, in_views_of_replicate)
+
+
+def in_two_parts(tensors: Sequence[torch.Tensor], are_special: Sequence[bool], owners: Owners) -> list[bool]:
+    """``have_other_owners``, of which the special ones have so many."""
+    if not any(are_special):
+        return have_other_owners(tensors)
+    usual = iter(have_other_owners([t for t, special in zip(tensors, are_special, strict=True) if not special]))
+    others = iter(have_other_owners([t for t, special in zip(tensors, are_special, strict=True) if special], owners))
+    return [next(others if special else usual) for special in are_special]
+
+
+def _references_to_state(optimizer: Any) -> int:
+    return sys.getrefcount(vars(optimizer)["state"])
+
+
+class _Known:
+    """What is counted where nobody else has anything, as this Python and this torch count.
+
+    Attributes:
+        wrapper: the owners of memory that a storage's object in Python adds.
+        in_list: the references to an object that is in one list.
+        in_list_and_dict: the same, of one that is in a dict, too.
+        state: those to the state of an optimizer.
+    """
+
+    def __init__(self) -> None:
+        tensors = [torch.zeros(1)]
+        storages = list(map(_STORAGE, tensors))
+        self.wrapper = next(map(_OWNERS, map(_ADDRESS, storages))) - 1
+        self.in_list = next(map(sys.getrefcount, storages))
+        entries = {0: {0: torch.zeros(1)}}
+        values = list(entries.values())
+        self.in_list_and_dict = next(map(sys.getrefcount, values))  # ``entries`` is still there
+        self.state = _references_to_state(_Stateful())
+
+
+class _Stateful:
+    def __init__(self) -> None:
+        self.state: dict[Any, Any] = {}
+
+
+@cache
+def _known() -> _Known:
+    return _Known()
+
+
+# Where tensors lie, to find out whether an update has given memory back: it is the next tensor's at once, and an
+# accelerator may still be reading it.
+
+
+StateEntries = Iterable[Mapping[str, Any] | None]
+
+
+class Places:
+    """Where some parameters lie, their gradients, and all tensors in their entries of the optimizer's state."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], entries: StateEntries) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        self._in_state = _tensors_in(entries)
+        self._all = [(tensor, _place(tensor)) for tensor in (*parameters, *gradients, *self._in_state)]
+
+    def were_left(self, entries: StateEntries) -> bool:
+        """Whether one of them lies elsewhere by now, or is in the entries no more."""
+        now = set(map(id, _tensors_in(entries)))
+        return any(_place(t) != place for t, place in self._all) or any(id(t) not in now for t in self._in_state)
+
+
+def _tensors_in(entries: StateEntries) -> list[torch.Tensor]:
+    return [memory_of(t) for entry in entries if entry for t in held_in(dict(entry), (torch.Tensor,))]
+
+
+def _place(tensor: torch.Tensor) -> int:
+    memory = memory_of(tensor)
+    is_plain = type(memory) in (torch.Tensor, torch.nn.Parameter) and memory.layout is torch.strided
+    return memory.data_ptr() if is_plain else 0

@@ -1,0 +1,241 @@
+"""Random numbers in an update: the generators that it may draw from, and ``random="keyed"``."""
+
+import hashlib
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from instep._optim.dtensor import drawn_by_part, shard_index
+from instep._optim.local_shard import memory_of
+from instep._optim.values import reached_from
+from instep._torch.engine import graph_task, is_captured, is_of_backward
+from instep._torch.worker import NAME
+from instep.errors import UnsupportedOptimizerError
+
+# The keys of ``random="keyed"``: what each parameter's random numbers of one step are drawn from.
+
+
+def draw_key(seed: int, step: int, name: str, shard: int | None = None) -> int:
+    """What torch's default generators are seeded with for the update of one parameter, with ``random="keyed"``.
+
+    The key is made of the first 8 bytes of ``blake2b`` over the UTF-8 text ``"{seed}/{step}/{shard}/{name}"``, read as
+    a number with the highest byte first, without its highest bit: ``0 <= key < 2**63``. Of a parameter that is updated
+    as a whole, ``{shard}`` is empty: ``"1234/0//layers.0.weight"``.
+
+    Args:
+        seed: what ``attach`` was given.
+        step: how many steps had been committed before this one: 0 in the first.
+        name: of the parameter, in the model without any wrapper.
+        shard: which part of the parameter this rank updates, counted from 0 along the dimensions of the device mesh
+            over which it is sharded; ``None``: all of it.
+    """
+    part = "" if shard is None else str(shard)
+    digest = hashlib.blake2b(f"{seed}/{step}/{part}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % 2**63
+
+
+# The random number generators that an update may draw from: bucket by bucket, what is drawn would go to other
+# parameters than in the plain loop.
+
+
+Read = Callable[[], Any]
+Write = Callable[[Any], Any]
+Drawn = Literal["no", "yes", "unknown"]
+
+
+class TorchGenerators:
+    """torch's default generators on the CPU and on ``devices``, with their present states."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._before = [(generator, generator.get_state()) for generator in _defaults(devices)]
+
+    def seed(self, key: int) -> None:
+        for generator, _ in self._before:
+            generator.manual_seed(key)
+
+    def restore(self) -> None:
+        for generator, state in self._before:
+            generator.set_state(state)
+
+
+class Generators:
+    """Generators with their present states: those that all share (torch's on the CPU and on ``devices``, Python's and
+    NumPy's), and those that ``owners`` refer to.
+
+    Args:
+        owners: optimizers, or values in which one may have generators of its own.
+    """
+
+    def __init__(self, devices: Iterable[torch.device], owners: Iterable[object] = ()) -> None:
+        self._owners = list(owners)
+        self._others = _times_of_others()
+        self._known: dict[int, tuple[Read, Write]] = dict(enumerate(_shared(devices)))
+        self._shared = frozenset(self._known)
+        self._before = {key: read() for key, (read, _) in self._known.items()}
+        self._find()
+
+    def drawn(self) -> Drawn:
+        """Whether this thread has drawn from one of them, or made one, since; ``"unknown"``: another thread may have
+        drawn from those that all share."""
+        advanced = {key for key, (read, _) in self._known.items() if not _same(read(), self._before[key])}
+        count = len(self._known)
+        self._find()
+        if advanced - self._shared or len(self._known) > count:
+            return "yes"
+        if not advanced:
+            return "no"
+        return "yes" if self._others_rest() else "unknown"
+
+    def restore(self, *, even_shared: bool = False) -> None:
+        """Put the states back; those that all share if no other thread can have drawn, or ``even_shared``."""
+        rest = even_shared or self._others_rest()
+        for key, (_, write) in self._known.items():
+            if rest or key not in self._shared:
+                write(self._before[key])
+
+    def _others_rest(self) -> bool:
+        return None not in self._others.values() and _times_of_others() == self._others
+
+    def _find(self) -> None:
+        for generator in _held_by(self._owners):
+            if id(generator) not in self._known:
+                self._known[id(generator)] = access = _access(generator)
+                self._before[id(generator)] = access[0]()
+
+
+_NEVER_DRAW = (NAME, "MainThread", "tqdm_monitor")
+"""Names of threads: instep's, the loop's, where it is not this one, and that which redraws tqdm's bars."""
+
+
+def _times_of_others() -> dict[int, int | None]:
+    """How long the threads have run that may draw, one that loads data, say: ns of CPU, ``None`` where nobody tells."""
+    here = threading.current_thread()
+    others = [t.native_id or 0 for t in threading.enumerate() if t is not here and t.name not in _NEVER_DRAW]
+    if graph_task() is None and all(map(is_of_backward, others)):
+        # An accelerator's thread of backward draws only in a backward. None runs here, and no thread is left that may
+        # have called one, so such a thread at most winds up the last.
+        others = []
+    return {native_id: _time_of(native_id) for native_id in others}
+
+
+def _time_of(native_id: int) -> int | None:
+    if sys.platform != "linux" or not native_id:
+        return None
+    try:
+        # Linux's number for the CPU clock of a thread, as clock_gettime(2) has it. Unlike pthread_getcpuclockid it may
+        # be asked for of a thread that has ended.
+        return time.clock_gettime_ns((~native_id << 3) | 6)
+    except OSError:
+        return None
+
+
+def _defaults(devices: Iterable[torch.device]) -> Iterator[torch.Generator]:
+    yield torch.default_generator
+    for device in {device for device in devices if device.type not in ("cpu", "meta")}:
+        yield torch.get_device_module(device).default_generators[device.index]
+
+
+def _shared(devices: Iterable[torch.device]) -> Iterator[tuple[Read, Write]]:
+    yield torch.get_rng_state, torch.set_rng_state
+    for device in {device for device in devices if device.type not in ("cpu", "meta")}:
+        module = torch.get_device_module(device)
+        yield partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
+    yield random.getstate, random.setstate
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield partial(numpy.random.get_state, legacy=False), numpy.random.set_state
+
+
+def _access(generator: Any) -> tuple[Read, Write]:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state, generator.set_state
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    bits = getattr(generator, "bit_generator", None) or generator._bit_generator
+    return lambda: bits.state, lambda state: setattr(bits, "state", state)
+
+
+def _held_by(owners: Iterable[object]) -> Iterator[Any]:
+    numpy = sys.modules.get("numpy")
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if numpy is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    return (value for value in reached_from(owners) if isinstance(value, kinds))
+
+
+def _same(now: Any, before: Any) -> bool:
+    if isinstance(now, torch.Tensor):
+        return bool(now.tolist() == before.tolist())  # no operation: one would meet the modes that are entered
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(_same(value, before[key]) for key, value in now.items())
+    if hasattr(now, "tobytes"):  # an array of NumPy's
+        return bool(now.tobytes() == before.tobytes())
+    return bool(now == before)
+
+
+# ``random="keyed"``: the update of each parameter draws from generators that are seeded for it, and for the step.
+
+
+_Place = tuple[str, int | None]
+
+
+class KeyedDraws:
+    """What the updates of one attachment draw from.
+
+    Args:
+        seed: the user's.
+        committed: how many steps the attachment has committed.
+        places: by ``id``, the names of the parameters, each with the shard that this rank has.
+
+    Attributes:
+        earlier: steps that count, and that the attachment does not count among its own: what a checkpoint was loaded
+            from had taken them.
+    """
+
+    def __init__(self, seed: int, committed: Callable[[], int], places: dict[int, _Place] | None = None) -> None:
+        self.seed = seed
+        self.earlier = 0
+        self._committed = committed
+        self._places: dict[int, _Place] = {} if places is None else places
+
+    @property
+    def number(self) -> int:
+        """Of the running step, counted from 0."""
+        return self._committed() + self.earlier
+
+    def name(self, parameter: torch.Tensor, name: str) -> None:
+        """The bare model knows ``parameter`` by ``name``."""
+        self._places[id(parameter)] = name, shard_index(parameter)
+
+    def of_this_step(self) -> "KeyedDraws":
+        """The same, for an update of the running step that comes later."""
+        return KeyedDraws(self.seed, partial(int, self.number), self._places)
+
+    @contextmanager
+    def drawing(self, optimizer: str, parameter: torch.Tensor) -> Iterator[None]:
+        """Around the update of ``parameter``: torch's default generators are seeded for it, and put back.
+
+        Raises:
+            UnsupportedOptimizerError: a CUDA graph is being recorded.
+        """
+        name, shard = self._places[id(parameter)]
+        device = memory_of(parameter).device
+        if is_captured(device):
+            raise UnsupportedOptimizerError(
+                f"random='keyed' seeds a generator for each update of {optimizer}, and a CUDA graph that is being "
+                "recorded would draw the same numbers in each replay. Capture forward and backward without "
+                "optimizer.step(), or leave out random and seed"
+            )
+        generators = TorchGenerators({device})
+        try:
+            generators.seed(draw_key(self.seed, self.number, name, shard))
+            with drawn_by_part(parameter):
+                yield
+        finally:
+            generators.restore()

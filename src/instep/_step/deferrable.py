@@ -1,0 +1,228 @@
+"""``schedule="forward"``: which parameters can wait, and in which order the model reads them."""
+
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from instep._optim.guards import DEFAULT_DTYPE, switched, switches
+from instep._optim.kinds import refuses_dense_gradients
+from instep._optim.local_shard import are_plain, memory_of
+from instep._optim.memory import (
+    Owners,
+    are_kept,
+    by_themselves,
+    entries_are_kept,
+    have_other_owners,
+    in_shards_of_fsdp2,
+    in_two_parts,
+    state_is_kept,
+)
+from instep._optim.parameters import (
+    GRADIENT,
+    AttachedParameter,
+    AttachedParameters,
+    Bucket,
+    fill_buckets,
+    shard_of_gradient,
+)
+from instep._optim.stepper import Stepper
+from instep._step.deferred_buckets import InFlightBucket, gradients_in, in_grad
+from instep._torch.engine import graph_task
+from instep._torch.lifetime import WeakMethod
+from instep._torch.placeholders import HeldGradient, Placeholder
+from instep._torch.watch import plain_type
+
+# ``schedule="forward"``: in which order the model reads its parameters, and under which of torch's switches.
+
+
+class ReadHook:
+    """The forward pre-hook of a module that reads parameters.
+
+    Attributes:
+        parameters: those that its forward reads.
+        traced: whether it was compiled together with the module: then it does not run, and cannot wait.
+    """
+
+    def __init__(self, parameters: Sequence[AttachedParameter], before_read: Callable[..., None]) -> None:
+        self.parameters = tuple(parameters)
+        self.traced = False
+        self._before_read = WeakMethod(before_read)  # its owner has this in a list
+
+    def __call__(self, module: object, args: object) -> None:
+        if torch.compiler.is_compiling():
+            self.traced = True
+        elif graph_task() is None and (before_read := self._before_read()) is not None:
+            before_read(self.parameters)
+
+
+class Reading:
+    """
+    Attributes:
+        hooks: of the modules that read parameters.
+    """
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.hooks: list[ReadHook] = []
+        self._bucket_bytes = bucket_bytes
+        self._order: dict[int, None] = {}  # indices of parameters, as forwards have come to them
+        self._switches: dict[str, Any] | None = None
+        # The last answer of ``members_of_buckets``. The order only grows: its length tells whether it has changed.
+        self._asked_of = AttachedParameters()
+        self._asked = (0, False)
+        self._members: list[AttachedParameters] = []
+
+    def forward_begins(self) -> None:
+        self._switches = switches()
+
+    def reads(self, parameters: Iterable[AttachedParameter]) -> None:
+        for attached in parameters:
+            self._order.setdefault(attached.spec.index)
+
+    def is_alike(self) -> bool:
+        """Whether the last forward, behind whose next run an update would be, is under the switches of now."""
+        return self._switches is None or switched(self._switches, but=(DEFAULT_DTYPE,)) is None
+
+    def unseen(self) -> set[int]:
+        """The indices of parameters whose modules were compiled with their hooks: nothing waits before they run."""
+        return {a.spec.index for hook in self.hooks if hook.traced for a in hook.parameters}
+
+    def members_of_buckets(self, parameters: AttachedParameters, *, as_read: bool) -> list[AttachedParameters]:
+        """The members of ``buckets_of``. Kept for the last ``parameters``, which are the same in most steps."""
+        asked = (len(self._order), as_read)
+        if parameters is not self._asked_of or asked != self._asked:
+            by_index = {attached.spec.index: attached for attached in parameters}
+            self._members = [
+                AttachedParameters(by_index[spec.index] for spec in bucket.parameters)
+                for bucket in self.buckets_of(parameters, as_read=as_read)
+            ]
+            self._asked_of, self._asked = parameters, asked
+        return self._members
+
+    def buckets_of(self, parameters: Iterable[AttachedParameter], *, as_read: bool) -> tuple[Bucket, ...]:
+        """In the order in which forwards read them; those not read yet in the model's order.
+
+        Args:
+            as_read: ``False``: in the model's order, which is the same on all ranks. They may read in another one.
+        """
+        place = {index: number for number, index in enumerate(self._order)} if as_read else {}
+        ordered = sorted(parameters, key=lambda a: place.get(a.spec.index, len(place) + a.spec.index))
+        return fill_buckets("forward", (attached.spec for attached in ordered), self._bucket_bytes)
+
+
+# ``schedule="forward"``: which parameters of a step can wait. Those that somebody may read in a way that nobody sees
+# are stepped at once.
+
+
+_LAYOUT = attrgetter("layout")
+_IN_GRAPH = attrgetter("requires_grad")  # made by backward(create_graph=True)
+InFlight = Mapping[AttachedParameter, InFlightBucket]
+
+
+def waiting_of(
+    stepper: Stepper,
+    mine: AttachedParameters,
+    everybody: AttachedParameters,
+    in_flight: InFlight,
+    unseen: Container[int],
+    *,
+    in_views: Owners | None,
+) -> dict[AttachedParameter, bool]:
+    """Of each parameter of ``mine`` whether its update can wait.
+
+    Args:
+        mine: parameters of one optimizer with a gradient.
+        everybody: all attached parameters.
+        in_flight: those whose gradient may still be on its way.
+        unseen: the indices of those whose readers do not wait.
+        in_views: the owners of the buckets of which gradients are views; ``None``: they are none.
+    """
+    seen = _exposed(stepper.optimizer(), mine, everybody, in_flight, in_views=in_views)
+    if not in_flight and not unseen and _are_usual(mine):
+        return {**dict.fromkeys(mine, True), **dict.fromkeys(seen, False)}
+    return {a: a not in seen and _can_wait_alone(a, in_flight.get(a), unseen) for a in mine}
+
+
+def _are_usual(mine: AttachedParameters) -> bool:
+    tensors = mine.tensors()
+    gradients = gradients_in(mine, tensors)
+    strided = set(map(_LAYOUT, gradients)) == {torch.strided}
+    return strided and are_plain(tensors) and are_plain(gradients) and not any(map(_IN_GRAPH, gradients))
+
+
+def _can_wait_alone(attached: AttachedParameter, flight: InFlightBucket | None, unseen: Container[int]) -> bool:
+    gradient = in_grad(attached, flight)
+    return (
+        # Some optimizers treat parameters of a class of their own in their own way. Steps that communicate must not
+        # come when one rank waits for them and another does not.
+        (
+            plain_type(attached.get()) in (torch.nn.Parameter, torch.Tensor)
+            or shard_of_gradient(attached, gradient) is not None
+        )
+        and attached.spec.index not in unseen
+        and gradient.layout is torch.strided
+        and not gradient.requires_grad
+    )
+
+
+def _exposed(
+    optimizer: Optimizer,
+    mine: AttachedParameters,
+    everybody: AttachedParameters,
+    on_their_way: Collection[AttachedParameter],
+    *,
+    in_views: Owners | None,
+) -> set[AttachedParameter]:
+    """Those of ``mine`` whose values, gradient or state others have got hold of, who may read or write them after
+    ``step()``; all of an optimizer that raises at such gradients as can wait. Called before anything else refers to the
+    gradients."""
+    if state_is_kept(optimizer):
+        return set(mine)
+    if refuses_dense_gradients(optimizer):
+        return set(mine)
+    with torch._C.DisableTorchFunctionSubclass():
+        tensors = mine.tensors()
+        found = entries_are_kept(list(map(optimizer.state.get, tensors)))
+        found = _either(found, _have_other_owners(mine, tensors))
+        if not on_their_way:
+            found = _either(found, _gradients_have_other_owners(tensors, everybody, in_views=in_views))
+            found = _either(found, are_kept(list(map(GRADIENT, tensors))))
+    return {attached for attached, one in zip(mine, found, strict=True) if one}
+
+
+def _have_other_owners(mine: AttachedParameters, tensors: Sequence[torch.Tensor]) -> list[bool]:
+    if are_plain(tensors):
+        return have_other_owners(tensors)
+    memory = list(map(memory_of, tensors))
+    # FSDP2's shards are in no module while it computes.
+    in_fsdp2 = [a.mesh is not None and not a.places for a in mine]
+    return in_two_parts(memory, in_fsdp2, in_shards_of_fsdp2)
+
+
+def _gradients_have_other_owners(
+    tensors: Sequence[torch.Tensor], everybody: AttachedParameters, *, in_views: Owners | None
+) -> list[bool]:
+    """Of each of ``tensors``, which have one: whether its gradient has."""
+    gradients = [gradient for gradient in map(GRADIENT, tensors) if gradient is not None]
+    if not are_plain(gradients):
+        gradients = list(map(memory_of, gradients))
+    if set(map(_LAYOUT, gradients)) != {torch.strided}:
+        return [True] * len(tensors)
+    if in_views is None or not any(map(torch.Tensor._is_view, gradients)):
+        return have_other_owners(gradients)
+    # A bucket may have gradients of several optimizers.
+    found = [memory_of(g) for g in map(GRADIENT, everybody.tensors()) if g is not None and not _stands_in(g)]
+    in_buckets = [gradient for gradient in found if gradient._is_view()]
+    shared = dict(zip(map(id, in_buckets), have_other_owners(in_buckets, in_views), strict=True))
+    alone = have_other_owners(gradients, by_themselves)
+    return [shared.get(id(gradient), one) for gradient, one in zip(gradients, alone, strict=True)]
+
+
+def _stands_in(gradient: torch.Tensor) -> bool:
+    return isinstance(gradient, (HeldGradient, Placeholder))
+
+
+def _either(one: Sequence[bool], other: Sequence[bool]) -> list[bool]:
+    return [a or b for a, b in zip(one, other, strict=True)]

@@ -1,0 +1,334 @@
+"""``schedule="forward"``: whether steps are put off at all, and what ordinary steps show of what could be gained."""
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple, Protocol
+
+import torch
+
+from instep._optim.kinds import ONLY_DEFER
+from instep._optim.local_shard import are_plain
+from instep._torch.watch import Watch
+
+# ``schedule="forward"``: what a few ordinary steps of the loop show of what it could gain.
+
+
+FIRST, LAST = 4, 7
+"""The steps that are looked at: the first ones make state."""
+
+
+class Gains(NamedTuple):
+    """What ordinary steps have shown.
+
+    Attributes:
+        leaves_gradients: whether the loop leaves gradients alone between backward and ``step()``.
+        step: milliseconds that ``step()`` took, in the median.
+        iteration: milliseconds from one step to the next.
+    """
+
+    leaves_gradients: bool
+    step: float
+    iteration: float
+
+
+class Observed:
+    """
+    Args:
+        living: the parameters that are still there.
+
+    Attributes:
+        uses_gradients: whether the loop has read or replaced a ``.grad`` between backward and ``step()``; ``None``: not
+            known.
+        step_seconds: how long the calls of ``step()`` took; several optimizers' together.
+        iteration_seconds: from one step to the next.
+    """
+
+    def __init__(self, living: Callable[[], list[torch.Tensor]]) -> None:
+        self.uses_gradients: bool | None = None
+        self.step_seconds: list[float] = []
+        self.iteration_seconds: list[float] = []
+        self._living = living
+        self._watch = Watch(gradient=self._used)
+        self._is_watching = False  # parameters are not kept: the loop may drop its model
+        self._steps = 0
+        self._began: float | None = None
+
+    @property
+    def gains(self) -> Gains | None:
+        """``None``: not known yet."""
+        if self._steps <= LAST or self.uses_gradients is None:
+            return None
+        step, iteration = (1e3 * median(times) for times in (self.step_seconds, self.iteration_seconds))
+        return Gains(not self.uses_gradients, step, iteration)
+
+    @property
+    def _looks(self) -> bool:
+        return FIRST <= self._steps <= LAST
+
+    def backward_ended(self) -> None:
+        """The loop goes on, and may look at gradients."""
+        if not self._looks or self.uses_gradients or torch.compiler.is_compiling():
+            return
+        found = [p for p in self._living() if p.requires_grad]
+        if are_plain(found):
+            self._is_watching = True
+            self._watch.start(found)
+
+    def let_go(self) -> None:
+        """A forward, or ``step()``, begins: neither is the loop's own use."""
+        if self._is_watching:
+            self._watch.stop(self._living())
+            self._is_watching = False
+            self.uses_gradients = bool(self.uses_gradients)
+
+    def step_begins(self) -> None:
+        """The first optimizer of a step is about to update."""
+        now = perf_counter()
+        if self._looks and self._began is not None:
+            self.iteration_seconds.append(now - self._began)
+        self._began = now
+
+    def step_returned(self, *, is_last: bool) -> None:
+        """An optimizer's ``step()`` is about to return."""
+        if is_last:
+            if self._looks and self._began is not None:
+                self.step_seconds.append(perf_counter() - self._began)
+            self._steps += 1
+
+    def _used(self, parameter: torch.Tensor, func: object) -> None:
+        self.uses_gradients = True
+
+
+# ``schedule="forward"``: whether a step is put off: where that was found to be faster, or was asked for.
+#
+# The trial compares iterations in pairs: one whose step was taken at once, and one whose step was put off, in the order
+# ABBA ABBA, so that a machine that gets slower or faster favours neither. A clock cannot tell a difference of a
+# percent; undecided means at once.
+
+
+_logger = logging.getLogger("instep")
+
+WARM_UP = 8
+"""Steps before the trial: optimizers make their state, kernels are chosen, caches fill."""
+PAIRS = 16
+LEAST_GAIN = 0.05
+"""Of an iteration, in the median."""
+LEAST_WINS = 13
+"""Of the pairs. By chance alone so many are won in one trial of a hundred."""
+ASKED = frozenset(1 << n for n in range(11))
+"""A rank that gains looks at these of its backwards, counted from when it knows, for what the others have found. If
+they have not all said so by the last, no step is put off."""
+
+
+class Others(Protocol):
+    """The other ranks. None of them is waited for."""
+
+    def say(self, found: bool) -> None:
+        """Tell them whether this rank gains."""
+
+    def all_found(self) -> bool | None:
+        """Whether all ranks gain; ``None``: not known yet."""
+
+
+class Deferring(Protocol):
+    """
+    Attributes:
+        puts_off: whether the running step is put off.
+        never: whether no further step will be put off.
+        gives_up: whether ``cannot`` is heard: else the loop is told.
+        why: of the decision, in words.
+        otherwise: what takes a loop that cannot be followed, in words; ``None``: nothing else does.
+    """
+
+    puts_off: bool
+    gives_up: bool
+    why: str
+    otherwise: str | None
+
+    @property
+    def never(self) -> bool: ...
+
+    def backward_begins(self) -> None:
+        """One that reduces gradients over all ranks, if there are several."""
+
+    def step_begins(self) -> None:
+        """``optimizer.step()`` of the first optimizer is called."""
+
+    def cannot(self, reason: str) -> None:
+        """The loop does what a step that is put off could not follow."""
+
+    def must_not(self, reason: str) -> None:
+        """From now on no step is put off, whatever was asked for: numbers would differ."""
+
+
+class Always:
+    """``defer=True``.
+
+    Args:
+        alone: whether nothing but ``defer=True`` has every step put off.
+    """
+
+    gives_up = False
+
+    def __init__(self, *, alone: bool = False) -> None:
+        self.puts_off = True
+        self.why = "defer=True"
+        self.otherwise = ONLY_DEFER if alone else None
+
+    @property
+    def never(self) -> bool:
+        return not self.puts_off
+
+    def backward_begins(self) -> None: ...
+
+    def step_begins(self) -> None: ...
+
+    def cannot(self, reason: str) -> None: ...
+
+    def must_not(self, reason: str) -> None:
+        self.puts_off, self.why = False, reason
+        _logger.warning("the step is taken at once from now on, in spite of defer=True: %s", reason)
+
+
+class Never:
+    """``defer=False``, or what cannot be put off."""
+
+    puts_off = False
+    never = True
+    gives_up = True
+    otherwise: str | None = None
+
+    def __init__(self, why: str = "defer=False") -> None:
+        self.why = why
+
+    def backward_begins(self) -> None: ...
+
+    def step_begins(self) -> None: ...
+
+    def cannot(self, reason: str) -> None: ...
+
+    def must_not(self, reason: str) -> None: ...
+
+
+class Trial:
+    """``defer="auto"``.
+
+    Args:
+        prevented: why no step can gain from being put off, found out as the first backward begins; ``None``: one may.
+        others: the other ranks; ``None``: there are none.
+        clock: in seconds.
+    """
+
+    gives_up = True
+    otherwise: str | None = None
+
+    def __init__(
+        self,
+        prevented: Callable[[], str | None],
+        others: Others | None = None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self.puts_off = False
+        self.why = "not decided yet"
+        self.decided = False
+        self._prevented = prevented
+        self._others = others
+        self._clock = clock
+        self._reason: str | None = None
+        self._has_begun = False
+        self._waited = 0  # backwards since this rank knows that it gains
+        self._steps = 0
+        self._began: float | None = None
+        self._seconds: list[float] = []
+
+    @property
+    def never(self) -> bool:
+        return self.decided and not self.puts_off
+
+    def backward_begins(self) -> None:
+        if self.decided:
+            return
+        if not self._has_begun:
+            self._has_begun = True
+            if (reason := self._prevented()) is not None:
+                self.cannot(reason)
+                return
+        found = self._found
+        if found and self._others is not None:
+            found = self._ask(self._others)
+        if found is not None:
+            self._decide(found)
+
+    def _ask(self, others: Others) -> bool | None:
+        """This rank gains: whether all others do."""
+        self._waited += 1
+        if self._waited not in ASKED:
+            return None
+        try:
+            if self._waited == 1:
+                others.say(True)
+            found = others.all_found()
+        except RuntimeError:  # the rank that keeps what they say has ended
+            return False
+        return False if found is None and self._waited == max(ASKED) else found
+
+    def step_begins(self) -> None:
+        if self.decided:
+            return
+        now = self._clock()
+        if self._began is not None and WARM_UP < self._steps <= WARM_UP + 2 * PAIRS:
+            self._seconds.append(now - self._began)
+        self._began = now
+        number = self._steps - WARM_UP
+        self.puts_off = 0 <= number < 2 * PAIRS and number % 4 in (1, 2)
+        self._steps += 1
+
+    def cannot(self, reason: str) -> None:
+        if self.decided and not self.puts_off:
+            return
+        self._reason, self.puts_off = reason, False
+        self._decide(False)
+
+    def must_not(self, reason: str) -> None:
+        self.cannot(reason)
+
+    @property
+    def _found(self) -> bool | None:
+        """Whether this rank gains; ``None``: not known yet."""
+        if len(self._seconds) < 2 * PAIRS:
+            return None
+        gains = self._gains()
+        return median(gains) >= LEAST_GAIN and sum(gain > 0 for gain in gains) >= LEAST_WINS
+
+    def _gains(self) -> list[float]:
+        """Of each pair: the part of the iteration that is saved by putting the step off."""
+        found: list[float] = []
+        for first, second in zip(self._seconds[::2], self._seconds[1::2], strict=True):
+            at_once, put_off = (first, second) if len(found) % 2 == 0 else (second, first)
+            found.append((at_once - put_off) / at_once)
+        return found
+
+    def _decide(self, gains: bool) -> None:
+        if self._others is not None and not gains:
+            with suppress(RuntimeError):  # as above
+                self._others.say(False)
+        self.decided, self.puts_off, self.why = True, gains, self._words(gains)
+        _logger.info("the step is %s: %s", "put off" if gains else "taken at once", self.why)
+
+    def _words(self, gains: bool) -> str:
+        if self._reason is not None:
+            return self._reason
+        found = self._gains()
+        middle = 100 * median(found)
+        measured = (
+            f"in {sum(gain > 0 for gain in found)} of {PAIRS} pairs an iteration was shorter with the step put off; in "
+            f"the median it was {abs(middle):.1f}% {'shorter' if middle > 0 else 'longer'}"
+        )
+        if gains:
+            return measured
+        least = f"{LEAST_WINS} of {PAIRS} and {100 * LEAST_GAIN:.0f}%"
+        others = "" if self._others is None else ", on all ranks"
+        return f"{measured}; it is put off from {least} on{others}"

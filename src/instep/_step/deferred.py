@@ -1,0 +1,901 @@
+"""``schedule="forward"``: ``optimizer.step()`` hands buckets over and returns; they are written by the next forward."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+
+import torch
+from torch.optim import Optimizer
+
+from instep._gradients.clipping import Clip, Clipping
+from instep._gradients.scaling import found_inf, take_off_here
+from instep._optim.kinds import is_torchs_own, steps_as_tested
+from instep._optim.local_shard import version_of
+from instep._optim.memory import Owners
+from instep._optim.parameters import (
+    GRADIENT,
+    AttachedParameter,
+    AttachedParameters,
+    Bucket,
+    all_there,
+    calls_of,
+    none_there,
+)
+from instep._optim.probe_trials import autocast_matters, require_same_in_autocast
+from instep._optim.shadow import asks_for_state, begin_state, is_copied_whole
+from instep._optim.stepper import Stepper, writes_without_gradient
+from instep._ranks.votes import StepVotes, Vote, error_of
+from instep._step.accumulation import Accumulation
+from instep._step.checking import Check
+from instep._step.deferrable import InFlight, ReadHook, Reading, waiting_of
+from instep._step.deferral import Deferring, Gains, Observed
+from instep._step.deferred_buckets import (
+    HandedOverStep,
+    InFlightBucket,
+    PendingBucket,
+    PendingBuckets,
+    in_grad,
+    in_grad_if_any,
+)
+from instep._step.norms import MeasuringSink
+from instep._step.state import Event, Recorder, State, StepMembers
+from instep._step.step import Agreement, HoldsStep, RunningStep
+from instep._step.writes import Gather
+from instep._torch.engine import graph_task, is_captured
+from instep._torch.placeholders import HeldGradient
+from instep._torch.watch import GET_GRAD, SET_GRAD
+from instep._torch.worker import ending
+from instep.errors import InstepError, StepMismatchError
+
+# ``schedule="forward"``: the part of a step that ``optimizer.step()`` hands over, in buckets, and the part that is
+# done at once.
+
+
+class HandOver:
+    """
+    Args:
+        can_wait: the optimizers whose update can be put off. The others are stepped at once, by torch.
+        agreement: whether a step is taken.
+        deferring: whether it is put off.
+
+    Attributes:
+        gather: where each rank steps its own shard of parameters: gets the others' shards.
+        in_flight: the buckets that may still be on their way.
+        owners_in_views: of the buckets of which gradients are views; ``None``: they are none.
+        at_once: whether nothing is to be put off at present: it would take more time than it saves.
+        now: whether nothing of the running call is to be put off: it does otherwise than a plain update.
+        rest: names of the parameters that are left to ``step()`` itself, beside those that are handed over.
+        vote: that on the step that is being handed over.
+        clipped: the optimizers whose gradients were clipped where the first one of the step was called.
+    """
+
+    def __init__(
+        self,
+        step: RunningStep,
+        pending: PendingBuckets,
+        reading: Reading,
+        can_wait: Iterable[Stepper],
+        agreement: Agreement,
+        deferring: Deferring,
+    ) -> None:
+        self.gather: Gather | None = None
+        self.in_flight: Callable[[], Sequence[InFlightBucket]] = lambda: ()
+        self.owners_in_views: Owners | None = None
+        self.at_once: Callable[[], bool] = lambda: False
+        self.now = False
+        self.clipped: set[Stepper] = set()
+        self._step = step
+        self._pending = pending
+        self._reading = reading
+        self._can_wait = frozenset(can_wait)
+        self._agreement = agreement
+        self._deferring = deferring
+        self.forget_call()
+
+    def forget_call(self) -> None:
+        """``step()`` has raised, and handed nothing over. Gradients that it has clipped stay so."""
+        self.vote: Vote | None = None
+        self.rest: list[str] = []
+
+    def begin_norms(self) -> None:
+        """More gradients: norms that were taken of the step so far are not of all."""
+        self._step.passes.clipping.begin()
+        self.clipped.clear()
+
+    def hear(self) -> None:
+        """Wait for what the ranks have said of the last step: raise, if it does not stand on all of them."""
+        ledger = self._step.ledger
+        error = ledger.heard(wait=True)
+        try:
+            if error is not None:
+                self._step.tear_last(error)
+                if isinstance(error, StepMismatchError):
+                    raise error
+                ledger.require_whole()
+        finally:
+            del error  # or it would refer to itself, by way of this frame
+
+    def before_update(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is about to update: take over the gradients that can be applied later."""
+        step, pending = self._step, self._pending
+        step.accumulation.require_reduced()
+        mine = step.members.of(stepper)
+        pending.finish([pending.of(a.peek()) for a in mine] if pending else ())
+        step.ledger.require_whole()
+        if not step.round.owing:
+            self._deferring.step_begins()
+        if self._is_torchs:
+            self._leave(stepper, mine)
+            return
+        with_gradient = _with_gradient(mine)
+        in_loop = self._in_loop(stepper.optimizer(), with_gradient)
+        if in_loop and not step.round.owing:
+            self._begin_round(stepper)
+        clip = self._clip_of(stepper, with_gradient)
+        if in_loop and step.round.takes_step is False:
+            self._leave_out(stepper, with_gradient)
+            return
+        self._take(stepper, with_gradient, clip, in_loop=in_loop)
+
+    @property
+    def _is_torchs(self) -> bool:
+        """Whether this step is the plain loop's: nothing is put off, and nothing done to gradients before."""
+        asks_nobody = self._step.ledger.votes.voting is None and not self._step.checks
+        return not self._deferring.puts_off and not self.acts_in_each_step and asks_nobody
+
+    @property
+    def acts_in_each_step(self) -> bool:
+        """Whether ``clip``, ``nonfinite``, ``random`` or ``offload`` was asked for: for steps that are not put off,
+        too."""
+        touches_gradients = self._step.passes.clipping.policy is not None or self._agreement.policy != "allow"
+        return touches_gradients or any(stepper.takes_all for stepper in self._step.members.steppers)
+
+    def _leave(self, stepper: Stepper, mine: AttachedParameters) -> None:
+        """``optimizer.step()`` steps all of it. Of the parameters no more is asked than which optimizers will."""
+        step = self._step
+        if not step.round.owing and (step.has_gradients or self._in_loop(stepper.optimizer(), _with_gradient(mine))):
+            step.round.owing = {one for one in step.members.steppers if _finds_gradient(one.optimizer())}
+            step.round.takes_step = True
+        step.round.begins(stepper, step.ledger)
+
+    def _take(self, stepper: Stepper, with_gradient: AttachedParameters, clip: Clip | None, *, in_loop: bool) -> None:
+        """The step is taken: put off all that can wait, and leave the rest to ``optimizer.step()``."""
+        step, mine = self._step, self._step.members.of(stepper)
+        if stepper.takes_all or (not with_gradient.are_plain and any(a.is_divided for a in with_gradient)):
+            require_same_in_autocast(stepper.optimizer())  # these are updated by instep, put off or not
+        in_flight = _in_flight_of(mine, self.in_flight())
+        may_wait = in_loop and self._can_be_put_off(stepper)
+        waiting = dict.fromkeys(with_gradient, False)
+        if may_wait:
+            unseen, in_views = self._reading.unseen(), self.owners_in_views
+            waiting = waiting_of(stepper, with_gradient, step.members.all, in_flight, unseen, in_views=in_views)
+        in_flight = _without_landed(in_flight, waiting)
+        later, here = with_gradient, AttachedParameters()
+        if not all(waiting.values()):
+            later = AttachedParameters(a for a, wait in waiting.items() if wait or a.is_divided)
+            here = AttachedParameters(a for a, wait in waiting.items() if not (wait or a.is_divided))
+        self._pending.leave(step.number, stepper, here)
+        if here:
+            self._require_agreement()
+            if clip is not None:
+                clip(here.tensors())
+        if step.check is not None and in_loop:
+            step.check.keep_rest(stepper, mine, set(later), in_grad_if_any)
+        self.now = False
+        if not later:
+            # One that raises leaves what the plain loop's leaves. Other ranks, which may put theirs off, are told.
+            told = may_wait and not self._deferring.gives_up and step.ledger.votes.voting is not None
+            self.rest = here.names if told else []
+            step.round.begins(stepper, step.ledger)
+            self._step_here(stepper, here)
+            return
+        self.rest = here.names
+        at_once = [] if later is with_gradient else [a for a, wait in waiting.items() if not wait]
+        if not stepper.optimizer().state and not is_torchs_own(stepper.optimizer()):
+            at_once.insert(0, later[0])  # one bucket makes state, see begin_state
+        self._put_off(stepper, later, in_flight, clip)
+        self._pending.finish([self._pending.of(attached.get()) for attached in at_once])
+        if here:
+            self._step_here(stepper, here)
+
+    def _step_here(self, stepper: Stepper, rest: AttachedParameters) -> None:
+        """What cannot wait is stepped here, where ``optimizer.step()`` itself is not to step anything."""
+        if not stepper.takes_all:
+            return
+        gradients = [in_grad(attached) for attached in rest]
+        for call in calls_of(rest, gradients, alias=False):
+            call.step(stepper)
+        self._hide(list(zip(rest, gradients, strict=True)))
+
+    def _begin_round(self, stepper: Stepper) -> None:
+        """This is the first of the step's optimizers."""
+        step = self._step
+        if not step.has_gradients:  # these gradients are of a backward that nobody has seen to begin
+            self.hear()
+            self.begin_norms()
+        mine = {stepper: step.members.of(stepper).tensors() for stepper in step.members.steppers}
+        step.round.owing = {one for one, tensors in mine.items() if not none_there(map(GRADIENT, tensors))}
+        is_left_to_kernel = not step.round.owing or found_inf(stepper.optimizer())
+        step.round.takes_step = is_left_to_kernel or self._takes_step()
+
+    def _takes_step(self) -> bool:
+        """Whether the step that begins here is to be taken. The ranks vote on it: where nobody needs the answer now,
+        it is waited for before the first write."""
+        step = self._step
+        if self._agreement.policy == "allow":
+            self.vote = step.ledger.votes.say(step.number)
+            return True
+        gradients = [(a.spec.name, in_grad(a)) for a in step.members.all if a.get().grad is not None]
+        return self._agreement.takes_step(step.number, gradients)
+
+    def _leave_out(self, stepper: Stepper, with_gradient: Sequence[AttachedParameter]) -> None:
+        """``optimizer.step()`` finds no gradient, and what it writes nevertheless is put back."""
+        step = self._step
+        step.round.leave_out(stepper)
+        gradients = [(attached, in_grad(attached)) for attached in with_gradient]
+        step.round.begins(stepper, step.ledger)
+        self._hide(gradients)
+
+    def _hide(self, gradients: Sequence[tuple[AttachedParameter, torch.Tensor]]) -> None:
+        """Until ``step()`` is over, whoever asks these parameters for their gradients is not to find them gone."""
+        self._pending.watch_in_step.start(attached.get() for attached, _ in gradients)
+        self._step.round.hide(gradients)
+
+    def _require_agreement(self) -> None:
+        """Something of this step is about to be written by torch itself."""
+        vote, self.vote = self.vote, None
+        error = None if vote is None else error_of(vote)
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame
+
+    def _in_loop(self, optimizer: Optimizer, with_gradient: Iterable[AttachedParameter]) -> bool:
+        """Whether this is a step of a training loop: else whoever made the gradients wants the step now."""
+        step = self._step
+        return step.has_gradients or not asks_for_state(
+            optimizer, map(in_grad, with_gradient), first=step.ledger.step_count == 0
+        )
+
+    # Which of them can wait.
+
+    def _can_be_put_off(self, stepper: Stepper) -> bool:
+        """Whether an update of this optimizer can run later, and need not run now."""
+        optimizer = stepper.optimizer()
+        return (
+            self._deferring.puts_off
+            and not self.now
+            and stepper in self._can_wait
+            and not self.at_once()
+            and not ending()
+            # State that was made in it can be written in it alone, and whoever updates later is not in the loop's.
+            and not torch.is_inference_mode_enabled()
+            and is_copied_whole(optimizer)
+            and steps_as_tested(optimizer)  # its class may have got another step() since it was attached
+            and not autocast_matters(optimizer)
+            and self._reading.is_alike()
+            and not is_captured(self._step.members.all[0].spec.device)
+            # On a CPU another thread would step, and draw from the loop's generator, which it has seeded.
+            and not (stepper.is_keyed and any(a.spec.device.type == "cpu" for a in self._step.members.of(stepper)))
+        )
+
+    def _clip_of(self, stepper: Stepper, with_gradient: Sequence[AttachedParameter]) -> Clip | None:
+        """Whatever is left to do to these gradients before they are applied."""
+        clipping, members = self._step.passes.clipping, self._step.members
+        if clipping.policy is None or stepper in self.clipped:
+            return None
+        optimizer = stepper.optimizer()
+        if found_inf(optimizer):
+            return None  # the kernel skips its update, of gradients as they are
+        take_off_here(optimizer, [in_grad(a) for a in with_gradient])
+        if clipping.mode is not None and clipping.total is None:
+            clipping.compute_total_norm(members.all, in_grad_if_any)
+            # The plain loop clips all of them at once, before the first of its optimizers steps.
+            others = [a for a in members.all if a.stepper is not stepper and a.get().grad is not None]
+            clipping.clip([a.get() for a in others])
+            self.clipped = {a.stepper for a in others}
+        return clipping.as_of_now()
+
+    # Handing over.
+
+    def _put_off(
+        self, stepper: Stepper, parameters: AttachedParameters, in_flight: InFlight, clip: Clip | None
+    ) -> None:
+        tensors = parameters.tensors()
+        gradients = list(map(GRADIENT, tensors))
+        step, pending = self._step, self._pending
+        try:
+            pending.begin()
+            buckets = self._take_over(stepper, parameters, in_flight, clip)
+        except BaseException:  # such as Ctrl-C: nothing has been handed over
+            if step.round.stepper is not None:
+                step.round.is_refused(step.ledger)
+            pending.watch_in_step.stop(tensors)
+            pending.take_back(tensors)
+            for tensor, gradient in zip(tensors, gradients, strict=True):
+                tensor.grad = gradient
+            step.round.hidden = []
+            raise
+        try:
+            pending.is_beginning = True
+            self._begin(buckets, parameters)
+        except BaseException:
+            self._begin(buckets, parameters)  # handed over is handed over, and other ranks wait for what is sent
+            raise
+        finally:
+            pending.is_beginning = False
+
+    def _take_over(
+        self, stepper: Stepper, parameters: AttachedParameters, in_flight: InFlight, clip: Clip | None
+    ) -> list[PendingBucket]:
+        """Take the gradients off."""
+        step, pending, optimizer = self._step, self._pending, stepper.optimizer()
+        outcomes = pending.outcomes_of(step.number)
+        handed_over = HandedOverStep(
+            stepper, parameters, step.number, self.vote, pending.recorder, step.times, outcomes
+        )
+        handed_over.stepper.draws = None if stepper.draws is None else stepper.draws.of_this_step()
+        begin_state(optimizer, parameters.tensors())
+        keep = partial(step.check.keep, stepper) if step.check is not None and step.checks else None
+        buckets = []
+        for members, flight in self._buckets_of(parameters, in_flight):
+            bucket = PendingBucket(members, handed_over, clip, flight, keep)
+            pending.add(bucket)
+            self._hide(list(zip(members, bucket.gradients, strict=True)))
+            buckets.append(bucket)
+        pending.watch_state(optimizer)
+        step.round.begins(stepper, step.ledger)
+        return buckets
+
+    def _buckets_of(
+        self, parameters: AttachedParameters, in_flight: InFlight
+    ) -> Iterator[tuple[AttachedParameters, InFlightBucket | None]]:
+        """As the next forward reads them; those that are in flight in the order in which they arrive."""
+        there = AttachedParameters(a for a in parameters if a not in in_flight) if in_flight else parameters
+        for members in self._reading.members_of_buckets(there, as_read=self.gather is None):
+            yield members, None
+        for flight in dict.fromkeys(in_flight.values()):
+            yield AttachedParameters(a for a in flight.parameters if in_flight.get(a) is flight), flight
+
+    def buckets_of(self, parameters: Iterable[AttachedParameter]) -> tuple[Bucket, ...]:
+        # Shards are sent in the same order on all ranks.
+        return self._reading.buckets_of(parameters, as_read=self.gather is None)
+
+    def _begin(self, buckets: Sequence[PendingBucket], parameters: Sequence[AttachedParameter]) -> None:
+        """Start all that need not be asked for."""
+        pending = self._pending
+        if self.gather is not None:
+            by_id = {id(attached.get()): attached for attached in parameters}
+            for bucket in (one for one in buckets if not one.sent):
+                with pending.on_side(bucket):
+                    bucket.send([by_id[id(tensor)] for tensor in bucket.tensors], self.gather)
+            buckets[0].step.ranks.tell_of_updates(self._step.ledger.votes)  # they are all of one step
+        for bucket in buckets:
+            if bucket.device.type == "cpu" and bucket.done is None:
+                # Others are stepped when they are waited for, by the same thread: who waits may be in the middle of
+                # tracing, or in inference mode.
+                at_once = bucket.step.circumstances.at_any_time or self.gather is not None
+                bucket.done = pending.worker.run(bucket.finish) if at_once else None
+        for bucket in buckets:  # once all are sent: the side stream waits for those of other ranks
+            if bucket.device.type != "cpu" and bucket.mark is None:
+                bucket.mark = pending.finished(bucket)
+        for bucket in buckets:
+            bucket.step.raise_interrupt()
+
+
+def _with_gradient(parameters: AttachedParameters) -> AttachedParameters:
+    if all_there(map(GRADIENT, parameters.tensors())):
+        return parameters
+    return AttachedParameters(a for a in parameters if a.get().grad is not None)
+
+
+def _in_flight_of(mine: Iterable[AttachedParameter], buckets: Iterable[InFlightBucket]) -> InFlight:
+    """Those of ``mine`` whose gradient may still be on its way."""
+    wanted = set(mine)
+    return {
+        a: bucket for bucket in buckets for a in bucket.parameters if a in wanted and bucket.gradient(a) is not None
+    }
+
+
+def _finds_gradient(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def _without_landed(in_flight: InFlight, waiting: Mapping[AttachedParameter, bool]) -> InFlight:
+    """A bucket with a parameter that cannot wait is waited for now; the others stay in flight."""
+    for attached, bucket in list(in_flight.items()):
+        if not waiting[attached]:
+            bucket.wait_into_grad()
+            in_flight = {a: other for a, other in in_flight.items() if other is not bucket}
+    return in_flight
+
+
+# The calls of ``optimizer.step()``, with ``schedule="forward"``: each hands buckets over, and the last one commits the
+# step.
+
+
+class HandOverCalls:
+    """Of one attachment. See ``Round`` for what is kept of a call."""
+
+    def __init__(self, step: RunningStep, pending: PendingBuckets, hand_over: HandOver) -> None:
+        self._step = step
+        self._pending = pending
+        self._hand_over = hand_over
+
+    def drop_round(self) -> None:
+        """A backward begins: no optimizer owes a step any more, unless one has called its closure once more."""
+        if self._step.round.evaluates_again:
+            return
+        self._step.round.owing.clear()
+        if self._step.ledger.machine.state is State.OPEN:
+            self._step.ledger.happened(Event.DROPPED)
+
+    def leave_to_optimizer(self, stepper: Stepper, error: object) -> None:
+        """``optimizer.step()`` is about to do otherwise than an update that is put off: this step is taken at once."""
+        self._hand_over.now = True
+
+    def begin(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is called."""
+        self._step.backwards.let_go()
+        self.end_commit()
+        if self._step.round.stepper is not None:
+            self.end_raised(self._step.round.stepper)  # another call of step()
+        self._hand_over.now = False
+        stepper.called()
+
+    def before_update(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is about to update: take over the gradients that can be applied later."""
+        step = self._step
+        if step.round.stepper is stepper:
+            return  # a closure that is called more than once
+        step.require_keys(stepper)
+        try:
+            self._hand_over.before_update(stepper)
+            step.keep_draws(stepper)
+        except BaseException:
+            if step.round.stepper is None:  # nothing has been handed over
+                self.drop_round()
+                step.round.takes_step = None
+                step.round.is_gone()
+                self._hand_over.forget_call()
+                if step.check is not None:
+                    step.check.forget()
+            raise
+
+    def returned(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is about to return. Who is interrupted here begins again."""
+        if self._step.round.stepper is stepper:
+            self._pending.returned(self._step.number, stepper)
+            self._end(stepper)
+        else:
+            self.end_commit()
+
+    def _end(self, stepper: Stepper) -> None:
+        round_ = self._step.round
+        with torch._C.DisableTorchFunctionSubclass():
+            for attached, gradient in round_.hidden:
+                parameter = attached.get()
+                if GET_GRAD(parameter) is None:  # the plain loop's is still there, until the user clears it
+                    SET_GRAD(parameter, self._pending.stand_in_for(parameter, gradient))
+        stepper.commit()
+        round_.restore_settings()
+        round_.has_returned(stepper, self._step.ledger)
+        self.end_commit()
+
+    def end_commit(self) -> None:
+        self._step.round.end(self._commit)
+
+    def _commit(self, stepper: Stepper, step_count: int, skip_count: int) -> None:
+        try:
+            self._count(stepper, step_count, skip_count)
+        except Exception:
+            self._step.round.owing.discard(stepper)
+            self._step.round.is_noted()
+            raise
+        self._step.round.owing.discard(stepper)
+        self._step.round.is_noted()
+
+    def _count(self, stepper: Stepper, step_count: int, skip_count: int) -> None:
+        step, round_ = self._step, self._step.round
+        self._pending.watch([parameter for a, _ in round_.hidden if (parameter := a.peek()) is not None])
+        round_.hidden, round_.stepper, self._hand_over.rest = [], None, []
+        step.accumulation.stepped()
+        self._hand_over.clipped.discard(stepper)
+        step.passes.clipping.stepped(stepper)
+        self._require_left_alone(stepper)
+        taken = round_.takes_step is not False
+        if stepper in round_.owing and taken:
+            self._require_checked(stepper)
+        if round_.owing != {stepper}:
+            others = round_.owing - {stepper}
+            step.ledger.happened(Event.STEP_RETURNS if others else Event.STEP_IN_VAIN)
+            return
+        step.ledger.happened(Event.COMMITTED)
+        if taken:
+            step.ledger.step_count = step_count
+            step.times.step_returns()
+            step.times.committed()
+            if step.check is not None:
+                step.check.stepped()
+        else:
+            step.ledger.skip_count = skip_count
+        round_.takes_step = None
+        self._hand_over.vote = None
+        step.has_gradients = False
+
+    def _require_left_alone(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` has found no gradient of the parameters that it had handed over."""
+        met, self._pending.met = self._pending.met, []
+        for name, parameter, version in met:
+            if version_of(parameter) != version:
+                error = writes_without_gradient(stepper.name, name)
+                try:
+                    self._tear(stepper, error)
+                    raise error
+                finally:
+                    del error  # or it would refer to itself, by way of this frame
+
+    def _require_checked(self, stepper: Stepper) -> None:
+        """Wait for the step, raise, and call it torn, if it differs from a plain one."""
+        step = self._step
+        if step.check is None or not step.check.due:
+            return
+        mine = step.members.of(stepper)
+        self._pending.finish([self._pending.of(a.peek()) for a in mine])
+        step.ledger.require_whole()
+        error = step.check.error(stepper, step.number, mine)
+        try:
+            if error is not None:
+                self._tear(stepper, error)
+                raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame
+
+    def _tear(self, stepper: Stepper, error: BaseException) -> None:
+        ledger, number = self._step.ledger, self._step.number
+        ledger.tear(number, [a.spec.name for a in self._step.members.of(stepper)], [], error)
+        ledger.votes.say_failed(number + 1)
+
+    def end_stopped(self) -> None:
+        """An error or Ctrl-C may have ended ``optimizer.step()``: the buckets that it has handed over stand."""
+        round_ = self._step.round
+        if self._pending.worker.is_here or round_.is_ending or not round_.was_stopped:
+            return
+        if round_.has_returned_unnoted:
+            self.end_commit()
+        elif round_.stepper is not None:
+            self.end_raised(round_.stepper)
+
+    def end_raised(self, stepper: Stepper) -> None:
+        """``step()`` has raised. The buckets that were handed over stand; parameters that were left to ``step()``
+        itself beside those may have been written in part."""
+        rest, ledger, check = self._hand_over.rest, self._step.ledger, self._step.check
+        handed_over = [attached.spec.name for attached, _ in self._step.round.hidden]
+        if check is not None and (rest or not handed_over):
+            check.forget()  # a plain step would have raised, too
+        stepper.abort()
+        self._end(stepper)
+        if rest and ledger.torn is None:
+            self._pending.finish(self._pending.all())
+            error = InstepError(f"{stepper.name}.step() raised")
+            ledger.tear(ledger.step_count, handed_over, [], error, unsure=rest)
+            ledger.votes.say_failed(ledger.step_count + 1)
+
+
+# ``schedule="forward"``: ``optimizer.step()`` hands over, and returns; weights are written by the time they are read.
+#
+# Until ``optimizer.step()`` this is the plain loop: gradients are in ``.grad``, to be clipped, scaled, accumulated or
+# thrown away. ``step()`` takes them off, with the optimizer's groups as they are at that moment, and they are applied
+# bucket by bucket in the order in which the model reads its parameters: by a worker thread on CPU, on a side stream on
+# accelerators. Before a module runs, and whenever anybody uses a parameter in Python, its bucket is waited for.
+
+
+COMPILES = 3
+"""After so many functions that torch.compile has begun to trace while an update was due, no step is put off: it traces
+a function for plain parameters anew after each step that is, up to eight times."""
+
+
+class ForwardSchedule(HoldsStep):
+    """The steps of one attachment that were handed over.
+
+    Args:
+        can_wait: the optimizers whose update can be put off. The others are stepped at once, by torch.
+        bucket_bytes: bytes of gradient at which a bucket is full.
+        agreement: whether a step is taken.
+        deferring: whether it is put off.
+
+    Attributes:
+        observed: what ordinary steps show of what the loop could gain.
+        measuring: what sources tell in backward, where nothing is written yet.
+    """
+
+    def __init__(
+        self,
+        steppers: Sequence[Stepper],
+        can_wait: Iterable[Stepper],
+        votes: StepVotes,
+        accumulation: Accumulation,
+        clipping: Clipping,
+        bucket_bytes: int,
+        agreement: Agreement,
+        check: Check | None,
+        deferring: Deferring,
+    ) -> None:
+        self._step = RunningStep(StepMembers(steppers), votes, accumulation, clipping, check)
+        self.measuring = MeasuringSink(accumulation, clipping)
+        self._pending = PendingBuckets(self._step, self)
+        self._reading = Reading(bucket_bytes)
+        self._hand_over = HandOver(self._step, self._pending, self._reading, can_wait, agreement, deferring)
+        self._calls = HandOverCalls(self._step, self._pending, self._hand_over)
+        self._deferring = deferring
+        self._compiles = 0  # so often torch.compile has begun while an update was due
+        self.observed = Observed(self._step.members.living)
+        self._backward: int | None = None  # the last one that was seen to begin
+
+    @property
+    def follows(self) -> bool:
+        """Whether it must know of parameters that are replaced or added, and of threads: not where no step is put off,
+        and nothing is done to gradients."""
+        return self._hand_over.acts_in_each_step or not self._deferring.never
+
+    @property
+    def deferral(self) -> str:
+        """Whether steps are put off, and why."""
+        return f"{'put off' if self._deferring.puts_off else 'taken at once'} ({self._deferring.why})"
+
+    @property
+    def gains(self) -> Gains | None:
+        """What the loop could gain by another schedule; ``None``: not known yet."""
+        return self.observed.gains
+
+    def lost(self, error: InstepError) -> None:
+        """The loop does what a step that is put off cannot follow: no further one is, unless that was asked for."""
+        try:
+            if self._hand_over.acts_in_each_step or not self._deferring.gives_up:
+                if self._deferring.otherwise is not None and not self._hand_over.acts_in_each_step:
+                    error.args = (f"{error}. {self._deferring.otherwise}",)
+                raise error
+            self._deferring.cannot(str(error))
+        finally:
+            del error  # or it would refer to itself, by way of this frame
+
+    def before_compile(self) -> None:
+        """torch.compile is about to trace a function. Of parameters and gradients whose update is due it would make
+        another one, or none, and compute with other kernels than in the plain loop. They are made plain before."""
+        if self._pending and not self._pending.worker.is_here:
+            self._pending.give_to_compiler()
+            self._compiles += 1
+            if self._compiles == COMPILES:
+                self._deferring.must_not("torch.compile traces a function again and again while updates are due")
+
+    # What the model reads.
+
+    def before_forward(self) -> None:
+        """The model is about to run."""
+        step = self._step
+        step.backwards.let_go()
+        self.observed.let_go()
+        self._reading.forward_begins()
+        self._calls.end_commit()
+        if step.round.stepper is not None and not step.round.evaluates_again:
+            self._calls.end_raised(step.round.stepper)
+        self.before_read(())
+        if step.accumulation.distributed:
+            # DDP may lay out its buckets anew now, and copy the gradients that are in .grad.
+            held = (b for b in self._pending.all() if any(isinstance(t.grad, HeldGradient) for t in b.tensors))
+            self._pending.finish(held)
+
+    def before_read(self, parameters: Sequence[AttachedParameter]) -> None:
+        """These parameters are about to be read."""
+        step, pending = self._step, self._pending
+        if self._deferring.never and not pending:
+            step.ledger.require_whole()
+            return
+        if torch.is_grad_enabled() and parameters:
+            self._reading.reads(parameters)
+            step.streams.makers.saw(parameters[0].spec.device)
+        if pending:
+            # Without gradients some modules choose a fused path, for which they read the parameters of others.
+            some = torch.is_grad_enabled()
+            pending.finish([pending.of(a.peek()) for a in parameters] if some else pending.all())
+        step.streams.follow()  # the loop's stream has waited for buckets that this forward's may not have
+        step.ledger.require_whole()
+
+    def synchronize(self) -> None:
+        """Wait for everything that is due."""
+        self._step.backwards.let_go()
+        self.end_stopped()
+        self._pending.finish(self._pending.all())
+        self._step.streams.follow()
+        self._step.ledger.require_whole()
+
+    def require_whole(self) -> None:
+        """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
+        self._step.ledger.require_whole()
+
+    # Backward.
+
+    def begin_backward(self) -> bool:
+        """An output of the model is about to get its gradient. Returns whether this is the first of them in the
+        running backward."""
+        step, task = self._step, graph_task()
+        if self._backward == task:
+            return False
+        self._backward = task
+        # A graph that was made before the last step() may have saved weights, which the plain loop has written by now.
+        self._pending.finish(self._pending.all())
+        step.has_gradients = True
+        step.accumulation.begin()
+        self._calls.drop_round()  # of a step that not all of its optimizers have taken
+        if not step.accumulation.holds_next:
+            self._deferring.backward_begins()
+            step.ledger.votes.begin_backward(step.ledger.step_count)
+            self._hand_over.hear()
+        self._hand_over.begin_norms()
+        return True
+
+    def end_backward(self) -> None:
+        """Nothing was written in it."""
+        self.observed.backward_ended()
+
+    # What optimizer.step() does.
+
+    def leave_to_optimizer(self, stepper: Stepper, error: object) -> None:
+        """``optimizer.step()`` is about to do otherwise than an update that is put off: this step is taken at once."""
+        self._calls.leave_to_optimizer(stepper, error)
+
+    def begin_step(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is called."""
+        self.observed.let_go()
+        self._calls.begin(stepper)
+
+    def begin_flush(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is about to update."""
+        self.measuring.close()
+        self.observed.let_go()  # a closure has run backward in step(): nobody else watches what is watched
+        if not self._step.round.owing:
+            self.observed.step_begins()
+        self._calls.before_update(stepper)
+
+    def commit(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is about to return."""
+        self._calls.returned(stepper)
+        self.observed.step_returned(is_last=not self._step.round.owing)
+
+    def end_stopped(self) -> None:
+        """An error or Ctrl-C may have ended ``optimizer.step()``: the buckets that it has handed over stand."""
+        self._calls.end_stopped()
+
+    # What the user asks for.
+
+    def before_save(self) -> None:
+        """The model is about to be saved: not a step that is torn."""
+        self.end_stopped()
+        self._step.ledger.require_whole()
+
+    def before_state(self, stepper: Stepper, *, saving: bool) -> None:
+        """The optimizer's state is about to be saved or loaded. What is torn may be loaded anew, and not be saved."""
+        if saving or self._step.ledger.torn is None:
+            self.synchronize()
+
+    def rollback(self) -> None:
+        """Throw away the gradients since the last ``optimizer.step()``: nothing of them has been written."""
+        self.synchronize()
+        self.forget(gradients=True)
+
+    def last_complete_step(self) -> int | None:
+        """The number of the last step if all of it was applied here, else ``None``."""
+        if self._step.ledger.torn is None:
+            self.synchronize()
+        return self._step.ledger.last_complete_step(is_open=False)
+
+    def accept(self) -> bool:
+        """Go on from a torn step, as if it had been committed, unless nothing of it was written. ``False``: there is
+        none."""
+        with suppress(Exception):  # a bucket that is due may tear it; the loop gives up the step whose error this is
+            self.synchronize()
+        if self._step.ledger.torn is None:
+            return False
+        self._step.ledger.accept()
+        self.forget(gradients=True)
+        return True
+
+    def forget(self, *, gradients: bool) -> None:
+        """Let go of a torn step; with ``gradients``, clear all of them."""
+        step, pending = self._step, self._pending
+        step.backwards.let_go()
+        for bucket in pending.all():
+            pending.wait(bucket)
+        for parameter in step.members.living() if gradients else ():
+            parameter.grad = None
+        pending.watch_in_step.stop(p for attached, _ in step.round.hidden if (p := attached.peek()) is not None)
+        pending.met = []
+        step.round.forget()
+        step.ledger.give_up()
+        if step.check is not None:
+            step.check.forget()
+        self._hand_over.forget_call()
+        self._hand_over.begin_norms()
+        step.accumulation.stepped()
+
+    def settle(self) -> None:
+        """The interpreter is about to end, or to fork."""
+        self._pending.finish(self._pending.all())
+
+    def abandon(self) -> None:
+        """The optimizers are gone."""
+        self._pending.abandon()
+
+    def close(self) -> None:
+        """Finish what is due, and end the thread."""
+        try:
+            self.measuring.close()
+            self.observed.let_go()
+            self.end_stopped()
+            self._pending.close()
+        finally:
+            self._pending.worker.stop()
+
+    # What others ask of the step.
+
+    @property
+    def state(self) -> str:
+        """``"idle"``, ``"pending"`` or ``"torn"``."""
+        return "torn" if self._step.ledger.torn is not None else "pending" if self._pending else "idle"
+
+    @property
+    def readers(self) -> list[ReadHook]:
+        """The hooks of the modules that read parameters."""
+        return self._reading.hooks
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Told of each bucket's step and communication; ``None`` when nobody listens."""
+        return self._pending.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._pending.recorder = self.measuring.recorder = recorder
+
+    @property
+    def gather(self) -> Gather | None:
+        return self._hand_over.gather
+
+    @gather.setter
+    def gather(self, gather: Gather | None) -> None:
+        self._hand_over.gather = gather
+
+    # What the attachment asks.
+
+    def planned(self, sent: Sequence[Bucket]) -> tuple[Bucket, ...]:
+        """The buckets of the plan: those that cross the iteration (``sent``), then all other trainable parameters in
+        the order in which forwards read them."""
+        inside = {spec.index for bucket in sent for spec in bucket.parameters}
+        others = (
+            a for a in self.parameters if a.spec.index not in inside and (p := a.peek()) is not None and p.requires_grad
+        )
+        return *sent, *self._hand_over.buckets_of(others)
+
+    def divides(self, owners_in_views: Owners) -> None:
+        """Gradients may be views of buckets, whose memory has so many owners."""
+        self._hand_over.owners_in_views = owners_in_views
+
+    def read_by(self, streams: Callable[[], Iterable[torch.Stream]]) -> None:
+        """``streams``: on which parameters are read, beside the one that is current."""
+        self.streams.readers = streams
+
+    def crosses(self, in_flight: Callable[[], Sequence[InFlightBucket]], at_once: Callable[[], bool]) -> None:
+        """With ``cross_iteration``: the buckets that may still be on their way, and whether nothing is to be put off at
+        present, since that would take more time than it saves."""
+        self._hand_over.in_flight, self._hand_over.at_once = in_flight, at_once
+
+    def after_forward(self) -> None:
+        """The model's forward has returned: wait for the buckets that this forward did not read. DDP's next backward
+        writes the memory in which their gradients may lie."""
+        self.synchronize()
+        self.streams.see(self.parameters[0].spec.device)
+
+    def before_gather(self, parameters: Sequence[AttachedParameter]) -> None:
+        """FSDP is about to gather these parameters: wait for their buckets."""
+        self.before_read(parameters)

@@ -1,0 +1,903 @@
+"""``schedule="forward"``: the buckets that were handed over, until they are applied, and whoever waits for one."""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import repeat
+from operator import is_
+from threading import get_ident
+from time import perf_counter
+from typing import Any, Protocol, cast
+
+import torch
+from torch.optim import Optimizer
+
+from instep._gradients.clipping import Clip
+from instep._optim.guards import DEFAULT_DTYPE, MKLDNN, as_then, in_threads, switched, switches
+from instep._optim.kinds import fused_counts_writes, is_torchs_own
+from instep._optim.local_shard import VERSION, are_counted, memory_of, version_of
+from instep._optim.memory import Entries
+from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, OptimizerCall, calls_of
+from instep._optim.shadow import end_state, order_added, snapshot_of
+from instep._optim.stepper import Stepper
+from instep._profile import profiled
+from instep._ranks.votes import StepVotes, Vote, error_of
+from instep._step.state import Recorder, StepTimes, without_frames
+from instep._step.step import RunningStep
+from instep._step.streams import Mark
+from instep._step.writes import Gather, Gathered
+from instep._torch.engine import Compiles, listen
+from instep._torch.lifetime import Unsettled, WeakMethod, owe, settled
+from instep._torch.placeholders import BeforeUse, HeldGradient, become_real
+from instep._torch.watch import StateWatch, Watch
+from instep._torch.worker import Task, Worker
+from instep.errors import InstepError, StepMismatchError, UncommittedStepError, UnsupportedOptimizerError
+
+# ``schedule="forward"``: the tensors that stand in ``.grad`` for gradients that are still to be applied.
+
+
+class StandIns:
+    """One for each parameter, used again step after step: to make one takes as long as a small update.
+
+    Args:
+        before_use: what a ``HeldGradient`` is given.
+    """
+
+    def __init__(self, before_use: Callable[[], BeforeUse | None]) -> None:
+        self._before_use = before_use
+        self._idle: dict[int, HeldGradient] = {}  # by the id of the parameter
+        self._lent: dict[int, HeldGradient] = {}
+
+    def lend(self, parameter: torch.Tensor, gradient: torch.Tensor) -> HeldGradient:
+        """The tensor to put into ``.grad`` of ``parameter`` until ``take_back``."""
+        key = id(parameter)
+        stand_in = self._idle.pop(key, None)
+        if stand_in is None or not stand_in.stand_for(gradient):
+            stand_in = HeldGradient(gradient, self._before_use)
+        self._lent[key] = stand_in
+        return stand_in
+
+    def lent(self) -> list[HeldGradient]:
+        """Those that stand in ``.grad`` now, or that somebody has."""
+        return list(self._lent.values())
+
+    def take_back(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The gradients of ``parameters`` were applied, or never will be, and none of ``.grad`` is a stand-in."""
+        for parameter in parameters:
+            key = id(parameter)
+            found = [self._lent.pop(key, None)]
+            # Somebody else who has it, as a loop that has kept .grad in a variable, goes on to find this gradient.
+            if found[0] is not None and not _is_shared(found):
+                found[0].let_go()
+                self._idle[key] = found[0]
+
+
+def _is_shared(found: Sequence[HeldGradient | None]) -> bool:
+    """Whether anybody but this sequence refers to the stand-in that it holds: in Python, or in C++ by torch's private
+    count. Where torch does not tell, it may be so."""
+    return next(map(sys.getrefcount, found)) > _ALONE or _COUNT is None or _COUNT(found[0]) > 1
+
+
+# Of the references to a tensor from C++, by torch (torch/csrc/autograd/python_variable.cpp). All of Python is one.
+_COUNT: Callable[[Any], int] | None = getattr(torch.Tensor, "_use_count", None)
+# No variable refers to it, and no call of Python's: these count in one way or another, by version and by what was
+# called before.
+_ALONE = next(map(sys.getrefcount, [object()]))
+
+
+# ``schedule="forward"``: what becomes of a step that was handed over, here and on the other ranks.
+
+
+class Outcome:
+    """What has become of a step that was handed over.
+
+    Attributes:
+        pending: names of the parameters that it is to update.
+        applied: names of those that it has updated.
+        begun: names of those that it has begun to update.
+        failure: what stopped it.
+        refused: whether that are the other ranks.
+        lost: whether a communication with them has failed: none is waited for any more.
+        told: whether the loop has heard of it.
+    """
+
+    def __init__(self, parameters: AttachedParameters) -> None:
+        self.pending = parameters.names
+        self.applied: list[str] = []
+        self.begun: dict[str, None] = {}
+        self.failure: BaseException | None = None
+        self.refused = False
+        self.lost = False
+        self.told = False
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.applied) == len(self.pending) and self.failure is None
+
+    def fails(self, error: BaseException) -> None:
+        """The first error counts."""
+        self.failure = self.failure or error
+
+    def loses(self, error: BaseException) -> None:
+        """A communication with the other ranks has failed."""
+        self.fails(error)
+        self.lost = True
+
+    def hears(self, error: Exception) -> None:
+        """The ranks have found ``error``; or this one could not hear what they have found."""
+        self.fails(error)
+        self.refused, self.lost = True, not isinstance(error, InstepError)
+
+    @property
+    def in_doubt(self) -> list[str]:
+        """Names of the parameters of which nobody knows whether they were updated."""
+        return [name for name in self.begun if name not in self.applied]
+
+    @property
+    def untouched(self) -> list[str]:
+        return [name for name in self.pending if name not in self.begun]
+
+    def is_in_doubt(self, names: Sequence[str], error: BaseException) -> None:
+        """These were updated, and nobody knows what they hold now."""
+        self.fails(error)
+        self.applied = [name for name in self.applied if name not in names]
+
+    def is_over(self) -> None:
+        """Nobody raises the error any more. The frames that it was raised in refer to the buckets, and these to it."""
+        self.failure = without_frames(self.failure)
+
+
+Outcomes = dict[tuple[int, bool], Outcome]
+"""By the stepper's id, and whether the parameters were put off: an optimizer may put off some, and step others."""
+
+
+class Ranks:
+    """What they say of one optimizer's step.
+
+    Args:
+        vote: whether all of them take it; ``None``: there is one rank.
+
+    Attributes:
+        know: whether the others were told how the updates of this rank's shards went.
+    """
+
+    def __init__(self, number: int, vote: Vote | None, outcome: Outcome) -> None:
+        self.know = False
+        self._number = number
+        self._vote = vote
+        self._on_updates: Vote | None = None
+        self._outcome = outcome
+
+    def hear(self) -> None:
+        """Wait until all ranks stand behind this step, before anything of it is written."""
+        vote, self._vote = self._vote, None
+        if vote is not None and (error := error_of(vote)) is not None:
+            self._outcome.hears(error)
+
+    def tell_of_updates(self, votes: StepVotes) -> None:
+        """All shards that this rank updates were updated and sent, or that has failed: tell the others, once. Nobody
+        does who has lost them: each wait for them would take as long as the process group's timeout."""
+        if self.know or self._outcome.lost:
+            return
+        try:
+            self.know = True
+            self._on_updates = votes.updated(self._number, failed=self._outcome.failure is not None)
+        except BaseException as error:
+            self._outcome.loses(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def hear_of_updates(self) -> None:
+        """Wait until all ranks have updated their shards, before those of others are written here: of a rank that could
+        not, what arrives is no part of the step, and parameters would hold parts of two steps."""
+        vote, self._on_updates = self._on_updates, None
+        if vote is not None and self._outcome.failure is None and (error := error_of(vote)) is not None:
+            self._outcome.hears(error)
+
+
+class Shards:
+    """Of the parameters of one bucket, which this rank updates whole, or a part of each.
+
+    Attributes:
+        whole: names of those of which no other rank updates a part.
+        updated_here: names of those of which this rank updates something.
+        gathered: the parts that other ranks update, on their way; ``None``: none are waited for.
+    """
+
+    def __init__(self, parameters: AttachedParameters) -> None:
+        self.whole: Sequence[str] = parameters.names
+        self.updated_here: Sequence[str] = parameters.names
+        self.gathered: Gathered | None = None
+        self._shared: Sequence[str] = ()
+        if not parameters.are_plain:
+            shards = [(a.spec.name, a.shard) for a in parameters]
+            self.updated_here = [name for name, shard in shards if shard is None or not shard.is_empty]
+            self._shared = [name for name, shard in shards if shard is not None and shard.is_shared]
+            self.whole = [name for name in self.whole if name not in self._shared]
+
+    def receive(self, ranks: Ranks, outcome: Outcome) -> None:
+        """Write the parts that other ranks have updated: all of this bucket, or nothing. Of a step that has failed on
+        any rank, or of which a communication was lost, nothing is waited for."""
+        gathered, self.gathered = self.gathered, None
+        ranks.hear_of_updates()
+        if gathered is None or outcome.failure is not None:
+            return
+        try:
+            gathered.wait()
+        except BaseException as error:
+            outcome.loses(error)
+            return
+        try:
+            outcome.begun.update(dict.fromkeys(self._shared))
+            with torch._C.DisableTorchFunctionSubclass():
+                gathered.write()
+            outcome.applied += self._shared
+        except BaseException as error:
+            outcome.fails(error)
+
+
+# ``schedule="forward"``: one ``step()`` that was handed over, and its buckets, which are still to be applied.
+#
+# Nothing here refers to the attachment, which may be dropped while a thread applies a bucket.
+
+
+class InFlightBucket(Protocol):
+    """A bucket whose gradients may still be on their way when ``optimizer.step()`` is called."""
+
+    @property
+    def parameters(self) -> Sequence[AttachedParameter]: ...
+
+    def gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
+        """The tensor that will hold the gradient; ``None`` if something else is in ``.grad`` by now."""
+
+    def wait(self) -> None:
+        """Return when it has arrived, for the current stream. Raises what the communication raised."""
+
+    def wait_into_grad(self) -> None:
+        """Wait, and have ``.grad`` be as in the plain loop."""
+
+
+class _Circumstances:
+    """Under which ``step()`` was called.
+
+    Attributes:
+        at_any_time: whether the update may run while the loop goes on. ``torch.compiler.is_compiling()`` is true for
+            all threads while one of them compiles, and a step then computes its bias corrections in another way. Fused
+            kernels do not.
+        known: whether the optimizer is torch's own.
+        counts_writes: whether the plain loop's ``step()`` counts a write of each parameter, for autograd to notice.
+        switches: torch's, which an update reads.
+        threads: of torch's, on a CPU.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.known = is_torchs_own(optimizer)
+        self.switches = switches()
+        self.threads = torch.get_num_threads()
+        self.at_any_time = self.known and all(group.get("fused") for group in optimizer.param_groups)
+        self.counts_writes = not self.at_any_time or fused_counts_writes(optimizer)
+
+    def difference(self, *, makes_state: bool) -> str | None:
+        """The switch that has changed since and matters to the update, in words.
+
+        Args:
+            makes_state: whether the update makes state, which is of float64, or not.
+        """
+        if self.at_any_time and makes_state:
+            dtypes = (self.switches[DEFAULT_DTYPE], torch.get_default_dtype())
+            if dtypes.count(torch.float64) == 1:
+                return switched(self.switches)
+        # It runs under the others as they were: torch.export, say, which has switched mkldnn off, may be what waits.
+        return None if self.known else switched(self.switches, but=(DEFAULT_DTYPE, MKLDNN))
+
+
+class HandedOverStep:
+    """An optimizer as it was when its ``step()`` was called.
+
+    Args:
+        stepper: of the optimizer.
+        outcomes: those of the optimizers whose ``step()`` was called before in the same step. This one's is added.
+
+    Attributes:
+        number: of the step.
+        optimizer: the user's, weakly.
+        entries_before: how many entries its state had.
+        stepper: of the copy, whose groups are as they were then.
+        unapplied: its buckets that are still to be applied.
+        outstanding: its buckets that nobody has waited for.
+        recorder: told of each update.
+        times: are told of each update's.
+        ranks: what they say of it.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        parameters: AttachedParameters,
+        number: int,
+        vote: Vote | None,
+        recorder: Recorder | None,
+        times: StepTimes,
+        outcomes: Outcomes,
+    ) -> None:
+        optimizer = stepper.optimizer()
+        self.number = number
+        self.optimizer = weakref.ref(optimizer)
+        self.entries_before = len(optimizer.state)
+        self._frozen = snapshot_of(optimizer)  # held here: the stepper holds it weakly
+        self.stepper = Stepper(self._frozen, looks_back=False, home=stepper.home)
+        self.circumstances = _Circumstances(optimizer)
+        self.outcome = Outcome(parameters)
+        self.outcomes = outcomes
+        outcomes[id(stepper), True] = self.outcome
+        self.unapplied: list[PendingBucket] = []
+        self.outstanding: list[PendingBucket] = []
+        self.recorder = recorder
+        self.times = times
+        self.ranks = Ranks(number, vote, self.outcome)
+        self._parameters = tuple(parameters)
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        """The optimizer's own."""
+        return self._frozen.state
+
+    def raise_interrupt(self) -> None:
+        """Ctrl-C in an update that the loop's own thread has run is for the loop, at once; and the step is torn."""
+        error = self.outcome.failure
+        try:
+            if error is not None and not isinstance(error, Exception):
+                self.outcome.failure = InstepError(f"{self.stepper.name}.step() was interrupted")
+                self.outcome.told = True
+                raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame, which has the gradients
+
+    def stepped_here(self) -> list[torch.Tensor]:
+        """Its parameters, without those that another rank updates."""
+        here = [a.peek() for a in self._parameters if a.shard is None or a.shard.is_owner]
+        return [parameter for parameter in here if parameter is not None]
+
+
+class _AsLeft:
+    """The parameters, gradients and state of a bucket as ``step()`` has left them: nobody else is to write them before
+    the update has."""
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], state: Mapping[Any, Any]
+    ) -> None:
+        self._tensors = tensors
+        # A view counts the writes of its whole bucket, where others zero or clip gradients of their own. That nobody
+        # else has this part of the bucket was found out in step(). Its place takes what is looked at in any case.
+        alone = [p if g._is_view() else g for p, g in zip(tensors, gradients, strict=True)]
+        self._all = [*tensors, *alone]
+        self._memory: list[torch.Tensor | None] | None = None
+        if not are_counted(self._all):
+            # Kept, not looked up again: whoever reads the local tensor of a watched DTensor waits for this very update.
+            self._memory = [None if tensor.is_inference() else memory_of(tensor) for tensor in self._all]
+        self.look(state)
+
+    def look(self, state: Mapping[Any, Any]) -> None:
+        """They are to stay as they are now."""
+        self.look_at_versions()
+        self._entries = Entries()
+        self._entries.add(self._tensors, state)
+
+    def look_at_versions(self) -> None:
+        self._versions = self._found()
+
+    def require(self, names: Sequence[str], state: Mapping[Any, Any]) -> None:
+        """Raise ``UncommittedStepError`` if somebody has written one of them."""
+        found = self._found()
+        if found != self._versions:
+            of_all = (*names, *(f"{name}.grad" for name in names))
+            written = next(n for n, now, then in zip(of_all, found, self._versions, strict=True) if now != then)
+            raise UncommittedStepError(
+                f"{written!r} was written after optimizer.step(), through another tensor of the same memory, while "
+                "the update was due: in the plain loop it had been applied by then. Call overlap.synchronize() "
+                "before such a write"
+            )
+        if not self._entries.are_as_left(state):
+            raise UncommittedStepError(
+                f"the state of {names[0]!r}, or of another parameter of its bucket, was written after "
+                "optimizer.step(), through a reference that was taken before, while the update was due: in the plain "
+                "loop it had been applied by then. Call overlap.synchronize() before such a write"
+            )
+
+    def _found(self) -> list[int]:
+        if self._memory is None:
+            return list(map(VERSION, self._all))
+        return [-1 if tensor is None else tensor._version for tensor in self._memory]
+
+
+class PendingBucket:
+    """One bucket of a step that was handed over.
+
+    Attributes:
+        names: of its parameters.
+        tensors: its parameters.
+        gradients: theirs, which were taken off ``.grad``.
+        step: that it is of.
+        done: the task of the worker that applies it; ``None``: none was given.
+        sent: whether this rank's shards are on their way to the others.
+        mark: on the side stream, after the update; ``None``: not there yet.
+    """
+
+    def __init__(
+        self,
+        parameters: AttachedParameters,
+        step: HandedOverStep,
+        clip: Clip | None,
+        flight: InFlightBucket | None,
+        keep: Callable[[OptimizerCall, Mapping[Any, Any]], None] | None,
+    ) -> None:
+        self.names = parameters.names
+        self.tensors = parameters.tensors()
+        self.gradients = gradients_in(parameters, self.tensors, flight)
+        self.device = self.tensors[0].device
+        self.step = step
+        self.done: Task | None = None
+        self.sent = False
+        self.mark: Mark | None = None
+        self._flight = flight
+        self._shards = Shards(parameters)
+        self._clip = clip
+        self._keep = keep
+        # Aliases: the parameters' own .grad, flags and attributes are the user's, to be read and changed meanwhile.
+        self._calls = calls_of(parameters, self.gradients, alias=True)
+        if step.circumstances.counts_writes:
+            # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
+            torch.autograd.graph.increment_version(self.tensors)
+        self._as_left: _AsLeft | None = _AsLeft(self.tensors, self.gradients, step.state)
+        step.unapplied.append(self)
+        step.outstanding.append(self)
+
+    def apply(self) -> None:
+        """Update the parameters, once, unless an earlier bucket of the step failed. An error is kept."""
+        step, outcome = self.step, self.step.outcome
+        if self not in step.unapplied:
+            return
+        step.ranks.hear()
+        step.unapplied.remove(self)
+        if outcome.failure is not None:
+            return
+        try:
+            self._arrive()
+            started = perf_counter()
+            # Whoever watches a parameter waits for this thread.
+            with torch._C.DisableTorchFunctionSubclass(), profiled("update", self.names[0]):
+                self._update()
+        except BaseException as error:
+            outcome.failure = error
+            return
+        self._calls = []
+        if self.device.type == "cpu":
+            self._as_left, self.gradients = None, []
+        # Else the side stream still reads them: they stay until it was waited for, and who writes them races with it.
+        outcome.applied += self._shards.whole
+        step.times.ran(started)
+        if step.recorder is not None:
+            step.recorder("step", self.names, started, perf_counter())
+
+    def _arrive(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.wait()
+            assert self._as_left is not None
+            self._as_left.look_at_versions()  # it has been written since
+
+    def send(self, parameters: Sequence[AttachedParameter], gather: Gather) -> None:
+        """Update this rank's shards now, and send them. It is left to wait for those of the others."""
+        self.apply()
+        self.sent = True
+        if self.step.outcome.lost:
+            return
+        # Whether that failed or not: the other ranks wait for it.
+        try:
+            self._shards.gathered = gather([a for a in parameters if a.is_divided])
+        except BaseException as error:
+            self.step.outcome.loses(error)
+
+    def finish(self) -> None:
+        """Do all that is left to do."""
+        if self.sent:
+            self._shards.receive(self.step.ranks, self.step.outcome)
+        else:
+            self.apply()
+
+    def look(self) -> None:
+        """Parameters, gradients and state are to be as they are now when somebody waits for them."""
+        if self._as_left is not None:
+            self._as_left.look(self.step.state)
+
+    def require_left_alone(self) -> None:
+        """Raise ``UncommittedStepError`` if somebody has written what the update reads or writes."""
+        if self._as_left is not None:
+            self._as_left.require(self.names, self.step.state)
+
+    def raced(self, error: BaseException) -> None:
+        """Somebody has, while the update was under way."""
+        self.step.outcome.is_in_doubt(self.names, error)
+
+    def _update(self) -> None:
+        self.require_left_alone()
+        circumstances = self.step.circumstances
+        makes_state = circumstances.at_any_time and not all(map(self.step.state.get, self.tensors))
+        if (difference := circumstances.difference(makes_state=makes_state)) is not None:
+            raise UncommittedStepError(
+                f"{difference}, since optimizer.step(), which has put off the update of {self.names[0]!r}. Call "
+                "overlap.synchronize() before such a change"
+            )
+        # Whoever may ask for the switches meanwhile waits for this update, unless it can run at any time.
+        as_before = nullcontext() if circumstances.at_any_time else as_then(circumstances.switches)
+        with as_before, in_threads(circumstances.threads):
+            for call in self._calls:
+                self._step(call)
+
+    def _step(self, call: OptimizerCall) -> None:
+        if self._clip is not None:
+            self._clip(call.tensors)
+        if self._keep is not None:
+            self._keep(call, self.step.state)
+        gradients = [tensor.grad for tensor in call.tensors]
+        self.step.outcome.begun.update(dict.fromkeys(self._shards.updated_here))
+        call.step(self.step.stepper)
+        if not self.step.circumstances.known:
+            self._require_contained([tensor.grad for tensor in call.tensors], gradients)
+
+    def _require_contained(self, found: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None]) -> None:
+        """Whatever else the update has written would have been there when ``optimizer.step()`` returned."""
+        stepper = self.step.stepper
+        replaced = not all(map(is_, found, given))
+        if replaced or stepper.wrote_elsewhere:
+            where = "the gradient of a parameter" if replaced else "a value of its groups, its attributes or its state"
+            raise UnsupportedOptimizerError(
+                f"{stepper.name} replaced {where} in step(), for the first time in a step that was put off: until now "
+                "the loop would have found the old one. Use defer='auto', without cross_iteration and shard_state: "
+                "step() is then called as it is"
+            )
+
+
+def gradients_in(
+    parameters: AttachedParameters, tensors: Sequence[torch.Tensor], flight: InFlightBucket | None = None
+) -> list[torch.Tensor]:
+    """``in_grad`` of all of ``parameters``, which are these ``tensors``."""
+    gradients = list(map(GRADIENT, tensors))
+    if flight is None and _PLAIN.issuperset(map(type, gradients)):
+        return cast(list[torch.Tensor], gradients)
+    return [in_grad(attached, flight) for attached in parameters]
+
+
+_PLAIN = frozenset({torch.Tensor})
+
+
+def in_grad(attached: AttachedParameter, flight: InFlightBucket | None = None) -> torch.Tensor:
+    """The gradient in ``.grad``: the real one, where somebody put back a stand-in of an earlier step. With ``flight``,
+    the tensor that will hold it."""
+    if flight is not None and (arriving := flight.gradient(attached)) is not None:
+        return arriving
+    parameter = attached.get()
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(gradient, HeldGradient):
+        parameter.grad = gradient = gradient.use()
+    return gradient
+
+
+def in_grad_if_any(attached: AttachedParameter) -> torch.Tensor | None:
+    return None if attached.get().grad is None else in_grad(attached)
+
+
+# ``schedule="forward"``: the buckets that were handed over and are still due. Whoever needs one waits for it here.
+
+
+class Owner(Unsettled, Compiles, Protocol):
+    """The schedule that hands buckets over."""
+
+    def end_stopped(self) -> None:
+        """Bring a ``step()`` that an error or Ctrl-C has ended to its end."""
+
+
+class PendingBuckets:
+    """
+    Args:
+        owner: held weakly, for it has this.
+
+    Attributes:
+        recorder: told of updates, and of waiting; ``None`` when nobody listens.
+        worker: applies buckets of parameters in host memory.
+        is_beginning: whether a bucket that was handed over is being sent: its own update uses parameters.
+        met: parameters that were handed over, and that ``step()`` itself has come to nevertheless, by name, with the
+            version that it has found.
+        watch_in_step: of parameters whose ``.grad`` the running ``step()`` does not find.
+    """
+
+    def __init__(self, step: RunningStep, owner: Owner) -> None:
+        self.recorder: Recorder | None = None
+        self.worker = Worker()
+        self.is_beginning = False
+        self.met: list[tuple[str, torch.Tensor, int]] = []
+        self._step = step
+        self._owner = weakref.ref(owner)
+        self._due: dict[int, PendingBucket] = {}  # by the parameter's id
+        self._outcomes: tuple[int, Outcomes] = 0, {}  # of the step with this number
+        self._watch = Watch(values=self._used)
+        self.watch_in_step = Watch(values=self._used, gradient=self._used_in_step)
+        self._gradient_watch = Watch(values=self._used_spread_gradient)
+        self._state_watch = StateWatch(self._used_state)
+        self._stand_ins = StandIns(WeakMethod(self._used_gradient))
+
+    def __bool__(self) -> bool:
+        return bool(self._due)
+
+    def all(self) -> list[PendingBucket]:
+        return list(dict.fromkeys(self._due.values()))
+
+    def of(self, parameter: torch.Tensor | None) -> PendingBucket | None:
+        return self._due.get(id(parameter))
+
+    # What is handed over.
+
+    def begin(self) -> None:
+        """Buckets are about to be handed over: whoever drops the model may be anywhere, and starts no thread."""
+        if (owner := self._owner()) is not None:
+            owe(owner)
+            listen(owner)
+        self.worker.start()
+
+    def outcomes_of(self, number: int) -> Outcomes:
+        """What becomes of the parameters of the optimizers whose ``step()`` is called in this step."""
+        if self._outcomes[0] != number:
+            self._outcomes = number, {}
+        return self._outcomes[1]
+
+    def leave(self, number: int, stepper: Stepper, parameters: AttachedParameters) -> None:
+        """``step()`` begins. These are not put off, and updated before it returns."""
+        outcomes = self.outcomes_of(number)
+        outcomes.pop((id(stepper), True), None)  # of a call that has raised, and handed nothing over
+        outcome = outcomes[id(stepper), False] = Outcome(parameters)
+        outcome.begun.update(dict.fromkeys(parameters.names))
+
+    def returned(self, number: int, stepper: Stepper) -> None:
+        """``step()`` has returned: so those that were not put off were updated."""
+        outcome = self.outcomes_of(number).get((id(stepper), False))
+        if outcome is not None:
+            outcome.applied = outcome.pending
+
+    def add(self, bucket: PendingBucket) -> None:
+        self._due.update(zip(map(id, bucket.tensors), repeat(bucket), strict=False))
+
+    def take_back(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Ctrl-C, say, has come in the middle: nothing was handed over."""
+        for parameter in parameters:
+            self._due.pop(id(parameter), None)
+        self._settle_if_none()
+
+    def watch_state(self, optimizer: Optimizer) -> None:
+        """Whoever asks for the optimizer's ``state`` waits for its buckets."""
+        self._state_watch.start(optimizer)
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """``step()`` has returned: whoever uses one of these, which are due, waits for its bucket."""
+        parameters = list(parameters)
+        self._watch.take_from(self.watch_in_step, (p for p in parameters if id(p) in self._due))
+        self.watch_in_step.stop(parameters)
+
+    def stand_in_for(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """The tensor to put into ``.grad`` until ``gradient`` has been applied."""
+        if id(parameter) not in self._due:
+            return gradient
+        if type(gradient) is torch.Tensor:
+            return self._stand_ins.lend(parameter, gradient)
+        self._gradient_watch.start([gradient])  # a DTensor: its users ask for its class, and its own attributes
+        return gradient
+
+    # Waiting.
+
+    def finish(self, buckets: Iterable[PendingBucket | None]) -> None:
+        """Wait for these buckets. Raises what stopped one of them, once."""
+        if self.worker.is_here:
+            return  # an update that comes upon the model or its optimizer: who waits for it has the lock
+        with self._step.lock:
+            for bucket in buckets:
+                if bucket is not None and id(bucket.tensors[0]) in self._due:
+                    self._run(bucket)
+                    if bucket.step.outcome.failure is not None and self._step.ledger.torn is None:
+                        self._tear(bucket.step)
+                        self._raise_failure(bucket.step)
+                    self._let_go(bucket)
+
+    def wait(self, bucket: PendingBucket) -> None:
+        """Return when it was applied, or has failed. Nobody waits for it any more."""
+        self._run(bucket)
+        self._let_go(bucket)
+
+    def _run(self, bucket: PendingBucket) -> None:
+        """Return when it was applied, or has failed."""
+        if bucket.device.type != "cpu":
+            self._step.streams.wait(bucket.mark or self.finished(bucket))
+            if bucket.step.outcome.failure is None:
+                try:
+                    bucket.require_left_alone()
+                except UncommittedStepError as error:
+                    bucket.raced(error)
+        else:
+            with _not_compiling():
+                bucket.done = bucket.done or self.worker.run(bucket.finish)
+                started = perf_counter()
+                with profiled("wait for update", bucket.names[0]):
+                    bucket.done.wait()
+                self._step.times.waited(started)
+                if self.recorder is not None:
+                    self.recorder("waiting", bucket.names, started, perf_counter())
+
+    def finished(self, bucket: PendingBucket) -> Mark:
+        """Launch all that is left of it on the side stream."""
+        with self.on_side(bucket):
+            bucket.finish()
+        bucket.look()
+        return self._step.streams.mark(bucket.device)
+
+    @contextmanager
+    def on_side(self, bucket: PendingBucket) -> Iterator[None]:
+        with self._step.streams.on(bucket.device):
+            yield
+        if bucket.step.stepper.gave_back:
+            self._step.streams.let_go(bucket.device)
+
+    def _let_go(self, bucket: PendingBucket) -> None:
+        """It has been applied, or has failed."""
+        self._watch.stop(bucket.tensors)
+        for tensor in reversed(bucket.tensors):  # the first one last: finish() asks for that one, if Ctrl-C comes here
+            self._due.pop(id(tensor), None)
+            gradient = tensor.grad
+            if isinstance(gradient, HeldGradient):
+                tensor.grad = gradient.held  # nobody has cleared it: the plain loop's is still there
+            elif gradient is not None:
+                self._gradient_watch.stop([gradient])
+            gradient = None  # or it would seem to be in use
+        self._stand_ins.take_back(bucket.tensors)
+        step = bucket.step
+        step.outstanding = [one for one in step.outstanding if one is not bucket]
+        if not step.outstanding:
+            self._end(step)
+
+    def _end(self, step: HandedOverStep) -> None:
+        """All its buckets were waited for."""
+        if (optimizer := step.optimizer()) is not None:
+            self._state_watch.stop(optimizer)
+        if step.outcome.is_whole:
+            step.stepper.commit(optimizer)
+            if optimizer is not None:
+                end_state(optimizer, step.stepped_here())
+                order_added(optimizer, step.entries_before)
+        self._settle_if_none()
+
+    def _settle_if_none(self) -> None:
+        if not self._due and (owner := self._owner()) is not None:
+            settled(owner)
+
+    def _tear(self, step: HandedOverStep) -> None:
+        buckets = self.all()
+        for bucket in buckets:
+            self._run(bucket)
+            if bucket.step is not step:
+                bucket.step.outcome.is_over()
+        step.stepper.settle()
+        outcome, ledger = step.outcome, self._step.ledger
+        outcomes = step.outcomes.values()
+        applied = [name for one in outcomes for name in one.applied]
+        unsure = [name for one in outcomes for name in one.in_doubt]
+        pending = [name for one in outcomes for name in one.untouched]
+        accepted = step.number if applied or unsure else step.number - 1
+        in_part = bool(applied and pending)
+        ledger.tear(step.number, applied, pending, outcome.failure, accepted=accepted, in_part=in_part, unsure=unsure)
+        if not outcome.refused and not (step.ranks.know and not outcome.lost):
+            ledger.votes.say_failed(step.number + 1)
+        # Not before: whoever is interrupted here comes to this step again by way of a bucket that is due.
+        for bucket in buckets:
+            self._let_go(bucket)
+
+    def _raise_failure(self, step: HandedOverStep) -> None:
+        """Nothing keeps the error that is raised here: its frames refer to the model."""
+        torn, outcome = self._step.ledger.torn, step.outcome
+        assert torn is not None
+        failure, outcome.failure = outcome.failure, torn.cause
+        others = outcome.refused or outcome.lost
+        is_news = not outcome.told and (not others or isinstance(failure, StepMismatchError))
+        try:
+            if failure is not None and is_news:
+                raise failure
+        finally:
+            del failure
+        self._step.ledger.require_whole()
+
+    # Whoever uses something that is due.
+
+    def _used(self, parameter: torch.Tensor, func: object) -> None:
+        """A parameter is about to be read or written in Python."""
+        round_ = self._step.round
+        if self.is_beginning and round_.stepper is not None and not round_.was_stopped:
+            return  # by the update itself, which is sent; Ctrl-C may have left the flag behind that
+        self._end_stopped()
+        bucket = self.of(parameter)
+        self.finish([bucket])
+        if bucket is not None and round_.stepper is not None and round_.thread == get_ident():
+            name = next(name for name, one in zip(bucket.names, bucket.tensors, strict=True) if one is parameter)
+            self.met.append((name, parameter, version_of(parameter)))
+        self._watch.stop([parameter])
+        self._step.ledger.require_whole()
+
+    def _used_in_step(self, parameter: torch.Tensor, func: object) -> None:
+        """A ``.grad`` that was taken off is about to be read or replaced: by ``step()``, if it still runs."""
+        if self._step.round.was_stopped:
+            self._end_stopped()
+
+    def _end_stopped(self) -> None:
+        if (owner := self._owner()) is not None:
+            owner.end_stopped()
+
+    def _used_state(self, optimizer: Optimizer) -> None:
+        """An optimizer's ``state`` is about to be read, replaced or copied."""
+        self._end_stopped()
+        stepper = self._step.round.stepper
+        if stepper is not None and stepper.optimizer() is optimizer:
+            return  # by the running step() itself, which has nothing to update
+        self.finish(bucket for bucket in self.all() if bucket.step.optimizer() is optimizer)
+
+    def _used_gradient(self, operation: str, args: object) -> None:
+        """A gradient is about to be used that may not have been applied yet."""
+        self.finish(self.all())
+
+    def _used_spread_gradient(self, gradient: torch.Tensor, func: object) -> None:
+        self.finish(self.all())
+        self._gradient_watch.stop([gradient])
+
+    def give_to_compiler(self) -> None:
+        """Finish all, and make plain gradients of the stand-ins that somebody has: torch.compile may be given one."""
+        lent = self._stand_ins.lent()
+        self.finish(self.all())
+        for stand_in in lent:
+            become_real(stand_in)
+
+    # Where the model, or the process, ends.
+
+    def abandon(self) -> None:
+        """The optimizers are gone. Others have the parameters, so the buckets that are due are applied, and without
+        waiting: this may be called from anywhere."""
+        self._settle_if_none()  # Ctrl-C may have come between the last bucket and this
+        if not self.worker.started:
+            return  # whoever uses one of them waits for it, and so does the end of the process
+        for bucket in self.all():
+            if bucket.device.type == "cpu":
+                bucket.done = bucket.done or self.worker.run(bucket.finish)
+            elif bucket.mark is not None:
+                self._step.streams.wait(bucket.mark)
+        if self._due:
+            self.worker.last(self._let_go_of_all)
+
+    def _let_go_of_all(self) -> None:
+        with self._step.lock:
+            failed = [bucket.step for bucket in self.all() if bucket.step.outcome.failure is not None]
+            for bucket in self.all():
+                self._let_go(bucket)
+            if failed and self._step.ledger.torn is None:
+                self._tear(failed[0])
+                self._raise_failure(failed[0])  # perhaps nobody else will be told
+
+    def close(self) -> None:
+        """Finish what is due, and stop watching."""
+        self.finish(self.all())
+        self._settle_if_none()
+        self.watch_in_step.stop(self._step.members.living())
+
+
+@contextmanager
+def _not_compiling() -> Iterator[None]:
+    """While this thread, which may be compiling, waits for an update. torch has a private flag for all threads."""
+    flag, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, False
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = flag

@@ -1,0 +1,713 @@
+"""``schedule="backward"``: sources offer final gradients, buckets are stepped, and ``optimizer.step()`` commits."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
+from time import perf_counter
+from typing import cast
+
+import torch
+
+from instep._gradients.clipping import Clipping
+from instep._gradients.scaling import LossScale, Policy
+from instep._optim.parameters import (
+    GRADIENT,
+    AttachedParameter,
+    AttachedParameters,
+    Bucket,
+    ParameterSpec,
+    all_there,
+    require_in_place,
+)
+from instep._optim.stepper import Stepper
+from instep._optim.undo import Undo
+from instep._profile import profiled
+from instep._ranks.votes import StepVotes, error_of
+from instep._step.accumulation import Accumulation
+from instep._step.checking import Check
+from instep._step.norms import Losses
+from instep._step.on_trial import TrialWrites
+from instep._step.remedies import KEEP_ALL, MICRO_BATCHES, after_update, never_cleared, while_measuring
+from instep._step.state import Event, FirstError, Recorder, StepMembers, gradient_of
+from instep._step.step import Agreement, HoldsStep, RunningStep
+from instep._step.writes import FinalWrites, Gather, Writes, owed_steps
+from instep._torch.engine import graph_task
+from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, ZERO, ZeroedGradient
+from instep.errors import AccumulationError, InstepError
+
+# The calls of ``optimizer.step()``, with ``schedule="backward"``: each completes the step for its optimizer, and the
+# last one commits it.
+
+
+class StepCalls:
+    """Of one attachment. See ``Round`` for what is kept of a call."""
+
+    def __init__(self, step: RunningStep, writes: Writes) -> None:
+        self._step = step
+        self._writes = writes
+
+    def require_whole(self) -> None:
+        """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
+        step = self._step
+        step.backwards.let_go()
+        self.end_commit()
+        if step.round.stepper is not None and step.ledger.torn is None and not step.round.is_ending:
+            self._writes.step_stopped(step.round.stepper)
+        step.ledger.require_whole()
+
+    def end_stopped(self) -> None:
+        """An error or Ctrl-C may have ended ``optimizer.step()`` before its gradients were back."""
+        if self._step.round.was_stopped and not self._step.round.is_ending:
+            self.require_whole()
+
+    def begin(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is called."""
+        self._step.backwards.let_go()
+        if self._step.round.is_under_way:
+            self.require_whole()  # another call of step(), which has raised
+        stepper.called()
+
+    def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
+        """``optimizer.step()`` is about to do otherwise than backward has done: ``error`` says how."""
+        if self._step.members.applied_by(stepper) and self._step.ledger.torn is None:
+            try:
+                self._writes.leave_to_optimizer(error)
+            finally:
+                del error  # or it would refer to itself, by way of this frame
+
+    def before_update(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is about to update what backward left. Spent gradients are taken off the parameters."""
+        step = self._step
+        if step.round.stepper is stepper:
+            return  # a closure that is called more than once
+        step.accumulation.require_reduced()
+        self._writes.hear(wait=True)  # for a backward that nobody has seen to begin
+        self.require_whole()
+        step.require_keys(stepper)
+        self._writes.finish_rollback()
+        left = step.members.left_by(stepper)
+        for attached in left:
+            if attached.spent is not None and attached.get().grad is attached.spent:
+                raise never_cleared(attached.spec.name, f"{stepper.name}.step()")
+        if not step.round.owing:
+            step.count_gradients(stepper, self._writes.real_gradient)
+        self._writes.before_step(stepper, left)
+        step.keep_draws(stepper)
+
+    def returned(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` returned. The step is committed when every optimizer with gradients has stepped."""
+        round_ = self._step.round
+        if round_.stepper is stepper and not round_.has_returned_unnoted:
+            self._writes.require_at_rest(stepper)
+            round_.has_returned(stepper, self._step.ledger)
+        self.end_commit()
+
+    def end_commit(self) -> None:
+        """Commit. Who is interrupted in it (Ctrl-C) does it again, at the next use: the step stands."""
+        self._step.round.end(self._commit)
+
+    def _commit(self, stepper: Stepper, step_count: int, skip_count: int) -> None:
+        step = self._step
+        round_, ledger = step.round, step.ledger
+        round_.stepper = None
+        stepper.commit()
+        round_.show()
+        round_.restore_settings()
+        applied = step.members.applied_by(stepper)
+        if step.check is not None and applied:
+            self._require_checked(step.check, stepper)
+        # The plain loop still has its gradients here, until the user clears them.
+        self._writes.committed(stepper, applied)
+        step.accumulation.stepped()
+        step.passes.clipping.stepped(stepper)
+        round_.owing.discard(stepper)
+        if not step.has_gradients or round_.owing:
+            ledger.happened(Event.STEP_RETURNS if round_.owing else Event.STEP_IN_VAIN)
+            round_.is_noted()
+            return
+        ledger.happened(Event.COMMITTED)
+        if round_.takes_step is False:
+            ledger.skip_count = skip_count
+            self._writes.forget()
+            return
+        ledger.step_count = step_count
+        step.times.step_returns()
+        step.times.committed()
+        if step.check is not None:
+            step.check.stepped()
+        self._writes.forget()
+        try:
+            ledger.votes.committed(step_count)
+        except Exception as error:
+            self._writes.tear_last(error)
+            raise
+
+    def _require_checked(self, check: Check, stepper: Stepper) -> None:
+        """Raise, and tear the step, if it differs from a plain one."""
+        members = self._step.members
+        error = check.error(stepper, self._step.number, members.of(stepper))
+        try:
+            if error is not None:
+                self._step.round.is_noted()
+                members.applied.update(a.spec.index for a in members.of(stepper) if a.spec.index in members.offered)
+                self._writes.tear(error)
+                raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame
+
+
+# ``schedule="backward"``, as sources of gradients see it: they offer final gradients, and hand over full buckets.
+
+
+class SeenBackwards:
+    """The running backward, and those nested in it by reentrant checkpointing, by the number of their graph task.
+
+    Attributes:
+        running: the one that was seen to begin last, at an output of the model; ``None``: it is over.
+    """
+
+    def __init__(self) -> None:
+        self.running: int | None = None
+        self._of_step: set[int | None] = set()
+
+    def begins(self, task: int | None) -> bool:
+        """Whether this is the first of it."""
+        if task == self.running:
+            return False
+        self.running = task
+        return task not in self._of_step
+
+    def steps(self, task: int | None) -> None:
+        """It is the first of its step."""
+        self._of_step = {task}
+
+    def gives_gradients(self, task: int | None) -> None:
+        self._of_step.add(task)
+
+
+class BucketSink(HoldsStep):
+    """
+    Attributes:
+        recorder: told of each bucket's step and communication; ``None`` when nobody listens.
+        on_open: called when a step opens.
+    """
+
+    def __init__(self, step: RunningStep, writes: Writes) -> None:
+        self.recorder: Recorder | None = None
+        self.on_open: Callable[[], None] = lambda: None
+        self._step = step
+        self._writes = writes
+        self._seen = SeenBackwards()
+        self._failure = FirstError()  # raised where the running backward ends
+
+    def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
+        """Final gradients are offered. ``False``: they stay in ``.grad``, this step must not be written now.
+
+        Raises ``AccumulationError`` when one of them was offered before in this step: before anything more is
+        written.
+        """
+        step = self._step
+        if step.passes.running != "measuring":
+            step.accumulation.count()
+            step.has_gradients = True
+            if step.accumulation.holding or self.keeps_gradients:
+                return False
+        with step.lock:
+            if step.ledger.torn is not None:
+                if step.ledger.torn.task == graph_task():
+                    return False  # the backward in which it tore still has to unwind
+                raise step.ledger.torn.error()
+            step.passes.require_running()
+            if step.passes.running == "measuring":
+                step.passes.measure(parameters)
+                return False
+            if not step.members.offered:
+                self._open()
+            self._seen.gives_gradients(graph_task())
+            step.backwards.begin(parameters[0].spec.device)
+            self._offer(AttachedParameters.of(parameters))
+            return self._writes.may_write(seen=self._seen.running is not None)
+
+    def _open(self) -> None:
+        if self._step.passes.running is None:
+            self._step.passes.clipping.begin()
+        self._writes.begin()
+        self.on_open()
+        self._step.ledger.happened(Event.OFFERED)
+
+    def _offer(self, parameters: AttachedParameters) -> None:
+        offered, round_ = self._step.members.offered, self._step.round
+        for attached in parameters if not offered.isdisjoint(parameters.indices) else ():
+            if attached.spec.index in offered and (error := self._writes.second_gradient(attached)) is not None:
+                try:
+                    self._stop(error)
+                    raise error
+                finally:
+                    del error  # or it would refer to itself, by way of this frame
+            offered.add(attached.spec.index)
+            round_.owing.add(attached.stepper)
+        offered.update(parameters.indices)
+        round_.owing.update(parameters.steppers)
+
+    def apply(
+        self, bucket: Sequence[AttachedParameter], fetch: Callable[[], None] | None = None, *, final: bool = True
+    ) -> bool:
+        """Step the parameters of ``bucket`` from their ``.grad``. ``False`` if that failed, or is not to be done.
+
+        An error is kept for ``raise_failure``: raised here, inside a hook, it would leave DDP unusable.
+
+        Args:
+            fetch: called first, on the step's stream, to wait for the gradients and put them into ``.grad``.
+            final: whether these are the very tensors that ``.grad`` will hold. On an accelerator the norm of another
+                one with the same values may differ in the last bit.
+        """
+        step, writes = self._step, self._writes
+        with step.lock:
+            if step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes:
+                return False
+            writes.begun = AttachedParameters()
+            try:
+                for stepper in step.members.steppers:
+                    stepper.optimizer()
+                with step.streams.on(bucket[0].spec.device):
+                    if fetch is not None:
+                        fetch()
+                    members, parameters, gradients = _with_gradient(AttachedParameters.of(bucket))
+                    if not members:
+                        return True
+                    require_in_place(members, parameters)
+                    started = perf_counter()
+                    with profiled("update", members[0].spec.name):
+                        if not writes.update(members, parameters, gradients, final=final):
+                            return False
+                # In here, too: Ctrl-C that comes before this is noted comes after a write.
+                step.members.apply(members, parameters)
+                writes.begun = AttachedParameters()
+                writes.updated(members, gradients)
+            except BaseException as error:
+                if not (isinstance(error, Exception) and writes.takes_back(error)):
+                    begun = (a for a in writes.begun if a.shard is None or not a.shard.is_empty)
+                    self.fail(error, [a.spec.name for a in begun])
+                return False
+            step.times.ran(started)
+            if self.recorder is not None:
+                self.recorder("step", [attached.spec.name for attached in members], started, perf_counter())
+            return True
+
+    def freed(self, bucket: Sequence[AttachedParameter]) -> None:
+        """Of those that were applied nobody has the gradients any more."""
+        step, bucket = self._step, AttachedParameters.of(bucket)
+        if not self.frees_gradients:
+            return
+        if not step.members.applied.issuperset(bucket.indices):
+            bucket = AttachedParameters(filter(step.members.is_applied, bucket))
+        step.freed_bytes += bucket.nbytes
+
+    def retire(self, bucket: Iterable[AttachedParameter]) -> None:
+        """Nobody but instep needs ``.grad`` of these any more, as far as they were applied."""
+        self._writes.retire(AttachedParameters.of(bucket))
+
+    def is_applied(self, attached: AttachedParameter) -> bool:
+        return self._step.members.is_applied(attached)
+
+    @property
+    def by_bucket(self) -> bool:
+        """Whether buckets must not be applied together: their norms are their own, or a difference would not show."""
+        return self._step.passes.clipping.mode == "per_bucket" or self._step.checks
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether all of the running step is left to ``optimizer.step()``. Not where backward has begun to apply it."""
+        return self._step.accumulation.is_kept and not self._step.members.applied
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether applied gradients are not needed any more."""
+        return self._writes.frees_gradients
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether nothing may be applied before all gradients are final, and ``compute_total_norm`` was called."""
+        return self._step.passes.running == "all"
+
+    def compute_total_norm(self) -> None:
+        """All gradients are final, and in ``.grad``."""
+        self._step.passes.clipping.compute_total_norm(self._step.members.all, gradient_of)
+
+    def fail(self, error: BaseException, begun: Sequence[str] = ()) -> None:
+        """Something stopped the step: torn if anything was written, else forgotten, as if it had never opened.
+
+        The error is kept until the end of this backward, where the source raises it; the first one wins.
+
+        Args:
+            begun: names of the parameters whose update was stopped, too.
+        """
+        with self._step.lock:
+            self._failure.keep(error)
+            self._stop(error, begun)
+
+    def updated_on_all(self) -> bool:
+        """This rank has updated its parts of the parameters, or has failed to. Whether all ranks have updated theirs:
+        each of them must ask once in a backward, before it writes a part that another rank has updated. If one has
+        failed, the step is torn here, too."""
+        step, failed = self._step, self._failure.error is not None
+        with step.lock:
+            if step.ledger.torn is not None:
+                return False  # the others know it
+            try:
+                vote = step.ledger.votes.updated(step.number, failed=failed)
+                error = None if vote is None or failed else error_of(vote)
+            except BaseException as stopped:  # such as Ctrl-C: nothing may be raised before DDP's own end
+                self.fail(stopped)
+                return False
+            if error is not None:
+                self._writes.tear(error, is_known=True)
+                self._failure.keep(step.ledger.torn_error(error))
+            return not failed and error is None
+
+    def received(self, parameters: AttachedParameters) -> None:
+        """The parts of these that other ranks have updated were written."""
+        self._step.members.received.update(parameters.indices)
+
+    def backward_raised(self) -> None:
+        """Backward is ending with an exception of its own. Nothing of this step is written any more."""
+        with self._step.lock:
+            self._failure.forget()
+            self._stop(None)
+            self._step.streams.finish()
+
+    def raise_failure(self) -> None:
+        """At the end of a backward: raise what stopped the step, with its own type."""
+        self._failure.raise_if_any()
+
+    def _stop(self, cause: BaseException | None, begun: Sequence[str] = ()) -> None:
+        if self._step.ledger.torn is None:
+            self._writes.stopped(cause, begun)
+
+
+def _with_gradient(
+    bucket: AttachedParameters,
+) -> tuple[AttachedParameters, list[torch.Tensor], list[torch.Tensor]]:
+    """Those of ``bucket`` that have a gradient, with parameters and gradients: a parameter that was frozen after the
+    forward is offered, and has none."""
+    parameters = bucket.tensors()
+    gradients = list(map(GRADIENT, parameters))
+    if not all_there(gradients):
+        there = [gradient is not None for gradient in gradients]
+        bucket = AttachedParameters(compress(bucket, there))
+        parameters, gradients = bucket.tensors(), list(compress(gradients, there))
+    return bucket, parameters, cast(list[torch.Tensor], gradients)
+
+
+# ``schedule="backward"``: buckets are stepped in backward, as soon as their gradients are final.
+#
+# A step opens with the first final gradient that a source offers, and is committed by the user's ``optimizer.step()``.
+# While it is open, buckets are applied. What an update means until the commit is the affair of its ``Writes``: it is
+# final, and an error tears the step, after which nothing more is written, and every later forward, backward and step
+# says so; or it is a trial (``undo``), which an error rolls back.
+
+
+class BackwardSchedule(BucketSink):
+    """The current step of one attachment, and the steps before it."""
+
+    def __init__(
+        self,
+        steppers: Sequence[Stepper],
+        votes: StepVotes,
+        accumulation: Accumulation,
+        clipping: Clipping,
+        undo: Undo | None = None,
+        scale: LossScale | None = None,
+        nonfinite: Policy = "allow",
+        check: Check | None = None,
+    ) -> None:
+        step = RunningStep(StepMembers(steppers), votes, accumulation, clipping, check)
+        if undo is None:
+            writes: Writes = FinalWrites(step, nonfinite)
+        else:
+            writes = TrialWrites(step, undo, scale, Agreement(nonfinite, votes), self)
+        super().__init__(step, writes)
+        self._calls = StepCalls(step, writes)
+
+    # What happens during backward.
+
+    def begin_backward(self) -> bool:
+        """An output of the model is about to get its gradient, before any parameter does. Returns whether this is
+        the first of them in the running backward.
+
+        Raises ``AccumulationError``, before anything is written or reduced, if an earlier backward of this step has
+        already updated weights. Some outputs lie deep in the graph: in the same backward they are met later.
+        """
+        task, step = graph_task(), self._step
+        if not self._seen.begins(task):
+            return False
+        self._writes.before_backward()
+        step.accumulation.begin()
+        if step.accumulation.holds_next:
+            return True
+        step.ledger.votes.begin_backward(step.ledger.step_count)
+        self._writes.hear(wait=True)
+        if step.members.applied:
+            raise AccumulationError(
+                f"a second backward began before {owed_steps(step)}, but the first has already updated the weights. "
+                f"{MICRO_BATCHES}, or add the losses and call backward() once. {KEEP_ALL}"
+            )
+        self._seen.steps(task)
+        return True
+
+    def end_backward(self) -> None:
+        """The backward that ``begin_backward`` told of is over."""
+        self._seen.running = None
+
+    def backward_failed(self) -> None:
+        """Ctrl-C may have come when a gradient was offered, and before its source had asked for the end of backward. If
+        an update was begun, the source has."""
+        members = self._step.members
+        if members.offered and not members.applied and self._step.ledger.torn is None:
+            self.backward_raised()
+
+    def stop(self, error: InstepError) -> None:
+        """The backward that has just ended did not compute the plain loop's step: put it back, or it is torn."""
+        try:
+            self._writes.stopped(error)
+            raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame
+
+    # Two passes.
+
+    def backward(self, loss: Losses, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:
+        """With ``ClipNorm(mode="two_pass")``: a backward that measures, and one that steps. See ``Passes``."""
+        passes, accumulation = self._step.passes, self._step.accumulation
+        if passes.clipping.mode != "two_pass" or accumulation.holds_next or self.keeps_gradients:
+            torch.autograd.backward(loss, gradient)
+            return
+        if self.state != "open":
+            adopt()
+        if accumulation.distributed:
+            with passes.measured(waits_for_all=True):
+                torch.autograd.backward(loss, gradient)
+            return
+        with passes.measuring() as parameters:
+            if parameters:  # all that are attached may be frozen
+                torch.autograd.backward(loss, gradient, retain_graph=True, inputs=parameters)
+        with passes.measured():
+            torch.autograd.backward(loss, gradient)
+
+    # What the user does.
+
+    def before_forward(self) -> None:
+        """Before a forward: raise if the weights are not those the plain loop would read."""
+        step = self._step
+        step.backwards.let_go()
+        self._calls.end_commit()
+        self._writes.hear(wait=False)
+        self.require_whole()
+        self._writes.before_forward()
+        if not step.members.offered:
+            step.passes.clipping.begin()
+        if step.ledger.redoes and not step.members.with_gradient():
+            # A step that was rolled back and never taken: zero_grad() has ended it.
+            step.ledger.happened(Event.DROPPED)
+            self._writes.forget()
+
+    # What optimizer.step() does.
+
+    def begin_step(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is called."""
+        self._calls.begin(stepper)
+
+    def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
+        """``optimizer.step()`` is about to do otherwise than backward has done: ``error`` says how."""
+        try:
+            self._calls.leave_to_optimizer(stepper, error)
+        finally:
+            del error  # or it would refer to itself, by way of this frame
+
+    def begin_flush(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is about to update what backward left."""
+        self._calls.before_update(stepper)
+
+    def commit(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` returned."""
+        self._calls.returned(stepper)
+
+    def require_whole(self) -> None:
+        """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
+        self._calls.require_whole()
+
+    def end_stopped(self) -> None:
+        """An error or Ctrl-C may have ended ``optimizer.step()`` before its gradients were back."""
+        self._calls.end_stopped()
+
+    # What the user asks for.
+
+    def forget(self, *, gradients: bool) -> None:
+        """Go back to IDLE from any state, and take spent gradients, or all of them, off the parameters."""
+        step = self._step
+        step.backwards.let_go()
+        self._writes.release()
+        for attached in step.members.all:
+            parameter = attached.peek()
+            if parameter is not None and (gradients or parameter.grad is attached.spent):
+                parameter.grad = None
+        self._failure.forget()
+        step.ledger.give_up()
+        step.accumulation.stepped()
+        self._writes.forget()
+
+    def last_complete_step(self) -> int | None:
+        """The number of the last step if all of it was applied here, else ``None``."""
+        self._step.backwards.let_go()
+        return self._step.ledger.last_complete_step(is_open=bool(self._step.members.applied))
+
+    def accept(self) -> bool:
+        """Go on from a step that is torn, or open with weights written, as if it had been committed. ``False``: there
+        is none."""
+        step = self._step
+        step.backwards.let_go()
+        self._calls.end_commit()
+        is_written = bool(step.members.applied) or step.round.stepper is not None
+        if step.ledger.torn is None and self._writes.frees_gradients and is_written:
+            self._writes.tear(InstepError("it was given up"))
+        if step.ledger.torn is None:
+            return False
+        step.ledger.accept()
+        self.forget(gradients=True)
+        return True
+
+    def close(self) -> None:
+        """The step that is open is the plain loop's from now on, as far as it can be: of a step that was applied in
+        part, the rest is clipped as that part was."""
+        self.settle()
+        members = self._step.members
+        try:
+            if self._step.ledger.torn is None and members.applied and graph_task() is None:
+                self._writes.clip_rest([a for a in members.all if not members.is_applied(a) and a.peek() is not None])
+        finally:
+            self.forget(gradients=False)
+
+    def settle(self) -> None:
+        """The interpreter is about to end, or to fork: a step on trial is not the plain loop's."""
+        self._step.backwards.let_go()
+        self._calls.end_commit()
+        self._writes.settle()
+
+    def abandon(self) -> None:
+        """The optimizers are gone: nobody can commit the step that is open."""
+        try:
+            self.settle()
+        finally:
+            for stepper in self._step.members.steppers:
+                stepper.abort()
+
+    def synchronize(self) -> None:
+        self._step.backwards.let_go()
+        self._step.streams.join_all()
+        for stepper in self._step.members.steppers:
+            stepper.settle()
+        self._writes.hear(wait=True)
+
+    def before_state(self, stepper: Stepper, *, saving: bool) -> None:
+        """The optimizer's state is about to be saved or loaded: the plain loop's is that of before this step. What is
+        torn may be loaded anew, and not be saved."""
+        self._step.backwards.let_go()
+        if saving:
+            self.before_save()
+        if self._step.round.stepper is None and self._step.members.applied_by(stepper):
+            self._writes.before_state(stepper)
+
+    def before_save(self) -> None:
+        """The model or its optimizer's state is about to be saved: not a step that is torn, here or on another rank."""
+        self._step.backwards.let_go()
+        self.end_stopped()
+        self._writes.hear(wait=True)
+        self._step.ledger.require_whole()
+
+    def before_load(self, model: str) -> None:
+        """The model's ``load_state_dict()`` is called, which would name each parameter that it may not write."""
+        self._step.backwards.let_go()
+        self._writes.before_load(model)
+
+    def rollback(self) -> None:
+        """Put the step back, and clear its gradients: the loop is where it was after the last ``optimizer.step()``."""
+        self._writes.rollback_if_any()
+        self.forget(gradients=True)
+
+    def error_for_use(self, spec: ParameterSpec, operation: str) -> InstepError | None:
+        """The error for ``operation`` on a spent gradient; ``None`` lets it pass.
+
+        The step is torn if its weights are now known to be wrong.
+        """
+        if self._step.passes.running == "measuring":
+            return while_measuring(spec.name, operation)
+        if spec.index not in self._step.members.applied:
+            return None if self._needs_no_values(spec, operation) else never_cleared(spec.name, operation)
+        error, is_wrong = after_update(spec.name, operation, clips=self._step.passes.clipping.policy is not None)
+        if is_wrong and self._step.ledger.torn is None:
+            self._writes.tear(error)
+        return error
+
+    def _needs_no_values(self, spec: ParameterSpec, operation: str) -> bool:
+        """Between steps: whether ``operation`` on a gradient of the step before is done without its values. If it is
+        to be zeroed, it is now."""
+        attached, wrapped = self._step.members.at(spec.index), self._step.accumulation.distributed
+        if operation in ZERO:
+            attached.get().grad = _zeros(attached, lasting=wrapped)
+        # Added to, it is as little known as before: an actor's loss adds to its critic's gradients, which the loop
+        # clears before they count. Where it does not, optimizer.step() finds a spent gradient. But DDP's reducer and
+        # FSDP would take the sum at once.
+        adds = operation in ACCUMULATE and graph_task() is not None and not wrapped and attached.mesh is None
+        return adds or operation in (*ZERO, CONVERSION, DETACH)
+
+    @property
+    def state(self) -> str:
+        """``"idle"``, ``"open"`` or ``"torn"``."""
+        self._step.backwards.let_go()
+        return "torn" if self._step.ledger.torn is not None else "open" if self._step.members.offered else "idle"
+
+    @property
+    def gather(self) -> Gather | None:
+        return self._writes.gather
+
+    @gather.setter
+    def gather(self, gather: Gather | None) -> None:
+        self._writes.gather = gather
+
+    # What the attachment asks.
+
+    def planned(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+        """The buckets of the plan: those of the sources."""
+        return tuple(buckets)
+
+    def read_by(self, streams: object) -> None:
+        """Weights are written before backward returns: no other stream reads them meanwhile."""
+
+    def crosses(self, in_flight: object, at_once: object) -> None:
+        """``cross_iteration`` is for ``schedule="forward"``."""
+
+    def after_forward(self) -> None:
+        """The model's forward has returned: its streams have read weights."""
+        self.streams.see(self.parameters[0].spec.device)
+
+    def before_gather(self, parameters: Sequence[AttachedParameter]) -> None:
+        """FSDP is about to gather these parameters: raise, or roll back, if backward has updated one of them."""
+        if self.state == "open" and any(map(self.is_applied, parameters)):
+            self.before_forward()
+
+
+def _zeros(attached: AttachedParameter, *, lasting: bool) -> torch.Tensor:
+    """A gradient of zeros.
+
+    Args:
+        lasting: DDP or FSDP adds to it, which need real ones.
+    """
+    parameter = attached.get()
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        if any(getattr(place.module(), "sparse", False) for place in attached.places):
+            # As torch zeroes a sparse one, in which lazy optimizers find nothing to step.
+            where = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+            rows = parameter.new_empty((0, *parameter.shape[1:]))
+            return torch.sparse_coo_tensor(where, rows, parameter.shape, check_invariants=False)
+        if lasting or attached.mesh is not None:
+            return torch.zeros_like(parameter)
+        return ZeroedGradient(parameter)

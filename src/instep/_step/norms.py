@@ -1,0 +1,259 @@
+"""The norms that ``ClipNorm`` needs: taken in a first backward (``two_pass``), or as gradients become final."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Literal
+
+import torch
+
+from instep._gradients.clipping import Clipping
+from instep._optim.local_shard import version_of
+from instep._optim.parameters import AttachedParameter
+from instep._optim.random_numbers import Generators
+from instep._step.accumulation import Accumulation
+from instep._step.remedies import ANY_LOOP
+from instep._step.state import FirstError, Recorder, StepMembers, gradient_of
+from instep._step.streams import StepStreams
+from instep._torch.placeholders import ZeroedGradient
+from instep._torch.watch import Watch
+from instep.errors import InstepError, SpentGradientError
+
+# ``ClipNorm(mode="two_pass")``: one backward measures, and one steps. Under DDP, whose buckets hold all gradients, one
+# backward does both.
+
+
+Losses = torch.Tensor | Sequence[torch.Tensor]
+"""From which one backward begins: a loss, or those of several graphs."""
+
+
+class Passes:
+    """
+    Attributes:
+        clipping: by whose norm gradients are clipped.
+        running: ``"measuring"``: gradients are measured and freed; ``"stepping"``: the norm is known; ``"all"``: it is
+            taken, and everything is stepped, when all gradients are there. ``None``: neither, in a loop that calls
+            ``loss.backward()`` itself.
+    """
+
+    def __init__(self, clipping: Clipping, members: StepMembers) -> None:
+        self.clipping = clipping
+        self.running: Literal["measuring", "stepping", "all"] | None = None
+        self._members = members
+        # The gradients that the second pass has left, with their version: until optimizer.step() has looked at them.
+        self._measured: dict[int, tuple[torch.Tensor, int]] | None = None
+
+    def require_running(self) -> None:
+        if self.clipping.mode == "two_pass" and self.running is None:
+            raise InstepError(
+                "ClipNorm(mode='two_pass') needs the norm before the first update: call overlap.backward(loss) in "
+                "place of loss.backward(). Nothing was updated"
+            )
+
+    @contextmanager
+    def measuring(self) -> Iterator[list[torch.Tensor]]:
+        """Around a backward that only measures: gradients are freed as they arrive. Those of earlier micro-batches
+        are kept, and are part of the norm.
+
+        Yields the parameters that are to get a gradient.
+
+        Raises:
+            RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set. Nothing was written.
+        """
+        members = self._members.all
+        parameters = [a for a in members if a.get().requires_grad]
+        before = {a.spec.index: a.get().grad for a in members}
+        # Zeros that nobody has looked at need not be added, and take no memory.
+        added = [a for a in members if not ZeroedGradient.is_unused(before[a.spec.index])]
+        earlier = {a.spec.index: gradient for a in added if (gradient := gradient_of(a)) is not None}
+        handles = [
+            a.get().register_hook(partial(_accumulate_into, a.get(), earlier[a.spec.index]))
+            for a in parameters
+            if a.spec.index in earlier
+        ]
+        # Hooks, and segments that are computed once more, are to draw the same in both passes.
+        generators = Generators({a.spec.device for a in members})
+        self.clipping.begin()
+        self.running = "measuring"
+        for attached in members:
+            attached.get().grad = None
+        try:
+            yield [a.get() for a in parameters]
+            # Of those that have no hook: added or thawed since the forward, or before one that nobody has seen.
+            self.measure([a for a in members if gradient_of(a) is not None])
+        finally:
+            self.running = None
+            for handle in handles:
+                handle.remove()
+            for attached in members:
+                attached.get().grad = before[attached.spec.index]
+            generators.restore(even_shared=True)
+        self.clipping.compute_total_norm(members, gradient_of)
+
+    def measure(self, parameters: Sequence[AttachedParameter]) -> None:
+        """Take the norms of these gradients, which are final, and free them."""
+        found = [(a, gradient) for a in parameters if (gradient := gradient_of(a)) is not None]  # a hook may clear some
+        self.clipping.measure([a for a, _ in found], [gradient for _, gradient in found])
+        for attached in parameters:
+            attached.get().grad = attached.spent
+
+    @contextmanager
+    def measured(self, *, waits_for_all: bool = False) -> Iterator[None]:
+        """Around the backward that steps with the norm that is known; or will be known when all gradients are."""
+        if waits_for_all:
+            self.clipping.begin()
+        self.running = "all" if waits_for_all else "stepping"
+        self._measured = None
+        try:
+            yield
+            self._measured = self._left_by_backward()
+        finally:
+            self.running = None
+
+    def changed_since(self) -> str | None:
+        """The plain loop takes the norm in ``optimizer.step()``, of the gradients that it finds. The name of one that
+        has changed, come or gone since the second pass; asked once for each pass. Where nothing was applied yet,
+        another norm is taken."""
+        measured, self._measured = self._measured, None
+        if measured is None:
+            return None
+        found = self._left_by_backward()
+        changed = (
+            a.spec.name
+            for a in self._members.all
+            if not _same_gradient(measured.get(a.spec.index), found.get(a.spec.index))
+        )
+        first = next(changed, None)
+        if first is not None and not self._members.applied:
+            self.clipping.begin()
+            return None
+        return first
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._measured = None
+        self.clipping.begin()
+
+    def _left_by_backward(self) -> dict[int, tuple[torch.Tensor, int]]:
+        return {index: (g, version_of(g)) for index, g in self._members.not_applied().items()}
+
+
+def changed_after_measuring(name: str) -> SpentGradientError:
+    return SpentGradientError(
+        f"the gradient of {name!r} was set, written or cleared, or the parameter was added to the optimizer, "
+        "between overlap.backward() and optimizer.step(), but backward had already clipped other gradients by the "
+        f"norm without that, and applied them. Do it before overlap.backward() or after optimizer.step(). {ANY_LOOP}"
+    )
+
+
+def _accumulate_into(parameter: torch.Tensor, earlier: torch.Tensor, _: torch.Tensor) -> None:
+    """Just before ``parameter`` gets its gradient: what earlier micro-batches left is there, and stays as it is."""
+    if parameter.grad is None:
+        parameter.grad = earlier.clone()
+
+
+def _same_gradient(one: tuple[torch.Tensor, int] | None, other: tuple[torch.Tensor, int] | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one[0] is other[0] and one[1] == other[1]
+
+
+# ``schedule="forward"`` with ``ClipNorm``: the norm of each gradient is taken as soon as the gradient is final.
+
+
+class MeasuringSink:
+    """What sources announce to when nothing is to be written during backward.
+
+    A gradient that is used after it was measured is measured again by ``optimizer.step()``.
+
+    Attributes:
+        recorder: told of each bucket's communication; ``None`` when nobody listens.
+        on_open: called when the first gradient of a step arrives.
+    """
+
+    waits_for_all = by_bucket = frees_gradients = keeps_gradients = False
+
+    def __init__(self, accumulation: Accumulation, clipping: Clipping) -> None:
+        self.streams = StepStreams()
+        self.lock = threading.RLock()
+        self.step_count = 0
+        self.recorder: Recorder | None = None
+        self.on_open: Callable[[], None] = lambda: None
+        self._accumulation = accumulation
+        self._clipping = clipping
+        self._watch = Watch(gradient=self._used)
+        self._measured: dict[int, tuple[AttachedParameter, torch.Tensor, int]] = {}
+        self._failure = FirstError()
+        self._open = False
+
+    def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
+        self._accumulation.count()
+        if self._accumulation.holding:
+            return False
+        if not self._open:
+            self._open = True
+            self.on_open()
+        return True
+
+    def apply(
+        self, bucket: Sequence[AttachedParameter], fetch: Callable[[], None] | None = None, *, final: bool = True
+    ) -> bool:
+        try:
+            if fetch is not None:
+                fetch()
+            if final:
+                # One that was frozen after the forward is announced, and has none.
+                found = [(a, g) for a in bucket if (g := a.get().grad) is not None]
+                for device in {g.device for _, g in found}:
+                    self.streams.makers.gather(device)
+                self._clipping.measure([a for a, _ in found], [g for _, g in found])
+        except BaseException as error:
+            self.fail(error)
+            return False
+        return True
+
+    def retire(self, bucket: Iterable[AttachedParameter]) -> None:
+        for attached in bucket:
+            parameter = attached.get()
+            if parameter.grad is not None and self._clipping.is_measured(attached):
+                self._measured[id(parameter)] = attached, parameter.grad, version_of(parameter.grad)
+                self._watch.start([parameter])
+
+    def freed(self, bucket: object) -> None: ...
+
+    def is_applied(self, attached: AttachedParameter) -> bool:
+        return self._clipping.is_measured(attached)
+
+    def compute_total_norm(self) -> None: ...
+
+    def fail(self, error: BaseException, begun: object = ()) -> None:
+        self._failure.keep(error)
+
+    def updated_on_all(self) -> bool:
+        return True  # nothing is stepped in backward
+
+    def received(self, parameters: object) -> None: ...
+
+    def backward_raised(self) -> None:
+        self._failure.forget()
+        self.close()
+        self._clipping.begin()
+
+    def raise_failure(self) -> None:
+        self._failure.raise_if_any()
+
+    def close(self) -> None:
+        """``optimizer.step()`` is about to use the norms: those of gradients that have changed since are forgotten."""
+        for attached, gradient, version in self._measured.values():
+            parameter = attached.get()
+            self._watch.stop([parameter])
+            if parameter.grad is not gradient or version_of(gradient) != version:
+                self._clipping.forget(attached)
+        self._measured.clear()
+        self._open = False
+
+    def _used(self, parameter: torch.Tensor, func: object) -> None:
+        self._watch.stop([parameter])
+        attached, _, _ = self._measured.pop(id(parameter))
+        self._clipping.forget(attached)

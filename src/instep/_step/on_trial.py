@@ -1,0 +1,670 @@
+"""``undo``: an update in backward is a trial, which ``optimizer.step()`` lets stand, or puts back and takes anew."""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from instep._gradients.scaling import LossScale, found_inf, is_power_of_two, kernel_scale, take_off_here
+from instep._optim.kinds import is_torchs_own
+from instep._optim.local_shard import version_of
+from instep._optim.parameters import AttachedParameter, AttachedParameters
+from instep._optim.stepper import Stepper
+from instep._optim.undo import Lent, Outcome, Undo
+from instep._profile import profiled
+from instep._step.remedies import WRITE_LATER
+from instep._step.state import Event, StepMembers, gradient_of, versions_of
+from instep._step.step import Agreement, RunningStep
+from instep._step.writes import Writes, require_settings_as_left
+from instep._torch.lifetime import Unsettled, WeakMethod, owe, settled
+from instep._torch.placeholders import UNSCALE, HeldGradient
+from instep._torch.watch import GET_GRAD, Watch
+from instep.errors import (
+    HyperparameterChangedError,
+    InstepError,
+    NonFiniteGradientError,
+    UncommittedStepError,
+    UnsupportedOptimizerError,
+)
+
+# With ``undo``: the gradients of parameters that a trial has written. The plain loop still has them until
+# ``optimizer.step()``, and they are what the step is done again with.
+
+
+class KeptGradients:
+    """By parameter: the gradient, with its version when it was kept."""
+
+    def __init__(self) -> None:
+        self._gradients: dict[int, tuple[torch.Tensor, int]] = {}
+        self._outcomes: dict[int, Outcome] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._gradients)
+
+    def keep(self, attached: AttachedParameter, gradient: torch.Tensor) -> None:
+        self._gradients[attached.spec.index] = gradient, version_of(gradient)
+
+    def of(self, attached: AttachedParameter) -> torch.Tensor | None:
+        kept = self._gradients.get(attached.spec.index)
+        return None if kept is None else kept[0]
+
+    def pairs(self, applied: Iterable[AttachedParameter]) -> list[tuple[AttachedParameter, torch.Tensor]]:
+        return [(attached, self._gradients[attached.spec.index][0]) for attached in applied]
+
+    def are_as_left(self, applied: Sequence[AttachedParameter], *, unscaled: bool) -> bool:
+        """Whether nobody has changed one of them through another reference to it.
+
+        Args:
+            unscaled: whether the loss scale was taken off, through the gradients that stand in their places, which
+                autograd does not count.
+        """
+        return all(
+            version_of(gradient) in (version, version + unscaled)
+            for gradient, version in (self._gradients[attached.spec.index] for attached in applied)
+        )
+
+    def written(self, attached: AttachedParameter, outcome: Outcome) -> None:
+        """The update has written the gradient that it was lent."""
+        self._outcomes[attached.spec.index] = outcome
+
+    def after_step(self, attached: AttachedParameter) -> torch.Tensor | None:
+        """The gradient as the plain loop's ``step()`` leaves it."""
+        gradient, outcome = self._gradients[attached.spec.index][0], self._outcomes.get(attached.spec.index)
+        return gradient if outcome is None else outcome.of(gradient)
+
+    def forget(self, attached: AttachedParameter) -> None:
+        self._gradients.pop(attached.spec.index)
+        self._outcomes.pop(attached.spec.index, None)
+
+    def release(self, members: Iterable[AttachedParameter]) -> None:
+        """Put the gradients in the places of those that stand in for them, and forget them."""
+        for attached in members:
+            parameter = attached.peek()
+            kept = self._gradients.get(attached.spec.index)
+            if parameter is not None and kept is not None and isinstance(parameter.grad, HeldGradient):
+                parameter.grad = kept[0]
+        self._gradients.clear()
+
+    def forget_outcomes(self) -> None:
+        self._outcomes.clear()
+
+    def forget_all(self) -> None:
+        self._gradients.clear()
+        self._outcomes.clear()
+
+
+# ``undo``: parameters and state go back to the copies that were taken before a trial wrote them.
+
+
+class Owner(Unsettled, Protocol):
+    """The schedule that writes on trial."""
+
+    def end_stopped(self) -> None:
+        """Bring a ``step()`` that an error or Ctrl-C has ended to its end."""
+
+    def require_whole(self) -> None: ...
+
+
+class Rollback:
+    """
+    Args:
+        copies: of parameters and their state.
+        kept: the gradients of parameters that a trial has written.
+        watches: tell who uses these parameters.
+        owner: the schedule, which is kept alive while a trial stands.
+
+    Attributes:
+        copies: those.
+    """
+
+    def __init__(
+        self,
+        step: RunningStep,
+        copies: Undo,
+        kept: KeptGradients,
+        watches: Sequence[Watch],
+        owner: "weakref.ref[Owner]",
+    ) -> None:
+        self.copies = copies
+        self._step = step
+        self._kept = kept
+        self._watches = tuple(watches)
+        self._owner = owner
+        self._runs = False  # whether one does: its own writes ask for no other one
+        # Once one has begun, until it is done: whose state, and which parameters, somebody had written.
+        self._found: tuple[str | None, list[str]] | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether one began, and was not finished: Ctrl-C has ended it."""
+        return self._found is not None
+
+    def __call__(self) -> None:
+        """Parameters and state are as they were before this step. Its gradients stay, and what is left of it is done
+        by ``optimizer.step()``, as in the plain loop. Who is interrupted in it does it again.
+
+        Raises:
+            UncommittedStepError: a parameter was written meanwhile through another tensor of its memory.
+            HyperparameterChangedError: the state was.
+        """
+        with self._step.lock:
+            if self._runs:
+                return
+            try:
+                self._runs = True
+                with torch._C.DisableTorchFunctionSubclass(), profiled("rollback"):
+                    error = self._restore()
+            finally:
+                self._runs = False
+            try:
+                if error is not None:
+                    raise error
+            finally:
+                del error  # or it would refer to itself, by way of this frame
+
+    def step_begins(self) -> None:
+        """None runs. Ctrl-C may have ended one at its last line, where it was about to say so."""
+        self._runs = False
+
+    def if_applied(self) -> None:
+        """Where backward has written anything."""
+        if self._step.members.applied:
+            self()
+
+    def _restore(self) -> InstepError | None:
+        step = self._step
+        self._kept.release(step.members.all)
+        if self._found is None:
+            self._found = _written_since(step.members)
+        for stepper in step.members.steppers:
+            stepper.settle()
+        for device in self.copies.devices:
+            # On the side stream, which comes after the trial.
+            with step.streams.on(device):
+                self.copies.restore(device)
+        step.streams.join_all()
+        for stepper in step.members.steppers:
+            stepper.abort()
+        step.members.applied.clear()
+        self.settled()
+        self._kept.forget_outcomes()
+        step.passes.clipping.forget_norms()
+        if step.check is not None:
+            step.check.forget()
+        step.ledger.happened(Event.ROLLED_BACK)
+        self.stop_watching()
+        found, self._found = self._found, None
+        step.ledger.redo_count += 1
+        return _lost(*found)
+
+    def settled(self) -> None:
+        """Nothing stands on trial: nobody need see to it at exit."""
+        if (owner := self._owner()) is not None:
+            settled(owner)
+
+    def stop_watching(self) -> None:
+        parameters = self._step.members.living()
+        for watch in self._watches:
+            watch.stop(parameters)
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._found = None
+        self.copies.forget_all()
+        self.settled()
+
+
+def _written_since(members: StepMembers) -> tuple[str | None, list[str]]:
+    applied = AttachedParameters(filter(members.is_applied, members.all))
+    now, then = versions_of(applied.tensors()), members.versions_as_applied(applied)
+    return (
+        next((stepper.name for stepper in members.steppers if stepper.state_was_written), None),
+        [a.spec.name for a, found, left in zip(applied, now, then, strict=True) if found != left],
+    )
+
+
+def _lost(written: str | None, overwritten: Sequence[str]) -> InstepError | None:
+    """The error for writes between backward and ``step()``, which the rollback has taken back too."""
+    if overwritten:
+        return UncommittedStepError(
+            f"parameter {overwritten[0]!r} was written between backward() and optimizer.step(), through "
+            "another tensor of the same memory, when it held the value of a trial step. The step was put back, "
+            f"and the write with it. Write weights after optimizer.step() or before backward(). {WRITE_LATER}"
+        )
+    if written is not None:
+        return HyperparameterChangedError(
+            f"the state of {written} was written between backward() and optimizer.step(), but it was that "
+            "of a trial step. The step was put back, and the write with it: write state after "
+            "optimizer.step() or before backward()"
+        )
+    return None
+
+
+# ``undo``, at ``optimizer.step()``: whether a trial is what the plain loop does now, and the gradients that the call
+# is to find.
+
+
+class Judgement:
+    """
+    Args:
+        kept: the gradients of parameters that the trial has written.
+        rollback: of a trial that is not what the plain loop does.
+        scale: the loop's loss scale, if it has one.
+        agreement: whether the step is taken.
+    """
+
+    def __init__(
+        self,
+        step: RunningStep,
+        kept: KeptGradients,
+        rollback: Rollback,
+        scale: LossScale | None,
+        agreement: Agreement,
+    ) -> None:
+        self._step = step
+        self._kept = kept
+        self._rollback = rollback
+        self._scale = scale
+        self._agreement = agreement
+        self._asked_in_vain: set[Stepper] = set()  # that stepped without any gradient: that ends no step
+
+    def real_gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
+        """The gradient that the plain loop has in ``.grad``."""
+        kept = self._kept.of(attached)
+        return gradient_of(attached) if kept is None else kept
+
+    def takes_step(self, stepper: Stepper) -> bool:
+        """Whether the step is taken: asked once for all of its optimizers."""
+        step = self._step
+        if self._agreement.policy == "allow" or found_inf(stepper.optimizer()):
+            return True  # the kernel skips its update
+        gradients = [(a.spec.name, g) for a in step.members.all if (g := self.real_gradient(a)) is not None]
+        if self._asked_in_vain and (gradients or stepper in self._asked_in_vain):
+            step.round.takes_step = None  # of a step that was none
+            self._asked_in_vain.clear()
+        if not gradients:
+            self._asked_in_vain.add(stepper)
+        if step.round.takes_step is None:
+            step.round.takes_step = self._agree(gradients)
+        return step.round.takes_step
+
+    def _agree(self, gradients: Sequence[tuple[str, torch.Tensor]]) -> bool:
+        step = self._step
+        try:
+            takes_step = self._agreement.takes_step(step.number, gradients)
+        except NonFiniteGradientError:
+            self._rollback.if_applied()
+            raise
+        except Exception as error:
+            self._rollback.if_applied()
+            step.ledger.tear(step.number, [], [name for name, _ in gradients], error, in_part=bool(gradients))
+            self._kept.release(step.members.all)
+            self._rollback.stop_watching()
+            raise
+        if not takes_step:
+            self._rollback.if_applied()
+            step.passes.clipping.compute_total_norm(step.members.all, gradient_of)
+        return takes_step
+
+    def validate(self, stepper: Stepper) -> None:
+        """Were the buckets applied as the plain loop would apply them now? If not, they are rolled back. Then gradients
+        are what ``step()`` is to find: unscaled, and clipped."""
+        members, clipping = self._step.members, self._step.passes.clipping
+        optimizer = stepper.optimizer()
+        scaled = kernel_scale(optimizer)
+        applied = members.applied_by(stepper)
+        if applied and not self._is_right(stepper, applied):
+            self._rollback()
+        if found_inf(optimizer):
+            if members.applied_by(stepper):
+                self._rollback()
+            return  # the kernel skips its update, of gradients as they are
+        if scaled is not None and (clipping.policy is not None or members.applied_by(stepper)):
+            take_off_here(optimizer, [g for a in members.of(stepper) if (g := self.real_gradient(a)) is not None])
+        with torch._C.DisableTorchFunctionSubclass():
+            for attached, gradient in self._kept.pairs(members.applied_by(stepper)):
+                attached.get().grad = gradient
+        if clipping.policy is None:
+            return
+        if clipping.mode is None:
+            clipping.clip([a.get() for a in members.of(stepper) if gradient_of(a) is not None])
+        elif clipping.total is None:
+            self._clip_by_norm()
+
+    def _is_right(self, stepper: Stepper, applied: Sequence[AttachedParameter]) -> bool:
+        try:
+            require_settings_as_left(stepper)
+        except HyperparameterChangedError:
+            return False  # the rollback tells a changed group, which is right then, from written state
+        unscaled = self._scale is not None and self._scale.taken_off
+        return self._kept.are_as_left(applied, unscaled=unscaled) and self._scale_was_taken_off(stepper.optimizer())
+
+    def _scale_was_taken_off(self, optimizer: Optimizer) -> bool:
+        """Whether the plain loop's gradients are without the loss scale by now, or in its optimizer's kernel."""
+        if self._scale is None or self._scale.taken_off:
+            return True
+        scale = kernel_scale(optimizer)
+        return scale is not None and is_power_of_two(scale) and self._scale.is_inverse_of(scale)
+
+    def _clip_by_norm(self) -> None:
+        members, clipping = self._step.members, self._step.passes.clipping
+        try:
+            clipping.compute_total_norm(members.all, self.real_gradient)
+        except RuntimeError:
+            self._rollback.if_applied()
+            raise
+        if clipping.scales_down():
+            self._rollback.if_applied()
+            clipping.clip([a.get() for a in members.all if gradient_of(a) is not None])
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._asked_in_vain.clear()
+
+
+# ``undo``: an update in backward is a trial. Parameters and state are copied before, and rolled back where the plain
+# loop turns out to do otherwise; ``optimizer.step()`` then does the step as the plain loop does.
+
+
+class TrialWrites(Writes):
+    """
+    Args:
+        copies: of parameters and state, from before the step.
+        scale: the loop's loss scale, if it has one.
+        agreement: whether the step is taken.
+        owner: held weakly, for it has this.
+    """
+
+    frees_gradients = False
+
+    def __init__(
+        self, step: RunningStep, copies: Undo, scale: LossScale | None, agreement: Agreement, owner: Owner
+    ) -> None:
+        super().__init__(step)
+        self._scale = scale
+        self._owner = weakref.ref(owner)
+        self._kept = KeptGradients()
+        self._watch = Watch(values=self._used, gradient=self._used)
+        # Gradients that the running step() does not find are missed by nobody else, either.
+        self._watch_in_step = Watch(values=self._used_in_step, gradient=self._used_in_step)
+        self._when_used = WeakMethod(self._used_gradient)
+        watches = self._watch, self._watch_in_step
+        self._rollback = Rollback(step, copies, self._kept, watches, self._owner)
+        self._judgement = Judgement(step, self._kept, self._rollback, scale, agreement)
+        self._raises = False  # whether the update has raised on trial
+
+    # In backward.
+
+    def before_backward(self) -> None:
+        self._rollback.if_applied()
+        if self._step.passes.running is None and not self._step.members.applied:
+            self._step.passes.clipping.begin()  # more gradients: what was measured of the step so far is not all
+
+    def begin(self) -> None:
+        self._rollback.step_begins()
+        if self._scale is not None:
+            self._scale.begin()
+
+    def second_gradient(self, attached: AttachedParameter) -> InstepError | None:
+        self._rollback.if_applied()
+        return None
+
+    def may_write(self, *, seen: bool) -> bool:
+        """Not in a backward that nobody has seen to begin, either: another one may follow that goes through the same
+        weights, and comes to them unseen."""
+        return seen and not self._step.ledger.redoes
+
+    def update(
+        self,
+        bucket: AttachedParameters,
+        parameters: Sequence[torch.Tensor],
+        gradients: list[torch.Tensor],
+        *,
+        final: bool,
+    ) -> bool:
+        if self._scale is not None and not all(map(_can_be_unscaled, parameters)):
+            self._rollback()
+            return False
+        made = self._made_of(gradients)
+        if made is not gradients:
+            for parameter, gradient in zip(parameters, made, strict=True):
+                parameter.grad = gradient
+        passes = self._step.passes
+        # On an accelerator the norm of another tensor than that in .grad, with the same values, may differ in the last
+        # bit.
+        if final and passes.running is None:
+            passes.clipping.measure(bucket, made)
+        passes.clipping.clip(parameters)
+        lent = self._lend(bucket, parameters, made)
+        try:
+            given = [lent[a].given if a in lent else gradient for a, gradient in zip(bucket, made, strict=True)]
+            for stepper in bucket.steppers:
+                self._try(stepper, bucket, given)
+        finally:
+            self._let_go_of_memory(parameters[0].device)
+            for attached, one in lent.items():
+                if (outcome := one.outcome()) is not None:
+                    self._kept.written(attached, outcome)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+        return True
+
+    def _made_of(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What is applied, unscaled, and to be clipped. The plain loop's gradients stay untouched where it may turn out
+        that ``optimizer.step()`` needs them."""
+        if self._scale is not None:
+            return self._scale.unscaled(gradients)
+        clipping = self._step.passes.clipping
+        if clipping.mode is None and clipping.policy is not None:
+            return [gradient.clone() for gradient in gradients]
+        return gradients
+
+    def _lend(
+        self, bucket: Sequence[AttachedParameter], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> dict[AttachedParameter, Lent]:
+        """On trial an update must leave the plain loop's gradients alone. torch's own optimizers do."""
+        return {
+            attached: Lent(parameter, gradient)
+            for attached, parameter, gradient in zip(bucket, parameters, gradients, strict=True)
+            if not is_torchs_own(attached.stepper.optimizer())
+        }
+
+    def _try(self, stepper: Stepper, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
+        """Step those of one optimizer, after copies were taken."""
+        own = [a.get() for a in bucket if a.stepper is stepper]
+        elsewhere = stepper.look_elsewhere(own)
+        self._rollback.copies.save([*own, *stepper.reached()], stepper.optimizer())
+        self._call(stepper, bucket, gradients)
+        stepper.require_all_in_state(elsewhere)
+
+    def takes_back(self, error: Exception) -> bool:
+        """The step is left to ``optimizer.step()``, which steps all of it together: the plain loop's raises there, if
+        at all, and in a step that the plain loop leaves out nobody hears of an error."""
+        if not self.begun or any(stepper.wrote_in_place for stepper in self._step.members.steppers):
+            return False
+        self._rollback()
+        self._raises = not isinstance(error, UnsupportedOptimizerError)  # which is not step()'s own
+        return True
+
+    def updated(self, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
+        if (owner := self._owner()) is not None:
+            owe(owner)  # gradients stay until the step is committed: nobody need hold them
+
+    def retire(self, bucket: AttachedParameters) -> None:
+        for attached in filter(self._step.members.is_applied, bucket):
+            parameter = attached.get()
+            gradient = parameter.grad
+            assert gradient is not None
+            self._kept.keep(attached, gradient)
+            if self._scale is not None:
+                parameter.grad = HeldGradient(gradient, self._when_used)
+            self._watch.start([parameter])
+
+    def stopped(self, cause: BaseException | None, begun: Sequence[str] = ()) -> None:
+        if self._step.members.applied or begun:
+            self._rollback()
+
+    # Between backward and step().
+
+    def before_forward(self) -> None:
+        self._rollback.if_applied()
+
+    def before_state(self, stepper: Stepper) -> None:
+        self._rollback()
+
+    def before_load(self, model: str) -> None:
+        """The first weight that is written puts the step back."""
+
+    def real_gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
+        return self._judgement.real_gradient(attached)
+
+    def rollback_if_any(self) -> None:
+        self._step.backwards.let_go()
+        if self._rollback.copies.devices or self._rollback.has_begun:
+            self._rollback()
+
+    def finish_rollback(self) -> None:
+        if self._rollback.has_begun:
+            self._rollback()
+
+    def settle(self) -> None:
+        """A step on trial is not the plain loop's."""
+        owner = self._owner()
+        if self._step.ledger.torn is not None or owner is None:
+            return
+        stepper = self._step.round.stepper
+        if stepper is not None and stepper.was_stopped:
+            owner.require_whole()
+        self._rollback.if_applied()
+
+    def release(self) -> None:
+        """Held gradients are the real ones again, too."""
+        self._kept.release(self._step.members.all)
+        self._rollback.stop_watching()
+
+    def _used(self, parameter: torch.Tensor, func: Any) -> None:
+        """An applied parameter, or its gradient, is about to be read or written."""
+        self._step.backwards.let_go()
+        if self._step.ledger.torn is not None:
+            return  # there to be read
+        if func == GET_GRAD and self._scale is not None and not self._scale.taken_off:
+            return  # may be GradScaler: the gradient that is held says what is done with it
+        self._rollback()
+
+    def _used_in_step(self, parameter: torch.Tensor, func: Any) -> None:
+        """``step()`` itself, if it still runs."""
+        if self._step.round.was_stopped and (owner := self._owner()) is not None:
+            owner.end_stopped()
+
+    def _used_gradient(self, operation: str, args: Sequence[Any]) -> None:
+        """A gradient is about to be used that stands in for a kept one."""
+        assert self._scale is not None
+        if operation == UNSCALE and self._kept and self._scale.take_off(args[2]):
+            return
+        self._rollback.if_applied()
+
+    # step() of an optimizer.
+
+    def leave_to_optimizer(self, error: InstepError) -> None:
+        self._rollback()
+
+    def before_step(self, stepper: Stepper, left: AttachedParameters) -> None:
+        step = self._step
+        step.round.begins(stepper, step.ledger)
+        rest: list[AttachedParameter] = []
+        try:
+            self._watch_in_step.take_from(self._watch, (a.get() for a in step.members.applied_by(stepper)))
+            taken = self._judgement.takes_step(stepper)
+            if taken:
+                self._judgement.validate(stepper)
+                rest = self._prepare(stepper, step.members.left_by(stepper))
+            else:
+                step.round.leave_out(stepper)
+                self._hide([(a, g) for a in step.members.of(stepper) if (g := gradient_of(a)) is not None])
+        except Exception:
+            self._watch.take_from(self._watch_in_step, (a.get() for a in step.members.applied_by(stepper)))
+            step.round.is_refused(step.ledger)
+            raise
+        if taken:  # what raises here has written, as step() itself may
+            applied = step.members.applied_by(stepper)
+            self._step_rest(stepper, rest)
+            self._hide(self._kept.pairs(applied))
+            self._leave_alone(stepper, applied)
+
+    def _prepare(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> list[AttachedParameter]:
+        """Nothing was written since backward, and what is about to be written can be put back. Returns what ``step()``
+        cannot step."""
+        step = self._step
+        applied = step.members.applied_by(stepper)
+        try:
+            self._require_as_left(stepper, applied)
+        except InstepError as error:
+            self.tear(error)
+            raise
+        if step.check is not None and applied:
+            self._keep_for_check(step.check, stepper)
+            if (difference := step.check.error(stepper, step.number, applied, groups=False)) is not None:
+                try:
+                    self._rollback()  # now, while it can be
+                    raise difference
+                finally:
+                    del difference  # or it would refer to itself, by way of this frame
+        rest = self._rest_of(stepper, left)
+        self._save_rest(stepper, left)
+        return rest
+
+    def _save_rest(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
+        """What ``step()`` is about to write is rolled back too, if an error or Ctrl-C stops it half way."""
+        if self._raises:
+            return  # again, most likely: what it then leaves is the plain loop's
+        if not is_torchs_own(stepper.optimizer()):
+            self._step.round.remember_settings(stepper)
+        # On the stream that step() will write on.
+        self._rollback.copies.save([a.get() for a in left if gradient_of(a) is not None], stepper.optimizer())
+
+    def _hide(self, gradients: Sequence[tuple[AttachedParameter, torch.Tensor]]) -> None:
+        self._watch_in_step.start(attached.get() for attached, _ in gradients)
+        super()._hide(gradients)
+
+    def step_stopped(self, stepper: Stepper) -> None:
+        """Who is interrupted here does it again."""
+        step = self._step
+        try:
+            step.round.is_ending = True
+            step.round.show(where_none=True)
+            step.round.restore_settings(stopped=True)
+            if self._rollback.copies.devices:
+                self._rollback()
+            self.release()
+            step.passes.clipping.begin()  # what was clipped is what is measured, and clipped, if step() is called again
+            step.ledger.happened(Event.STEP_STOPPED)
+            step.round.takes_step = None
+            step.round.is_gone()
+        finally:
+            step.round.is_ending = False
+
+    def committed(self, stepper: Stepper, applied: AttachedParameters) -> None:
+        members = self._step.members
+        self._rollback.copies.forget(attached.get() for attached in members.of(stepper))
+        for attached in applied:
+            left = self._kept.after_step(attached)
+            with torch._C.DisableTorchFunctionSubclass():
+                attached.get().grad = left
+            members.applied.discard(attached.spec.index)
+            self._kept.forget(attached)
+        self._watch_in_step.stop(attached.get() for attached in members.of(stepper))
+
+    def forget(self) -> None:
+        super().forget()
+        self._kept.forget_all()
+        self._judgement.forget()
+        self._raises = False
+        self._rollback.forget()
+
+
+def _can_be_unscaled(parameter: torch.Tensor) -> bool:
+    # GradScaler refuses half-precision gradients, and coalesces sparse ones first: left to it, and the plain step.
+    gradient = parameter.grad
+    return gradient is not None and not gradient.is_sparse and gradient.dtype != torch.float16

@@ -1,0 +1,601 @@
+"""What has become of each step: its states, the errors that are kept, the parameters and how far each has come."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from threading import get_ident
+from time import perf_counter
+from typing import Protocol
+
+import torch
+
+from instep._optim import local_shard as parts
+from instep._optim.guards import remember_settings
+from instep._optim.parameters import AttachedParameter, AttachedParameters
+from instep._optim.random_numbers import TorchGenerators
+from instep._optim.stepper import Stepper
+from instep._ranks.votes import StepVotes
+from instep._torch.engine import graph_task
+from instep._torch.placeholders import HeldGradient, Placeholder
+from instep._torch.watch import SET_GRAD
+from instep.errors import StepMismatchError, TornStepError
+
+# The states of a step. Everything that may follow upon what stands in these tables; nothing else changes a state.
+#
+# The picture in ``docs/architecture.md`` is drawn from them (``drawing``).
+
+
+class State(Enum):
+    """Of the step that is running, in one attachment."""
+
+    IDLE = "idle"
+    """No gradient of the next step has been offered."""
+    OPEN = "open"
+    """Gradients have been offered. With ``schedule="backward"`` buckets may have been written."""
+    REDO = "redo"
+    """``undo`` has rolled the step back. Its gradients stay, and ``optimizer.step()`` is to do all of it."""
+    STEPPING = "stepping"
+    """An optimizer's ``step()`` runs, and finds what has been left to it."""
+    REDOING = "redoing"
+    """An optimizer's ``step()`` runs, and does all of the step, as in the plain loop."""
+    TORN = "torn"
+    """The step stands on some parameters, or on some ranks, only. Nothing is written until that is accepted."""
+
+
+class Event(Enum):
+    """What happens to a step."""
+
+    OFFERED = "the first final gradient is offered"
+    DROPPED = "nothing was written, and the gradients are not those of a step any more"
+    ROLLED_BACK = "parameters and state are as they were before the step"
+    STEP_BEGINS = "an optimizer's step() is about to update"
+    STEP_REFUSED = "instep has raised in it, before anything was written"
+    STEP_STOPPED = "it raised or was interrupted, and what it had written is rolled back"
+    STEP_RETURNS = "it returns, and other optimizers owe theirs"
+    STEP_IN_VAIN = "it returns, and there was nothing to step"
+    COMMITTED = "it returns, and was the last: the step is taken, or left out"
+    TORE = "it stands in part"
+    GIVEN_UP = "the loop gives it up, or accepts it as it is"
+
+
+_I, _O, _R, _S, _RS, _T = State.IDLE, State.OPEN, State.REDO, State.STEPPING, State.REDOING, State.TORN
+
+# Ctrl-C may come between any two statements of a change, which is then made once more: an event that ends in the state
+# that it finds is legal for that reason.
+TRANSITIONS: Mapping[Event, Mapping[State, State]] = {
+    # A closure may run backward inside of step(), after a first evaluation.
+    Event.OFFERED: {_I: _O, _O: _O, _R: _R, _S: _S, _RS: _RS},
+    Event.DROPPED: {_I: _I, _O: _I, _R: _I, _S: _I},
+    Event.ROLLED_BACK: {_I: _R, _O: _R, _R: _R, _S: _RS, _RS: _RS, _T: _T},
+    Event.STEP_BEGINS: {_I: _S, _O: _S, _R: _RS},
+    Event.STEP_REFUSED: {_I: _I, _O: _O, _R: _R, _S: _O, _RS: _R, _T: _T},
+    Event.STEP_STOPPED: {_I: _R, _O: _R, _R: _R, _S: _R, _RS: _R},
+    # The user's step() may have caught the error that told of a torn step.
+    Event.STEP_RETURNS: {_O: _O, _R: _R, _S: _O, _RS: _R, _T: _T},
+    Event.STEP_IN_VAIN: {_I: _I, _R: _R, _S: _I, _RS: _R, _T: _T},
+    Event.COMMITTED: {_I: _I, _S: _I, _RS: _I, _T: _T},
+    Event.TORE: dict.fromkeys(State, _T),
+    Event.GIVEN_UP: dict.fromkeys(State, _I),
+}
+
+
+class IllegalEventError(AssertionError):
+    """An event that cannot happen in this state: a defect of instep's."""
+
+
+class Machine:
+    """The state of one attachment's steps.
+
+    Attributes:
+        state: changed by ``happened`` alone.
+    """
+
+    __slots__ = ("state",)
+
+    def __init__(self) -> None:
+        self.state = State.IDLE
+
+    def happened(self, event: Event) -> None:
+        """Go to the state that follows upon ``event``.
+
+        Raises:
+            IllegalEventError: none does, from this state. The state stays.
+        """
+        following = TRANSITIONS[event].get(self.state)
+        if following is None:
+            raise IllegalEventError(f"{event.name} ({event.value}) cannot happen to a step that is {self.state.value}")
+        self.state = following
+
+
+def drawing() -> str:
+    """The tables as a state diagram in Mermaid's language, without the events that change nothing."""
+    lines = ["stateDiagram-v2", f"    [*] --> {_I.name}"]
+    changes: dict[tuple[State, State], list[str]] = {}
+    for event, following in TRANSITIONS.items():
+        for state, then in following.items():
+            if state is not then:
+                changes.setdefault((state, then), []).append(event.name)
+    lines += [f"    {one.name} --> {other.name}: {', '.join(names)}" for (one, other), names in changes.items()]
+    return "\n".join(lines)
+
+
+# The first error of a backward, kept while raising it would do harm: inside of a hook, or before DDP's own end.
+
+
+class FirstError:
+    """
+    Attributes:
+        error: the error that is kept; ``None``: nothing has gone wrong.
+    """
+
+    __slots__ = ("error",)
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def keep(self, error: BaseException) -> None:
+        """Something has gone wrong. Errors after the first one follow from it, and are dropped."""
+        self.error = self.error or error
+
+    def forget(self) -> None:
+        self.error = None
+
+    def raise_if_any(self) -> None:
+        """Raise the error with its own type, once."""
+        error, self.error = self.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame, and to all that the loop holds
+
+
+# What is remembered of a step that does not stand on every parameter, or not on every rank, until it is accepted.
+
+
+@dataclass(frozen=True, slots=True)
+class Torn:
+    """
+    Attributes:
+        step: its number, counted from 1.
+        applied: names of the parameters that were updated.
+        cause: what stopped it, without the frames it was raised in: these refer to the model, which this outlives.
+        pending: names of those that were to be, and were not.
+        accepted: how many steps were taken, once it is accepted.
+        in_part: whether this rank may have neither the weights of before nor those of after the step.
+        unsure: names of the parameters of which nobody knows whether they were updated.
+        task: the backward in which it tore, as ``graph_task`` names it; ``None``: outside.
+    """
+
+    step: int
+    applied: Sequence[str]
+    pending: Sequence[str]
+    rank: int
+    cause: BaseException | None
+    accepted: int
+    in_part: bool = False
+    task: int | None = None
+    unsure: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cause", without_frames(self.cause))
+
+    def error(self) -> TornStepError:
+        """A new one each time: whoever catches an error adds frames to it."""
+        return TornStepError(self.step, self.applied, self.pending, self.rank, self.cause, self.unsure)
+
+
+def without_frames(error: BaseException | None) -> BaseException | None:
+    """The same error, without those it was raised in."""
+    if error is None:
+        return None
+    # No constructor runs: its arguments need not be those of the error.
+    copied = type(error).__new__(type(error), *error.args)
+    vars(copied).update(vars(error))
+    return copied
+
+
+# What has become of each step: its state, how many there were, and which one does not stand.
+
+
+class Ledger:
+    """Of one attachment.
+
+    Attributes:
+        machine: the state of the running step.
+        step_count: how many committed steps wrote anything.
+        redo_count: how many steps were rolled back, and left to ``optimizer.step()``.
+        skip_count: how many steps were left out, for a gradient that was not finite.
+        torn: the step that stands in part, until that is accepted.
+        votes: what the ranks say of each step.
+    """
+
+    def __init__(self, votes: StepVotes) -> None:
+        self.machine = Machine()
+        self.step_count = 0
+        self.redo_count = 0
+        self.skip_count = 0
+        self.torn: Torn | None = None
+        self.votes = votes
+
+    def happened(self, event: Event) -> None:
+        self.machine.happened(event)
+
+    @property
+    def redoes(self) -> bool:
+        """Whether ``optimizer.step()`` is to do all of the running step."""
+        return self.machine.state in (State.REDO, State.REDOING)
+
+    def tear(
+        self,
+        number: int,
+        applied: Sequence[str],
+        pending: Sequence[str],
+        cause: BaseException | None,
+        *,
+        accepted: int | None = None,
+        in_part: bool = False,
+        unsure: Sequence[str] = (),
+    ) -> None:
+        """Step ``number`` stands in part. See ``Torn``."""
+        accepted = number if accepted is None else accepted
+        rank, in_part = self.votes.rank(), in_part or bool(unsure)
+        self.torn = Torn(number, applied, pending, rank, cause, accepted, in_part, graph_task(), unsure)
+        self.happened(Event.TORE)
+
+    def torn_error(self, error: Exception) -> Exception:
+        """What to raise of ``error``, which other ranks have found, and has torn the step."""
+        return error if self.torn is None or isinstance(error, StepMismatchError) else self.torn.error()
+
+    def require_whole(self) -> None:
+        """Raise ``TornStepError`` if the last step stands in part."""
+        if self.torn is not None:
+            raise self.torn.error()
+
+    def heard(self, *, wait: bool) -> Exception | None:
+        """What the ranks have found wrong with the last step; ``None`` also where that is known to stand in part."""
+        error = self.votes.heard(wait=wait)
+        return error if self.torn is None else None
+
+    def last_complete_step(self, *, is_open: bool) -> int | None:
+        """The number of the last step if all of it was applied here, else ``None``.
+
+        Args:
+            is_open: whether parameters hold a step that is not committed.
+        """
+        if self.torn is None:
+            return None if is_open else self.step_count
+        return None if self.torn.in_part else self.torn.accepted
+
+    def accept(self) -> None:
+        """Count the torn step, as far as anything of it was written."""
+        assert self.torn is not None
+        self.step_count = self.torn.accepted
+
+    def give_up(self) -> None:
+        """Forget the running step, or the torn one."""
+        self.torn = None
+        self.happened(Event.GIVEN_UP)
+
+
+# The attached parameters, and how far the running step has come with each of them.
+
+
+class StepMembers:
+    """
+    Attributes:
+        steppers: one of each optimizer.
+        offered: the indices of those whose final gradient a source has offered in this step.
+        applied: the indices of those that backward has updated in this step.
+        received: the indices of those of which the parts that other ranks have updated were written here.
+    """
+
+    def __init__(self, steppers: Sequence[Stepper]) -> None:
+        self.steppers = tuple(steppers)
+        self.offered: set[int] = set()
+        self.applied: set[int] = set()
+        self.received: set[int] = set()
+        self._versions: dict[int, int] = {}  # by index, of parameters that were applied: as their update left them
+        self.all = ()
+
+    @property
+    def all(self) -> AttachedParameters:
+        """The attached parameters, in the model's order."""
+        return self._all
+
+    @all.setter
+    def all(self, parameters: Iterable[AttachedParameter]) -> None:
+        self._all = AttachedParameters(parameters)
+        self._at = {attached.spec.index: attached for attached in self._all}
+        self._of = {
+            stepper: AttachedParameters(a for a in self._all if a.stepper is stepper) for stepper in self.steppers
+        }
+
+    def at(self, index: int) -> AttachedParameter:
+        """The one with this place in the plan."""
+        return self._at[index]
+
+    def of(self, stepper: Stepper) -> AttachedParameters:
+        """Those of one optimizer."""
+        return self._of[stepper]
+
+    def apply(self, bucket: AttachedParameters, parameters: Sequence[torch.Tensor]) -> None:
+        """Backward has just updated ``bucket``, which are these ``parameters``."""
+        # Versions first: Ctrl-C may come between the two, and each one that was applied is asked for its version.
+        self._versions.update(zip(bucket.indices, versions_of(parameters), strict=True))
+        self.applied.update(bucket.indices)
+
+    def versions_as_applied(self, applied: AttachedParameters) -> list[int]:
+        """The versions of parameters, as their update in backward left them."""
+        return list(map(self._versions.__getitem__, applied.indices))
+
+    def applied_by(self, stepper: Stepper) -> AttachedParameters:
+        """Those of one optimizer that backward has updated."""
+        applied, mine = self.applied, self._of[stepper]
+        if not applied:
+            return _NONE
+        return mine if applied.issuperset(mine.indices) else AttachedParameters(filter(self.is_applied, mine))
+
+    def left_by(self, stepper: Stepper) -> AttachedParameters:
+        """Those of one optimizer that backward has not updated."""
+        applied, mine = self.applied, self._of[stepper]
+        if not applied:
+            return mine
+        if applied.issuperset(mine.indices):
+            return _NONE
+        return AttachedParameters(a for a in mine if a.spec.index not in applied)
+
+    def is_applied(self, attached: AttachedParameter) -> bool:
+        return attached.spec.index in self.applied
+
+    def is_whole(self, attached: AttachedParameter) -> bool:
+        """Whether all of it was updated, also the parts that other ranks update."""
+        return self.is_applied(attached) and not self._lacks_parts(attached)
+
+    def is_mixed(self, attached: AttachedParameter) -> bool:
+        """Whether this rank's part of it was updated, and other ranks' parts were not."""
+        has_part = attached.shard is not None and not attached.shard.is_empty
+        return has_part and self.is_applied(attached) and self._lacks_parts(attached)
+
+    def _lacks_parts(self, attached: AttachedParameter) -> bool:
+        shard = attached.shard
+        return shard is not None and shard.is_shared and attached.spec.index not in self.received
+
+    def not_applied(self) -> dict[int, torch.Tensor]:
+        """By index: the gradients that backward has left to ``optimizer.step()``."""
+        rest = (a for a in self.all if a.spec.index not in self.applied)
+        return {a.spec.index: gradient for a in rest if (gradient := gradient_of(a)) is not None}
+
+    def with_gradient(self) -> list[AttachedParameter]:
+        return [a for a in self.all if gradient_of(a) is not None]
+
+    def living(self) -> list[torch.Tensor]:
+        """The parameters that are still there."""
+        return [parameter for attached in self.all if (parameter := attached.peek()) is not None]
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        return next(attached.spec.name for attached in self.all if attached.peek() is parameter)
+
+    def forget(self) -> None:
+        """The step is over."""
+        self.offered.clear()
+        self.applied.clear()
+        self.received.clear()
+        self._versions.clear()
+
+
+_NONE = AttachedParameters()
+GradientOf = Callable[[AttachedParameter], torch.Tensor | None]
+
+
+def gradient_of(attached: AttachedParameter) -> torch.Tensor | None:
+    """The gradient in ``.grad``; ``None`` also for a placeholder of one that is gone."""
+    parameter = attached.get()
+    with torch._C.DisableTorchFunctionSubclass():  # instep's own question: nobody who watches need be told
+        gradient = parameter.grad
+    if isinstance(gradient, HeldGradient):
+        parameter.grad = gradient = gradient.use()
+    return None if isinstance(gradient, Placeholder) else gradient
+
+
+def versions_of(parameters: Sequence[torch.Tensor]) -> list[int]:
+    """Of parameters that may be watched: nobody is told."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parts.versions_of(parameters)
+
+
+def first_written(members: AttachedParameters, versions: Sequence[int]) -> AttachedParameter | None:
+    """The first of ``members`` with another version than it had then."""
+    found = versions_of(members.tensors())
+    if found == versions:
+        return None
+    return next(a for a, now, then in zip(members, found, versions, strict=True) if now != then)
+
+
+# One round of ``optimizer.step()``: the calls, of all optimizers that have gradients, that make up one step.
+
+
+class Round:
+    """
+    Attributes:
+        owing: the optimizers with gradients of this step whose ``step()`` has not returned.
+        stepper: of the optimizer whose ``step()`` runs, or was ended by an error that nobody has noticed yet.
+        thread: on which that runs. Other threads may read parameters meanwhile.
+        takes_step: whether the step is taken; ``None``: not known yet.
+        hidden: parameters whose gradient the running ``step()`` is not to find, with the gradient. Parameters are held
+            weakly: a loop that drops its model after a ``step()`` that has raised is to get it freed.
+        is_ending: whether a call that has returned, or was stopped, is being brought to its end.
+    """
+
+    def __init__(self) -> None:
+        self.owing: set[Stepper] = set()
+        self.stepper: Stepper | None = None
+        self.thread: int | None = None
+        self.takes_step: bool | None = None
+        self.hidden: list[tuple[AttachedParameter, torch.Tensor]] = []
+        self.is_ending = False
+        # The call that has returned, with the numbers of steps that are to be once that has been taken note of. Ctrl-C
+        # in the middle of taking note leaves it here, and it is done again: the step stands.
+        self._returned: tuple[Stepper, int, int] | None = None
+        self._draws: TorchGenerators | None = None  # as the loop has left them
+        self._settings: Callable[[], None] | None = None  # puts back what a step that is left out writes
+        self._settings_before: Callable[[], None] | None = None  # the same, of a step that is stopped
+
+    def begins(self, stepper: Stepper, ledger: Ledger) -> None:
+        """``step()`` is about to update."""
+        self.thread = get_ident()
+        self.is_ending = False  # Ctrl-C may have left it so at the last line of the call before
+        self.stepper = stepper  # before the event: who is interrupted in between is known to run
+        ledger.happened(Event.STEP_BEGINS)
+
+    def is_refused(self, ledger: Ledger) -> None:
+        """instep raises in it, and nothing was written."""
+        ledger.happened(Event.STEP_REFUSED)
+        self.stepper = None
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether an error or Ctrl-C has ended the ``step()`` that was begun last, before it was taken note of."""
+        stepper = self.stepper if self._returned is None else self._returned[0]
+        return stepper is not None and stepper.was_stopped
+
+    @property
+    def evaluates_again(self) -> bool:
+        """Whether a ``step()`` that has begun to update has called its closure once more."""
+        return self.stepper is not None and self._returned is None and self.stepper.runs
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.stepper is not None or self._returned is not None
+
+    @property
+    def has_returned_unnoted(self) -> bool:
+        return self._returned is not None
+
+    # Gradients.
+
+    def hide(self, gradients: Sequence[tuple[AttachedParameter, torch.Tensor]]) -> None:
+        """The running ``step()`` finds no gradient of these parameters."""
+        self.hidden.extend(gradients)
+        with torch._C.DisableTorchFunctionSubclass():
+            for attached, _ in gradients:
+                SET_GRAD(attached.get(), None)
+
+    def show(self, *, where_none: bool = False) -> None:
+        """The hidden gradients are the parameters' again: all, or where no other one has been put in the place."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for attached, gradient in self.hidden:
+                parameter = attached.peek()
+                if parameter is not None and not (where_none and parameter.grad is not None):
+                    parameter.grad = gradient
+        self.hidden = []
+
+    # What step() writes beside parameters and their state.
+
+    def leave_out(self, stepper: Stepper) -> None:
+        """The step is left out. ``step()`` writes some things without gradients, too."""
+        self._settings = remember_settings(stepper.optimizer())
+
+    def remember_settings(self, stepper: Stepper) -> None:
+        """The step may be stopped."""
+        self._settings_before = remember_settings(stepper.optimizer())
+
+    def restore_settings(self, *, stopped: bool = False) -> None:
+        """Of a step that was left out; with ``stopped``, of one that was stopped as well."""
+        for settings in (self._settings, self._settings_before if stopped else None):
+            if settings is not None:
+                settings()
+        self._settings = self._settings_before = None
+
+    def keep_draws(self, devices: set[torch.device]) -> None:
+        """What ``step()`` draws is no draw of the loop's."""
+        self._draws = TorchGenerators(devices)
+
+    # How it ends.
+
+    def has_returned(self, stepper: Stepper, ledger: Ledger) -> None:
+        if self._draws is not None:
+            self._draws.restore()
+            self._draws = None
+        if ledger.machine.state not in (State.STEPPING, State.REDOING, State.TORN):
+            ledger.happened(Event.STEP_BEGINS)  # Ctrl-C has come in ``begins``
+        self._returned = stepper, ledger.step_count + 1, ledger.skip_count + 1
+
+    def end(self, take_note: Callable[[Stepper, int, int], None]) -> None:
+        """Take note of a call that has returned, if there is one, with the numbers of the step. ``take_note`` says
+        ``is_noted`` when it has; where Ctrl-C ends it before, it is called again at the next use."""
+        if self._returned is None or self.is_ending:
+            return
+        try:
+            self.is_ending = True
+            take_note(*self._returned)
+        finally:
+            self.is_ending = False
+
+    def is_noted(self) -> None:
+        self._returned = None
+
+    def is_gone(self) -> None:
+        """No call runs any more, nor is one to be taken note of. Others may still be owed."""
+        self.stepper = self._returned = self._draws = self._settings = self._settings_before = None
+        self.hidden = []
+
+    def forget(self) -> None:
+        """The step is over."""
+        self.owing.clear()
+        self.takes_step = None
+        self.is_gone()
+
+
+# Who listens to what runs when.
+
+
+class Recorder(Protocol):
+    """Told what ran when, on the thread that it ran on: ``kind`` is ``"step"`` for the update of these parameters,
+    ``"communication"`` for their gradients on their way between ranks, which any thread tells, or ``"waiting"`` for
+    either. Times are ``perf_counter`` seconds."""
+
+    def __call__(self, kind: str, names: Sequence[str], start: float, end: float) -> None: ...
+
+
+# How long the loop was held up by its steps, and how long updates ran beside it: counted for each bucket.
+
+
+class StepTimes:
+    """From one commit to the next, by the host's clock.
+
+    Attributes:
+        exposed: seconds within ``optimizer.step()`` and of waiting for updates, before the last commit; ``None``: there
+            was none.
+        outside: seconds of updates outside of ``optimizer.step()``, less those in which they were waited for.
+    """
+
+    def __init__(self) -> None:
+        self.exposed: float | None = None
+        self.outside = 0.0
+        self._began: float | None = None
+        self._in_step = 0.0
+        self._waited = 0.0
+        self._ran: list[float] = []  # by any thread
+
+    def step_begins(self) -> None:
+        self._began = perf_counter()
+
+    def step_returns(self) -> None:
+        if self._began is not None:
+            self._in_step += perf_counter() - self._began
+            self._began = None
+
+    def ran(self, started: float) -> None:
+        """An update that began then has ended."""
+        self._ran.append(perf_counter() - started)
+
+    def waited(self, started: float) -> None:
+        """An update was waited for, from then on."""
+        if self._began is None:  # else it is a part of step()
+            self._waited += perf_counter() - started
+
+    def committed(self) -> None:
+        ran, self._ran = self._ran, []
+        self.exposed, self.outside = self._in_step + self._waited, max(0.0, sum(ran) - self._waited)
+        self._in_step = self._waited = 0.0

@@ -1,0 +1,264 @@
+"""The step that runs in one attachment, with those who take part in it."""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+
+from instep._gradients.clipping import Clipping
+from instep._gradients.scaling import Named, Policy, ask_if_finite, nonfinite_error
+from instep._optim.memory import Owners
+from instep._optim.parameters import AttachedParameter
+from instep._optim.random_numbers import KeyedDraws
+from instep._optim.shadow import asks_for_state
+from instep._optim.stepper import Stepper
+from instep._ranks.votes import StepVotes
+from instep._step.accumulation import Accumulation
+from instep._step.checking import Check
+from instep._step.deferral import Gains
+from instep._step.norms import Losses, Passes
+from instep._step.state import GradientOf, Ledger, Round, StepMembers, StepTimes
+from instep._step.streams import StepStreams
+from instep._torch.engine import Backwards
+from instep.errors import InstepError, UnsupportedOptimizerError
+
+# Whether a step is taken, where its gradients may hold NaN or infinity: all ranks give one answer.
+
+
+class Agreement:
+    """
+    Attributes:
+        policy: ``"allow"`` asks nobody.
+    """
+
+    def __init__(self, policy: Policy, votes: StepVotes) -> None:
+        self.policy = policy
+        self._votes = votes
+
+    def takes_step(self, number: int, gradients: Named) -> bool:
+        """Whether step ``number``, with these gradients of this rank, is taken. All ranks must ask; waits for them.
+
+        Raises:
+            NonFiniteGradientError: the policy is ``"raise"``, and a gradient of some rank is not finite.
+        """
+        if self.policy == "allow":
+            return True
+        rank = ask_if_finite(gradients, self._votes, number)
+        if rank is not None and self.policy == "raise":
+            raise nonfinite_error(gradients, rank, "Nothing of the step was applied")
+        return rank is None
+
+
+# The step that runs in one attachment, and those who take part in it.
+
+
+class RunningStep:
+    """
+    Attributes:
+        members: the parameters, and how far the step has come with each.
+        ledger: its state, and what became of the steps before it.
+        round: its calls of ``optimizer.step()``.
+        passes: its backwards, if the norm is taken in one of its own, and the clipping.
+        accumulation: its micro-batches.
+        streams: on which buckets are stepped.
+        backwards: those that were seen to begin.
+        check: the comparison with a plain step, in the first ones; ``None``: none was asked for.
+        times: how long it takes the loop.
+        freed_bytes: of gradients that backward has freed before ``optimizer.step()``, in all steps.
+        has_gradients: whether sources have offered gradients since the last step, or, with ``schedule="forward"``, a
+            backward was seen to begin.
+        draws: with ``random="keyed"``: what updates draw from.
+        lock: held while gradients are offered and applied. On accelerators the engine runs one thread per device, each
+            of which may complete a bucket.
+    """
+
+    def __init__(
+        self,
+        members: StepMembers,
+        votes: StepVotes,
+        accumulation: Accumulation,
+        clipping: Clipping,
+        check: Check | None,
+    ) -> None:
+        self.members = members
+        self.ledger = Ledger(votes)
+        self.round = Round()
+        self.passes = Passes(clipping, members)
+        self.accumulation = accumulation
+        self.streams = StepStreams()
+        self.backwards = Backwards()
+        self.check = check
+        self.times = StepTimes()
+        self.freed_bytes = 0
+        self.has_gradients = False
+        self.draws: KeyedDraws | None = None
+        self.lock = threading.RLock()
+
+    @property
+    def number(self) -> int:
+        """Of this step, counted from 1."""
+        return self.ledger.step_count + 1
+
+    @property
+    def checks(self) -> bool:
+        """Whether this step is compared with a plain one."""
+        return self.check is not None and self.check.due
+
+    def tear_last(self, cause: BaseException) -> None:
+        """The last step was committed here, and is not known to stand on the other ranks. Here it is whole: what other
+        ranks have updated of it was written when all had said that they had."""
+        self.ledger.tear(self.ledger.step_count, [a.spec.name for a in self.members.all], [], cause)
+
+    def count_gradients(self, stepper: Stepper, gradient_of: GradientOf) -> None:
+        """``optimizer.step()`` finds gradients that no source has offered, or that were left to it: they make a step,
+        too, unless no backward is known of, and the call only asks for state."""
+        found = [(a.stepper, g) for a in self.members.all if (g := gradient_of(a)) is not None]
+        first = self.ledger.step_count == 0
+        if self.has_gradients or not asks_for_state(stepper.optimizer(), (g for _, g in found), first=first):
+            self.has_gradients = bool(found)
+            self.round.owing.update(one for one, _ in found)
+
+    def require_keys(self, stepper: Stepper) -> None:
+        """With ``random="keyed"``: raise if ``optimizer.step()`` finds a gradient of a parameter that has no key."""
+        if not stepper.is_keyed:
+            return
+        known = {id(a.peek()) for a in self.members.of(stepper)}
+        for index, group in enumerate(stepper.optimizer().param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in known and parameter.grad is not None:
+                    raise UnsupportedOptimizerError(
+                        f"random='keyed': {stepper.name}.param_groups[{index}] holds a parameter of shape "
+                        f"{tuple(parameter.shape)} that is not in the model. It has no name there, and so its draws no "
+                        "key. Give it to an optimizer of its own, or put it into the model"
+                    )
+
+    def keep_draws(self, stepper: Stepper) -> None:
+        """With ``random="keyed"``: ``optimizer.step()`` is about to run, and finds no gradient. Some draw even so."""
+        if stepper.is_keyed:
+            self.round.keep_draws({a.spec.device for a in self.members.of(stepper)})
+
+    def forget(self) -> None:
+        """The step is over, or was none."""
+        self.members.forget()
+        self.round.forget()
+        self.has_gradients = False
+        self.passes.forget()
+        if self.check is not None:
+            self.check.forget()
+        for stepper in self.members.steppers:
+            stepper.abort()
+
+
+class HoldsStep:
+    """What others ask a schedule about the step that runs in it."""
+
+    _step: RunningStep
+
+    @property
+    def parameters(self) -> tuple[AttachedParameter, ...]:
+        """Those that are attached, in the model's order."""
+        return self._step.members.all
+
+    @parameters.setter
+    def parameters(self, parameters: tuple[AttachedParameter, ...]) -> None:
+        self._step.members.all = parameters
+
+    @property
+    def step_count(self) -> int:
+        return self._step.ledger.step_count
+
+    @step_count.setter
+    def step_count(self, count: int) -> None:
+        self._step.ledger.step_count = count
+
+    @property
+    def redo_count(self) -> int:
+        return self._step.ledger.redo_count
+
+    @property
+    def skip_count(self) -> int:
+        return self._step.ledger.skip_count
+
+    @property
+    def times(self) -> StepTimes:
+        return self._step.times
+
+    @property
+    def freed_bytes(self) -> int:
+        return self._step.freed_bytes
+
+    @property
+    def streams(self) -> StepStreams:
+        return self._step.streams
+
+    @property
+    def backwards(self) -> Backwards:
+        """Those that were seen to begin."""
+        return self._step.backwards
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        return self._step.lock
+
+    @property
+    def draws(self) -> KeyedDraws | None:
+        return self._step.draws
+
+    def draw_by(self, seed: int) -> None:
+        """From now on each update draws by its key, with this seed."""
+        self._step.draws = KeyedDraws(seed, partial(getattr, self._step.ledger, "step_count"))
+        for stepper in self._step.members.steppers:
+            stepper.draws = self._step.draws
+
+    def backward(self, loss: Losses, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:
+        """One backward does, where nothing is measured before it steps."""
+        torch.autograd.backward(loss, gradient)
+
+    def before_load(self, model: str) -> None:
+        """The model's ``load_state_dict()`` is called. Where nothing is written in backward, that may be."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether it must know of parameters that are replaced or added, and of threads."""
+        return True
+
+    @property
+    def deferral(self) -> str | None:
+        """Whether steps are put off, and why: that is not the question."""
+        return None
+
+    @property
+    def gains(self) -> Gains | None:
+        """What the loop could gain by another schedule: nobody looks."""
+        return None
+
+    def lost(self, error: InstepError) -> None:
+        """The loop does what the schedule cannot follow."""
+        try:
+            raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame
+
+    def stop(self, error: InstepError) -> None:
+        """Backward has written nothing."""
+        try:
+            raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame
+
+    def backward_failed(self) -> None:
+        """Backward has begun nothing of the step."""
+
+    def divides(self, owners_in_views: Owners) -> None:
+        """Gradients may be views of buckets: that does not matter where none is put off."""
+
+    def begin_on_device(self) -> None:
+        """A backward has come to an output of the model: on an accelerator another thread may run it."""
+        self.backwards.begin(self.parameters[0].spec.device)
+
+    def let_go_of_backwards(self) -> None:
+        """Return once a backward that raised has ended on every device."""
+        self.backwards.let_go()

@@ -1,0 +1,384 @@
+"""Autograd's engine: the running backward, and the order in which everything that waits for its end is called."""
+
+import _thread
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from enum import Enum, IntEnum, auto
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.autograd.graph import Node
+
+# What torch.compile sees of instep: it traces the hooks of modules and optimizers, and where a compiled function calls
+# ``backward()``, each function that autograd calls.
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def untraced(function: Function) -> Function:
+    """``function``, run as it is inside of what was compiled, with all that it calls.
+
+    Not for the forward hooks of modules: a model could not be compiled as one graph with them.
+    """
+    disable: Any = torch.compiler.disable  # which has no types
+    return disable(function)  # type: ignore[no-any-return]
+
+
+class Traced:
+    """A hook that says whether torch.compile has traced it, and with it the ``step()`` that it was registered for.
+
+    It does nothing else and uses none of its arguments: torch.compile makes few versions of one function, and gives up.
+    """
+
+    __slots__ = ("yes",)
+
+    def __init__(self) -> None:
+        self.yes = False  # set by the compiled code, each time
+
+    def __call__(self, *_: object) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            self.yes = True
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is being recorded: all that is launched for a step is to be in it, on the loop's stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class Compiles(Protocol):
+    def before_compile(self) -> None:
+        """torch.compile is about to trace a function, whose arguments it has, and has not looked at yet."""
+
+
+_listening: "weakref.WeakSet[Compiles]" = weakref.WeakSet()
+
+
+def listen(to: Compiles) -> None:
+    """Have ``to`` told before torch.compile traces a function. Held weakly."""
+    _listening.add(to)
+    callback = sys.modules.get("torch._dynamo.callback")  # else nothing was compiled yet
+    # ``torch._dynamo.on_compile_start`` registers for good; ``torch._dynamo.reset()`` may let go of it.
+    if callback is not None and _tell not in callback.callback_handler.start_callbacks:
+        callback.on_compile_start(_tell)
+
+
+def _tell(*_: object) -> None:
+    for one in list(_listening):
+        one.before_compile()
+
+
+# The five things instep asks of the autograd engine that have no public name.
+#
+# torch's own code (DDP, FSDP, ``register_multi_grad_hook``) uses three; the fourth is the name of the engine's threads,
+# the fifth says whether it runs what torch has compiled.
+# ``tests/unit/test_engine.py``, for the names ``tests/accelerator/test_host.py``, fail clearly when torch changes them.
+
+
+_NO_GRAPH_TASK = -1
+
+
+def graph_task() -> int | None:
+    """The number of the backward this thread is running, ``None`` outside of one. Never used twice."""
+    task = torch._C._current_graph_task_id()
+    return None if task == _NO_GRAPH_TASK else task
+
+
+def is_of_backward(native_id: int) -> bool:
+    """Whether this thread is the engine's own, which runs an accelerator's backwards. False where nobody tells."""
+    try:
+        name = Path(f"/proc/self/task/{native_id}/comm").read_text()
+    except OSError:  # not Linux, or the thread has ended
+        return False
+    return name.startswith("pt_autograd")
+
+
+def runs(node: Node) -> bool:
+    """Whether the running backward comes to ``node``. Backwards that are nested in it (reentrant checkpointing) are
+    others. False for a parameter that ``autograd.grad`` was asked about, which gets no ``.grad``."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # of a leaf that autograd.grad was asked about
+        return False
+
+
+_expected: dict[int, int] = {}
+"""By ``id`` of each ``EndOfBackward`` that is still to be called or dropped: the number of its backward."""
+
+_LET_GO_SECONDS = 10.0
+"""How long a backward is waited for that another thread of the loop's may be running: a mistake, told of later."""
+
+
+class _Unsaid:
+    """What is to be done for one backward that raised, of which nobody but the loop's thread may do it."""
+
+    __slots__ = ("__weakref__", "failed")
+
+    def __init__(self) -> None:
+        self.failed: list[Callable[[], None]] = []
+
+    def say(self) -> None:
+        while self.failed:
+            failed = self.failed.pop(0)  # before: what is done may come to let_go() again
+            try:
+                failed()
+            except KeyboardInterrupt:
+                self.failed.insert(0, failed)  # what Ctrl-C has cut short is done again
+                raise
+
+
+_unsaid: "weakref.WeakValueDictionary[int, _Unsaid]" = weakref.WeakValueDictionary()
+"""By number of each backward that a ``Backwards`` has seen to begin on an accelerator."""
+_making_ends = threading.Lock()
+
+
+class Backwards:
+    """Those of one attachment that were seen to begin.
+
+    On an accelerator each device has a thread of the engine's, which may let go of a backward that raised only when
+    the exception has reached the loop. The loop may be clearing gradients by then, and torch does not bear two threads
+    at one ``.grad``: what is left to be done waits for ``let_go``.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: dict[int, _Unsaid] = {}
+
+    def begin(self, device: torch.device) -> None:
+        """The running backward has come to something on ``device``."""
+        task = graph_task()
+        if device.type != "cpu" and task is not None:  # on the CPU the engine's thread is the loop's
+            with _making_ends:
+                self._tasks[task] = _unsaid.setdefault(task, _Unsaid())
+
+    def let_go(self) -> None:
+        """Return when nothing will be heard of them any more, unless one is running. Ends that the engine's own thread
+        has dropped are told here that they failed."""
+        if not self._tasks or graph_task() is not None:
+            return
+        last = time.monotonic() + _LET_GO_SECONDS
+        while not self._tasks.keys().isdisjoint(_expected.copy().values()) and time.monotonic() < last:
+            time.sleep(0.0001)
+        for unsaid in list(self._tasks.values()):
+            unsaid.say()
+        self._tasks.clear()
+
+
+class EndOfBackward:
+    """One end of the running backward: called once the backward has ended, dropped without a call when the backward
+    raises.
+
+    Whatever keeps it must be freed by the engine together with the backward. On CPU the engine frees a failed
+    backward's callbacks before the exception reaches Python, so ``failed`` has run by the time the user's ``except``
+    clause does. On an accelerator ``Backwards.let_go`` waits for that, and calls it where the engine's own thread was
+    the last to have the callbacks.
+    """
+
+    __slots__ = ("_end", "_failed")
+
+    def __init__(self, end: Callable[[], None], failed: Callable[[], None]) -> None:
+        self._end = end
+        _expected[id(self)] = torch._C._current_graph_task_id()
+        self._failed: Callable[[], None] | None = failed
+
+    def run(self) -> None:
+        """An end that raises has noted what it was to note. Ctrl-C may have come before it could: ``failed`` is called,
+        too, when this is dropped."""
+        try:
+            self._end()
+        except Exception:
+            self._is_over()
+            raise
+        self._is_over()
+
+    def _is_over(self) -> None:
+        self._failed = None
+        _expected.pop(id(self), None)
+
+    @untraced
+    def __call__(self) -> None:
+        self.run()
+
+    @untraced
+    def __del__(self) -> None:
+        failed = getattr(self, "_failed", None)  # Ctrl-C may have come while this was made
+        if failed is None:
+            return
+        try:
+            unsaid = _unsaid.get(_expected.get(id(self), _NO_GRAPH_TASK))
+            if unsaid is not None and is_of_backward(threading.get_native_id()):
+                unsaid.failed.append(failed)
+            else:
+                failed()
+        except KeyboardInterrupt:  # which is lost here, and would be in what is left of this call
+            failed()
+            _thread.start_new_thread(_interrupt, (sys._getframe().f_code,))
+        finally:
+            _expected.pop(id(self), None)
+
+
+def _interrupt(dropping: CodeType) -> None:
+    """Ctrl-C again, in the main thread, once ``dropping`` runs there no more: in it, it would be lost again."""
+    main = threading.main_thread().ident
+    while main is not None and dropping in _codes(sys._current_frames().get(main)):
+        time.sleep(0.001)
+    _thread.interrupt_main()
+
+
+def _codes(frame: FrameType | None) -> Iterator[CodeType]:
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
+
+
+def is_compiled() -> bool:
+    """Whether the running backward is one that torch has compiled (compiled autograd). torch has no public name for
+    that: ``torch.compiler.is_compiling`` is of a function that is traced."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "in_compiled_autograd_region", False))
+
+
+def call_at_end(callback: Callable[[], None]) -> None:
+    """Have the engine call ``callback`` after the running backward's last node, on the thread that called
+    ``backward()``: behind the callbacks that are in its queue by then.
+
+    An exception in it surfaces from ``backward()`` with its own type. The engine frees all callbacks with the backward,
+    called or not.
+    """
+    queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
+    queue_callback(callback)
+
+
+# The running backward: in which order everything that waits for its end is called.
+
+
+class Phase(IntEnum):
+    """When an end is called, after the backward's last node. Ends of one phase are called in the order of asking."""
+
+    BEFORE_DDP = 0
+    """Nothing else has run but the ends of torch's own that were asked for earlier, such as FSDP2's. A DDP instance
+    asks for its end right after it has handed over its last bucket: an end that is asked for at that bucket is called
+    before DDP's. ``.grad`` must stay as DDP's hooks have left it, and nothing may be raised."""
+    AFTER_DDP = 1
+    """The ends of DDP and FSDP have run: ``.grad`` is theirs no more, and errors may be raised."""
+    SETTLED = 2
+    """Every source has handed over its gradients and raised its errors: the books of this backward are closed, and an
+    optimizer that steps itself does so."""
+    LAST = 3
+    """Nothing of instep's is left to run in this backward: recorders note when it ended."""
+
+
+class _Turn(Enum):
+    """What the engine will do next about the phases of a backward."""
+
+    NONE = auto()
+    """All that was asked for has been called."""
+    IDLE = auto()
+    """A turn is in the engine's queue, and will call nothing."""
+    DUE = auto()
+    """A turn is in the engine's queue, and will call the ends of the earliest phase that has any."""
+    RUNNING = auto()
+
+
+class Backward:
+    """One run of the engine, from when ``current`` was first asked for it. A backward that reentrant checkpointing
+    nests in another has an object of its own.
+
+    The engine calls what it has been given in order, at the end of its queue too: each phase is one turn in that
+    queue, and a turn asks for the next one. DDP asks for its own end while gradients arrive, or (``static_graph``) in a
+    callback. So a turn that was in the queue already when an end was asked for calls nothing: DDP's end may be behind
+    it.
+
+    It may be kept: the ends are the engine's alone (``_Ends``).
+    """
+
+    __slots__ = ("_ends", "_turn")
+
+    def __init__(self, task: int) -> None:
+        ends = _Ends(self, task)
+        self._ends = weakref.ref(ends)
+        self._turn = _Turn.IDLE
+        call_at_end(ends)
+
+    def at(self, phase: Phase, end: Callable[[], None], failed: Callable[[], None] = lambda: None) -> None:
+        """Call ``end`` in ``phase`` of this backward, or ``failed`` if the backward, or an end before this one, raises.
+
+        To be called while the backward runs, or by one of its ends: one that an end asks for in its own phase is called
+        in that phase. An exception in ``end`` surfaces from ``backward()`` with its own type.
+        """
+        if phase is Phase.BEFORE_DDP:
+            call_at_end(EndOfBackward(end, failed))
+            if self._turn is _Turn.DUE:
+                self._turn = _Turn.IDLE
+            return
+        self._asked()[EndOfBackward(end, failed)] = phase
+        if self._turn is _Turn.NONE:
+            call_at_end(self._take_turn)
+        if self._turn is not _Turn.RUNNING:
+            self._turn = _Turn.IDLE
+
+    @untraced
+    def _take_turn(self) -> None:
+        due, self._turn = self._turn is _Turn.DUE, _Turn.RUNNING
+        if due:
+            phase = min(self._asked().values())
+            while (end := self._next(phase)) is not None:
+                end.run()
+        self._turn = _Turn.DUE if self._asked() else _Turn.NONE
+        if self._turn is _Turn.DUE:
+            call_at_end(self._take_turn)
+
+    def _next(self, phase: Phase) -> EndOfBackward | None:
+        for end, asked in self._asked().items():
+            if asked is phase:
+                del self._asked()[end]
+                return end
+        return None
+
+    def _asked(self) -> "dict[EndOfBackward, Phase]":
+        # Never in a variable: the traceback of an exception would keep it, and with it the ends from being dropped.
+        ends = self._ends()
+        assert ends is not None, "the engine keeps it while this backward runs"
+        return ends.asked
+
+
+class _Ends:
+    """Keeps the ends of a backward. Nothing but the engine keeps this: where the backward raises, they are dropped.
+
+    Attributes:
+        asked: in the order of asking, in which a ``dict`` lets go of them, too.
+    """
+
+    __slots__ = ("__weakref__", "_backward", "_task", "asked")
+
+    def __init__(self, backward: Backward, task: int) -> None:
+        self.asked: dict[EndOfBackward, Phase] = {}
+        self._backward = backward
+        self._task = task
+
+    def __call__(self) -> None:
+        self._backward._take_turn()
+
+    def __del__(self) -> None:
+        _running.pop(getattr(self, "_task", -1), None)  # Ctrl-C may have come while this was made
+
+
+_running: dict[int, Backward] = {}
+"""By number, as ``graph_task`` has it: those whose ends the engine keeps."""
+_making = threading.RLock()
+
+
+def current() -> Backward:
+    """The backward that this thread runs. ``RuntimeError`` outside of one."""
+    task = torch._C._current_graph_task_id()
+    backward = _running.get(task)
+    if backward is None:
+        with _making:  # on accelerators the engine runs one thread for each device
+            backward = _running.get(task)
+            if backward is None:
+                backward = _running[task] = Backward(task)
+    return backward

@@ -1,0 +1,375 @@
+"""Makes it known when somebody uses a parameter, or asks an optimizer for its ``state``, whoever holds a reference."""
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from instep._torch.lifetime import WeakMethod
+
+# Makes it known when somebody uses a parameter in Python, whoever holds a reference to it.
+#
+# A watched parameter's ``__class__`` is a subclass of its own class with a ``__torch_function__``, as torch's lazy
+# parameters change theirs when they get a shape (``torch/nn/parameter.py``, ``UninitializedTensorMixin``). Every torch
+# function, method and attribute that is given the parameter passes through it first. The object itself, its identity,
+# hash and autograd node stay as they are. What reads memory without asking torch is not seen: an alias made before
+# (``detach()``, a NumPy array), a graph that has saved the tensor (its version counter tells).
+
+
+Used = Callable[[torch.Tensor, Any], None]
+"""Called with a watched parameter and the torch function that is about to use it, before it does."""
+
+_grad: Any = torch.Tensor.grad
+GET_GRAD = _grad.__get__
+"""What a reader of ``.grad`` calls."""
+SET_GRAD = _grad.__set__
+"""What a writer of ``.grad`` calls. Under ``DisableTorchFunctionSubclass`` nobody is told of either."""
+_DELETE_GRAD = _grad.__delete__
+_ABOUT_GRAD = frozenset({GET_GRAD, SET_GRAD, _DELETE_GRAD})
+
+_PROPERTIES = (
+    "_backward_hooks",
+    "_grad_fn",
+    "_post_accumulate_grad_hooks",
+    "_version",
+    "device",
+    "dtype",
+    "grad_dtype",
+    "grad_fn",
+    "is_cpu",
+    "is_cuda",
+    "is_leaf",
+    "is_meta",
+    "is_mkldnn",
+    "is_mps",
+    "is_nested",
+    "is_quantized",
+    "is_sparse",
+    "is_sparse_csr",
+    "is_xpu",
+    "itemsize",
+    "layout",
+    "name",
+    "names",
+    "nbytes",
+    "ndim",
+    "output_nr",
+    "requires_grad",
+    "retains_grad",
+    "shape",
+)
+_METHODS = (
+    "__hash__",
+    "__len__",
+    "dim",
+    "element_size",
+    "get_device",
+    "is_complex",
+    "is_contiguous",
+    "is_floating_point",
+    "is_inference",
+    "is_same_size",
+    "is_signed",
+    "ndimension",
+    "nelement",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "size",
+    "storage_offset",
+    "stride",
+)
+_FUNCTIONS = (
+    torch.is_complex,
+    torch.is_floating_point,
+    torch.is_inference,
+    torch.is_same_size,
+    torch.numel,
+)
+_WITHOUT_VALUES = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in _PROPERTIES if hasattr(torch.Tensor, name)]
+    + [getattr(torch.Tensor, name) for name in _METHODS]
+    + [torch.Tensor.requires_grad.__set__, *_FUNCTIONS]  # type: ignore[attr-defined]
+)
+
+
+class Watch:
+    """Watches parameters until told to stop.
+
+    Args:
+        values: a method, called before the values of a watched parameter are read or written; ``None``: that is of
+            no interest.
+        gradient: the same for its ``.grad`` being read or replaced.
+    """
+
+    def __init__(self, values: Used | None = None, gradient: Used | None = None) -> None:
+        # Weakly: the owner of these methods owns the watch.
+        self._values = None if values is None else WeakMethod(values)
+        self._gradient = None if gradient is None else WeakMethod(gradient)
+        self._classes: dict[type, type] = {}
+        self._made: dict[type, type] = {}  # the other way round
+
+    def start(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            cls = type(parameter)
+            made = self._classes.get(cls)
+            if made is not None:
+                parameter.__class__ = made
+            elif not issubclass(cls, _Watched):
+                parameter.__class__ = self._watched(cls)
+
+    def stop(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            plain = self._made.get(type(parameter))
+            if plain is not None:
+                parameter.__class__ = plain
+
+    def take_from(self, other: "Watch", parameters: Iterable[torch.Tensor]) -> None:
+        """Watch those of ``parameters`` that ``other`` watches, in its place."""
+        for parameter in parameters:
+            plain = other._made.get(type(parameter))
+            if plain is not None:
+                parameter.__class__ = self._classes.get(plain) or self._watched(plain)
+
+    def used(self, parameter: torch.Tensor, func: Any, about_grad: bool) -> None:
+        ref = self._gradient if about_grad else self._values
+        call = None if ref is None else ref()
+        if call is not None:
+            call(parameter, func)
+
+    def _watched(self, cls: type) -> type:
+        names = {
+            "_plain": cls,
+            "_watch": weakref.ref(self),
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+        }
+        if _LOCAL in vars(cls):  # a DTensor: torch reads and replaces its local tensor without a torch function
+            names[_LOCAL] = _watched_attribute(vars(cls)[_LOCAL])
+        elif cls in (torch.Tensor, torch.nn.Parameter):
+            names["grad"] = _WATCHED_GRAD
+        made = self._classes[cls] = type(cls.__name__, (_Watched, cls), names)
+        self._made[made] = cls
+        return made
+
+
+_LOCAL = "_local_tensor"
+_silent = threading.local()
+
+
+@contextmanager
+def nobody_told() -> Iterator[None]:
+    """What this thread does in it is no use of a watched parameter: its values are about to be replaced."""
+    before = getattr(_silent, "on", False)
+    try:
+        _silent.on = True
+        with torch._C.DisableTorchFunctionSubclass():
+            yield
+    finally:
+        _silent.on = before
+
+
+def _watched_attribute(slot: Any) -> property:
+    def tell(parameter: torch.Tensor) -> None:
+        watch = parameter._watch() if isinstance(parameter, _Watched) else None
+        if watch is not None and not getattr(_silent, "on", False):
+            watch.used(parameter, slot, False)
+
+    def read(parameter: torch.Tensor) -> Any:
+        tell(parameter)
+        return slot.__get__(parameter)
+
+    def write(parameter: torch.Tensor, value: Any) -> None:
+        tell(parameter)
+        slot.__set__(parameter, value)
+
+    return property(read, write)
+
+
+def _get_grad(parameter: "_Watched") -> torch.Tensor | None:
+    parameter._tell_of_grad(GET_GRAD)
+    with torch._C.DisableTorchFunctionSubclass():
+        found: torch.Tensor | None = GET_GRAD(parameter)
+        return found
+
+
+def _set_grad(parameter: "_Watched", gradient: torch.Tensor | None) -> None:
+    parameter._tell_of_grad(SET_GRAD)
+    with torch._C.DisableTorchFunctionSubclass():
+        SET_GRAD(parameter, gradient)
+
+
+def _delete_grad(parameter: "_Watched") -> None:
+    parameter._tell_of_grad(_DELETE_GRAD)
+    with torch._C.DisableTorchFunctionSubclass():
+        _DELETE_GRAD(parameter)
+
+
+# Every loop reads and clears .grad of every parameter: a property takes a fifth of the time of a torch function.
+_WATCHED_GRAD = property(_get_grad, _set_grad, _delete_grad)
+
+
+class _Watched(torch.Tensor):
+    _plain: type
+    _watch: Callable[[], Watch | None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        about_grad = func in _ABOUT_GRAD
+        # Most loops read and clear .grad between steps, of every parameter.
+        if func in _WITHOUT_VALUES or (about_grad and cls._is_its_own(args)):
+            if about_grad and (owner := cls._watch()) is not None:
+                owner.used(args[0], func, about_grad)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        watched = list(_watched_in((args, kwargs)))
+        for parameter in watched:
+            # The same one may stand there twice.
+            watch = parameter._watch() if isinstance(parameter, _Watched) else None
+            if watch is not None:
+                watch.used(parameter, func, about_grad)
+        # As it would run without anybody watching: other classes among the arguments have a say.
+        still = [(p, type(p)) for p in watched if isinstance(p, _Watched) and p._watch() is not None]
+        for parameter in watched:
+            _unwatch(parameter)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for parameter, as_watched in still:
+                parameter.__class__ = as_watched
+
+    def _tell_of_grad(self, func: Any) -> None:
+        if not torch._C._is_torch_function_enabled():
+            return  # instep's own question
+        watch = self._watch()
+        if watch is not None:
+            watch.used(self, func, True)
+
+    @classmethod
+    def _is_its_own(cls, args: tuple[Any, ...]) -> bool:
+        """Whether its ``.grad`` is read, or replaced by a plain tensor or nothing: no other class has a say in that."""
+        return type(args[0]) is cls and (len(args) == 1 or args[1] is None or type(args[1]) is torch.Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self.detach()  # the values are about to be read
+        watched = type(self)
+        _unwatch(self)  # or the copy would be watched too
+        try:
+            return copy.deepcopy(self, memo)
+        finally:
+            self.__class__ = watched
+
+
+def plain_type(parameter: torch.Tensor) -> type:
+    """Its class, as it is when nobody watches."""
+    return parameter._plain if isinstance(parameter, _Watched) else type(parameter)
+
+
+def _unwatch(parameter: torch.Tensor) -> None:
+    if isinstance(parameter, _Watched):
+        parameter.__class__ = parameter._plain
+
+
+def _watched_in(values: Any) -> Iterator[Any]:
+    if isinstance(values, _Watched):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _watched_in(value)
+    elif isinstance(values, dict):
+        yield from _watched_in(list(values.values()))
+
+
+# Makes it known when somebody asks an optimizer for its ``state``, as ``watch`` does for parameters: meanwhile the
+# optimizer's class is a subclass of its own with a property.
+
+
+class StateWatch:
+    """Watches optimizers until told to stop.
+
+    Args:
+        used: a method, called before ``state`` is read, replaced or copied.
+    """
+
+    def __init__(self, used: Callable[[Optimizer], None]) -> None:
+        self._used = WeakMethod(used)  # its owner owns the watch
+        self._classes: dict[type, type] = {}
+
+    def start(self, optimizer: Optimizer) -> None:
+        cls = type(optimizer)
+        if not issubclass(cls, _Waiting):
+            if cls not in self._classes:
+                names = {"_plain": cls, "_used": self._used, "__module__": cls.__module__}
+                self._classes[cls] = type(cls.__name__, (_Waiting, cls), {**names, "__qualname__": cls.__qualname__})
+            optimizer.__class__ = self._classes[cls]
+
+    def stop(self, optimizer: Optimizer) -> None:
+        _unwatch_state(optimizer)
+
+
+def class_of(optimizer: Optimizer) -> type[Optimizer]:
+    """Its class, as it is when nobody watches."""
+    return optimizer._plain if isinstance(optimizer, _Waiting) else type(optimizer)
+
+
+class _Waiting:
+    _plain: Any
+    _used: Any
+
+    def __init_subclass__(cls) -> None:
+        """The class that is watched need not know of this one."""
+
+    @contextmanager
+    def _told(self) -> Iterator[Any]:
+        """Itself, as its own class. The watch goes on after that if its owner has not stopped it."""
+        used = self._used()
+        if used is not None:
+            used(self)
+        watched = type(self)
+        _unwatch_state(self)
+        try:
+            yield self
+        finally:
+            if used is not None and issubclass(watched, _Waiting):
+                self.__class__ = watched
+
+    @property
+    def state(self) -> Any:
+        with self._told() as plain:
+            return plain.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        with self._told() as plain:
+            plain.state = value
+
+    @state.deleter
+    def state(self) -> None:
+        with self._told() as plain:
+            del plain.state
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with self._told() as plain:
+            return plain.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with self._told() as plain:
+            return copy.deepcopy(plain, memo)
+
+    def __copy__(self) -> Any:
+        with self._told() as plain:
+            return copy.copy(plain)
+
+
+def _unwatch_state(optimizer: Any) -> None:
+    if isinstance(optimizer, _Waiting):
+        optimizer.__class__ = optimizer._plain

@@ -1,0 +1,138 @@
+"""What the methods of an attachment do: a recording, one rank's state on all ranks, numbers for a log."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from instep._optim.parameters import Plan
+from instep._ranks.collectives import broadcast_json, resync
+from instep._ranks.votes import StepVotes
+from instep._step.schedule import Schedule
+from instep._step.state import Recorder
+from instep._wiring.build import Parts
+from instep._wiring.weak_refs import living_parameters
+from instep.errors import InstepError
+from instep.options import Options
+
+if TYPE_CHECKING:
+    from instep.recording import Recording
+
+
+# A recording of a loop begins: with what is recorded in words, and who is told of buckets.
+
+
+Described = tuple[str, dict[str, str], list[list[str]], dict[str, int] | None]
+Listen = Callable[[Recorder | None], None]
+
+
+def record_plain(model: nn.Module, optimizers: Sequence[Optimizer], steps: int) -> "Recording":
+    """Of a loop whose steps are torch's."""
+    return _recording(model, optimizers, steps, lambda: ("plain", {}, [], None), lambda recorder: None)
+
+
+def record_attached(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    steps: int,
+    options: Options,
+    plan: Callable[[], Plan],
+    listen: Listen,
+) -> "Recording":
+    """``plan`` is asked when the recording is described, ``listen`` takes the recorder of buckets."""
+    return _recording(model, optimizers, steps, lambda: _described(options, plan()), listen)
+
+
+def _described(options: Options, plan: Plan) -> Described:
+    said = options.said()
+    label = ", ".join(f"{name}={value}" for name, value in said.items())
+    buckets = [[spec.name for spec in bucket.parameters] for bucket in plan.buckets]
+    gradients = {spec.name: spec.nbytes for bucket in plan.buckets for spec in bucket.parameters}
+    return f"instep, {label}", said, buckets, gradients
+
+
+def _recording(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    steps: int,
+    described: Callable[[], Described],
+    listen: Listen,
+) -> "Recording":
+    from instep.recording import Recording  # imports torch.profiler
+    from instep.recording.recording import describe
+
+    return Recording(model, optimizers, steps, lambda batch: describe(model, optimizers, batch, *described()), listen)
+
+
+# One rank's model, optimizers and number of steps on all ranks of an attachment.
+
+
+def resync_from(parts: Parts, rank: int) -> None:
+    """Take everything from ``rank``, and give up the step that is open or torn here. All ranks must call this."""
+    model, wrapped = parts.held.model(), parts.held.living_wrappers()
+    if model is None or not wrapped or parts.sharding is not None or parts.zero is not None:
+        raise InstepError(
+            "resync_from() needs a whole copy of model and optimizer on every rank: DistributedDataParallel or "
+            "replicate, without shard_state. Load a checkpoint instead"
+        )
+    group: dist.ProcessGroup = wrapped[0].process_group
+    ranks = dist.get_process_group_ranks(group)
+    if rank not in ranks:
+        raise InstepError(f"resync_from({rank!r}): the ranks that share this model are {ranks}")
+    draws = parts.schedule.draws
+    told = [parts.schedule.last_complete_step(), None if draws is None else draws.earlier]
+    step, earlier = broadcast_json(told, group, ranks.index(rank))
+    if step is None:
+        raise InstepError(
+            f"resync_from({rank}): the last step was applied only in part on that rank. Name one where it was "
+            "applied as a whole, or load a checkpoint"
+        )
+    parts.schedule.forget(gradients=True)
+    parts.votes.forget()
+    resync(model, parts.held.optimizers(), group, ranks.index(rank))
+    for stepper in parts.held.steppers:
+        if stepper.home is not None:
+            stepper.home.pin()
+    parts.schedule.step_count = step
+    if draws is not None and earlier is not None:
+        draws.earlier = earlier
+
+
+# An attachment in numbers, for a log, and as a table, for a notebook.
+
+
+Stats = dict[str, int | float]
+
+
+def stats_of(schedule: Schedule, votes: StepVotes) -> Stats:
+    """Times are left out before the first step, and on accelerators, whose work the host's clock does not show."""
+    found: Stats = {
+        "steps": schedule.step_count,
+        "redos": schedule.redo_count,
+        "skips": schedule.skip_count,
+        "votes": votes.count,
+        "freed_bytes": schedule.freed_bytes,
+    }
+    times = schedule.times
+    if times.exposed is not None and all(p.device.type == "cpu" for p in living_parameters(schedule)):
+        found["exposed_ms"] = 1000 * times.exposed
+        found["outside_ms"] = 1000 * times.outside
+    return found
+
+
+def table_of(title: str, rows: Mapping[str, object] | Iterable[tuple[str, object]]) -> str:
+    """HTML that needs nothing else."""
+    pairs = rows.items() if isinstance(rows, Mapping) else rows
+    lines = "".join(
+        f'<tr><th style="text-align:left">{escape(str(name))}</th>'
+        f'<td style="text-align:left">{escape(_shown(value))}</td></tr>'
+        for name, value in pairs
+    )
+    return f'<table><caption style="text-align:left">{escape(title)}</caption><tbody>{lines}</tbody></table>'
+
+
+def _shown(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,296 @@
+"""What ``torch.profiler`` saw, in the terms of a recording: what ran when, and whose the memory is."""
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from instep.report.spans import BUCKETS, GRADIENTS, Allocation, Memory, Span, curve, pair
+
+# What ``torch.profiler`` saw, in the terms of a recording.
+
+
+Event = dict[str, Any]
+
+NODE = "autograd::engine::evaluate_function: "
+ACCUMULATION = NODE + "torch::autograd::AccumulateGrad"
+STEP = "Optimizer.step#"
+
+_BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "c10::complex<float>": 8}
+
+
+class Change(NamedTuple):
+    """Memory that was allocated, or freed if ``nbytes`` is negative."""
+
+    time: float
+    address: int
+    nbytes: int
+    thread: int
+
+
+class Trace:
+    """Events of a trace that ``torch.profiler`` exported.
+
+    Args:
+        offset: what ``perf_counter`` is behind the time of day, in seconds. All times given out are the former's.
+    """
+
+    def __init__(self, path: Path, offset: float) -> None:
+        document = json.loads(path.read_bytes())
+        self._zero = document["baseTimeNanoseconds"] / 1e9 - offset
+        self._events: list[Event] = [event for event in document["traceEvents"] if "ts" in event]
+
+    def time(self, event: Event) -> float:
+        return float(self._zero + event["ts"] / 1e6)
+
+    def nodes(self) -> list[float]:
+        """When a node of a graph began to run in a backward, in order."""
+        return sorted(self.time(event) for event in self._named(NODE))
+
+    def accumulations(self) -> list[Span]:
+        """In which a gradient came to a parameter."""
+        return [self._span("accumulation", "", event) for event in self._named(ACCUMULATION)]
+
+    def steps(self) -> list[Span]:
+        """Calls of ``optimizer.step()``."""
+        return [self._span("step", "optimizer.step()", event) for event in self._named(STEP)]
+
+    def communication(self) -> list[Span]:
+        """Collectives under way. Those of integers are left out: gradients and parameters are not."""
+        found = []
+        for event in self._events:
+            if event.get("ph") != "X":
+                continue
+            name = event["name"]
+            if name.startswith("gloo:"):
+                nbytes = _nbytes(event.get("args", {}))
+                if nbytes is not None:
+                    said = f"{name.removeprefix('gloo:')}, {nbytes / 2**10:,.1f} KiB"
+                    found.append(self._span("communication", said, event))
+            elif event.get("cat") == "kernel" and "nccl" in name.lower():
+                found.append(self._span("communication", name, event))
+        return found
+
+    def memory(self) -> Iterator[Change]:
+        """In order of time."""
+        changes = []
+        for event in self._events:
+            if event["name"] == "[memory]":
+                found = event["args"]
+                changes.append(Change(self.time(event), found["Addr"], found["Bytes"], event["tid"]))
+        return iter(sorted(changes))
+
+    def shown(self, zero: float) -> list[Event]:
+        """All operations, for a trace viewer, in microseconds since ``zero``."""
+        kept = []
+        for event in self._events:
+            if event.get("ph") == "X" and event.get("cat") not in ("Trace", None) and isinstance(event["tid"], int):
+                ts = 1e6 * (self.time(event) - zero)
+                kept.append({key: event[key] for key in ("ph", "cat", "name", "tid", "dur")} | {"ts": ts})
+        return kept
+
+    def _named(self, prefix: str) -> Iterator[Event]:
+        return (event for event in self._events if event.get("ph") == "X" and event["name"].startswith(prefix))
+
+    def _span(self, kind: str, name: str, event: Event) -> Span:
+        start = self.time(event)
+        return Span(kind, name, start, start + event["dur"] / 1e6, event["tid"])
+
+
+def _nbytes(arguments: dict[str, Any]) -> int | None:
+    """Of what was communicated; ``None`` if none of it is of floating-point numbers."""
+    total = None
+    for kind, dims in zip(arguments.get("Input type", ()), arguments.get("Input Dims", ()), strict=False):
+        for name, shape in [(kind, dims)] if isinstance(kind, str) else zip(kind, dims, strict=False):
+            if name in _BYTES:
+                total = (total or 0) + _BYTES[name] * _product(shape)
+    return total
+
+
+def _product(shape: Iterable[int]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+class Phases:
+    """Which of some spans a moment lies in, by thread. Of nested ones the innermost."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self._by_thread: dict[int, list[Span]] = {}
+        for span in sorted(spans, key=lambda span: span.start):
+            self._by_thread.setdefault(span.thread, []).append(span)
+        self._starts = {thread: [span.start for span in found] for thread, found in self._by_thread.items()}
+
+    def at(self, time: float, thread: int) -> Span | None:
+        spans: Sequence[Span] = self._by_thread.get(thread, ())
+        for number in range(bisect_right(self._starts.get(thread, []), time) - 1, -1, -1):
+            if spans[number].end >= time:
+                return spans[number]
+        return None
+
+
+# Whose the memory is.
+
+
+PARAMETERS, STATE = "parameters", "optimizer state"
+_MADE_IN = {
+    "forward": "activations",
+    "backward": "temporaries of backward",
+    "step": "temporaries of the step",
+    "waiting": "temporaries of backward",
+    None: "other",
+}
+
+
+def held_before(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, int]:
+    """Bytes of the model, its gradients, and the state of its optimizers. Other tensors are not counted."""
+    by_address: dict[int, tuple[str, int]] = {}
+    ddp_bytes, in_ddp = _buckets(model)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        _count(by_address, tensor, PARAMETERS)
+    for optimizer in optimizers:
+        for tensor in tensors_in_state(optimizer):
+            _count(by_address, tensor, STATE)
+    for parameter in model.parameters():
+        # instep's placeholders have no memory; a view of a bucket is counted with it.
+        if type(parameter.grad) is torch.Tensor and id(parameter) not in in_ddp:
+            _count(by_address, parameter.grad, GRADIENTS)
+    nbytes = {BUCKETS: ddp_bytes}
+    for category, size in by_address.values():
+        nbytes[category] = nbytes.get(category, 0) + size
+    return nbytes
+
+
+def _buckets(model: nn.Module) -> tuple[int, set[int]]:
+    """The bytes of DDP's buckets, and the parameters whose gradients are views of them."""
+    nbytes, views = 0, set()
+    for ddp in model.modules():
+        if isinstance(ddp, DistributedDataParallel):
+            for name, parameter in ddp.module.named_parameters():
+                if parameter.requires_grad and name not in ddp.parameters_to_ignore:
+                    nbytes += parameter.numel() * parameter.element_size()
+                    if ddp.gradient_as_bucket_view:
+                        views.add(id(parameter))
+    return nbytes, views
+
+
+def tensors_in_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for values in list(optimizer.state.values()):
+        if isinstance(values, dict):
+            yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+
+
+def state_beside_parameters(optimizers: Sequence[Optimizer]) -> dict[int, int]:
+    """Where the state of the optimizers lies now, on the device of its parameter, and how many bytes are there."""
+    found: dict[int, int] = {}
+    for optimizer in optimizers:
+        for parameter, values in list(optimizer.state.items()):
+            for tensor in values.values() if isinstance(values, dict) else ():
+                if isinstance(tensor, torch.Tensor) and tensor.device == getattr(parameter, "device", None):
+                    found.update(storages(tensor))
+    return found
+
+
+def _count(by_address: dict[int, tuple[str, int]], tensor: torch.Tensor, category: str) -> None:
+    for address, nbytes in storages(tensor):
+        by_address.setdefault(address, (category, nbytes))
+
+
+def storages(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor
+    if isinstance(local, torch.Tensor) and local.layout is torch.strided and not local.is_meta:
+        storage = local.untyped_storage()
+        if storage.nbytes():
+            yield storage.data_ptr(), storage.nbytes()
+
+
+class Note(NamedTuple):
+    """A gradient that was about to be accumulated."""
+
+    time: float
+    address: int
+
+
+class GradientNotes:
+    """Where gradients lie, told by hooks on parameters until ``stop``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.notes: list[Note] = []
+        self._handles = []
+        for parameter in model.parameters():
+            # FSDP sets the gradients of its shards itself.
+            if parameter.requires_grad and parameter.is_leaf and not hasattr(parameter, "to_local"):
+                self._handles.append(parameter.register_hook(self._note))
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, gradient: torch.Tensor) -> None:
+        if type(gradient) is torch.Tensor:
+            for address, _ in storages(gradient):
+                self.notes.append(Note(perf_counter(), address))
+
+
+def memory_of(
+    trace: Trace,
+    spans: Sequence[Span],
+    held: Mapping[str, int],
+    notes: GradientNotes,
+    state: Mapping[int, int],
+    window: tuple[float, float],
+) -> Memory:
+    """The curve of what is alive in ``window``.
+
+    Args:
+        spans: in which memory is made: a category by their kind.
+        state: the optimizers' state in the end, as ``state_beside_parameters`` has it. What was made meanwhile on a
+            thread that the profiler does not follow is taken to have been there from the beginning.
+    """
+    phases, accumulations = Phases(spans), Phases(trace.accumulations())
+    allocations = pair(
+        (change.time, change.address, change.nbytes, _category(change.time, change.thread, phases, accumulations))
+        for change in trace.memory()
+    )
+    gradients = _noted(allocations, notes.notes)
+    known = []
+    for number, allocation in enumerate(allocations):
+        if number in gradients:
+            allocation = replace(allocation, category=GRADIENTS)
+        elif allocation.end is None and allocation.address in state and allocation.nbytes > 0:
+            allocation = replace(allocation, category=STATE)
+        known.append(allocation)
+    seen = sum(allocation.nbytes for allocation in known if allocation.category == STATE)
+    before = held.get(STATE, 0)
+    return curve(known, {**held, STATE: max(before, sum(state.values()) - seen)}, *window)
+
+
+def _category(time: float, thread: int, phases: Phases, accumulations: Phases) -> str:
+    span = phases.at(time, thread)
+    if span is not None and span.kind == "backward" and accumulations.at(time, thread) is not None:
+        return GRADIENTS
+    return _MADE_IN.get(None if span is None else span.kind, "other")
+
+
+def _noted(allocations: Sequence[Allocation], notes: Sequence[Note]) -> set[int]:
+    """Which of the allocations are gradients."""
+    by_address: dict[int, list[int]] = {}
+    for number, allocation in enumerate(allocations):
+        by_address.setdefault(allocation.address, []).append(number)
+    found = set()
+    for note in notes:
+        for number in by_address.get(note.address, ()):
+            allocation = allocations[number]
+            if allocation.start <= note.time and (allocation.end is None or note.time <= allocation.end):
+                found.add(number)
+    return found

@@ -1,0 +1,397 @@
+"""How a source is told of DDP's buckets: by a process group in the reducer, or by its one communication hook."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed import GradBucket
+from torch.distributed.distributed_c10d import Work
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from instep._torch.engine import untraced
+from instep._torch.hooks import UntracedHook
+from instep._torch.placeholders import Placeholder
+from instep.comm_hooks import cast_mean_allreduce
+from instep.errors import AttachError
+from instep.sources.ddp.buckets import (
+    BucketListener,
+    Divisor,
+    GradientsAside,
+    buckets_of,
+    refuse_manual_finalization,
+    slices_of,
+    value_of,
+)
+
+# The process group of DDP's reducer, which tells a source of each bucket that is reduced in it.
+#
+# A communication hook is told of buckets too. But it costs a pass over all gradients: with a hook the reducer copies
+# and leaves it to the hook to divide, without one it divides as it copies. And a hook stays for good.
+
+
+Future = torch.futures.Future[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SentBucket:
+    """A bucket, in the terms of the ``torch.distributed.GradBucket`` that a communication hook is given, and that
+    Python cannot make."""
+
+    _index: int
+    _parameters: Sequence[torch.Tensor]
+    _last: bool
+    _buffer: torch.Tensor
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[torch.Tensor]:
+        return list(self._parameters)
+
+    def is_last(self) -> bool:
+        return self._last
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """A bucket of the reducer's, which there is as long as ``storage`` is."""
+
+    index: int
+    parameters: Sequence[torch.Tensor]
+    last: bool
+    storage: StorageWeakRef
+
+
+class ReducerGroup(dist.ProcessGroup):
+    """Stands in the place of DDP's process group in its reducer, and hands on all that the reducer asks of it.
+
+    Three private names of torch's are needed. ``DistributedDataParallel`` itself has ``Reducer._update_process_group``
+    to change the number of ranks, and ``Reducer._get_zeros_like_grad_buckets`` for ``join()``.
+    ``_create_work_from_future`` is for process groups that are written in Python; a ``Work`` that is written in Python
+    would not do, since torch 2.6 does not ask such a one for its future.
+    ``tests/distributed/test_reducer_group.py`` fails clearly when torch changes them.
+
+    Args:
+        source: is told of each bucket. The reducer has divided it already.
+    """
+
+    comm_hook = None
+
+    def __init__(self, ddp: DistributedDataParallel, source: BucketListener) -> None:
+        _init: Any = super().__init__  # torch's annotation lacks this one
+        _init(ddp.process_group.rank(), ddp.process_group.size())
+        self.source = source
+        self._group = ddp.process_group
+        self._ddp = weakref.ref(ddp)
+        self._buckets: dict[tuple[torch.device, int], _Known] = {}
+        self._rebuilt: bool | None = None
+        self._handle: RemovableHandle | None = None
+
+    @staticmethod
+    def fits(ddp: DistributedDataParallel) -> bool:
+        """Whether the reducer of ``ddp`` divides by itself, and shows its buckets: not with sparse gradients."""
+        if not hasattr(ddp, "reducer") or ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"):
+            return False
+        try:
+            buckets_of(ddp)
+        except RuntimeError:
+            return False
+        return True
+
+    def connect(self) -> None:
+        ddp = self._ddp()
+        assert ddp is not None
+        self._look(ddp)
+        ddp.reducer._update_process_group(self)
+        self._handle = ddp.register_forward_hook(UntracedHook(self._after_forward))
+
+    def disconnect(self) -> None:
+        ddp = self._ddp()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+            if ddp is not None:
+                ddp.reducer._update_process_group(ddp.process_group)
+
+    def before_backward(self) -> None:
+        """A backward begins: look for the reducer's buckets again, if it has made new ones since the forward. Some
+        libraries that wrap DDP have it do so (Lightning). In the middle of backward it does not show them."""
+        ddp = self._ddp()
+        if ddp is not None and any(known.storage.expired() for known in self._buckets.values()):
+            self._look(ddp)
+
+    # What the reducer calls: in a forward or backward of what was compiled, too, where torch.compile would trace it.
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+        return self._group._get_backend_name()
+
+    @untraced
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]  # the one of its forms
+        known = self._buckets.get((tensors[0].device, tensors[0].data_ptr()))
+        if known is None or known.storage.expired():
+            # Not a bucket that is known: one that was made since, perhaps where another one lay (optimizer.step() will
+            # find its gradients); the counts of which parameters were used; the zeros of a rank that has joined.
+            return self._group.allreduce(tensors, opts)
+        bucket = SentBucket(known.index, known.parameters, known.last, tensors[0])
+        own = self.source.communicate(bucket, self._group, 1)
+        if own is not None:
+            return work_of(own)
+        work = self._reduce(tensors, opts)
+        self.source.launched(bucket, work.get_future())
+        return work
+
+    def _reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
+        return self._group.allreduce(tensors, opts)
+
+    @untraced
+    def broadcast(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]  # the one of its forms
+        return self._group.broadcast(tensors, opts)
+
+    def _after_forward(self, ddp: DistributedDataParallel, args: object, output: object) -> None:
+        if ddp._comm_hooks:
+            raise AttachError(
+                "register_comm_hook was called on an attached DistributedDataParallel: give the hook to "
+                "attach(…, comm_hook=(state, hook)), which runs it before the step"
+            )
+        if ddp._has_rebuilt_buckets != self._rebuilt:
+            self._look(ddp)
+
+    def _look(self, ddp: DistributedDataParallel) -> None:
+        """Note where each of the reducer's buckets lies in memory. The buckets themselves must not be kept: DDP frees
+        them as it makes new ones."""
+        self._rebuilt = ddp._has_rebuilt_buckets
+        self._buckets = {
+            (bucket.buffer().device, bucket.buffer().data_ptr()): _Known(
+                bucket.index(),
+                bucket.parameters(),
+                bucket.is_last(),
+                StorageWeakRef(bucket.buffer().untyped_storage()),
+            )
+            for bucket in buckets_of(ddp)
+        }
+
+
+work_of: Callable[[Future], Work] = _distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
+
+
+# How a source is told of the buckets of a DDP instance: by a process group in the reducer, or by the instance's one
+# communication hook.
+
+
+CommHook = tuple[Any, Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]]
+"""A DDP communication hook with its state, in the order in which ``register_comm_hook`` takes them."""
+
+
+class _HookSlot:
+    """The state of DDP's one communication hook. DDP has no way to take a hook off: the slot stays, and sources come to
+    it and leave it.
+
+    Without a source the hook is the user's own, or the plain mean that DDP computes without one. A copy of a slot is
+    empty: a copy of a DDP instance carries its hooks, and does not register them.
+
+    Attributes:
+        comm_hook: the user's; ``None``: the plain mean.
+        reduce_dtype: what the plain mean is computed and sent in; ``None``: as the gradients are.
+        source: is told of each bucket; ``None``: detached.
+    """
+
+    __slots__ = ("__weakref__", "_ddp", "_divisor", "_views", "comm_hook", "reduce_dtype", "source")
+
+    def __init__(self, ddp: DistributedDataParallel | None = None) -> None:
+        self._ddp = None if ddp is None else weakref.ref(ddp)
+        self._divisor = Divisor()
+        self._views: dict[int, int] = {}
+        self.comm_hook: CommHook | None = None
+        self.reduce_dtype: torch.dtype | None = None
+        self.source: BucketListener | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "_HookSlot":
+        return _HookSlot()
+
+    def __reduce__(self) -> tuple[type["_HookSlot"], tuple[()]]:
+        return _HookSlot, ()
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start the communication of a bucket that DDP has filled, and tell the source."""
+        ddp = None if self._ddp is None else self._ddp()
+        assert ddp is not None, "the reducer that calls this belongs to the DDP instance"
+        if self.comm_hook is None:
+            buffer, divisor = bucket.buffer(), self._divisor(ddp, bucket)
+            if self.reduce_dtype is None and self._divide(ddp, bucket, divisor):
+                divisor = 1  # is left to do
+            own = None if self.source is None else self.source.communicate(bucket, ddp.process_group, divisor)
+            if own is None:
+                future = cast_mean_allreduce(buffer, ddp.process_group, divisor, self.reduce_dtype)
+            else:
+                # DDP takes the future of a hook only if it holds an object of Python's, and a backend's does not.
+                future = own.then(value_of)
+        else:
+            state, hook = self.comm_hook
+            future = hook(state, bucket)
+        if self.source is not None:
+            self.source.launched(bucket, future)
+        return future
+
+    def before_backward(self) -> None:
+        """A backward begins: note which gradients were kept from the last one, and lie in a bucket. The reducer divides
+        such a gradient in place once more was added, and multiplies the others by ``1 / divisor``
+        (``mark_variable_ready_dense``): the last bit differs."""
+        ddp = None if self._ddp is None else self._ddp()
+        if ddp is not None and ddp.gradient_as_bucket_view:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._views = {
+                    id(p): gradient.untyped_storage().data_ptr()
+                    for p in ddp._module_parameters
+                    if (gradient := p.grad) is not None
+                    and not isinstance(gradient, Placeholder)
+                    and not gradient.is_sparse
+                }
+
+    def _divide(self, ddp: DistributedDataParallel, bucket: GradBucket, divisor: int) -> bool:
+        """Divide the bucket as the reducer does without a hook. ``False``: nothing was done, since the reducer
+        multiplies all of this bucket by ``1 / divisor``, as the mean does that follows."""
+        buffer = bucket.buffer()
+        if _divides_at_once(ddp) and not buffer.is_sparse:
+            buffer.div_(divisor)
+            return True
+        if not self._views or buffer.is_sparse:
+            return False
+        parameters, storage = bucket.parameters(), buffer.untyped_storage().data_ptr()
+        kept = [self._views.get(id(p)) == storage for p in parameters]
+        if not any(kept):
+            return False
+        for gradient, was_kept in zip(slices_of(buffer, parameters), kept, strict=True):
+            if was_kept:
+                gradient.div_(divisor)
+            else:
+                gradient.mul_(1.0 / divisor)
+        return True
+
+
+def _divides_at_once(ddp: DistributedDataParallel) -> bool:
+    """Whether the reducer fills a bucket first, and then divides all of it: with an option of torch 2.13."""
+    return bool(getattr(ddp, "batched_grad_copy", False))
+
+
+def _refuse_lazy_views(ddp: DistributedDataParallel) -> None:
+    """With both options DDP (since torch 2.15) multiplies some gradients by ``1 / divisor`` and divides others."""
+    if getattr(ddp, "lazy_bucket_allocation", False) and ddp.gradient_as_bucket_view:
+        raise AttachError(
+            "DistributedDataParallel(lazy_bucket_allocation=True, gradient_as_bucket_view=True) computes the mean in a "
+            "way that is not known here, and shard_state, mixed_precision and sparse gradients need to compute it. "
+            "Build it without one of the two"
+        )
+
+
+_asides: "weakref.WeakKeyDictionary[DistributedDataParallel, GradientsAside]" = weakref.WeakKeyDictionary()
+_slots: "weakref.WeakKeyDictionary[DistributedDataParallel, _HookSlot | ReducerGroup]" = weakref.WeakKeyDictionary()
+
+
+@untraced  # a compiled function may call backward()
+def _communicate(slot: _HookSlot, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return slot.reduce(bucket)
+
+
+def take(
+    ddp: DistributedDataParallel,
+    source: BucketListener,
+    comm_hook: CommHook | None,
+    reduce_dtype: torch.dtype | None,
+    *,
+    divides: bool = False,
+) -> None:
+    """Have ``source`` told of the buckets of ``ddp``.
+
+    DDP's own mean is left to the reducer. Anything else takes DDP's communication hook, which is registered once.
+
+    Args:
+        divides: whether the source itself reduces, and divides.
+    """
+    refuse_manual_finalization(ddp)
+    _take(ddp, source, comm_hook, reduce_dtype, divides)
+    _asides[ddp] = GradientsAside(ddp)
+
+
+def _take(
+    ddp: DistributedDataParallel,
+    source: BucketListener,
+    comm_hook: CommHook | None,
+    reduce_dtype: torch.dtype | None,
+    divides: bool,
+) -> None:
+    slot = _slots.get(ddp)
+    if slot is None:
+        if comm_hook is None and reduce_dtype is None and not divides and ReducerGroup.fits(ddp):
+            group = ReducerGroup(ddp, source)
+            group.connect()
+            _slots[ddp] = group
+            return
+        if comm_hook is None:
+            _refuse_lazy_views(ddp)
+        slot = _HookSlot(ddp)
+        try:
+            ddp.register_comm_hook(slot, _communicate)
+        except RuntimeError as error:
+            raise AttachError(
+                "this DistributedDataParallel already has a communication hook, and DDP takes only one. Build it "
+                "again without register_comm_hook, and give the hook to attach(…, comm_hook=(state, hook)), which "
+                "runs it before the step"
+            ) from error
+        _slots[ddp] = slot
+    elif slot.source is not None:
+        raise AttachError(
+            "this DistributedDataParallel is already attached. Give all its optimizers to one call: "
+            "attach(model, [first, second])"
+        )
+    assert isinstance(slot, _HookSlot), "a ReducerGroup is dropped together with its source"
+    if slot.comm_hook is not None and comm_hook is None and reduce_dtype is not None:
+        raise AttachError(
+            "this DistributedDataParallel keeps the comm_hook of an earlier attach, which decides how gradients "
+            "are sent, so mixed_precision cannot: give comm_hook=(state, hook) again, or build the instance anew"
+        )
+    slot.source = source
+    slot.comm_hook = comm_hook or slot.comm_hook
+    slot.reduce_dtype = reduce_dtype
+
+
+def release(ddp: DistributedDataParallel | None, source: BucketListener) -> None:
+    """Tell ``source`` nothing more. A hook stays, and reduces as before."""
+    slot = None if ddp is None else _slots.get(ddp)
+    if ddp is None or slot is None or slot.source is not source:
+        return
+    _asides.pop(ddp).stop()
+    if isinstance(slot, _HookSlot):
+        slot.source = slot.reduce_dtype = None
+    else:
+        del _slots[ddp]
+        slot.disconnect()
+
+
+def forget_comm_hook(ddp: DistributedDataParallel) -> None:
+    """From now on the mean of ``ddp`` is plain, whatever was asked for."""
+    slot = _slots.get(ddp)
+    if isinstance(slot, _HookSlot):
+        slot.comm_hook = None
+
+
+def before_backward(ddp: DistributedDataParallel | None) -> None:
+    """A backward of ``ddp`` begins: no gradient has changed yet."""
+    slot = None if ddp is None else _slots.get(ddp)
+    if ddp is not None and slot is not None:
+        refuse_manual_finalization(ddp)  # an attribute, which the loop may have set since
+        slot.before_backward()
+
+
+def comm_hook_of(ddp: DistributedDataParallel) -> CommHook | None:
+    """The user's communication hook, which was given to this attachment or an earlier one."""
+    slot = _slots.get(ddp)
+    return None if slot is None else slot.comm_hook

@@ -1,0 +1,118 @@
+"""Gradients that are final once FullyShardedDataParallel (FSDP1) has reduced and sharded them.
+
+FSDP1 never calls hooks on the original parameters. It has one seam: it steps the optimizers that it finds in their
+``_in_backward_optimizers``. (FSDP2, ``fully_shard``, calls the hooks of its parameters: ``LocalSource`` is its
+source.)"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from instep._optim.parameters import AttachedParameter, Bucket, fill_buckets
+from instep._torch.engine import Phase, current
+from instep._torch.hooks import UntracedHook
+from instep._torch.lifetime import weakly
+from instep.errors import AttachError
+from instep.sources import Sink
+
+
+class _InPlaceOfOptimizer:
+    """Stands in the place of an optimizer in ``_in_backward_optimizers``, with the methods that FSDP1 calls
+    (``torch/distributed/fsdp/_runtime_utils.py``, ``_post_backward_use_sharded_grad_views``)."""
+
+    def __init__(self, reduced: UntracedHook, done: UntracedHook) -> None:
+        self._reduced = reduced
+        self._done = done
+
+    def step(self) -> None:
+        self._reduced()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._done()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _InPlaceOfOptimizer, (UntracedHook(None), UntracedHook(None))
+
+
+class FSDP1Source:
+    """The original parameters of FullyShardedDataParallel. Those of one instance are a bucket.
+
+    FSDP1 goes through an instance's parameters one by one, but has reduced all of their gradients by then: at the first
+    parameter all of them are stepped.
+    """
+
+    def __init__(self, sink: Sink, parameters: Sequence[AttachedParameter], wrappers: Sequence[Any]) -> None:
+        self._sink = sink
+        self._parameters = {attached.spec.index: attached for attached in parameters}
+        self._reduced_now: set[int] = set()
+        self._applied: dict[int, AttachedParameter] = {}
+        self._refuse(wrappers)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return fill_buckets("fsdp", (a.spec for a in reversed(self._parameters.values())), bucket_bytes=1)
+
+    def connect(self) -> None:
+        for attached in self._parameters.values():
+            stand_in = _InPlaceOfOptimizer(
+                UntracedHook(weakly(self._reduced, attached.spec.index)),
+                UntracedHook(weakly(self._done, attached.spec.index)),
+            )
+            attached.get()._in_backward_optimizers = [stand_in]  # type: ignore[attr-defined]
+
+    def disconnect(self) -> None:
+        for attached in self._parameters.values():
+            parameter = attached.peek()
+            if parameter is not None and hasattr(parameter, "_in_backward_optimizers"):
+                del parameter._in_backward_optimizers
+
+    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
+        return parameters  # FSDP1 looked for in-backward optimizers at its first forward
+
+    def refresh(self) -> None:
+        """FSDP1 leaves frozen parameters out itself."""
+
+    def before_backward(self) -> None:
+        """Gradients of earlier backwards do not matter here."""
+
+    def begin_step(self) -> None:
+        """Nothing is counted from step to step."""
+
+    def _reduced(self, index: int) -> None:
+        """FSDP1 is about to step this parameter."""
+        if index in self._reduced_now:
+            self._reduced_now.discard(index)
+            return
+        group = self._parameters[index].spec.group
+        members = [a for a in self._parameters.values() if a.spec.group == group and a.get().grad is not None]
+        self._reduced_now = {a.spec.index for a in members} - {index}
+        if self._sink.arrive(members) and self._sink.apply(members):
+            if not self._applied:
+                # FSDP1's own end handles the parameters and their gradients once more.
+                current().at(Phase.AFTER_DDP, self._retire, self._raised)
+            self._applied.update((a.spec.index, a) for a in members)
+        self._sink.raise_failure()
+
+    def _done(self, index: int) -> None:
+        """FSDP1 takes this parameter for stepped. It frees an instance's gradients once no parameter has its own."""
+        if index in self._applied and self._sink.frees_gradients:
+            self._applied[index].get().grad = None
+
+    def _retire(self) -> None:
+        applied = list(self._applied.values())
+        self._applied.clear()
+        self._sink.retire(applied)
+        self._sink.freed(applied)
+        self._sink.streams.join()
+        self._sink.raise_failure()
+
+    def _raised(self) -> None:
+        self._applied.clear()
+        self._sink.backward_raised()
+
+    def _refuse(self, wrappers: Sequence[Any]) -> None:
+        for wrapper in wrappers:
+            if wrapper._is_root is not None:
+                raise AttachError(
+                    "FullyShardedDataParallel decides at its first forward whether parameters are stepped in "
+                    "backward: attach (or register) before it, or use schedule='forward'"
+                )

@@ -1,0 +1,253 @@
+"""One backward of several forwards of an FSDP2 model: each group is gathered once, and its gradients reduced once.
+
+FSDP2 puts a node into the graph of each forward of a group, before the group's inputs. Where backward comes to the
+node, FSDP2 takes the group's backward to be over: it reduces the gradients and frees the gathered weights. In one
+backward of several forwards only the last of a group's nodes may do so. At the others FSDP2 is told, by its public
+switches, neither to reduce nor to free.
+
+Each private name of torch's that is used has a sentence; ``tests/distributed/test_micro_batches_fsdp2.py`` fails
+clearly when torch changes one."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+
+from instep.errors import AccumulationError
+from instep.sources.fsdp.modules import fsdp2_groups, fsdp2_in
+from instep.sources.fsdp.recovery import forget_forwards, noted_forwards
+
+END = "RegisterPostBackwardFunctionBackward"
+"""What FSDP2's node is called. Its ``param_group`` is the group."""
+
+_INSTEAD = "Use overlap.accumulate(), or schedule='forward'"
+
+
+class WideGradient:
+    """A gradient that FSDP2 adds up over micro-batches in another dtype than its parameter's: with mixed precision.
+
+    Args:
+        parameter: FSDP2's own notes of it.
+
+    Attributes:
+        dtype: of the sum.
+    """
+
+    def __init__(self, parameter: Any, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._parameter = parameter
+
+    def keep(self, total: torch.Tensor) -> None:
+        """Put the sum where FSDP2 reduces it from."""
+        if _has_grad_dtype(self._parameter):
+            self._parameter._unsharded_param.grad = total
+        else:  # beside .grad, which has the parameter's dtype
+            self._parameter.unsharded_accumulated_grad = total
+
+
+class OneBackward:
+    """
+    Args:
+        model: ``None``: it is gone.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        modules = [] if model is None else fsdp2_in(model)
+        names = {} if model is None else {module: name for name, module in model.named_modules()}
+        self._states = [cast(Any, module)._get_fsdp_state() for module in modules]
+        # FSDP2's groups, each with the module whose switches it follows, and with a name for it.
+        self._groups: dict[Any, tuple[Any, str]] = {}
+        for module, state in zip(modules, self._states, strict=True):
+            for group in fsdp2_groups(state):
+                self._groups.setdefault(group, (module, repr(names[module] or "the outermost")))
+        self._has_run = False
+        # Of each leaf that is a gathered parameter: its group, and FSDP2's notes of it.
+        self._leaves: dict[torch.Tensor, tuple[Any, Any]] = {}
+        self._switches: list[_Switches] = []
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """A forward runs. FSDP2 notes each, and gathers ahead in backward what was noted before: all but the first of
+        these are forgotten, or it would gather groups again that are done."""
+        noted = noted_forwards(self._states)
+        if not self._has_run:
+            # Those of earlier forwards, too: no backward may have followed.
+            forget_forwards((state, 0) for state, count in noted if count)
+        yield
+        if self._has_run:
+            forget_forwards(noted)
+        self._has_run = True
+
+    def join(
+        self,
+        count: int,
+        nodes: Iterable[tuple[int, Node]],
+        edges: Iterable[tuple[int, Node, torch.Tensor]],
+    ) -> None:
+        """Have the last of each group's nodes end the group's backward.
+
+        Args:
+            count: of micro-batches.
+            nodes: of all graphs, each with the number of its micro-batch.
+            edges: those that lead to a leaf: the number of the micro-batch, the node, the leaf.
+
+        Raises:
+            AccumulationError: the plain loop does not reduce this once.
+        """
+        ends: dict[Any, list[list[Node]]] = {group: [[] for _ in range(count)] for group in self._groups}
+        for number, node in nodes:
+            if node.name() == END:
+                self._ends_of(ends, node)[number].append(node)
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):  # since it was first gathered
+                    self._leaves[parameter._unsharded_param] = group, parameter
+        last_use: dict[Any, list[int | None]] = {group: [None] * count for group in self._groups}
+        for number, node, leaf in edges:
+            if leaf in self._leaves:
+                group, _ = self._leaves[leaf]
+                before = last_use[group][number]
+                place = node._sequence_nr()
+                last_use[group][number] = place if before is None else min(before, place)
+        for group, (module, name) in self._groups.items():
+            _require_one_reduction(name, ends[group], last_use[group], reduces_unused=_reduces_unused(module))
+            self._connect(group, module, [node for each in ends[group] for node in each])
+
+    def restore(self) -> None:
+        """Set the switches to what was found: an error may have come between two hooks of a node."""
+        for switches in self._switches:
+            switches.restore()
+
+    def wide(self, leaf: torch.Tensor, uses: Sequence[int]) -> WideGradient | None:
+        """How FSDP2 adds up the gradient of ``leaf``; ``None``: as autograd does.
+
+        Args:
+            uses: of each micro-batch, how many edges of its graph lead to it.
+
+        Raises:
+            AccumulationError: there is one from before, or the uses of a micro-batch are not added up in one dtype.
+        """
+        if leaf not in self._leaves:
+            return None
+        group, parameter = self._leaves[leaf]
+        name = f"of shape {tuple(leaf.shape)} in FSDP2's group {self._groups[group][1]}"
+        if leaf.grad is not None or parameter.unsharded_accumulated_grad is not None:
+            raise AccumulationError(
+                f"a parameter {name} has a gradient from an earlier backward, which is not reduced yet: "
+                "micro_batches() runs all micro-batches of a step. Run the step with overlap.accumulate()"
+            )
+        return _wide(parameter, name, uses)
+
+    def _ends_of(self, ends: dict[Any, list[list[Node]]], node: Node) -> list[list[Node]]:
+        group = cast(Any, node).param_group
+        if group not in ends:
+            raise AccumulationError(
+                "the losses depend on a model that fully_shard was applied to, and that is not attached: "
+                "micro_batches() would have to reduce its gradients, too. Attach both: attach([model, other], …)"
+            )
+        return ends[group]
+
+    def _connect(self, group: Any, module: Any, nodes: Sequence[Node]) -> None:
+        if len(nodes) < 2:
+            return
+        switches = _Switches(module, group, len(nodes))
+        self._switches.append(switches)
+        for node in nodes:
+            node.register_prehook(switches.before)
+            node.register_hook(switches.after)
+
+
+class _Switches:
+    """A group's: whether FSDP2 reduces its gradients where its backward ends, and frees its weights.
+
+    Args:
+        count: how many of its nodes backward comes to.
+    """
+
+    def __init__(self, module: Any, group: Any, count: int) -> None:
+        self._module = module
+        self._group = group
+        self._count = self._left = count
+        self._found: tuple[bool, bool] | None = None
+
+    def before(self, gradients: object) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._left = self._count  # the next backward of the same graphs
+            return
+        # FSDP2 has a public way to set them, and none to ask for them.
+        self._found = self._group.reduce_grads, self._group.reshard_after_backward
+        self._set(False, False)
+
+    def after(self, inputs: object, outputs: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        if self._found is not None:
+            found, self._found = self._found, None
+            self._set(*found)
+
+    def _set(self, reduces: bool, frees: bool) -> None:
+        self._module.set_requires_gradient_sync(reduces, recurse=False)
+        self._module.set_reshard_after_backward(frees, recurse=False)
+
+
+def _require_one_reduction(
+    name: str, ends: Sequence[Sequence[Node]], last_use: Sequence[int | None], *, reduces_unused: bool
+) -> None:
+    """Raise unless the plain loop reduces a group's gradients once, with those of all micro-batches.
+
+    Args:
+        ends: of each micro-batch, the nodes at which FSDP2 ends the group's backward; none if no input of the group
+            needs a gradient, and FSDP2 ends it with the whole backward.
+        last_use: of each micro-batch, the number of the last node that computes a gradient of the group. Backward comes
+            to higher numbers first.
+    """
+    if last_use[-1] is None and not reduces_unused and any(use is not None for use in last_use):
+        raise AccumulationError(
+            f"FSDP2's group {name} is not used in the last micro-batch, and was in one before: FSDP2 of this torch "
+            f"leaves its gradients unreduced. {_INSTEAD}; a later torch reduces them"
+        )
+    if not any(ends):
+        return
+    if len(ends[-1]) > 1:
+        raise AccumulationError(
+            f"FSDP2's group {name} runs {len(ends[-1])} times in the last micro-batch: the plain loop reduces its "
+            f"gradients as many times, in parts. {_INSTEAD}"
+        )
+    for number, (nodes, use) in enumerate(zip(ends, last_use, strict=True), 1):
+        if use is not None and use < min((node._sequence_nr() for node in nodes), default=use + 1):
+            raise AccumulationError(
+                f"gradients of FSDP2's group {name} are computed in micro-batch {number} after FSDP2 has reduced them: "
+                "its weights are used outside of its forward, or in a forward whose inputs need no gradient, beside "
+                f"one whose inputs do. {_INSTEAD}"
+            )
+
+
+def _reduces_unused(module: Any) -> bool:
+    """Whether FSDP2 reduces what earlier micro-batches have left in a group that the last one does not use. Before
+    torch 2.8 or so it does not. The list of groups came later than that."""
+    return hasattr(module._get_fsdp_state(), "_fsdp_param_groups")
+
+
+def _wide(parameter: Any, name: str, uses: Sequence[int]) -> WideGradient | None:
+    leaf: torch.Tensor = parameter._unsharded_param
+    # In reduce_dtype, or since torch 2.14 or so in what the leaf's grad_dtype says. To a narrower one autograd itself
+    # casts each gradient there.
+    casts = _has_grad_dtype(parameter)
+    dtype: torch.dtype | None = parameter.unsharded_grad_dtype if casts else parameter.reduce_dtype
+    if dtype is None or dtype == leaf.dtype or (casts and dtype.itemsize < leaf.dtype.itemsize):
+        return None
+    if casts and max(uses) > 1:
+        raise AccumulationError(
+            f"a parameter {name} is used several times in a micro-batch, with mixed precision: autograd adds these "
+            f"gradients in {dtype} in the first micro-batch, and in {leaf.dtype} in the others. {_INSTEAD}"
+        )
+    return WideGradient(parameter, dtype)
+
+
+def _has_grad_dtype(parameter: Any) -> bool:
+    return hasattr(type(parameter), "unsharded_grad_dtype")

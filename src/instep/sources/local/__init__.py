@@ -1,1 +1,0 @@
-"""Gradients that are final where autograd has accumulated them."""

@@ -1,0 +1,534 @@
+"""Gradients averaged over ranks in buckets that exist only while they are in flight."""
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from instep._optim.parameters import MIB
+from instep._ranks.collectives import broadcast, communicating
+from instep._step.streams import Makers
+from instep._torch.engine import Phase, current, runs
+from instep._torch.hooks import UntracedHook, nodes_of
+from instep._torch.lifetime import weakly
+from instep._torch.placeholders import Placeholder
+from instep.comm_hooks import mean_allreduce
+from instep.errors import AccumulationError, InstepError
+from instep.sources import InFlightBucket
+from instep.sources.ddp.buckets import slices_of
+
+# Which parameters share a bucket: DDP's own rule, so that sums over ranks are taken in the same order.
+#
+# With three ranks or more the order in which a ring adds depends on where in its buffer an element lies: another layout
+# differs in the last bit.
+
+
+FIRST_BYTES = MIB
+"""The first bucket's size where none is asked for, as in DDP: communication begins early."""
+DEFAULT_MIB = 25
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The buckets, in the order in which they are sent.
+
+    Attributes:
+        buckets: of each the parameters, by their number.
+        agreed: whether this is the order in which gradients arrived on the first rank. Until then it is the model's.
+    """
+
+    buckets: tuple[tuple[int, ...], ...]
+    agreed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSizes:
+    """When a bucket is full, in bytes: the first one of each dtype and device, and those after it."""
+
+    first: int
+    rest: int
+
+    @classmethod
+    def of(cls, bucket_cap_mb: float | None) -> "BucketSizes":
+        """What ``DistributedDataParallel(bucket_cap_mb=…)`` makes of it."""
+        if bucket_cap_mb is None:
+            return cls(FIRST_BYTES, DEFAULT_MIB * MIB)
+        return cls(int(bucket_cap_mb * MIB), int(bucket_cap_mb * MIB))
+
+
+def before_any_backward(
+    parameters: Sequence[torch.Tensor], members: Sequence[int], sparse: frozenset[int], sizes: BucketSizes
+) -> Layout:
+    """Of the parameters numbered ``members``: the model's order backwards, as DDP's with ``find_unused_parameters``."""
+    buckets = sorted(_fill(parameters, members, sparse, sizes), key=min)
+    return Layout(tuple(reversed(buckets)))
+
+
+def as_they_arrived(
+    parameters: Sequence[torch.Tensor], order: Sequence[int], sparse: frozenset[int], sizes: BucketSizes
+) -> Layout:
+    """In the order in which gradients arrived, as DDP's after its first backward."""
+    return Layout(tuple(_fill(parameters, order, sparse, sizes)), agreed=True)
+
+
+def _fill(
+    parameters: Sequence[torch.Tensor], order: Iterable[int], sparse: frozenset[int], sizes: BucketSizes
+) -> list[tuple[int, ...]]:
+    done: list[tuple[int, ...]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    left: dict[tuple[torch.dtype, torch.device], int] = {}
+    for number in order:
+        if number in sparse:
+            done.append((number,))
+            continue
+        parameter = parameters[number]
+        key = parameter.dtype, parameter.device
+        filling.setdefault(key, []).append(number)
+        left[key] = left.get(key, sizes.first) - parameter.numel() * parameter.element_size()
+        if left[key] <= 0:
+            done.append(tuple(filling.pop(key)))
+            left[key] = sizes.rest
+    return [*done, *map(tuple, filling.values())]
+
+
+# A bucket of gradients whose memory is freed with the last of them.
+
+
+class TransientBucket(InFlightBucket[torch.futures.Future[Any]]):
+    """
+    Args:
+        work: of which ``communication`` is the future; ``None``: of a sparse gradient.
+
+    Attributes:
+        numbers: of its parameters.
+        unused: the numbers of those that this rank has no new gradient for.
+    """
+
+    __slots__ = ("_sparse", "_work", "numbers", "unused")
+
+    def __init__(
+        self,
+        members: Sequence[torch.Tensor],
+        communication: torch.futures.Future[Any],
+        work: dist.Work | None,
+        numbers: tuple[int, ...],
+        unused: frozenset[int],
+    ) -> None:
+        super().__init__(members, communication)
+        self._work = work
+        self._sparse = work is None
+        self.numbers = numbers
+        self.unused = unused
+
+    def wait(self) -> None:
+        super().wait()
+        # NCCL's work keeps the bucket's memory until the work itself was waited for, not its future alone.
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+    def put_means(self, used: Set[int]) -> None:
+        """The bucket has arrived: put the mean into ``.grad`` of the members with these numbers, and let go of the
+        bucket. From now on ``.grad`` alone keeps its memory."""
+        for number, parameter, mean in zip(self.numbers, self.members, self._means(), strict=True):
+            if number in used:
+                parameter.grad = mean
+        self.communication = torch.futures.Future()
+
+    def _means(self) -> Sequence[torch.Tensor]:
+        result, dtype = self.communication.value(), self.members[0].dtype
+        if self._sparse:
+            return [result.to(dtype)]
+        return slices_of(result[0].to(dtype.to_real()), self.members)
+
+
+# Gradients averaged over ranks in buckets that exist only while they are in flight.
+#
+# A bucket is made when autograd has accumulated its last gradient and the bucket before it was sent. At most two are in
+# flight: before a third is sent, the oldest one is waited for and handed over. All ranks send the same buckets in the
+# same order, whatever the order in which their own gradients are accumulated.
+
+
+IN_FLIGHT = 2
+"""How many buckets are in flight at once. So many have memory of their own."""
+
+
+class Receiver(Protocol):
+    """A source, as ``TransientBuckets`` sees it: told of averaged gradients during backward. No method may raise, but
+    for ``ended``.
+
+    Attributes:
+        reduce_dtype: what the mean is computed and sent in; ``None``: as the gradients are.
+    """
+
+    reduce_dtype: torch.dtype | None
+
+    def launched(self, parameters: Sequence[torch.Tensor], future: torch.futures.Future[Any]) -> None:
+        """The bucket with the gradients of ``parameters`` was sent."""
+
+    def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
+        """A bucket has arrived: ``.grad`` of ``parameters`` is the mean of all ranks, and final."""
+
+    def ended(self) -> None:
+        """Backward ends: all gradients of it were delivered."""
+
+    def failed(self, error: BaseException) -> None:
+        """A communication failed: nothing more is delivered, and ``backward()`` raises ``error``."""
+
+    def raised(self) -> None:
+        """Backward raises, for whatever reason: nothing more is delivered."""
+
+
+class _Backward:
+    """One backward that reduces: how far each bucket has come.
+
+    Attributes:
+        bucket_of: the number of the bucket of each parameter, by the parameter's number.
+        arrived: the numbers of the parameters whose gradients were accumulated, in that order.
+        missing: how many gradients each bucket still waits for.
+        sent: how many buckets were sent.
+        in_flight: the buckets that were sent and not waited for, in the order of sending.
+        held: the buckets that have arrived, and have parameters that this rank has not used: whether another rank has
+            used them is known at the end of backward.
+        unused: the numbers of all such parameters.
+        use_counts: asks the other ranks at the end of backward.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.bucket_of = {number: place for place, members in enumerate(layout.buckets) for number in members}
+        self.arrived: dict[int, None] = {}
+        self.missing = [len(members) for members in layout.buckets]
+        self.sent = 0
+        self.in_flight: deque[TransientBucket] = deque()
+        self.held: list[TransientBucket] = []
+        self.unused: set[int] = set()
+        self.use_counts: torch.futures.Future[Any] | None = None
+
+    def count(self, number: int) -> None:
+        self.arrived[number] = None
+        self.missing[self.bucket_of[number]] -= 1
+
+    @property
+    def next_is_full(self) -> bool:
+        return self.sent < len(self.missing) and self.missing[self.sent] == 0
+
+
+class TransientBuckets:
+    """The gradients of ``parameters``, averaged over the ranks of ``group`` while backward runs.
+
+    Args:
+        parameters: by name, in the model's order; those that are frozen are left out while they are.
+        sparse: the numbers of those whose gradients are sparse.
+
+    Attributes:
+        receiver: is told of each bucket; ``None``: gradients stay in ``.grad``.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        sparse: frozenset[int],
+        group: dist.ProcessGroup,
+        sizes: BucketSizes,
+    ) -> None:
+        self.receiver: Receiver | None = None
+        self.group = group
+        self._names = [name for name, _ in parameters]
+        self._parameters = [parameter for _, parameter in parameters]
+        self._sparse = sparse
+        self._sizes = sizes
+        self._handles: dict[int, RemovableHandle] = {}
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._trainable: tuple[int, ...] = ()
+        self._reduces = False
+        self._backward: _Backward | None = None
+        self._makers = Makers()
+        # The parameters whose .grad holds a gradient of this rank that was not averaged yet: also one that was
+        # accumulated in no_sync.
+        self._fresh: set[int] = set()
+        self.refresh()
+        # Hooks are on the parameters, which may outlive this: without a ``Replicated`` around it the model is plain.
+        weakref.finalize(self, _remove, self._handles).atexit = False
+
+    @property
+    def buckets(self) -> Iterator[list[nn.Parameter]]:
+        """The parameters of each bucket, as they are now."""
+        return ([self._parameters[number] for number in members] for members in self._layout.buckets)
+
+    def refresh(self) -> None:
+        """Take in parameters that were frozen or unfrozen: on all ranks alike."""
+        trainable = tuple(number for number, p in enumerate(self._parameters) if p.requires_grad)
+        if trainable == self._trainable:
+            return
+        for number in trainable:
+            if number not in self._handles:
+                hook = UntracedHook(weakly(self._accumulated, number))
+                self._handles[number] = self._parameters[number].register_post_accumulate_grad_hook(hook)
+        self._trainable = trainable
+        if trainable not in self._layouts:
+            self._layout = before_any_backward(self._parameters, trainable, self._sparse, self._sizes)
+
+    @property
+    def _layout(self) -> Layout:
+        return self._layouts[self._trainable]
+
+    @_layout.setter
+    def _layout(self, layout: Layout) -> None:
+        self._layouts[self._trainable] = layout
+
+    def after_forward(self, output: object, *, reduces: bool) -> None:
+        """A forward with gradients has returned ``output``.
+
+        Args:
+            reduces: whether the backward from ``output`` averages. In ``no_sync`` gradients only add up.
+        """
+        self._reduces = reduces
+        self.refresh()
+        if reduces:
+            for node in nodes_of(output):
+                # Without the node itself: a hook that refers to its own node keeps the node for good.
+                node.register_prehook(UntracedHook(partial(self._reached, _before(node))))
+
+    # What autograd calls.
+
+    def _reached(self, inputs: Sequence[Node], gradients: object) -> None:
+        """Backward comes to an output of the model. Without this hook a rank whose backward uses none of the parameters
+        would send nothing, and leave the other ranks waiting."""
+        if self._backward is None and self._reduces and self._gives_gradients(inputs):
+            self._begin()
+
+    def _gives_gradients(self, inputs: Sequence[Node]) -> bool:
+        """Whether the running backward, at an output with these ``inputs``, is for ``.grad`` of the parameters.
+        ``autograd.grad`` and ``backward(inputs=…)`` of other tensors are not, and some ranks may run these alone."""
+        mine = [self._parameters[number] for number in self._trainable]
+        with torch._C.DisableTorchFunctionSubclass():  # no value is used: a watched parameter need not notice
+            return any(runs(get_gradient_edge(p).node) for p in mine) or not _lead_to(inputs, mine)
+
+    def _begin(self) -> None:
+        backward = _Backward(self._layout)
+        current().at(Phase.BEFORE_DDP, partial(self._end, backward), partial(self._raised, backward))
+        self._backward = backward  # after that: Ctrl-C in between would leave it to the next backward
+
+    def _accumulated(self, number: int, parameter: torch.Tensor) -> None:
+        if not parameter.requires_grad:
+            return  # frozen since the forward: its gradient was not accumulated
+        self._makers.saw(parameter.device)
+        self._fresh.add(number)
+        if not self._reduces:
+            return
+        if self._backward is None:
+            self._begin()  # the parameter is used outside of the model's forward as well
+        backward = self._backward
+        assert backward is not None
+        place = backward.bucket_of.get(number)
+        if place is None:
+            raise InstepError(
+                f"{self._names[number]!r} got a gradient, and was frozen when the last forward ended: it is in no "
+                "bucket. Freeze and thaw parameters before the forward"
+            )
+        if place < backward.sent:
+            raise AccumulationError(
+                f"a second gradient for {self._names[number]!r} arrived in one backward, when the first was on its way "
+                "to the other ranks. A parameter that reentrant checkpointing visits twice needs use_reentrant=False"
+            )
+        if number in backward.arrived:
+            return
+        backward.count(number)
+        try:
+            while backward.next_is_full:
+                self._send(backward)
+        except BaseException as error:
+            self._fail(backward, error)
+            raise
+
+    def _end(self, backward: _Backward) -> None:
+        if self._backward is not backward:
+            return
+        try:
+            while backward.sent < len(backward.layout.buckets):
+                self._send(backward)
+            backward.use_counts = self._count_uses(backward)
+            while backward.in_flight:
+                self._deliver(backward, backward.in_flight.popleft())
+            self._hand_over_held(backward, backward.use_counts)
+            if not backward.layout.agreed:
+                self._agree_on_order(backward)
+        except BaseException as error:
+            self._fail(backward, error)
+            raise
+        self._backward = None
+        if self.receiver is not None:
+            self.receiver.ended()
+
+    def _raised(self, backward: _Backward) -> None:
+        # Buckets in flight are not waited for: another rank that raised too may never send its part.
+        if self._backward is backward:
+            self._backward = None
+        if self.receiver is not None:
+            self.receiver.raised()
+
+    def _fail(self, backward: _Backward, error: BaseException) -> None:
+        self._backward = None
+        # Buckets in flight are not waited for: they have memory of their own, and what is sent later is behind them.
+        # Once a rank is lost, each of them would take as long as the process group waits.
+        if self.receiver is not None:
+            self.receiver.failed(error)
+
+    # Buckets.
+
+    def _send(self, backward: _Backward) -> None:
+        """Send the next bucket, with zeros in the place of gradients that this rank does not have."""
+        while len(backward.in_flight) >= IN_FLIGHT:
+            self._deliver(backward, backward.in_flight.popleft())
+        numbers = backward.layout.buckets[backward.sent]
+        members = [self._parameters[number] for number in numbers]
+        unused = frozenset(i for i in numbers if i not in self._fresh or _gradient(self._parameters[i]) is None)
+        # On the stream of the gradient that came last: the others may have been made on other streams.
+        self._makers.gather(members[0].device)
+        with torch.no_grad():
+            work = None if numbers[0] in self._sparse else self._reduce(numbers, unused)
+            future = self._reduce_sparse(numbers[0], unused) if work is None else _future_of(work)
+        backward.in_flight.append(TransientBucket(members, future, work, numbers, unused))
+        backward.unused |= unused
+        if self.receiver is not None:
+            self.receiver.launched(members, future)
+        backward.sent += 1
+
+    def _reduce(self, members: Sequence[int], unused: frozenset[int]) -> dist.Work | None:
+        """Fill a bucket, and start its all-reduce. Gradients are multiplied by 1/W before the sum, as DDP's reducer
+        does (``mark_variable_ready_dense``)."""
+        parameters = [self._parameters[number] for number in members]
+        factor = 1.0 / dist.get_world_size(self.group)
+        own = parameters[0].dtype.to_real()
+        dtype = self._reduce_dtype or own
+        size = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
+        flat = torch.empty(size, dtype=own, device=parameters[0].device)
+        for number, parameter, part in zip(members, parameters, slices_of(flat, parameters), strict=True):
+            gradient = _gradient(parameter)
+            if gradient is None:
+                part.zero_()
+            elif gradient.is_sparse:
+                raise InstepError(
+                    f"the gradient of {self._names[number]!r} is sparse, and it is not the weight of an Embedding or "
+                    "EmbeddingBag with sparse=True: replicate cannot tell in time. Make it dense"
+                )
+            elif dtype == own:
+                torch.mul(gradient, factor, out=part)
+            else:
+                part.copy_(gradient)
+            if number not in unused:
+                parameter.grad = None
+        if dtype != own:
+            flat = flat.to(dtype).mul_(factor)
+        work: dist.Work | None = dist.all_reduce(flat, group=self.group, async_op=True)
+        return work
+
+    def _reduce_sparse(self, number: int, unused: frozenset[int]) -> torch.futures.Future[Any]:
+        parameter = self._parameters[number]
+        gradient = _gradient(parameter)
+        if gradient is None:
+            rows, *rest = parameter.shape
+            nothing = torch.empty(1, 0, dtype=torch.int64), parameter.new_empty(0, *rest)
+            gradient = torch.sparse_coo_tensor(*nothing, (rows, *rest), device=parameter.device)
+        elif not gradient.is_sparse:
+            raise InstepError(
+                f"the gradient of {self._names[number]!r} is dense, though it is the weight of an embedding with "
+                "sparse=True: something else uses it too. Build the embedding with sparse=False"
+            )
+        elif number in unused:
+            gradient = gradient.clone()
+        else:
+            parameter.grad = None
+        gradient = gradient.to(self._reduce_dtype or gradient.dtype)
+        return mean_allreduce(gradient, self.group, dist.get_world_size(self.group))
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype | None:
+        return None if self.receiver is None else self.receiver.reduce_dtype
+
+    def _deliver(self, backward: _Backward, bucket: TransientBucket) -> None:
+        with communicating(self.group):
+            bucket.wait()
+        if bucket.unused:
+            backward.held.append(bucket)
+        else:
+            self._hand_over(bucket, bucket.numbers)
+
+    def _hand_over_held(self, backward: _Backward, use_counts: torch.futures.Future[Any]) -> None:
+        with communicating(self.group):
+            use_counts.wait()
+        if backward.held:
+            somewhere = use_counts.value()[0].tolist()
+            for bucket in backward.held:
+                self._hand_over(bucket, [number for number in bucket.numbers if somewhere[number]])
+
+    def _hand_over(self, bucket: TransientBucket, used: Sequence[int]) -> None:
+        """The mean is put into ``.grad`` of the parameters that any rank has used; of the others it stays as it was."""
+        bucket.put_means(set(used))
+        self._fresh.difference_update(used)
+        if self.receiver is not None and used:
+            self.receiver.delivered([self._parameters[number] for number in used])
+
+    def _count_uses(self, backward: _Backward) -> torch.futures.Future[Any]:
+        """Ask how many ranks have a new gradient of each parameter, by number. Read only by ranks that lack one."""
+        count = len(self._parameters)
+        device = self._parameters[0].device
+        used = torch.ones(count, dtype=torch.int32, device=device)
+        if backward.unused:
+            used[sorted(backward.unused)] = 0
+        return _future_of(dist.all_reduce(used, group=self.group, async_op=True))
+
+    def _agree_on_order(self, backward: _Backward) -> None:
+        """The first backward with these parameters ends: from now on all ranks fill buckets in the order in which
+        gradients arrived on the first rank. Parameters that it did not use come last, so that no other bucket has to
+        wait for them."""
+        members = sorted(backward.bucket_of)
+        rest = (number for number in reversed(members) if number not in backward.arrived)
+        order = torch.tensor([*backward.arrived, *rest], device=self._parameters[0].device)
+        with communicating(self.group):
+            broadcast([order], self.group)
+        layout = as_they_arrived(self._parameters, order.tolist(), self._sparse, self._sizes)
+        self._layouts[tuple(members)] = layout
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    gradient = parameter.grad
+    return None if isinstance(gradient, Placeholder) else gradient
+
+
+def _future_of(work: dist.Work | None) -> torch.futures.Future[Any]:
+    assert work is not None, "this rank is in the group"
+    future: torch.futures.Future[Any] = work.get_future()
+    return future
+
+
+def _before(node: Node) -> list[Node]:
+    return [following for following, _ in node.next_functions if following is not None]
+
+
+def _lead_to(nodes: Sequence[Node], parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether the graph from ``nodes`` on comes to any of ``parameters``."""
+    looked_for = {id(parameter) for parameter in parameters}
+    found, seen = list(nodes), set(nodes)
+    while found:
+        node = found.pop()
+        if id(getattr(node, "variable", None)) in looked_for:
+            return True
+        new = set(_before(node)) - seen
+        seen |= new
+        found.extend(new)
+    return False
+
+
+def _remove(handles: dict[int, RemovableHandle]) -> None:
+    for handle in handles.values():
+        handle.remove()

@@ -1,0 +1,437 @@
+"""Which rank has which part of a parameter under ZeRO-1, and how parts are sent.
+
+Where the update is elementwise each rank has some rows of every parameter, divided as ``DTensor``'s ``Shard(0)``
+divides them. Otherwise (Muon, Adafactor, optimizers of others) each parameter is one rank's, all of it."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import grad_mode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from instep._optim.kinds import is_elementwise
+from instep._optim.parameters import AttachedParameter
+from instep._ranks.collectives import broadcast_entries, communicating
+
+Write = Callable[[], None]
+"""Writes what has arrived into the parameters."""
+
+
+class Rows:
+    """This rank's rows of one parameter. A parameter without dimensions is not divided: every rank steps it."""
+
+    state_is_sharded = True
+    is_owner = True
+
+    def __init__(self, parameter: torch.Tensor, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._rank = mesh.get_local_rank()
+        self._ranks = mesh.size()
+        self.shape = parameter.shape
+        self._divided = parameter.dim() > 0
+        whole = _with_rows(parameter.detach())
+        self._stride = whole.stride() if self._divided else ()
+        self._whole = whole.shape
+        self.size = -(-whole.shape[0] // self._ranks)
+        self.numel = self.size * (whole[:1].numel())
+        start, stop = self.range(self._rank)
+        self.is_empty = stop == start
+        self.is_shared = stop - start < self._whole[0]
+
+    def range(self, rank: int) -> tuple[int, int]:
+        """The rows of ``rank``: the first of them, and the first one after them."""
+        rows = self._whole[0]
+        if not self._divided:
+            return 0, 1
+        return min(rank * self.size, rows), min((rank + 1) * self.size, rows)
+
+    def rows(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """The rows of ``rank`` of a plain tensor, in the same memory."""
+        start, stop = self.range(rank)
+        return _with_rows(tensor.detach())[start:stop]
+
+    def pairs(self, by_rank: torch.Tensor, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """All ranks' rows in ``by_rank`` (ranks, numel), each beside the same ones of a plain tensor, as views."""
+        if self._divided and self._whole[0] == self._ranks * self.size:
+            shape = (self._ranks, self.size, *self._whole[1:])
+            yield by_rank.view(shape), tensor.detach().view(shape)
+            return
+        for rank, flat in enumerate(by_rank):
+            mine = self.rows(tensor, rank)
+            yield flat[: mine.numel()].view(mine.shape), mine
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if isinstance(tensor, DTensor):
+            return tensor._local_tensor
+        return self.rows(tensor, self._rank) if self._divided else tensor.detach()
+
+    def fits(self, entry: Mapping[Any, Any]) -> bool:
+        return True  # nobody else makes state for it
+
+    def of_state(self, value: Any) -> Any:
+        return value._local_tensor if isinstance(value, DTensor) else value
+
+    def as_state(self, value: Any) -> Any:
+        start, stop = self.range(self._rank)
+        if not isinstance(value, torch.Tensor) or value.shape != (stop - start, *self._whole[1:]):
+            return value
+        return self.spread(value)
+
+    def spread(self, rows: torch.Tensor) -> DTensor:
+        """This rank's rows as a part of the whole."""
+        with torch.no_grad():
+            if not self._divided:
+                return DTensor.from_local(rows.view(()), self._mesh, [Replicate()], run_check=False)
+            return DTensor.from_local(
+                rows, self._mesh, [Shard(0)], run_check=False, shape=self.shape, stride=self._stride
+            )
+
+    def take(self, entry: dict[Any, Any]) -> None:
+        """Keep of the plain optimizer's entry what belongs to these rows."""
+        for key, value in entry.items():
+            if self._divided and type(value) is torch.Tensor and value.shape == self.shape:
+                entry[key] = self.spread(self.rows(value, self._rank).clone())
+
+    def give(self, entry: Mapping[Any, Any] | None) -> dict[Any, Any] | None:
+        """The plain optimizer's entry for one that was kept. All ranks must call this."""
+        return (
+            None if entry is None else {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in entry.items()}
+        )
+
+
+class Whole:
+    """One parameter that one rank steps, and sends to the others.
+
+    Its gradient is a ``DTensor`` of ``Partial`` placement, which is the sum over ranks, and zero on all ranks but the
+    owner: so norms are right.
+
+    Attributes:
+        owner: the rank that steps it.
+        is_owner: whether that is this rank.
+    """
+
+    state_is_sharded = True
+
+    def __init__(self, owner: int, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self.owner = owner
+        self.is_owner = mesh.get_local_rank() == owner
+        self.is_shared = self.is_empty = not self.is_owner
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+    def fits(self, entry: Mapping[Any, Any]) -> bool:
+        return True  # nobody else makes state for it
+
+    def of_state(self, value: Any) -> Any:
+        return value
+
+    def as_state(self, value: Any) -> Any:
+        return value
+
+    def spread(self, gradient: torch.Tensor) -> DTensor:
+        """The owner's gradient, and the others' zeros, as the whole."""
+        with torch.no_grad():
+            return DTensor.from_local(gradient, self._mesh, [Partial()], run_check=False)
+
+    def take(self, entry: dict[Any, Any]) -> None:
+        """Keep the plain optimizer's entry on the owner. On other ranks an empty entry says that there is state
+        elsewhere."""
+        if not self.is_owner:
+            entry.clear()
+
+    def give(self, entry: Mapping[Any, Any] | None) -> dict[Any, Any] | None:
+        """The plain optimizer's entry, which the owner alone knows: some optimizers keep none. All ranks must call
+        this, also those that have no entry."""
+        return broadcast_entries(entry, self._mesh.get_group(), self.owner)
+
+
+RowShard = Rows | Whole
+
+
+class StateShards:
+    """Divides parameters among ranks, sends the gradients of each part to the rank that steps it, and the stepped parts
+    to all.
+
+    gloo has no reduce-scatter of its own (torch 2.13 makes one of whole all-reduces), nor a gather into one tensor:
+    there each rank gets its rows from all others, and adds them up in the order of ranks.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.group: dist.ProcessGroup = ddp.process_group
+        self.mesh = DeviceMesh.from_group(self.group, ddp.device_type)
+        self.world_size = dist.get_world_size(self.group)
+        self._rank = dist.get_rank(self.group)
+        self._by_hand = dist.get_backend(self.group) == "gloo"
+        self._owned = [0] * self.world_size  # elements of the parameters that each rank updates alone
+
+    def shard_of(self, parameter: torch.Tensor, optimizer: Optimizer) -> RowShard:
+        """This rank's part. All ranks must ask for the same parameters in the same order."""
+        if is_elementwise(optimizer):
+            return Rows(parameter, self.mesh)
+        owner = self._owned.index(min(self._owned))
+        self._owned[owner] += parameter.numel()
+        return Whole(owner, self.mesh)
+
+    def scatter(
+        self,
+        gradients: Sequence[torch.Tensor],
+        parts: Sequence[RowShard],
+        divisor: int,
+        dtype: torch.dtype,
+        room: torch.Tensor | None = None,
+    ) -> "ScatteredGradients":
+        """Send each rank its part of the mean of ``gradients`` over all ranks, computed and sent in ``dtype``.
+
+        Args:
+            room: where rows may be received: the memory of ``gradients``, if it is not needed afterwards.
+        """
+        device = gradients[0].device
+        scattered = ScatteredGradients(parts, self._rank)
+        for owner, owned in _by_owner(gradients, parts):
+            sent = torch.empty(sum(g.numel() for g in owned), dtype=dtype, device=device)
+            _copy(_in_line(sent, owned))
+            sent.mul_(1.0 / divisor)
+            work: Any = dist.reduce(sent, self._global(owner), group=self.group, async_op=True)
+            scattered.expect_whole(work, sent, mine=owner == self._rank)
+        rows = [(g, part) for g, part in zip(gradients, parts, strict=True) if isinstance(part, Rows)]
+        if rows:  # after the others: rows may be received where the gradients are
+            sent = torch.empty(self.world_size, sum(part.numel for _, part in rows), dtype=dtype, device=device)
+            _copy(_in_rows(sent, rows))
+            sent.mul_(1.0 / divisor)
+            received = _in_room(room, sent, sent.shape if self._by_hand else sent.shape[1:])
+            if self._by_hand:
+                work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+            else:
+                reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+                work = reduce_scatter(received, sent, group=self.group, async_op=True)
+            scattered.expect_rows(work, sent, received)
+        return scattered
+
+    def gather(self, parameters: Sequence[AttachedParameter], room: torch.Tensor | None = None) -> "GatheredShards":
+        """Send this rank's parts of ``parameters``, which were stepped, to all others. All ranks must call this with
+        the same parameters, in the same order of calls.
+
+        Args:
+            room: where rows may be received: memory that is not needed any more.
+
+        Returns:
+            The communication. Nothing is written before it is told to.
+        """
+        kinds: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, Any]]] = {}
+        for attached in parameters:
+            parameter = attached.get()
+            kinds.setdefault((parameter.device, parameter.dtype), []).append((parameter.detach(), attached.shard))
+        gathered = GatheredShards(self.group)
+        with torch.no_grad():
+            for members in kinds.values():
+                rows = [(tensor, part) for tensor, part in members if isinstance(part, Rows)]
+                if rows:
+                    gathered.expect(*self._gather_rows(rows, room))
+                    room = None
+                for owner, owned in _by_owner(*zip(*members, strict=True)):
+                    gathered.expect(*self._gather_whole(owner, owned))
+        return gathered
+
+    def _gather_rows(
+        self, members: Sequence[tuple[torch.Tensor, Rows]], room: torch.Tensor | None
+    ) -> tuple[Any, Write]:
+        tensors = [tensor for tensor, _ in members]
+        numel = sum(part.numel for _, part in members)
+        received = _in_room(room, tensors[0], torch.Size([self.world_size, numel]))
+        mine = received[self._rank]
+        own, offset = [], 0
+        for tensor, part in members:
+            rows = part.rows(tensor, self._rank)
+            own.append((mine[offset : offset + rows.numel()].view(rows.shape), rows))
+            offset += part.numel
+        _copy(own)
+        if self._by_hand:
+            work: Any = dist.all_gather(list(received), mine, group=self.group, async_op=True)
+        else:
+            gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            work = gather(received, mine, group=self.group, async_op=True)
+
+        def write() -> None:
+            # The step has counted as a write of the parameter already.
+            with _uncounted(tensors):
+                _copy([(rows, flat) for flat, rows in _in_rows(received, members)])
+
+        return work, write
+
+    def _gather_whole(self, owner: int, tensors: Sequence[torch.Tensor]) -> tuple[Any, Write]:
+        sent = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
+        if owner == self._rank:
+            _copy(_in_line(sent, tensors))
+        work: Any = dist.broadcast(sent, self._global(owner), group=self.group, async_op=True)
+
+        def write() -> None:
+            if owner != self._rank:
+                # The step has counted as a write of the parameter already.
+                with _uncounted(tensors):
+                    _copy([(own, flat) for flat, own in _in_line(sent, tensors)])
+
+        return work, write
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank)
+
+
+class ScatteredGradients:
+    """The communication of a bucket whose parts go to the ranks that update them: several works, in the terms of a
+    communication hook's future."""
+
+    def __init__(self, parts: Sequence[RowShard], rank: int) -> None:
+        self._parts = parts
+        self._rank = rank
+        self._works: list[Any] = []
+        self._sent: list[torch.Tensor] = []  # alive until they have been sent
+        self._rows: torch.Tensor | None = None
+        self._whole: torch.Tensor | None = None
+
+    def expect_rows(self, work: Any, sent: torch.Tensor, received: torch.Tensor) -> None:
+        """``received`` will hold this rank's rows of all divided parameters: one line for each rank, if these are still
+        to be added up."""
+        self._works.append(work)
+        self._sent.append(sent)
+        self._rows = received
+
+    def expect_whole(self, work: Any, sent: torch.Tensor, *, mine: bool) -> None:
+        """``sent`` will hold the gradients of one rank's parameters, on that rank (``mine``)."""
+        self._works.append(work)
+        self._sent.append(sent)
+        if mine:
+            self._whole = sent
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        if self.done():  # an accelerator may not have come so far: then it still reads the memory that is sent
+            self._works, self._sent = [], []
+
+    def free_if_done(self) -> bool:
+        """Free the memory that was sent, if it is not read any more. Whether that is so."""
+        done = self.done()
+        if done:
+            with suppress(Exception):  # raised again where the gradients are waited for
+                self.wait()
+        return done
+
+    def value(self) -> "ScatteredGradients":
+        """The argument of ``gradients``."""
+        return self
+
+    def gradients(self, parameters: Sequence[torch.Tensor]) -> list[DTensor]:
+        """This rank's parts of the gradients of ``parameters``, once the communication is done."""
+        rows = self._rows
+        if rows is not None and rows.dim() == 2:
+            rows, *others = rows
+            for other in others:
+                rows += other
+            self._rows = rows
+        found, next_row, next_whole = [], 0, 0
+        for parameter, part in zip(parameters, self._parts, strict=True):
+            if isinstance(part, Rows):
+                assert rows is not None
+                shape = part.rows(parameter, self._rank).shape
+                found.append(part.spread(rows[next_row : next_row + shape.numel()].view(shape)))
+                next_row += part.numel
+            elif self._whole is not None and part.is_owner:
+                end = next_whole + parameter.numel()
+                found.append(part.spread(self._whole[next_whole:end].view(parameter.shape)))
+                next_whole = end
+            else:
+                found.append(part.spread(torch.zeros_like(parameter, memory_format=torch.contiguous_format)))
+        return found
+
+
+class GatheredShards:
+    """The communication of updated parts of parameters, from the ranks that have stepped them to all others."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._expected: list[tuple[Any, Write]] = []
+
+    def expect(self, work: Any, write: Write) -> None:
+        self._expected.append((work, write))
+
+    def done(self) -> bool:
+        """Whether all have arrived."""
+        return all(work.is_completed() for work, _ in self._expected)
+
+    def wait(self) -> None:
+        """Return when all have arrived, for the current stream. Nothing is written: one that does not arrive must not
+        leave parameters with the parts of some ranks."""
+        with communicating(self._group):
+            for work, _ in self._expected:
+                work.wait()
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write them into the parameters."""
+        for _, write in self._expected:
+            write()
+
+
+def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(1) if tensor.dim() == 0 else tensor
+
+
+_Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
+
+
+def _in_rows(by_rank: torch.Tensor, members: Iterable[tuple[torch.Tensor, Rows]]) -> _Pairs:
+    """The rows of every rank in ``by_rank`` (ranks, numel), each beside the same ones of their tensor."""
+    offset = 0
+    for tensor, part in members:
+        yield from part.pairs(by_rank[:, offset : offset + part.numel], tensor)
+        offset += part.numel
+
+
+def _in_line(flat: torch.Tensor, tensors: Iterable[torch.Tensor]) -> _Pairs:
+    """Each tensor's place in ``flat``, beside the tensor."""
+    offset = 0
+    for tensor in tensors:
+        yield flat[offset : offset + tensor.numel()].view(tensor.shape), tensor.detach()
+        offset += tensor.numel()
+
+
+def _by_owner(tensors: Sequence[torch.Tensor], parts: Sequence[RowShard]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """The tensors that one rank updates, for each such rank in order."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for tensor, part in zip(tensors, parts, strict=True):
+        if isinstance(part, Whole):
+            found.setdefault(part.owner, []).append(tensor)
+    yield from sorted(found.items())
+
+
+def _in_room(room: torch.Tensor | None, like: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Memory for a tensor of this shape, in ``room`` if it fits there; of the dtype and on the device of ``like``."""
+    if room is None or room.dtype != like.dtype or room.numel() < shape.numel():
+        return like.new_empty(shape)
+    return room.detach()[: shape.numel()].view(shape)
+
+
+def _copy(pairs: _Pairs) -> None:
+    """Copy into the first of each pair. One call costs less than one each."""
+    into, source = zip(*pairs, strict=True)
+    torch._foreach_copy_(into, source)
+
+
+def _uncounted(tensors: Iterable[torch.Tensor]) -> ExitStack:
+    """Inside of this context autograd does not count writes to ``tensors``. They are given one by one: torch 2.6 takes
+    one tensor in a call."""
+    stack = ExitStack()
+    for tensor in tensors:
+        stack.enter_context(grad_mode._unsafe_preserve_version_counter(tensor))
+    return stack
