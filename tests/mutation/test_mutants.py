@@ -3097,7 +3097,7 @@ MUTANTS = [
     Mutant(
         "keyed: leave to torch what backward has left",
         "Writes._rest_of",
-        "not stepper.takes_all and ",
+        "not stepper.steps_every_parameter and ",
         "",
         KEYED,
     ),
@@ -3111,7 +3111,7 @@ MUTANTS = [
     Mutant(
         "keyed: what was added since backward is stepped in the groups of then",
         "Stepper.step",
-        "if self.takes_all and not all(map(self._layout.holds, owned)):",
+        "if self.steps_every_parameter and not all(map(self._layout.holds, owned)):",
         "if False:",
         KEYED,
         "added_between",
@@ -3127,7 +3127,7 @@ MUTANTS = [
     Mutant(
         "keyed: leave to torch what is not put off",
         "HandOver._step_here",
-        "if not stepper.takes_all:",
+        "if not stepper.steps_every_parameter:",
         "if True:",
         KEYED,
     ),

@@ -680,7 +680,7 @@ MUTANTS = [
     _mutant(
         "offload: what step() steps is left to torch",
         "Writes._rest_of",
-        "not divided and not stepper.takes_all and not",
+        "not divided and not stepper.steps_every_parameter and not",
         "not divided and not",
         OFFLOAD,
         "a_gradient_that_no_backward_has_made",

@@ -1,16 +1,433 @@
-"""The settings and switches with which a step is updated bucket by bucket: they are those of ``optimizer.step()``."""
+"""Guards: bucket by bucket, updates find the settings, switches and state that ``optimizer.step()`` would find."""
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import is_, methodcaller
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.kinds import STEPPED_WHOLE, beside_parameters, read_by_update, shared_by_updates
-from instep._optim.values import PER_PARAMETER, Snapshot, is_immutable, private, same
+from instep._optim.kinds import OF_EVERY_OPTIMIZER, STEPPED_WHOLE, beside_parameters
+from instep._optim.local_shard import are_plain, versions_of
+from instep._optim.shadow import GroupLayout
+from instep._optim.stages import Stage, Update
+from instep._optim.values import (
+    ABSENT,
+    PER_PARAMETER,
+    SHORT,
+    alike,
+    bytes_of,
+    fingerprint,
+    is_immutable,
+    private,
+    same,
+    waits_for_host,
+)
 from instep.errors import HyperparameterChangedError, UnsupportedOptimizerError
+
+
+class SettingsGuard(Stage):
+    """One step has one set of settings: every update is given what the first one was given, and ``optimizer.step()`` is
+    to find that again. What updates write into groups and attributes is kept, and put into the optimizer at the end.
+
+    Args:
+        name: of the optimizer.
+
+    Attributes:
+        layout: of the groups as they are in this step.
+        writes: what the updates of this step wrote beside parameters and their own state.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.layout = GroupLayout(name, ())
+        self._switches: dict[str, Any] = {}
+        self._groups: dict[int, Snapshot] = {}
+        self._last: dict[int, Snapshot] = {}  # of the step before
+        self._on_device = WrittenOnDevice(name)
+        self.writes = SharedWrites(name)
+
+    @property
+    def wrote_in_place(self) -> bool:  # type: ignore[override]
+        return self.writes.in_place
+
+    def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
+        self.layout = layout
+        self._switches = switches()
+        self._last, self._groups = self._groups or self._last, {}
+        self.writes.clear()
+
+    @contextmanager
+    def around(self, update: Update) -> Iterator[None]:
+        given = self._give(update)
+        try:
+            yield
+        except Exception:
+            self.writes.in_place |= update.shadow is not None and _wrote_shared(update, given)
+            raise
+        assert update.shadow is not None
+        for index, settings in given.items():
+            changed = settings.changes(update.shadow.param_groups[index])
+            self.writes.in_group(index, changed, update.optimizer.param_groups[index])
+        self.writes.in_attributes(_changed_attributes(update.shadow, update.made_with))
+
+    def _give(self, update: Update) -> dict[int, "Snapshot"]:
+        """Copies of all groups, empty ones too, in the optimizer's order, and the bucket's parameters in theirs: some
+        updates count them. Returns the settings as the update has got them, of each group with members."""
+        given: dict[int, Snapshot] = {}
+        update.members = members_of = self.layout.members_of(update.owned)
+        for index, live in enumerate(update.optimizer.param_groups):
+            # A group that was added since the step began holds none of them.
+            members, places = members_of[index] if index < len(members_of) else ([], [])
+            used = self._groups.get(index)
+            if used is not None:
+                require_same(self._name, f"param_groups[{index}]", used, live)
+            elif members:
+                used = self._groups[index] = self._snapshot_of(index, live)
+            group = (used or Snapshot(live)).copy_of(live)
+            group["params"] = [update.tensors[i] for i in members]
+            if "param_names" in live:
+                group["param_names"] = [live["param_names"][place] for place in places]
+            if members and used is not None:
+                given[index] = used.of_copy(group)
+            update.groups.append(group)
+        return given
+
+    def _snapshot_of(self, index: int, group: Mapping[str, Any]) -> "Snapshot":
+        last = self._last.get(index)
+        return last if last is not None and last.is_of(group) else Snapshot(group)
+
+    def require_unchanged(self, optimizer: Optimizer) -> None:
+        if self.layout.were_moved(optimizer.param_groups):
+            raise HyperparameterChangedError(
+                f"parameters of {self._name} were moved within its param_groups after backward had already stepped "
+                "parameters with the groups as they were. Move them after optimizer.step() or before backward()"
+            )
+        if (difference := switched(self._switches)) is not None:
+            raise HyperparameterChangedError(
+                f"{difference}, in {self._name}.step(), after backward had already stepped parameters under what it "
+                "was. Call backward() and optimizer.step() under the same, or use undo=True or schedule='forward'"
+            )
+        looks: list[Look] = [
+            (f"param_groups[{i}]", used, optimizer.param_groups[i]) for i, used in self._groups.items()
+        ]
+        for where, before, now in looks:
+            require_same(self._name, where, before, now)
+        self._on_device.require_none(looks)
+
+    def commit(self, optimizer: Optimizer) -> None:
+        self.writes.put_into(optimizer)
+
+    def forget(self) -> None:
+        self.writes.clear()
+
+
+class SharedWrites:
+    """Values that the shadows of one step have in place of the optimizer's own. All shadows must have the same; the
+    values are written into the optimizer when the step is committed.
+
+    Args:
+        name: of the optimizer.
+
+    Attributes:
+        in_place: whether an update has changed an object that all shadows share.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._groups: dict[int, dict[Any, Any]] = {}
+        self._state: dict[Any, Any] | None = None
+        self._attributes: dict[str, Any] | None = None
+        self.in_place = False
+
+    def clear(self) -> None:
+        """A step begins, or is over. What was changed in place stays so."""
+        self._groups.clear()
+        self._state = self._attributes = None
+
+    def __bool__(self) -> bool:
+        return bool(self._state or self._attributes or any(self._groups.values()))
+
+    def in_group(self, index: int, changed: dict[Any, Any], live: Mapping[str, Any]) -> None:
+        """An update has left its copy of a group with these values ``changed``; the optimizer has the ``live`` one.
+
+        Raises:
+            UnsupportedOptimizerError: another bucket's update left other values, or an object was changed in place.
+        """
+        first = self._groups.get(index)
+        self._groups[index] = self._agreed(f"param_groups[{index}]", first, changed, live)
+
+    def in_state(self, changed: dict[Any, Any], live: Mapping[Any, Any]) -> None:
+        """As ``in_group``, for the items of ``state`` that are no parameter's."""
+        self._state = self._agreed("state", self._state, changed, live)
+
+    def in_attributes(self, changed: dict[str, Any]) -> None:
+        """As ``in_group``, for the attributes of a shadow."""
+        self._attributes = self._agreed("attribute", self._attributes, changed)
+
+    def put_into(self, optimizer: Optimizer) -> None:
+        for index, values in self._groups.items():
+            if values:  # else the loop may have taken the group out since
+                optimizer.param_groups[index].update(values)
+        optimizer.state.update(self._state or {})
+        vars(optimizer).update(self._attributes or {})
+
+    def refuse_in_place(self, what: str) -> UnsupportedOptimizerError:
+        """The error to raise when an update has changed ``what`` in place."""
+        self.in_place = True
+        return UnsupportedOptimizerError(
+            f"{self._name} changes {what} in place in every step, which bucket by bucket would happen once per bucket. "
+            f"{STEPPED_WHOLE}"
+        )
+
+    def _agreed(
+        self,
+        where: str,
+        first: dict[Any, Any] | None,
+        changed: dict[Any, Any],
+        live: Mapping[Any, Any] = MappingProxyType({}),
+    ) -> dict[Any, Any]:
+        for key, value in changed.items():
+            if value is live.get(key):  # an object that the shadows share
+                raise self.refuse_in_place(f"{where}[{key!r}]")
+        first = changed if first is None else first
+        for key in first.keys() | changed.keys():
+            if key not in first or key not in changed or not same(first[key], changed[key]):
+                raise UnsupportedOptimizerError(
+                    f"{self._name} cannot be stepped bucket by bucket: its update of {where} {key!r} depends on which "
+                    f"parameters step together, so the result would differ from the plain loop. {STEPPED_WHOLE}"
+                )
+        return first
+
+
+Look = tuple[str, "Snapshot", Mapping[Any, Any]]
+"""Where settings are, in words; what they were; and what they are."""
+
+
+class Snapshot:
+    """The values of a group, or other settings by name, at one moment; parameters aside."""
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        self._values = {key: value for key, value in group.items() if key not in PER_PARAMETER}
+        self._mutable = {k: fingerprint(v) for k, v in self._values.items() if not is_immutable(v)}
+        mutable = {k: self._values[k] for k in self._mutable}
+        self._on_device = {k: v.detach().clone() for k, v in mutable.items() if waits_for_host(v)}
+
+    def is_of(self, group: Mapping[str, Any]) -> bool:
+        """Whether ``group`` holds the very same values, none of which can be changed in place."""
+        values = self._values
+        return (
+            not self._mutable
+            and len(group) - sum(map(group.__contains__, PER_PARAMETER)) == len(values)
+            and all(map(is_, map(group.get, values), values.values()))
+        )
+
+    def copy_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """A private copy of the settings in ``group``, which are these."""
+        if self._mutable:
+            return {key: private(value) for key, value in group.items() if key not in PER_PARAMETER}
+        return self._values.copy()
+
+    def of_copy(self, group: Mapping[str, Any]) -> "Snapshot":
+        """The snapshot of a private copy of the same group."""
+        return Snapshot(group) if self._mutable else self
+
+    def changes(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """What ``group`` has in place of, or on top of, these values."""
+        values, mutable = self._values, self._mutable
+        return {
+            key: value
+            for key, value in group.items()
+            # Asked for every bucket: what cannot be changed in place and is the same object needs no look.
+            if (value is not values.get(key, ABSENT) or key in mutable)
+            and key not in PER_PARAMETER
+            and not self._has(key, value)
+        }
+
+    def difference(self, group: Mapping[str, Any]) -> str | None:
+        """The first setting that ``group`` has not, or not any more as it was, and what it is now; ``None``: all are as
+        they were."""
+        for key, value in self.changes(group).items():
+            return f"[{key!r}] changed to {SHORT.repr(value)}"
+        missing = next((key for key in self._values if key not in group), None)
+        return None if missing is None else f"[{missing!r}] was removed"
+
+    def flags(self, group: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Of each small tensor on an accelerator, of which the host cannot know without waiting, whether it was
+        written: 0-dim, there."""
+        for key, before in self._on_device.items():
+            now = group.get(key)
+            if isinstance(now, torch.Tensor) and now.shape == before.shape and now.dtype == before.dtype:
+                yield key, (bytes_of(now.detach()) != bytes_of(before)).any()
+
+    def _has(self, key: str, value: Any) -> bool:
+        if key in self._mutable:
+            return alike(fingerprint(value), self._mutable[key])
+        return same(value, self._values.get(key, ABSENT))
+
+
+class UsedSettings:
+    """Some settings of one optimizer as a step began with them, to be found unchanged by ``optimizer.step()``.
+
+    Args:
+        name: of the optimizer.
+        where: these settings are, in words.
+    """
+
+    def __init__(self, name: str, where: str) -> None:
+        self._name = name
+        self._where = where
+        self._before = Snapshot({})
+        self._on_device = WrittenOnDevice(name)
+
+    def begin(self, settings: Mapping[Any, Any]) -> None:
+        self._before = Snapshot(settings)
+
+    def changes(self, now: Mapping[Any, Any]) -> dict[Any, Any]:
+        return self._before.changes(now)
+
+    def require_same(self, now: Mapping[Any, Any]) -> None:
+        require_same(self._name, self._where, self._before, now)
+        self._on_device.require_none([(self._where, self._before, now)])
+
+
+def require_same(name: str, where: str, before: "Snapshot", now: Mapping[str, Any]) -> None:
+    """Raise ``HyperparameterChangedError`` if settings of the optimizer ``name`` are not as they were."""
+    difference = before.difference(now)
+    if difference is not None:
+        raise HyperparameterChangedError(
+            f"{where}{difference} in {name} after backward had already stepped parameters with what it was. "
+            "Change hyper-parameters (and call the scheduler) after optimizer.step() or before backward(), not in "
+            "between"
+        )
+
+
+def _changed_attributes(shadow: Optimizer, before: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a shadow that its update has set to something else."""
+    set_anew = {
+        name: value
+        for name, value in vars(shadow).items()
+        if value is not before.get(name, ABSENT) and name not in OF_EVERY_OPTIMIZER
+    }
+    return {k: v for k, v in set_anew.items() if not same(v, before.get(k, ABSENT))} if set_anew else set_anew
+
+
+def _wrote_shared(update: Update, given: Mapping[int, "Snapshot"]) -> bool:
+    """Whether an update that raised has changed an object in a group that the optimizer's own group holds, too."""
+    assert update.shadow is not None
+    groups, live = update.shadow.param_groups, update.optimizer.param_groups
+    looks = ((live[index], settings.changes(groups[index])) for index, settings in given.items())
+    return any(value is before.get(key) for before, changed in looks for key, value in changed.items())
+
+
+class WrittenOnDevice:
+    """Writes of small tensors on an accelerator, of which the host would have to wait to know: compared there in one
+    step, and read in the next."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._flags: list[tuple[str, torch.Tensor]] = []
+
+    def require_none(self, looks: list[Look]) -> None:
+        """Compare on the device, and raise ``HyperparameterChangedError`` for what was found in the step before."""
+        flags, self._flags = self._flags, []
+        self._flags = list(_flags(looks))
+        told = torch.stack([flag.to(flags[0][1].device) for _, flag in flags]).tolist() if flags else []
+        for (name, _), written in zip(flags, told, strict=True):
+            if written:
+                raise HyperparameterChangedError(
+                    f"{name} in {self._name} was written, in the step before, after backward had already stepped "
+                    "parameters with what it was. Change hyper-parameters after optimizer.step() or before backward()"
+                )
+
+
+def _flags(looks: list[Look]) -> Iterator[tuple[str, torch.Tensor]]:
+    for where, before, now in looks:
+        for key, flag in before.flags(now):
+            yield f"{where}[{key!r}]", flag
+
+
+class StateGuard(Stage):
+    """The state of the parameters is, at ``optimizer.step()``, as their updates have left it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._left: list[EntriesAsLeft] = []
+
+    def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
+        self._left = []
+
+    @contextmanager
+    def around(self, update: Update) -> Iterator[None]:
+        yield
+        self._left.append(EntriesAsLeft(update.owned, update.optimizer.state))  # all at once: Ctrl-C may come anywhere
+
+    def require_unchanged(self, optimizer: Optimizer) -> None:
+        if not all(entries.are_as_left(optimizer.state) for entries in self._left):
+            raise HyperparameterChangedError(
+                f"the state of {self._name} was written between backward() and optimizer.step(), but backward had "
+                "already updated it: the plain loop would have written the old one. Write it after optimizer.step() "
+                "or before backward()"
+            )
+
+    def was_written(self, optimizer: Optimizer) -> bool:
+        """Whether a parameter's state was written since its update, or replaced by one that holds something."""
+        return any(one.written for one in self._left) or any(one.are_replaced_in(optimizer.state) for one in self._left)
+
+    def forget(self) -> None:
+        self._left = []
+
+
+class EntriesAsLeft:
+    """The entries of some parameters in an optimizer's state, to find out later whether somebody has written them. They
+    are large: no copies."""
+
+    __slots__ = ("_entries", "_found", "_others", "_parameters", "_tensors", "_values")
+
+    def __init__(self, parameters: Sequence[torch.Tensor], state: Mapping[Any, Any]) -> None:
+        self._parameters = list(parameters)
+        self._entries: list[Mapping[Any, Any] | None] = list(map(state.get, parameters))
+        self._values = self._tensors = self._values_now()
+        self._others: list[tuple[Any, Any]] = []
+        if not are_plain(self._values):
+            self._tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
+            others = [v for v in self._values if not isinstance(v, torch.Tensor) and not is_immutable(v)]
+            self._others = [(value, fingerprint(value)) for value in others]
+        self._found = versions_of(self._tensors)
+
+    def are_as_left(self, state: Mapping[Any, Any]) -> bool:
+        """Whether ``state`` has the same entries, an empty one being none, and nothing in them was written."""
+        now = list(map(state.get, self._parameters))
+        are_in = all(map(is_, now, self._entries)) or all(
+            a is b or not (a or b) for a, b in zip(now, self._entries, strict=True)
+        )
+        return are_in and not self.written
+
+    def are_replaced_in(self, state: Mapping[Any, Any]) -> bool:
+        """Whether ``state`` has another entry for one of the parameters, that holds something."""
+        now = map(state.get, self._parameters)
+        return any(a and a is not b for a, b in zip(now, self._entries, strict=True))
+
+    @property
+    def written(self) -> bool:
+        """Whether an entry has other values since, or one of them was written. Not seen: a tensor through ``.data``."""
+        values = self._values_now()
+        return (
+            len(values) != len(self._values)
+            or not all(map(is_, values, self._values))
+            or versions_of(self._tensors) != self._found
+            or not all(alike(fingerprint(value), then) for value, then in self._others)
+        )
+
+    def _values_now(self) -> list[Any]:
+        return list(chain.from_iterable(map(_VALUES, filter(None, self._entries))))
+
+
+_VALUES = methodcaller("values")
+
 
 # Switches of torch, for the whole process, that an update may read: it needs those of ``optimizer.step()``.
 
@@ -137,173 +554,3 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
 def _may_be_setting(name: str) -> bool:
     # The underscore is torch's own; the two names are GradScaler's, for the duration of a fused step.
     return not name.startswith("_") and name not in ("grad_scale", "found_inf")
-
-
-# What the updates of a step write beside parameters and their own state: in groups, in ``state``, on the optimizer.
-
-
-class SharedWrites:
-    """Values that the shadows of one step have in place of the optimizer's own. All shadows must have the same; the
-    values are written into the optimizer when the step is committed.
-
-    Args:
-        name: of the optimizer.
-
-    Attributes:
-        in_place: whether an update has changed an object that all shadows share.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._groups: dict[int, dict[Any, Any]] = {}
-        self._state: dict[Any, Any] | None = None
-        self._attributes: dict[str, Any] | None = None
-        self.in_place = False
-
-    def __bool__(self) -> bool:
-        return bool(self._state or self._attributes or any(self._groups.values()))
-
-    def in_group(self, index: int, changed: dict[Any, Any], live: Mapping[str, Any]) -> None:
-        """An update has left its copy of a group with these values ``changed``; the optimizer has the ``live`` one.
-
-        Raises:
-            UnsupportedOptimizerError: another bucket's update left other values, or an object was changed in place.
-        """
-        first = self._groups.get(index)
-        self._groups[index] = self._agreed(f"param_groups[{index}]", first, changed, live)
-
-    def in_state(self, changed: dict[Any, Any], live: Mapping[Any, Any]) -> None:
-        """As ``in_group``, for the items of ``state`` that are no parameter's."""
-        self._state = self._agreed("state", self._state, changed, live)
-
-    def in_attributes(self, changed: dict[str, Any]) -> None:
-        """As ``in_group``, for the attributes of a shadow."""
-        self._attributes = self._agreed("attribute", self._attributes, changed)
-
-    def put_into(self, optimizer: Optimizer) -> None:
-        for index, values in self._groups.items():
-            if values:  # else the loop may have taken the group out since
-                optimizer.param_groups[index].update(values)
-        optimizer.state.update(self._state or {})
-        vars(optimizer).update(self._attributes or {})
-
-    def refuse_in_place(self, what: str) -> UnsupportedOptimizerError:
-        """The error to raise when an update has changed ``what`` in place."""
-        self.in_place = True
-        return UnsupportedOptimizerError(
-            f"{self._name} changes {what} in place in every step, which bucket by bucket would happen once per bucket. "
-            f"{STEPPED_WHOLE}"
-        )
-
-    def _agreed(
-        self,
-        where: str,
-        first: dict[Any, Any] | None,
-        changed: dict[Any, Any],
-        live: Mapping[Any, Any] = MappingProxyType({}),
-    ) -> dict[Any, Any]:
-        for key, value in changed.items():
-            if value is live.get(key):  # an object that the shadows share
-                raise self.refuse_in_place(f"{where}[{key!r}]")
-        first = changed if first is None else first
-        for key in first.keys() | changed.keys():
-            if key not in first or key not in changed or not same(first[key], changed[key]):
-                raise UnsupportedOptimizerError(
-                    f"{self._name} cannot be stepped bucket by bucket: its update of {where} {key!r} depends on which "
-                    f"parameters step together, so the result would differ from the plain loop. {STEPPED_WHOLE}"
-                )
-        return first
-
-
-# The settings with which the buckets of a step were updated, to be found unchanged by ``optimizer.step()``.
-
-
-Look = tuple[str, Snapshot, Mapping[Any, Any]]
-"""Where settings are, in words; what they were; and what they are."""
-
-
-class UsedSettings:
-    """The settings of one optimizer as the updates of the running step found them: groups, attributes, what ``state``
-    holds beside parameters, and torch's switches.
-
-    Args:
-        name: of the optimizer.
-        read: its attributes that an update may read.
-        shared: what its ``state`` holds beside parameters.
-    """
-
-    def __init__(self, name: str, read: Mapping[str, Any], shared: Mapping[Any, Any]) -> None:
-        self._name = name
-        self._switches = switches()
-        self._groups: dict[int, Snapshot] = {}
-        self._attributes = Snapshot(read)
-        self.shared = Snapshot(shared)
-
-    def use(self, index: int, group: Mapping[str, Any], *, for_members: bool) -> Snapshot | None:
-        """A bucket is about to be stepped with ``group``. The settings, which all buckets must find alike; ``None``:
-        no bucket has had members in this group.
-
-        Raises:
-            HyperparameterChangedError: an earlier bucket found other ones.
-        """
-        used = self._groups.get(index)
-        if used is not None:
-            self._require_same(f"param_groups[{index}]", used, group)
-        elif for_members:
-            used = self._groups[index] = Snapshot(group)
-        return used
-
-    def looks_at(self, optimizer: Optimizer) -> list[Look]:
-        """Everything to compare in ``optimizer.step()``, torch's switches aside."""
-        return [
-            *((f"param_groups[{index}]", used, optimizer.param_groups[index]) for index, used in self._groups.items()),
-            ("attribute ", self._attributes, read_by_update(optimizer)),
-            ("state", self.shared, shared_by_updates(optimizer)),
-        ]
-
-    def require_same(self, looks: list[Look]) -> None:
-        for where, before, now in looks:
-            self._require_same(where, before, now)
-
-    def require_same_switches(self) -> None:
-        if (difference := switched(self._switches)) is not None:
-            raise HyperparameterChangedError(
-                f"{difference}, in {self._name}.step(), after backward had already stepped parameters under what it "
-                "was. Call backward() and optimizer.step() under the same, or use undo=True or schedule='forward'"
-            )
-
-    def _require_same(self, where: str, before: Snapshot, now: Mapping[str, Any]) -> None:
-        difference = before.difference(now)
-        if difference is not None:
-            raise HyperparameterChangedError(
-                f"{where}{difference} in {self._name} after backward had already stepped parameters with what it was. "
-                "Change hyper-parameters (and call the scheduler) after optimizer.step() or before backward(), not in "
-                "between"
-            )
-
-
-class WrittenOnDevice:
-    """Writes of small tensors on an accelerator, of which the host would have to wait to know: compared there in one
-    step, and read in the next."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._flags: list[tuple[str, torch.Tensor]] = []
-
-    def require_none(self, looks: list[Look]) -> None:
-        """Compare on the device, and raise ``HyperparameterChangedError`` for what was found in the step before."""
-        flags, self._flags = self._flags, []
-        self._flags = list(_flags(looks))
-        told = torch.stack([flag.to(flags[0][1].device) for _, flag in flags]).tolist() if flags else []
-        for (name, _), written in zip(flags, told, strict=True):
-            if written:
-                raise HyperparameterChangedError(
-                    f"{name} in {self._name} was written, in the step before, after backward had already stepped "
-                    "parameters with what it was. Change hyper-parameters after optimizer.step() or before backward()"
-                )
-
-
-def _flags(looks: list[Look]) -> Iterator[tuple[str, torch.Tensor]]:
-    for where, before, now in looks:
-        for key, flag in before.flags(now):
-            yield f"{where}[{key!r}]", flag

@@ -1,7 +1,7 @@
 """Kinds of optimizers: torch's own and others, whose ``step()`` each runs, and what it holds beside its groups."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial, wraps
 from types import CellType, FunctionType, MethodType
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.overrides import is_manager
 from instep._torch.watch import class_of
 
 # An optimizer object whose ``step`` was replaced, as diffusion trainers do it: beside that stands a method that steps
@@ -133,17 +134,17 @@ def step_whole(copy: Optimizer, *closure: Callable[[], torch.Tensor]) -> Any:
     return (replaced_step(copy) or partial(undecorated_step(type(copy)), copy))(*closure)
 
 
-def step_bucket(copy: Optimizer, places: Sequence[Sequence[int]]) -> None:
+def step_bucket(copy: Optimizer, places: Callable[[], Sequence[Sequence[int]]]) -> None:
     """Update the parameters that the groups of a copy hold.
 
     Args:
         places: by group, the index of each in the user's own group. Groups that were added since hold none.
     """
-    one = steps_one(copy)
+    one = steps_one(copy) if "step" in vars(copy) else None
     if one is None:
         undecorated_step(type(copy))(copy)
         return
-    for group, indices in zip(copy.param_groups, places, strict=False):
+    for group, indices in zip(copy.param_groups, places(), strict=False):
         for parameter, index in zip(group["params"], indices, strict=True):
             one(parameter, group, index)
 
@@ -225,15 +226,7 @@ def _fused_counts_writes(name: str) -> bool:
 def takes_hooks(optimizer: Optimizer) -> bool:
     """Whether torch calls hooks around its ``step()``: not where a wrapper of another optimizer has left out
     ``Optimizer.__init__``."""
-    return all(name in vars(optimizer) for name in _HOOKS)
-
-
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-)
+    return all(name in vars(optimizer) for name in STEP_HOOKS if not name.endswith("_dict_post_hooks"))
 
 
 def steps_as_tested(optimizer: Optimizer) -> bool:
@@ -248,91 +241,6 @@ def steps_as_tested(optimizer: Optimizer) -> bool:
 _TESTED = frozenset({"torch", "bitsandbytes", "optimi", "pytorch_optimizer", "schedulefree", "transformers"})
 
 
-# Settings of single parameters that bitsandbytes keeps beside ``param_groups``.
-#
-# Its ``GlobalOptimManager``, one object for all optimizers of a process, finds them by a parameter's group and
-# position, and by its ``id``. A bucket's shadow has its parameters at other positions, and a stand-in has another
-# ``id``: so each copy of an optimizer has overrides of its own, in which the same parameters have the same settings.
-#
-# bitsandbytes documents ``override_config`` and ``register_module_override``, not how it keeps what they were given:
-# ``index2config``, ``pid2config``, ``module_weight_config_triple`` (tests/parity/test_bitsandbytes.py would tell).
-
-
-MANAGER = "mng"
-"""The attribute."""
-
-Place = tuple[int, int]
-"""Of a parameter: its group, and where it stands in that."""
-
-
-class Overrides:
-    """In the place of the manager, in a copy of an optimizer.
-
-    Attributes:
-        index2config: by place.
-        pid2config: by ``id``.
-        module_weight_config_triple: modules to look for; none: they have been found.
-    """
-
-    def __init__(self, by_place: Mapping[Place, Any], by_id: Mapping[int, Any]) -> None:
-        self.index2config = dict(by_place)
-        self.pid2config = dict(by_id)
-        self.module_weight_config_triple: list[Any] = []
-        self.uses_config_override = True
-
-
-def is_manager(value: object) -> bool:
-    """Whether an attribute of an optimizer is the manager, or stands in its place."""
-    return hasattr(value, "index2config") and hasattr(value, "module_weight_config_triple")
-
-
-def has_overrides(optimizer: Optimizer) -> bool:
-    """Whether a manager of it holds any, or is about to, in its first step."""
-    manager: Any = vars(optimizer).get(MANAGER)
-    if not is_manager(manager):
-        return False
-    return bool(manager.index2config or manager.module_weight_config_triple or getattr(manager, "pid2config", None))
-
-
-def moved(
-    optimizer: Optimizer, places: Iterable[tuple[Place, Place]], ids: Iterable[tuple[int, int]]
-) -> Overrides | None:
-    """The overrides of ``optimizer`` for a copy of it; ``None``: it has none.
-
-    Args:
-        places: of each parameter of the copy: in ``optimizer``, and in the copy.
-        ids: likewise.
-    """
-    if not has_overrides(optimizer):
-        return None
-    if not getattr(optimizer, "initialized", True):
-        optimizer.check_overrides()  # type: ignore[attr-defined]  # as its first step() does; it may be called again
-    manager: Any = vars(optimizer)[MANAGER]
-    by_place, by_id = manager.index2config, getattr(manager, "pid2config", {})
-    return Overrides(
-        {there: by_place[here] for here, there in places if here in by_place},
-        {there: by_id[here] for here, there in ids if here in by_id},
-    )
-
-
-def same_places(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Place, Place]]:
-    """Of a copy that has all parameters where the optimizer has them."""
-    for number, group in enumerate(groups):
-        for at in range(len(group["params"])):
-            yield (number, at), (number, at)
-
-
-def places_in_bucket(in_group: Sequence[Sequence[int]]) -> Iterator[tuple[Place, Place]]:
-    """Of a bucket's shadow.
-
-    Args:
-        in_group: by group, where each of the bucket's parameters stands in the optimizer's.
-    """
-    for number, positions in enumerate(in_group):
-        for at, position in enumerate(positions):
-            yield (number, position), (number, at)
-
-
 # What an optimizer object holds beside its groups and the state of parameters.
 
 
@@ -344,14 +252,14 @@ STEP_HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-_OF_EVERY_OPTIMIZER = ("param_groups", "state", "defaults", *STEP_HOOKS)
+OF_EVERY_OPTIMIZER = ("param_groups", "state", "defaults", *STEP_HOOKS)
 # Which torch itself, its schedulers and GradScaler write on any optimizer, at any time.
 _WRITTEN_BY_TORCH = ("_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured", "grad_scale", "found_inf")
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
     """The attributes that not every optimizer has."""
-    return {name: value for name, value in vars(optimizer).items() if name not in _OF_EVERY_OPTIMIZER}
+    return {name: value for name, value in vars(optimizer).items() if name not in OF_EVERY_OPTIMIZER}
 
 
 def read_by_update(optimizer: Optimizer) -> dict[str, Any]:
@@ -378,8 +286,3 @@ def held_by_classes(optimizer: Optimizer) -> dict[str, Any]:
 def beside_parameters(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """The items of an optimizer's ``state`` whose key is no parameter."""
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
-
-
-def shared_by_updates(optimizer: Optimizer) -> dict[Any, Any]:
-    """The items of its ``state`` that an update may use beside those of its parameters: torch's own use none."""
-    return {} if is_torchs_own(optimizer) else beside_parameters(optimizer.state)

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -9,6 +10,7 @@ from torch.optim import Optimizer
 
 from instep._optim.local_shard import LocalShard, are_plain, memory_of, shard_of_entry, version_of, whole_of_entry
 from instep._optim.memory import on_stream
+from instep._optim.stages import Stage, Update
 from instep._optim.values import reached_from
 from instep._torch.engine import is_captured
 from instep.errors import UnsupportedOptimizerError
@@ -373,8 +375,8 @@ def _is_unpinned(value: object) -> bool:
     return type(value) is torch.Tensor and is_at_home(value) and not value.is_pinned()
 
 
-class StateHome:
-    """Where the state of one optimizer lives.
+class OffloadedState(Stage):
+    """The state of one optimizer lives in host memory, and an update finds copies of it on the device.
 
     Args:
         optimizer: the user's, which is held weakly.
@@ -390,25 +392,28 @@ class StateHome:
         self._optimizer = weakref.ref(optimizer)
         self._parts = parts
 
-    def lend(
-        self,
-        owned: Sequence[torch.Tensor],
-        shards: Sequence[LocalShard | None] | None,
-        entries: Sequence[Entry | None],
-    ) -> LentEntries:
-        return self._state.lend(self._optimizer, owned, shards, entries)
+    steps_every_parameter = True
 
-    def take_back(
-        self, lent: LentEntries, stepped: Sequence[Entry | None], beside: Sequence[torch.Tensor]
-    ) -> list[Entry | None]:
-        return self._state.take_back(lent, stepped, beside)
+    @contextmanager
+    def around(self, update: Update) -> Iterator[None]:
+        lent = self._state.lend(self._optimizer, update.owned, update.shards, update.entries)
+        given = zip(update.tensors, lent.entries, strict=True)
+        update.state.update((p, entry) for p, entry in given if entry is not None)
+        try:
+            yield
+        finally:
+            if update.shadow is not None:
+                found = update.shadow.state
+                beside = [tensor for p in update.tensors for tensor in (p, p.grad) if tensor is not None]
+                kept = self._state.take_back(lent, list(map(found.get, update.tensors)), beside)
+                found.update((p, entry) for p, entry in zip(update.tensors, kept, strict=True) if entry is not None)
 
-    def portions_of(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
+    def portions_of(self, tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
         """Divide what DDP, FSDP or ``optimizer.step()`` has stepped together."""
         start = nbytes = 0
-        for number, parameter in enumerate(parameters):
-            nbytes += parameter.nbytes
-            if nbytes >= self._bucket_bytes or number + 1 == len(parameters):
+        for number, tensor in enumerate(tensors):
+            nbytes += tensor.nbytes
+            if nbytes >= self._bucket_bytes or number + 1 == len(tensors):
                 yield slice(start, number + 1)
                 start, nbytes = number + 1, 0
 
@@ -478,7 +483,7 @@ class _Hidden:
 class HostLoading:
     """Hooks around ``load_state_dict`` of one optimizer."""
 
-    def __init__(self, home: StateHome) -> None:
+    def __init__(self, home: OffloadedState) -> None:
         self._home = home
 
     def before(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:

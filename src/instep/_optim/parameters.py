@@ -14,6 +14,7 @@ from torch import nn
 from instep._optim.dtensor import is_sharded, may_be_gathered
 from instep._optim.local_shard import LocalShard
 from instep._optim.shadow import alias_of
+from instep._optim.stages import Begins
 from instep._optim.stepper import Stepper
 from instep._torch.placeholders import SpentGradient
 from instep.errors import StaleAttachmentError
@@ -424,13 +425,13 @@ class OptimizerCall:
         self.shards: list[LocalShard | None] = []
         self.elsewhere: list[torch.Tensor] = []
 
-    def step(self, stepper: Stepper) -> None:
-        """Update them."""
+    def step(self, stepper: Stepper, begins: Begins | None = None) -> None:
+        """Update them. ``begins``: see ``Stepper.step``."""
         for parameter in self.elsewhere:
             stepper.optimizer().state.setdefault(parameter, {})  # all ranks have the same keys
             torch.autograd.graph.increment_version(parameter)
         if self.tensors:
-            stepper.step(self.tensors, self.parameters, self.shards if any(self.shards) else None)
+            stepper.step(self.tensors, self.parameters, self.shards if any(self.shards) else None, begins)
 
 
 def shard_of_gradient(attached: AttachedParameter, gradient: torch.Tensor) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.foreign import draws_in_step, draws_out_of_sight
 from instep._optim.kinds import STEPPED_WHOLE, autocast_of
 from instep._optim.offload import LentEntries
 from instep._optim.random_numbers import Generators, TorchGenerators
@@ -25,7 +26,6 @@ from instep._optim.synthetic import (
     one_by_one,
     specs_for,
 )
-from instep._optim.update import draws_in_step, draws_out_of_sight
 from instep.errors import HyperparameterChangedError, UnsupportedOptimizerError
 
 # An autocast block around ``optimizer.step()``: does it change the update? In backward, and behind the next forward,

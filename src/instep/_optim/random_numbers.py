@@ -5,8 +5,8 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ import torch
 
 from instep._optim.dtensor import drawn_by_part, shard_index
 from instep._optim.local_shard import memory_of
+from instep._optim.stages import Stage, Update
 from instep._optim.values import reached_from
 from instep._torch.engine import graph_task, is_captured, is_of_backward
 from instep._torch.worker import NAME
@@ -185,8 +186,8 @@ def _same(now: Any, before: Any) -> bool:
 _Place = tuple[str, int | None]
 
 
-class KeyedDraws:
-    """What the updates of one attachment draw from.
+class KeyedDraws(Stage):
+    """What the updates of one attachment draw from: each parameter's from generators that are seeded for it.
 
     Args:
         seed: the user's.
@@ -203,6 +204,14 @@ class KeyedDraws:
         self.earlier = 0
         self._committed = committed
         self._places: dict[int, _Place] = {} if places is None else places
+
+    steps_every_parameter = True
+
+    def around(self, update: Update) -> AbstractContextManager[None]:
+        return self.drawing(type(update.optimizer).__name__, update.owned[0])
+
+    def portions_of(self, tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
+        yield from (slice(number, number + 1) for number in range(len(tensors)))
 
     @property
     def number(self) -> int:

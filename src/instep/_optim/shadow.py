@@ -12,18 +12,16 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.kinds import (
-    MANAGER,
     STEP_HOOKS,
     beside_parameters,
     is_torchs_own,
-    moved,
     read_by_update,
     rebind,
-    same_places,
     step_whole,
     without_autocast,
 )
 from instep._optim.local_shard import memory_of
+from instep._optim.overrides import MANAGER, moved, same_places
 from instep._optim.values import PER_PARAMETER, is_immutable, is_plain, private
 from instep.errors import StaleAttachmentError
 
@@ -124,8 +122,8 @@ def shadow_of(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) ->
     # object.__new__: no constructor runs, so nothing is validated, registered or patched a second time.
     shadow: Optimizer = object.__new__(type(optimizer))
     vars(shadow).update(vars(optimizer))
-    vars(shadow).pop("step", None)  # an LR scheduler's patch of the instance
-    rebind(optimizer, shadow)
+    if vars(shadow).pop("step", None) is not None:  # an LR scheduler's patch of the instance, or a trainer's
+        rebind(optimizer, shadow)
     shadow.param_groups = groups
     shadow.state = state
     for name in STEP_HOOKS:

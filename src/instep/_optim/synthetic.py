@@ -14,7 +14,7 @@ from instep._optim.kinds import STEPPED_WHOLE
 from instep._optim.random_numbers import KeyedDraws
 from instep._optim.shadow import alias_of, different, parameters_of, shared_state, step_plainly, twin_of
 from instep._optim.stepper import Stepper
-from instep._optim.undo import Undo
+from instep._optim.undo import Undo, UndoCopies
 from instep.errors import UnsupportedOptimizerError
 
 # Made-up parameters and gradients, to try an optimizer on.
@@ -252,10 +252,8 @@ class MadeUpRun:
         parameters = [p for p in self.parameters if p.grad is not None]
         if not parameters:
             return
-        before = stepper.look_elsewhere(parameters)
-        undo.save([*parameters, *stepper.reached()], self.twin)
-        stepper.step(parameters)
-        stepper.require_all_in_state(before)
+        stepper.options.append(UndoCopies(stepper.name, undo))
+        stepper.step(parameters, begins=_nothing)
         for device in undo.devices:
             undo.restore(device)
         stepper.abort()
@@ -333,6 +331,9 @@ def in_short(error: BaseException) -> str:
     """The error's class and the beginning of its message, in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:150]}" if text else type(error).__name__
+
+
+def _nothing() -> None: ...
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:

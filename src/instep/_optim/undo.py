@@ -1,14 +1,19 @@
 """Parameters and state as they were before a step, to be put back bit for bit, and gradients that are lent to it."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.autograd import grad_mode
 from torch.optim import Optimizer
 
-from instep._optim.values import Contents, Restore, copy_of, restore, same_bits
+from instep._optim.foreign import parameters_reached_by
+from instep._optim.kinds import held_by_classes, is_torchs_own, read_by_update
+from instep._optim.shadow import GroupLayout
+from instep._optim.stages import Stage, Update
+from instep._optim.values import PER_PARAMETER, Contents, Elsewhere, Restore, copy_of, restore, same_bits
 from instep.errors import UnsupportedOptimizerError
 
 # Gradients that are lent to an update on trial: some optimizers write or replace the gradient in their ``step()``.
@@ -93,6 +98,54 @@ class _Saved:
         # The bits are back: a graph that has saved them may run. torch has a private way to say so. After the state,
         # which may hold a view of the parameter.
         self._version.__exit__()
+
+
+class UndoCopies(Stage):
+    """Copies of the parameters and their state are taken before an update writes them. What an update keeps of single
+    parameters outside of ``state`` nobody puts back: that is refused.
+
+    Args:
+        name: of the optimizer.
+        copies: of all optimizers of the step.
+    """
+
+    def __init__(self, name: str, copies: "Undo") -> None:
+        self._name = name
+        self._copies = copies
+        self._is_foreign = False
+        self._reached: list[torch.Tensor] = []
+        self._kept_in: str | None = None  # where the optimizer keeps values of single parameters, its state aside
+
+    def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
+        self._is_foreign = not is_torchs_own(optimizer)
+        self._reached = parameters_reached_by(optimizer, layout) if self._is_foreign else []
+
+    @contextmanager
+    def around(self, update: Update) -> Iterator[None]:
+        outside = self._look_outside(update) if self._is_foreign else None
+        self._copies.save([*update.owned, *self._reached], update.optimizer)
+        yield
+        if outside is not None and (found := outside.restore()) is not None:
+            self._kept_in, whole = found
+            self.wrote_in_place |= not whole
+            raise self._refusal(self._kept_in)
+
+    def _look_outside(self, update: Update) -> Elsewhere:
+        optimizer = update.optimizer
+        places = {f"its attribute {name!r}": value for name, value in read_by_update(optimizer).items()}
+        for index, group in enumerate(optimizer.param_groups):
+            places |= {f"param_groups[{index}][{k!r}]": v for k, v in group.items() if k not in PER_PARAMETER}
+        before = Elsewhere(places | held_by_classes(optimizer), update.owned)
+        self._kept_in = self._kept_in or before.kept
+        if self._kept_in is not None:
+            raise self._refusal(self._kept_in)
+        return before
+
+    def _refusal(self, place: str) -> UnsupportedOptimizerError:
+        return UnsupportedOptimizerError(
+            f"{self._name} keeps values of single parameters in {place}, which undo does not put back. Use "
+            "schedule='forward', or no undo"
+        )
 
 
 class Undo:

@@ -67,9 +67,9 @@ DEPTH = 4
 MOST = 1024
 """How many values of one setting are looked into, and of how many elements a tensor is compared by value."""
 
-_ABSENT = object()
-_SHORT = reprlib.Repr()  # a setting may hold whole parameters
-_SHORT.maxother = _SHORT.maxstring = 80
+ABSENT = object()
+SHORT = reprlib.Repr()  # a setting may hold whole parameters
+SHORT.maxother = SHORT.maxstring = 80
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 PER_PARAMETER = ("params", "param_names")
 """The keys of a group that hold one item for each parameter: all others are settings."""
@@ -211,7 +211,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two dense tensors are equal bit for bit: NaN too."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(_bytes(a), _bytes(b))
+    return torch.equal(bytes_of(a), bytes_of(b))
 
 
 def same(a: Any, b: Any) -> bool:
@@ -227,61 +227,9 @@ def same(a: Any, b: Any) -> bool:
     return isinstance(a, (*_IMMUTABLE, set)) and type(a) is type(b) and bool(a == b)
 
 
-class Snapshot:
-    """The values of a group, or other settings by name, at one moment; parameters aside."""
-
-    def __init__(self, group: Mapping[str, Any]) -> None:
-        self._values = {key: value for key, value in group.items() if key not in PER_PARAMETER}
-        self._mutable = {k: fingerprint(v) for k, v in self._values.items() if not is_immutable(v)}
-        self._on_device = {k: v.detach().clone() for k, v in self._values.items() if _waits_for_host(v)}
-
-    def copy_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """A private copy of the settings in ``group``, which are these."""
-        if self._mutable:
-            return {key: private(value) for key, value in group.items() if key not in PER_PARAMETER}
-        return self._values.copy()
-
-    def of_copy(self, group: Mapping[str, Any]) -> "Snapshot":
-        """The snapshot of a private copy of the same group."""
-        return Snapshot(group) if self._mutable else self
-
-    def changes(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``group`` has in place of, or on top of, these values."""
-        values, mutable = self._values, self._mutable
-        return {
-            key: value
-            for key, value in group.items()
-            # Asked for every bucket: what cannot be changed in place and is the same object needs no look.
-            if (value is not values.get(key, _ABSENT) or key in mutable)
-            and key not in PER_PARAMETER
-            and not self._has(key, value)
-        }
-
-    def difference(self, group: Mapping[str, Any]) -> str | None:
-        """The first setting that ``group`` has not, or not any more as it was, and what it is now; ``None``: all are as
-        they were."""
-        for key, value in self.changes(group).items():
-            return f"[{key!r}] changed to {_SHORT.repr(value)}"
-        missing = next((key for key in self._values if key not in group), None)
-        return None if missing is None else f"[{missing!r}] was removed"
-
-    def flags(self, group: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Of each small tensor on an accelerator, of which the host cannot know without waiting, whether it was
-        written: 0-dim, there."""
-        for key, before in self._on_device.items():
-            now = group.get(key)
-            if isinstance(now, torch.Tensor) and now.shape == before.shape and now.dtype == before.dtype:
-                yield key, (_bytes(now.detach()) != _bytes(before)).any()
-
-    def _has(self, key: str, value: Any) -> bool:
-        if key in self._mutable:
-            return alike(fingerprint(value), self._mutable[key])
-        return same(value, self._values.get(key, _ABSENT))
-
-
 def changes(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> dict[Any, Any]:
     """What ``now`` has in place of, or on top of, ``before``."""
-    return {k: v for k, v in now.items() if not same(v, before.get(k, _ABSENT))}
+    return {k: v for k, v in now.items() if not same(v, before.get(k, ABSENT))}
 
 
 def _items_of(value: Any) -> dict[Any, Any] | None:
@@ -292,10 +240,10 @@ def _items_of(value: Any) -> dict[Any, Any] | None:
         return dict(enumerate(value))
     if isinstance(value, (set, frozenset)):
         return dict.fromkeys(value)
-    return _bytes_of(value) or _attributes_of(value)
+    return _content_of_buffer(value) or _attributes_of(value)
 
 
-def _bytes_of(value: Any) -> dict[Any, Any] | None:
+def _content_of_buffer(value: Any) -> dict[Any, Any] | None:
     """Of a NumPy array, or another one."""
     try:
         view = memoryview(value)
@@ -329,7 +277,8 @@ def _can_be_read(tensor: torch.Tensor) -> bool:
     return _is_small(tensor) and tensor.device.type == "cpu" and not tensor.is_pinned()
 
 
-def _waits_for_host(value: Any) -> bool:
+def waits_for_host(value: Any) -> bool:
+    """Whether it is a small tensor on an accelerator, whose values the host cannot know without waiting."""
     if not isinstance(value, torch.Tensor) or not _is_small(value) or value.is_meta:
         return False
     return not _can_be_read(value) and not value.is_pinned()
@@ -339,7 +288,8 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() if type(tensor) is torch.Tensor and tensor.layout is torch.strided else 0
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor, byte by byte."""
     return tensor.reshape(-1).view(torch.uint8)
 
 

@@ -5,6 +5,7 @@ applied right before its bucket is stepped, or, where ``optimizer.step()`` is le
 """
 
 import copy
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from torch.optim import Optimizer
 
 from instep._optim.kinds import STEPPED_WHOLE, autocast_of
 from instep._optim.local_shard import LocalShard, memory_of
-from instep._optim.parameters import AttachedParameter, OptimizerCall, calls_of
+from instep._optim.parameters import AttachedParameter, calls_of
 from instep._optim.random_numbers import Generators
 from instep._optim.shadow import different, parameters_of, shared_state, step_plainly, twin_of
+from instep._optim.stages import Stage, Update
 from instep._optim.stepper import Stepper
 from instep._torch.watch import plain_type
 from instep.errors import UnsupportedOptimizerError
@@ -48,9 +50,14 @@ class _Step:
         self.autocast: torch.dtype | None = None
         self.drew = False
 
-    def keep(self, call: OptimizerCall, state: Mapping[Any, Any]) -> None:
-        shards = call.shards or [None] * len(call.tensors)
-        for tensor, parameter, shard in zip(call.tensors, call.parameters, shards, strict=True):
+    def keep(
+        self,
+        tensors: Sequence[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        shards: Sequence[LocalShard | None] | None,
+        state: Mapping[Any, Any],
+    ) -> None:
+        for tensor, parameter, shard in zip(tensors, parameters, shards or [None] * len(tensors), strict=True):
             self.add(parameter, tensor, tensor.grad, shard, state)
 
     def add(
@@ -111,12 +118,12 @@ class Check:
         """Whether the running step is to be compared."""
         return self.done < self.steps
 
-    def keep(self, stepper: Stepper, call: OptimizerCall, state: Mapping[Any, Any]) -> None:
-        """These are about to be stepped, with what is in their ``.grad``, and this state of the optimizer: who asks the
-        optimizer itself may have to wait for this very step."""
+    def keep(self, stepper: Stepper, update: Update) -> None:
+        """An update is about to run, with what is in the ``.grad`` of its tensors. The update's own optimizer is asked
+        for state: who asks the user's may have to wait for this very step."""
         if self.due:
             with _named(stepper):
-                self._step_of(stepper).keep(call, state)
+                self._step_of(stepper).keep(update.tensors, update.owned, update.shards, update.optimizer.state)
 
     def keep_rest(
         self,
@@ -148,7 +155,7 @@ class Check:
         given = {a: gradient(a) for a in mine if a not in bucketed}
         rest = [(a, g) for a, g in given.items() if g is not None]
         for call in calls_of([a for a, _ in rest], [g for _, g in rest], alias=False):
-            step.keep(call, optimizer.state)
+            step.keep(call.tensors, call.parameters, call.shards, optimizer.state)
         for attached in given:
             parameter, shard = attached.get(), attached.shard
             if id(parameter) not in step.copies:
@@ -216,6 +223,24 @@ class Check:
         if stepper not in self._running:
             self._running[stepper] = _Step(stepper.optimizer())
         return self._running[stepper]
+
+
+class CheckedSteps(Stage):
+    """Each update of the steps that are compared is copied before: see ``Check``.
+
+    Args:
+        stepper: of the user's own optimizer, which has this; held weakly.
+    """
+
+    def __init__(self, check: Check, stepper: Stepper) -> None:
+        self._check = check
+        self._stepper = weakref.ref(stepper)
+
+    @contextmanager
+    def around(self, update: Update) -> Iterator[None]:
+        if (stepper := self._stepper()) is not None:
+            self._check.keep(stepper, update)
+        yield
 
 
 @contextmanager

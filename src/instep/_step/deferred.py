@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 
 import torch
 from torch.optim import Optimizer
@@ -148,7 +147,7 @@ class HandOver:
         """Whether ``clip``, ``nonfinite``, ``random`` or ``offload`` was asked for: for steps that are not put off,
         too."""
         touches_gradients = self._step.passes.clipping.policy is not None or self._agreement.policy != "allow"
-        return touches_gradients or any(stepper.takes_all for stepper in self._step.members.steppers)
+        return touches_gradients or any(stepper.steps_every_parameter for stepper in self._step.members.steppers)
 
     def _leave(self, stepper: Stepper, mine: AttachedParameters) -> None:
         """``optimizer.step()`` steps all of it. Of the parameters no more is asked than which optimizers will."""
@@ -161,7 +160,7 @@ class HandOver:
     def _take(self, stepper: Stepper, with_gradient: AttachedParameters, clip: Clip | None, *, in_loop: bool) -> None:
         """The step is taken: put off all that can wait, and leave the rest to ``optimizer.step()``."""
         step, mine = self._step, self._step.members.of(stepper)
-        if stepper.takes_all or (not with_gradient.are_plain and any(a.is_divided for a in with_gradient)):
+        if stepper.steps_every_parameter or (not with_gradient.are_plain and any(a.is_divided for a in with_gradient)):
             require_same_in_autocast(stepper.optimizer())  # these are updated by instep, put off or not
         in_flight = _in_flight_of(mine, self.in_flight())
         may_wait = in_loop and self._can_be_put_off(stepper)
@@ -200,7 +199,7 @@ class HandOver:
 
     def _step_here(self, stepper: Stepper, rest: AttachedParameters) -> None:
         """What cannot wait is stepped here, where ``optimizer.step()`` itself is not to step anything."""
-        if not stepper.takes_all:
+        if not stepper.steps_every_parameter:
             return
         gradients = [in_grad(attached) for attached in rest]
         for call in calls_of(rest, gradients, alias=False):
@@ -335,12 +334,10 @@ class HandOver:
         handed_over = HandedOverStep(
             stepper, parameters, step.number, self.vote, pending.recorder, step.times, outcomes
         )
-        handed_over.stepper.draws = None if stepper.draws is None else stepper.draws.of_this_step()
         begin_state(optimizer, parameters.tensors())
-        keep = partial(step.check.keep, stepper) if step.check is not None and step.checks else None
         buckets = []
         for members, flight in self._buckets_of(parameters, in_flight):
-            bucket = PendingBucket(members, handed_over, clip, flight, keep)
+            bucket = PendingBucket(members, handed_over, clip, flight)
             pending.add(bucket)
             self._hide(list(zip(members, bucket.gradients, strict=True)))
             buckets.append(bucket)

@@ -14,10 +14,9 @@ import torch
 from torch.optim import Optimizer
 
 from instep._gradients.clipping import Clip
-from instep._optim.guards import DEFAULT_DTYPE, MKLDNN, as_then, in_threads, switched, switches
+from instep._optim.guards import DEFAULT_DTYPE, MKLDNN, EntriesAsLeft, as_then, in_threads, switched, switches
 from instep._optim.kinds import fused_counts_writes, is_torchs_own
 from instep._optim.local_shard import VERSION, are_counted, memory_of, version_of
-from instep._optim.memory import Entries
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, OptimizerCall, calls_of
 from instep._optim.shadow import end_state, order_added, snapshot_of
 from instep._optim.stepper import Stepper
@@ -326,7 +325,7 @@ class HandedOverStep:
         self.optimizer = weakref.ref(optimizer)
         self.entries_before = len(optimizer.state)
         self._frozen = snapshot_of(optimizer)  # held here: the stepper holds it weakly
-        self.stepper = Stepper(self._frozen, looks_back=False, home=stepper.home)
+        self.stepper = stepper.of_copy(self._frozen)
         self.circumstances = _Circumstances(optimizer)
         self.outcome = Outcome(parameters)
         self.outcomes = outcomes
@@ -381,8 +380,7 @@ class _AsLeft:
     def look(self, state: Mapping[Any, Any]) -> None:
         """They are to stay as they are now."""
         self.look_at_versions()
-        self._entries = Entries()
-        self._entries.add(self._tensors, state)
+        self._entries = EntriesAsLeft(self._tensors, state)
 
     def look_at_versions(self) -> None:
         self._versions = self._found()
@@ -430,7 +428,6 @@ class PendingBucket:
         step: HandedOverStep,
         clip: Clip | None,
         flight: InFlightBucket | None,
-        keep: Callable[[OptimizerCall, Mapping[Any, Any]], None] | None,
     ) -> None:
         self.names = parameters.names
         self.tensors = parameters.tensors()
@@ -443,7 +440,6 @@ class PendingBucket:
         self._flight = flight
         self._shards = Shards(parameters)
         self._clip = clip
-        self._keep = keep
         # Aliases: the parameters' own .grad, flags and attributes are the user's, to be read and changed meanwhile.
         self._calls = calls_of(parameters, self.gradients, alias=True)
         if step.circumstances.counts_writes:
@@ -538,13 +534,13 @@ class PendingBucket:
     def _step(self, call: OptimizerCall) -> None:
         if self._clip is not None:
             self._clip(call.tensors)
-        if self._keep is not None:
-            self._keep(call, self.step.state)
         gradients = [tensor.grad for tensor in call.tensors]
-        self.step.outcome.begun.update(dict.fromkeys(self._shards.updated_here))
-        call.step(self.step.stepper)
+        call.step(self.step.stepper, self._begins)
         if not self.step.circumstances.known:
             self._require_contained([tensor.grad for tensor in call.tensors], gradients)
+
+    def _begins(self) -> None:
+        self.step.outcome.begun.update(dict.fromkeys(self._shards.updated_here))
 
     def _require_contained(self, found: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None]) -> None:
         """Whatever else the update has written would have been there when ``optimizer.step()`` returned."""

@@ -12,7 +12,7 @@ from instep._optim.kinds import is_torchs_own
 from instep._optim.local_shard import version_of
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.stepper import Stepper
-from instep._optim.undo import Lent, Outcome, Undo
+from instep._optim.undo import Lent, Outcome, Undo, UndoCopies
 from instep._profile import profiled
 from instep._step.remedies import WRITE_LATER
 from instep._step.state import Event, StepMembers, gradient_of, versions_of
@@ -383,6 +383,8 @@ class TrialWrites(Writes):
         self, step: RunningStep, copies: Undo, scale: LossScale | None, agreement: Agreement, owner: Owner
     ) -> None:
         super().__init__(step)
+        for stepper in step.members.steppers:
+            stepper.options.insert(0, UndoCopies(stepper.name, copies))
         self._scale = scale
         self._owner = weakref.ref(owner)
         self._kept = KeptGradients()
@@ -441,7 +443,7 @@ class TrialWrites(Writes):
         try:
             given = [lent[a].given if a in lent else gradient for a, gradient in zip(bucket, made, strict=True)]
             for stepper in bucket.steppers:
-                self._try(stepper, bucket, given)
+                self._call(stepper, bucket, given)
         finally:
             self._let_go_of_memory(parameters[0].device)
             for attached, one in lent.items():
@@ -470,14 +472,6 @@ class TrialWrites(Writes):
             for attached, parameter, gradient in zip(bucket, parameters, gradients, strict=True)
             if not is_torchs_own(attached.stepper.optimizer())
         }
-
-    def _try(self, stepper: Stepper, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
-        """Step those of one optimizer, after copies were taken."""
-        own = [a.get() for a in bucket if a.stepper is stepper]
-        elsewhere = stepper.look_elsewhere(own)
-        self._rollback.copies.save([*own, *stepper.reached()], stepper.optimizer())
-        self._call(stepper, bucket, gradients)
-        stepper.require_all_in_state(elsewhere)
 
     def takes_back(self, error: Exception) -> bool:
         """The step is left to ``optimizer.step()``, which steps all of it together: the plain loop's raises there, if

@@ -17,7 +17,7 @@ from instep._optim.shadow import asks_for_state
 from instep._optim.stepper import Stepper
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
-from instep._step.checking import Check
+from instep._step.checking import Check, CheckedSteps
 from instep._step.deferral import Gains
 from instep._step.norms import Losses, Passes
 from instep._step.state import GradientOf, Ledger, Round, StepMembers, StepTimes
@@ -91,6 +91,9 @@ class RunningStep:
         self.streams = StepStreams()
         self.backwards = Backwards()
         self.check = check
+        if check is not None:
+            for stepper in members.steppers:
+                stepper.options.append(CheckedSteps(check, stepper))
         self.times = StepTimes()
         self.freed_bytes = 0
         self.has_gradients = False

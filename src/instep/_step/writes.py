@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from itertools import compress
 from operator import is_
 from typing import NoReturn, Protocol
@@ -278,7 +279,7 @@ class Writes(ABC):
         state that is elsewhere; nobody but instep draws by key."""
         rest = [a for a in left if gradient_of(a) is not None]
         divided = [a for a in rest if a.is_divided]
-        if not divided and not stepper.takes_all and not self._is_mixed(stepper, rest):
+        if not divided and not stepper.steps_every_parameter and not self._is_mixed(stepper, rest):
             return []
         require_same_in_autocast(stepper.optimizer())
         return rest
@@ -314,16 +315,16 @@ class Writes(ABC):
 
     def _call(self, stepper: Stepper, bucket: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor]) -> None:
         """Step those of ``bucket`` that belong to this optimizer."""
-        check = self._step.check
         bucket = AttachedParameters.of(bucket)
         if bucket.steppers != (stepper,):
             mine = [(a, g) for a, g in zip(bucket, gradients, strict=True) if a.stepper is stepper]
             bucket, gradients = AttachedParameters(a for a, _ in mine), [g for _, g in mine]
         for call in calls_of(bucket, gradients, alias=False):
-            if check is not None:
-                check.keep(stepper, call, stepper.optimizer().state)
-            self.begun = bucket if not self.begun else AttachedParameters(dict.fromkeys([*self.begun, *bucket]))
-            call.step(stepper)
+            call.step(stepper, partial(self._begins, bucket))
+
+    def _begins(self, bucket: AttachedParameters) -> None:
+        """An update is about to write these."""
+        self.begun = bucket if not self.begun else AttachedParameters(dict.fromkeys([*self.begun, *bucket]))
 
     def _let_go_of_memory(self, device: torch.device) -> None:
         if any(stepper.gave_back for stepper in self._step.members.steppers):

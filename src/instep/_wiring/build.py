@@ -15,7 +15,7 @@ from instep._gradients.clipping import ClipNorm, Clipping
 from instep._gradients.scaling import LossScale
 from instep._optim.kinds import STEPPED_WHOLE, ToldStep, steps_as_tested, steps_one, takes_hooks
 from instep._optim.memory import in_views_of_ddp, in_views_of_replicate
-from instep._optim.offload import HostLoading, HostState, Part, StateHome
+from instep._optim.offload import HostLoading, HostState, OffloadedState, Part
 from instep._optim.parameters import AttachedParameter, Plan
 from instep._optim.probe import Separability, not_asked, separability_of
 from instep._optim.stepper import Stepper
@@ -211,7 +211,7 @@ def offload(
     state = HostState()
     for optimizer, stepper in zip(optimizers, steppers, strict=True):
         parts = partial(_parts_of, weakref.ref(schedule), weakref.ref(stepper))
-        stepper.home = home = StateHome(state, optimizer, parts, bucket_bytes)
+        stepper.home = home = OffloadedState(state, optimizer, parts, bucket_bytes)
         home.take_in()
         loading = HostLoading(home)
         handles.append(optimizer.register_load_state_dict_pre_hook(UntracedHook(loading.before)))

@@ -602,7 +602,7 @@ class StepHooks:
     def _leave(self, stepper: Stepper, error: InstepError, how: str) -> None:
         """``step()`` is about to do otherwise than instep does."""
         self._schedule.leave_to_optimizer(stepper, error)
-        if stepper.takes_all:
+        if stepper.steps_every_parameter:
             raise UnsupportedOptimizerError(
                 f"{stepper.name}.step() was {how}, and with offload='host' or random='keyed' instep takes every step: "
                 "it does not know of that. Call optimizer.step() without arguments and outside of what is compiled, or "

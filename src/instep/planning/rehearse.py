@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from instep._optim.kinds import is_in_torch_optim
 from instep._optim.stepper import Stepper
-from instep._optim.undo import Undo
+from instep._optim.undo import Undo, UndoCopies
 from instep.attaching import attach
 from instep.attachment import Attachment
 from instep.planning.job import Job, PlanError
@@ -602,14 +602,14 @@ def _become_view(part: torch.Tensor, parameter: torch.Tensor) -> None:
 
 
 def _step_by_bucket(optimizer: Optimizer, buckets: Buckets, undo: bool) -> None:
-    stepper, copies = Stepper(optimizer), Undo(host=False)
+    stepper = Stepper(optimizer)
+    if undo:
+        stepper.options.append(UndoCopies(stepper.name, Undo(host=False)))
     for bucket in buckets:
         mine = [p for p in bucket if p.grad is not None]
         if not mine:
             continue
-        if undo:
-            copies.save(mine, optimizer)
-        stepper.step(mine)
+        stepper.step(mine, begins=lambda: None)
         if not undo:
             for parameter in mine:
                 parameter.grad = None

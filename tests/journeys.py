@@ -1,0 +1,130 @@
+"""The road of one bucket, of an iteration and of ``attach``: which functions of instep's run, in which files.
+
+``python -m tests.journeys`` prints the road of one bucket for a schedule; ``docs/architecture.md`` follows it.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import instep
+
+ROOT = str(Path(instep.__file__).parent)
+WAYS: dict[str, dict[str, Any]] = {
+    "backward": {"schedule": "backward"},
+    "forward": {"defer": True},
+    "default": {"defer": False},
+    "undo": {"schedule": "backward", "undo": True},
+}
+BEFORE = 8
+"""Iterations until the road is the usual one: torch's own state is there, and buckets are in order."""
+
+
+class Call(NamedTuple):
+    file: str
+    function: str
+
+
+class Road:
+    """The calls of instep's functions, in their order.
+
+    Args:
+        first: the name of the function with whose first call the road begins; ``""``: it begins at once.
+        last: the name of that with whose first return it ends; ``""``: it does not.
+    """
+
+    def __init__(self, first: str = "", last: str = "") -> None:
+        self.calls: list[Call] = []
+        self._first, self._last = first, last
+        self._began, self._is_over = not first, False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        sys.setprofile(self._see)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def _see(self, frame: FrameType, event: str, arg: object) -> None:
+        code = frame.f_code
+        if self._is_over or not code.co_filename.startswith(ROOT) or event not in ("call", "return"):
+            return
+        if event == "return":
+            self._is_over = self._began and code.co_name == self._last
+        elif self._began or code.co_name == self._first:
+            self._began = True
+            self.calls.append(Call(code.co_filename.removeprefix(ROOT + "/"), name_of(code)))
+
+    @property
+    def files(self) -> list[str]:
+        """In the order in which they are entered."""
+        return list(dict.fromkeys(call.file for call in self.calls))
+
+
+def name_of(code: CodeType) -> str:
+    return getattr(code, "co_qualname", code.co_name)  # Python 3.10 has none
+
+
+class Loop:
+    """Three layers, AdamW, one device."""
+
+    def __init__(self, way: str) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.attaching = Road()
+        with self.attaching.watched():
+            self.overlap = instep.attach(self.model, self.optimizer, **WAYS[way])
+        for _ in range(BEFORE):
+            self.iterate()
+
+    def iterate(self) -> None:
+        self.model(torch.ones(2, 8)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def road(self, first: str = "", last: str = "") -> Road:
+        """Of one iteration, or of a part of it."""
+        road = Road(first, last)
+        with road.watched():
+            self.iterate()
+        return road
+
+
+def of_a_bucket() -> Road:
+    """From the hook of a bucket's last gradient until the gradients are freed."""
+    loop = Loop("backward")
+    with loop.overlap:
+        return loop.road("_bucket_accumulated", "freed")
+
+
+def show(calls: Sequence[Call]) -> None:
+    at = ""
+    for call in calls:
+        if call.file != at:
+            print(at := call.file)
+        print(f"    {call.function}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.journeys")
+    parser.add_argument("way", nargs="?", choices=["bucket", *WAYS], default="bucket")
+    given = parser.parse_args()
+    if given.way == "bucket":
+        show(of_a_bucket().calls)
+    else:
+        loop = Loop(given.way)
+        with loop.overlap:
+            show(loop.road().calls)
+
+
+if __name__ == "__main__":
+    main()
