@@ -76,7 +76,7 @@ DEFAULT = "tests/parity/test_default.py"
 MUTANTS = [
     Mutant(
         "watch gradients while a closure's step is put off",
-        "ForwardSchedule.begin_flush",
+        "ForwardSchedule.before_update",
         "        self.observed.let_go()  # a closure has run backward in step(): nobody else watches what is watched\n",
         "",
         "tests/unit/test_advice.py",
@@ -3388,7 +3388,7 @@ MUTANTS = [
     ),
     Mutant(
         "left to torch: only the model's own parameters make a step",
-        "PlainSchedule.begin_flush",
+        "PlainSchedule.before_update",
         "        if not self.follows:\n",
         "        if False:\n",
         "tests/parity/test_left_to_torch.py",

@@ -17,7 +17,6 @@ ALLOWED = {
     "_arguments": {
         "errors",
     },
-    "_profile": set(),
     "_torch": {
         "errors",
     },
@@ -26,8 +25,8 @@ ALLOWED = {
         "_torch",
     },
     "_ranks": {
+        "_torch",
         "errors",
-        "_profile",
         "_optim",
     },
     "_gradients": {
@@ -37,7 +36,6 @@ ALLOWED = {
     },
     "_step": {
         "errors",
-        "_profile",
         "_torch",
         "_optim",
         "_ranks",
@@ -45,7 +43,6 @@ ALLOWED = {
     },
     "sources": {
         "errors",
-        "_profile",
         "_torch",
         "_optim",
         "_step",
@@ -134,7 +131,6 @@ ALLOWED = {
     },
     "_wiring": {
         "errors",
-        "_profile",
         "_torch",
         "_optim",
         "_ranks",

@@ -8,7 +8,7 @@ from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
 
 import instep
-from instep import _profile
+from instep._torch import engine
 from tests.cases import Blocks, batch
 
 STEPS = 3
@@ -57,7 +57,7 @@ def test_nothing_is_made_where_no_profiler_runs(monkeypatch: pytest.MonkeyPatch)
     with instep.attach(model, optimizer, schedule="backward"):
         model(batch(0)[0]).sum().backward()
         made.clear()
-        assert _profile.profiled("update") is _profile.profiled("after update")
+        assert engine.profiled("update") is engine.profiled("after update")
     assert made == []
 
 

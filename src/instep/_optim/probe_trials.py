@@ -9,10 +9,10 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.foreign import draws_in_step, draws_out_of_sight
-from instep._optim.kinds import STEPPED_WHOLE, autocast_of
+from instep._optim.kinds import STEPPED_WHOLE
 from instep._optim.offload import LentEntries
 from instep._optim.random_numbers import Generators, TorchGenerators
-from instep._optim.shadow import different, parameters_of, step_plainly
+from instep._optim.shadow import autocast_of, different, parameters_of, step_plainly
 from instep._optim.synthetic import (
     DIVISIONS,
     STEPS,

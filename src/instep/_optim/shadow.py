@@ -4,6 +4,8 @@ import copy
 from bisect import bisect_left
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import accumulate, chain, islice
 from numbers import Real
 from typing import Any, NamedTuple
@@ -17,8 +19,9 @@ from instep._optim.kinds import (
     is_torchs_own,
     read_by_update,
     rebind,
-    step_whole,
-    without_autocast,
+    replaced_step,
+    steps_one,
+    undecorated_step,
 )
 from instep._optim.local_shard import memory_of
 from instep._optim.overrides import MANAGER, moved, same_places
@@ -318,3 +321,44 @@ def _is_zero(rate: Any) -> bool:
     if isinstance(rate, torch.Tensor):
         return not bool(rate.any())
     return isinstance(rate, Real) and rate == 0
+
+
+# How an update is called outside of ``optimizer.step()``: without torch's step hooks, and outside of autocast.
+
+
+def step_whole(copy: Optimizer, *closure: Callable[[], torch.Tensor]) -> Any:
+    """Call ``step()`` of a copy of an optimizer, its own where the user's object has one."""
+    return (replaced_step(copy) or partial(undecorated_step(type(copy)), copy))(*closure)
+
+
+StepCopy = Callable[[Optimizer, Sequence[Members]], None]
+"""Updates the parameters that the groups of a copy of an optimizer hold, given where they stand in the user's own."""
+
+
+def how_to_step(optimizer: Optimizer) -> StepCopy:
+    """How a copy of ``optimizer`` is stepped that holds some of its parameters."""
+    if steps_one(optimizer) is not None:
+        return _step_one_by_one
+    step = undecorated_step(type(optimizer))
+    return lambda copy, members: step(copy)
+
+
+def _step_one_by_one(copy: Optimizer, members: Sequence[Members]) -> None:
+    one = steps_one(copy)
+    assert one is not None
+    # Groups that were added since the step began hold none of them.
+    for group, (_, indices) in zip(copy.param_groups, members, strict=False):
+        for parameter, index in zip(group["params"], indices, strict=True):
+            one(parameter, group, index)
+
+
+def autocast_of(device_type: str) -> torch.dtype | None:
+    """The dtype of the autocast block that this thread is in; ``None``: it is in none."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """A block outside of autocast."""
+    # backward() may be called inside an autocast block; optimizer.step() is not.
+    enabled = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if enabled else nullcontext()

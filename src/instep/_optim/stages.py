@@ -25,9 +25,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.kinds import step_bucket, without_autocast
 from instep._optim.local_shard import LocalShard, shard_of_entry, whole_of_entry
-from instep._optim.shadow import GroupLayout, Members, shadow_of
+from instep._optim.shadow import GroupLayout, Members, StepCopy, shadow_of, without_autocast
 
 
 class Update:
@@ -85,11 +84,12 @@ class Update:
         self.shadow: Optimizer | None = None
         self.made_with: dict[str, Any] = {}
 
-    def run(self, *, counts_writes: bool) -> None:
+    def run(self, step: StepCopy, *, counts_writes: bool) -> None:
         """The user's own update, by a *shadow* of the optimizer: an object of the same class with the same attributes,
         whose ``param_groups`` hold these parameters alone. It lives for this call.
 
         Args:
+            step: steps a copy of the optimizer.
             counts_writes: whether a write of each parameter is counted where the kernel does not: fused ones do not,
                 and autograd must notice that a weight was saved for a node that runs later.
         """
@@ -98,13 +98,10 @@ class Update:
         self.made_with = dict(vars(shadow))
         try:
             with torch.no_grad(), without_autocast(self.tensors[0].device.type):
-                step_bucket(shadow, self._places)
+                step(shadow, self.members)
         finally:
             if counts_writes:  # also of an update that raised: what it has written is written
                 torch.autograd.graph.increment_version(self.tensors)
-
-    def _places(self) -> list[list[int]]:
-        return [members.in_group for members in self.members]
 
 
 class Stage:

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -14,10 +14,39 @@ from instep._optim.kinds import STEPPED_WHOLE, is_torchs_own
 from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
 from instep._optim.random_numbers import KeyedDraws
-from instep._optim.shadow import GroupLayout
+from instep._optim.shadow import GroupLayout, StepCopy, how_to_step
 from instep._optim.stages import Begins, CopiedEntries, Stage, Update
 from instep._torch.hooks import is_in_step
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
+
+
+class _Kind(NamedTuple):
+    """What kind of optimizer it is, as long as it has this ``step``.
+
+    Attributes:
+        step: of its class; ``None``: the object has one of its own, and is to be asked each time.
+        step_copy: how a copy of it is stepped.
+    """
+
+    step: Callable[..., Any] | None
+    is_torchs_own: bool
+    step_copy: StepCopy
+
+
+class _RunningStep(NamedTuple):
+    """One step of the optimizer, from its first bucket on.
+
+    Attributes:
+        state: the mapping with which it began.
+        size: how many entries that had.
+        over_parameters: the stages of an update that finds the optimizer's own state: over the parameters themselves.
+        stages: those of any other one.
+    """
+
+    state: MutableMapping[Any, Any]
+    size: int
+    over_parameters: Sequence[Stage]
+    stages: Sequence[Stage]
 
 
 class Stepper:
@@ -48,11 +77,8 @@ class Stepper:
         self._settings = SettingsGuard(self.name)
         self._foreign = ForeignGuard(self.name, self._settings)
         self._state_guard = StateGuard(self.name)
-        self._state: MutableMapping[Any, Any] | None = None  # with which the step began; None: none runs
-        self._state_size = 0
-        # The stages of the running step: where the update finds the optimizer's own state, and elsewhere.
-        self._over_parameters: Sequence[Stage] = ()
-        self._over_others: Sequence[Stage] = ()
+        self._kind = _kind_of(optimizer)
+        self._running: _RunningStep | None = None
 
     def optimizer(self) -> Optimizer:
         """The user's optimizer; ``StaleAttachmentError`` if it is gone."""
@@ -103,52 +129,55 @@ class Stepper:
             UnsupportedOptimizerError: the update does what bucket by bucket comes out otherwise than in one call.
         """
         optimizer = self.optimizer()
-        if self._state is None:
-            self._begin(optimizer)
+        running = self._running or self._begin(optimizer)
         owned = parameters if in_place_of is None else in_place_of
         update = Update(optimizer, parameters, owned, shards)
         if begins is None or not self.options:
-            self._run(update, begins)
+            self._run(running, update, begins)
         else:
-            _through(iter(self.options), update, partial(self._run, update, begins))
+            _through(iter(self.options), update, partial(self._run, running, update, begins))
 
-    def _begin(self, optimizer: Optimizer) -> None:
+    def _begin(self, optimizer: Optimizer) -> _RunningStep:
         """A step begins: choose the stages of its updates."""
+        if type(optimizer).step is not self._kind.step or "step" in vars(optimizer):
+            self._kind = _kind_of(optimizer)  # a trainer has replaced it since, that of the object or of the class
         if not self._layout.is_of(optimizer.param_groups):
             self._layout = GroupLayout(self.name, optimizer.param_groups)
-        stages: list[Stage] = [self._settings]
-        is_known = is_torchs_own(optimizer)
-        if not is_known:
+        known = self._kind.is_torchs_own
+        guards: list[Stage] = [self._settings]
+        if not known:
             self._foreign.is_keyed = self.draws is not None
-            stages.append(self._foreign)
+            guards.append(self._foreign)
         if self._looks_back:
-            stages.append(self._state_guard)
-        self._over_others = [*stages, CopiedEntries()]
+            guards.append(self._state_guard)
+        stages = [*guards, CopiedEntries()]
         if self.home is not None:
-            self._over_others.append(self.home)
-        if self.draws is not None and not is_known:
-            self._over_others.append(self.draws)
-        self._over_parameters = stages if is_known and self.home is None else self._over_others
-        for stage in (*self.options, *self._over_others):
+            stages.append(self.home)
+        if self.draws is not None and not known:
+            stages.append(self.draws)
+        for stage in (*self.options, *stages):
             stage.begin(optimizer, self._layout)
-        self._state, self._state_size = optimizer.state, len(optimizer.state)
+        over_parameters = guards if known and self.home is None else stages
+        self._running = _RunningStep(optimizer.state, len(optimizer.state), over_parameters, stages)
+        return self._running
 
-    def _run(self, update: Update, begins: Begins | None) -> None:
+    def _run(self, running: _RunningStep, update: Update, begins: Begins | None) -> None:
         if begins is not None:
             begins()
         if not self.steps_every_parameter:
-            self._update(update)
+            self._update(running, update)
             return
         if not all(map(self._layout.holds, update.owned)):
             self._take_in(update.optimizer)
-        divide = next(stage for stage in reversed(self._over_others) if stage.steps_every_parameter)
+        divide = next(stage for stage in reversed(running.stages) if stage.steps_every_parameter)
         for part in divide.portions_of(update.tensors):
             shards = None if update.shards is None else update.shards[part]
-            self._update(Update(update.optimizer, update.tensors[part], update.owned[part], shards))
+            self._update(running, Update(update.optimizer, update.tensors[part], update.owned[part], shards))
 
-    def _update(self, update: Update) -> None:
-        stages = self._over_parameters if update.tensors is update.owned else self._over_others
-        _through(iter(stages), update, partial(update.run, counts_writes=self._looks_back))
+    def _update(self, running: _RunningStep, update: Update) -> None:
+        stages = running.over_parameters if update.tensors is update.owned else running.stages
+        run = partial(update.run, self._kind.step_copy, counts_writes=self._looks_back)
+        _through(iter(stages), update, run)
 
     def _take_in(self, optimizer: Optimizer) -> None:
         """Parameters were added to the groups since the step began, and ``step()`` has found gradients of them."""
@@ -177,7 +206,7 @@ class Stepper:
     @property
     def gave_back(self) -> bool:
         """Whether an update of this step has given back memory of an accelerator that it has read."""
-        return self._state is not None and self._foreign.gave_back
+        return self._running is not None and self._foreign.gave_back
 
     # The call of step().
 
@@ -212,12 +241,12 @@ class Stepper:
     def require_unchanged(self) -> None:
         """Raise ``HyperparameterChangedError`` if groups or state are not those the buckets were stepped with."""
         optimizer = self.optimizer()
-        if self._state is None or optimizer.state is not self._state:
+        if self._running is None or optimizer.state is not self._running.state:
             raise HyperparameterChangedError(
                 f"the state of {self.name} was replaced (load_state_dict?) after backward had already stepped "
                 "parameters with the old one. Load before backward() or after optimizer.step()"
             )
-        for stage in self._over_others:
+        for stage in self._running.stages:
             stage.require_unchanged(optimizer)
 
     def commit(self, into: Optimizer | None = None) -> None:
@@ -228,25 +257,25 @@ class Stepper:
             into: the user's optimizer, where this one steps a copy of it.
         """
         optimizer = into or self.optimizer()
-        if self._state is not None:
+        if self._running is not None:
             self.settle()
-            for stage in self._over_others:
+            for stage in self._running.stages:
                 stage.commit(optimizer)
-            for key in self._layout.added_to(optimizer.state, self._state_size):
+            for key in self._layout.added_to(optimizer.state, self._running.size):
                 optimizer.state[key] = optimizer.state.pop(key)
         self._forget()
 
     def abort(self) -> None:
         """Forget the step."""
-        if self._state is not None:
+        if self._running is not None:
             self.settle()
         self._forget()
 
     def _forget(self) -> None:
-        if self._state is not None:
-            for stage in (*self.options, *self._over_others):
+        if self._running is not None:
+            for stage in (*self.options, *self._running.stages):
                 stage.forget()
-        self._state = None
+        self._running = None
 
     def settle(self) -> None:
         """Return when the host may read and write the state."""
@@ -258,6 +287,11 @@ class Stepper:
         home, self.home = self.home, None
         if home is not None:
             home.give_back()
+
+
+def _kind_of(optimizer: Optimizer) -> _Kind:
+    own = None if "step" in vars(optimizer) else type(optimizer).step
+    return _Kind(own, is_torchs_own(optimizer), how_to_step(optimizer))
 
 
 def _through(stages: Iterator[Stage], update: Update, run: Callable[[], None]) -> None:

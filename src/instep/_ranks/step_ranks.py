@@ -26,9 +26,9 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from instep._profile import profiled
 from instep._ranks.collectives import is_lost, store_of_world, timeout_of, world
 from instep._ranks.votes import Verdict, Vote
+from instep._torch.engine import profiled
 from instep.errors import InstepError, StepMismatchError
 
 _NAMED = 3

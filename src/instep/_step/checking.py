@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.kinds import STEPPED_WHOLE, autocast_of
+from instep._optim.kinds import STEPPED_WHOLE
 from instep._optim.local_shard import LocalShard, memory_of
 from instep._optim.parameters import AttachedParameter, calls_of
 from instep._optim.random_numbers import Generators
-from instep._optim.shadow import different, parameters_of, shared_state, step_plainly, twin_of
+from instep._optim.shadow import autocast_of, different, parameters_of, shared_state, step_plainly, twin_of
 from instep._optim.stages import Stage, Update
 from instep._optim.stepper import Stepper
 from instep._torch.watch import plain_type

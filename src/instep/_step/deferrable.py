@@ -29,7 +29,8 @@ from instep._optim.parameters import (
     shard_of_gradient,
 )
 from instep._optim.stepper import Stepper
-from instep._step.deferred_buckets import InFlightBucket, gradients_in, in_grad
+from instep._step.deferred_buckets import gradients_in, in_grad
+from instep._step.schedule import InFlightBucket
 from instep._torch.engine import graph_task
 from instep._torch.lifetime import WeakMethod
 from instep._torch.placeholders import HeldGradient, Placeholder

@@ -30,21 +30,20 @@ from instep._step.deferrable import InFlight, ReadHook, Reading, waiting_of
 from instep._step.deferral import Deferring, Gains, Observed
 from instep._step.deferred_buckets import (
     HandedOverStep,
-    InFlightBucket,
     PendingBucket,
     PendingBuckets,
     in_grad,
     in_grad_if_any,
 )
 from instep._step.norms import MeasuringSink
+from instep._step.schedule import InFlightBucket, Schedule
 from instep._step.state import Event, Recorder, State, StepMembers
-from instep._step.step import Agreement, HoldsStep, RunningStep
-from instep._step.writes import Gather
+from instep._step.step import Agreement, RunningStep
 from instep._torch.engine import graph_task, is_captured
 from instep._torch.placeholders import HeldGradient
 from instep._torch.watch import GET_GRAD, SET_GRAD
 from instep._torch.worker import ending
-from instep.errors import InstepError, StepMismatchError
+from instep.errors import InstepError
 
 # ``schedule="forward"``: the part of a step that ``optimizer.step()`` hands over, in buckets, and the part that is
 # done at once.
@@ -58,7 +57,6 @@ class HandOver:
         deferring: whether it is put off.
 
     Attributes:
-        gather: where each rank steps its own shard of parameters: gets the others' shards.
         in_flight: the buckets that may still be on their way.
         owners_in_views: of the buckets of which gradients are views; ``None``: they are none.
         at_once: whether nothing is to be put off at present: it would take more time than it saves.
@@ -77,7 +75,6 @@ class HandOver:
         agreement: Agreement,
         deferring: Deferring,
     ) -> None:
-        self.gather: Gather | None = None
         self.in_flight: Callable[[], Sequence[InFlightBucket]] = lambda: ()
         self.owners_in_views: Owners | None = None
         self.at_once: Callable[[], bool] = lambda: False
@@ -100,19 +97,6 @@ class HandOver:
         """More gradients: norms that were taken of the step so far are not of all."""
         self._step.passes.clipping.begin()
         self.clipped.clear()
-
-    def hear(self) -> None:
-        """Wait for what the ranks have said of the last step: raise, if it does not stand on all of them."""
-        ledger = self._step.ledger
-        error = ledger.heard(wait=True)
-        try:
-            if error is not None:
-                self._step.tear_last(error)
-                if isinstance(error, StepMismatchError):
-                    raise error
-                ledger.require_whole()
-        finally:
-            del error  # or it would refer to itself, by way of this frame
 
     def before_update(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to update: take over the gradients that can be applied later."""
@@ -210,7 +194,7 @@ class HandOver:
         """This is the first of the step's optimizers."""
         step = self._step
         if not step.has_gradients:  # these gradients are of a backward that nobody has seen to begin
-            self.hear()
+            step.hear(_nothing, wait=True)
             self.begin_norms()
         mine = {stepper: step.members.of(stepper).tensors() for stepper in step.members.steppers}
         step.round.owing = {one for one, tensors in mine.items() if not none_there(map(GRADIENT, tensors))}
@@ -350,35 +334,38 @@ class HandOver:
     ) -> Iterator[tuple[AttachedParameters, InFlightBucket | None]]:
         """As the next forward reads them; those that are in flight in the order in which they arrive."""
         there = AttachedParameters(a for a in parameters if a not in in_flight) if in_flight else parameters
-        for members in self._reading.members_of_buckets(there, as_read=self.gather is None):
+        for members in self._reading.members_of_buckets(there, as_read=self._step.gather is None):
             yield members, None
         for flight in dict.fromkeys(in_flight.values()):
             yield AttachedParameters(a for a in flight.parameters if in_flight.get(a) is flight), flight
 
     def buckets_of(self, parameters: Iterable[AttachedParameter]) -> tuple[Bucket, ...]:
         # Shards are sent in the same order on all ranks.
-        return self._reading.buckets_of(parameters, as_read=self.gather is None)
+        return self._reading.buckets_of(parameters, as_read=self._step.gather is None)
 
     def _begin(self, buckets: Sequence[PendingBucket], parameters: Sequence[AttachedParameter]) -> None:
         """Start all that need not be asked for."""
         pending = self._pending
-        if self.gather is not None:
+        if self._step.gather is not None:
             by_id = {id(attached.get()): attached for attached in parameters}
             for bucket in (one for one in buckets if not one.sent):
                 with pending.on_side(bucket):
-                    bucket.send([by_id[id(tensor)] for tensor in bucket.tensors], self.gather)
+                    bucket.send([by_id[id(tensor)] for tensor in bucket.tensors], self._step.gather)
             buckets[0].step.ranks.tell_of_updates(self._step.ledger.votes)  # they are all of one step
         for bucket in buckets:
             if bucket.device.type == "cpu" and bucket.done is None:
                 # Others are stepped when they are waited for, by the same thread: who waits may be in the middle of
                 # tracing, or in inference mode.
-                at_once = bucket.step.circumstances.at_any_time or self.gather is not None
+                at_once = bucket.step.circumstances.at_any_time or self._step.gather is not None
                 bucket.done = pending.worker.run(bucket.finish) if at_once else None
         for bucket in buckets:  # once all are sent: the side stream waits for those of other ranks
             if bucket.device.type != "cpu" and bucket.mark is None:
                 bucket.mark = pending.finished(bucket)
         for bucket in buckets:
             bucket.step.raise_interrupt()
+
+
+def _nothing() -> None: ...
 
 
 def _with_gradient(parameters: AttachedParameters) -> AttachedParameters:
@@ -593,7 +580,7 @@ COMPILES = 3
 a function for plain parameters anew after each step that is, up to eight times."""
 
 
-class ForwardSchedule(HoldsStep):
+class ForwardSchedule(Schedule):
     """The steps of one attachment that were handed over.
 
     Args:
@@ -619,7 +606,7 @@ class ForwardSchedule(HoldsStep):
         check: Check | None,
         deferring: Deferring,
     ) -> None:
-        self._step = RunningStep(StepMembers(steppers), votes, accumulation, clipping, check)
+        super().__init__(RunningStep(StepMembers(steppers), votes, accumulation, clipping, check))
         self.measuring = MeasuringSink(accumulation, clipping)
         self._pending = PendingBuckets(self._step, self)
         self._reading = Reading(bucket_bytes)
@@ -728,7 +715,7 @@ class ForwardSchedule(HoldsStep):
         if not step.accumulation.holds_next:
             self._deferring.backward_begins()
             step.ledger.votes.begin_backward(step.ledger.step_count)
-            self._hand_over.hear()
+            step.hear(_nothing, wait=True)
         self._hand_over.begin_norms()
         return True
 
@@ -747,7 +734,7 @@ class ForwardSchedule(HoldsStep):
         self.observed.let_go()
         self._calls.begin(stepper)
 
-    def begin_flush(self, stepper: Stepper) -> None:
+    def before_update(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to update."""
         self.measuring.close()
         self.observed.let_go()  # a closure has run backward in step(): nobody else watches what is watched
@@ -854,14 +841,6 @@ class ForwardSchedule(HoldsStep):
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
         self._pending.recorder = self.measuring.recorder = recorder
-
-    @property
-    def gather(self) -> Gather | None:
-        return self._hand_over.gather
-
-    @gather.setter
-    def gather(self, gather: Gather | None) -> None:
-        self._hand_over.gather = gather
 
     # What the attachment asks.
 

@@ -20,13 +20,12 @@ from instep._optim.local_shard import VERSION, are_counted, memory_of, version_o
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, OptimizerCall, calls_of
 from instep._optim.shadow import end_state, order_added, snapshot_of
 from instep._optim.stepper import Stepper
-from instep._profile import profiled
 from instep._ranks.votes import StepVotes, Vote, error_of
-from instep._step.state import Recorder, StepTimes, without_frames
+from instep._step.schedule import InFlightBucket
+from instep._step.state import Gather, Gathered, Recorder, StepTimes, without_frames
 from instep._step.step import RunningStep
 from instep._step.streams import Mark
-from instep._step.writes import Gather, Gathered
-from instep._torch.engine import Compiles, listen
+from instep._torch.engine import Compiles, listen, profiled
 from instep._torch.lifetime import Unsettled, WeakMethod, owe, settled
 from instep._torch.placeholders import BeforeUse, HeldGradient, become_real
 from instep._torch.watch import StateWatch, Watch
@@ -239,22 +238,6 @@ class Shards:
 # ``schedule="forward"``: one ``step()`` that was handed over, and its buckets, which are still to be applied.
 #
 # Nothing here refers to the attachment, which may be dropped while a thread applies a bucket.
-
-
-class InFlightBucket(Protocol):
-    """A bucket whose gradients may still be on their way when ``optimizer.step()`` is called."""
-
-    @property
-    def parameters(self) -> Sequence[AttachedParameter]: ...
-
-    def gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
-        """The tensor that will hold the gradient; ``None`` if something else is in ``.grad`` by now."""
-
-    def wait(self) -> None:
-        """Return when it has arrived, for the current stream. Raises what the communication raised."""
-
-    def wait_into_grad(self) -> None:
-        """Wait, and have ``.grad`` be as in the plain loop."""
 
 
 class _Circumstances:

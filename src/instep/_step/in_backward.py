@@ -1,5 +1,6 @@
 """``schedule="backward"``: sources offer final gradients, buckets are stepped, and ``optimizer.step()`` commits."""
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from time import perf_counter
@@ -13,24 +14,23 @@ from instep._optim.parameters import (
     GRADIENT,
     AttachedParameter,
     AttachedParameters,
-    Bucket,
     ParameterSpec,
     all_there,
     require_in_place,
 )
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
-from instep._profile import profiled
 from instep._ranks.votes import StepVotes, error_of
 from instep._step.accumulation import Accumulation
 from instep._step.checking import Check
 from instep._step.norms import Losses
 from instep._step.on_trial import TrialWrites
 from instep._step.remedies import KEEP_ALL, MICRO_BATCHES, after_update, never_cleared, while_measuring
+from instep._step.schedule import Schedule
 from instep._step.state import Event, FirstError, Recorder, StepMembers, gradient_of
-from instep._step.step import Agreement, HoldsStep, RunningStep
-from instep._step.writes import FinalWrites, Gather, Writes, owed_steps
-from instep._torch.engine import graph_task
+from instep._step.step import Agreement, RunningStep
+from instep._step.writes import FinalWrites, Writes, owed_steps
+from instep._torch.engine import graph_task, profiled
 from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, ZERO, ZeroedGradient
 from instep.errors import AccumulationError, InstepError
 
@@ -184,17 +184,18 @@ class SeenBackwards:
         self._of_step.add(task)
 
 
-class BucketSink(HoldsStep):
+class BucketSink(Schedule):
     """
     Attributes:
         recorder: told of each bucket's step and communication; ``None`` when nobody listens.
-        on_open: called when a step opens.
+        at_open: what is called when a step opens, as far as it is still there.
     """
 
     def __init__(self, step: RunningStep, writes: Writes) -> None:
+        super().__init__(step)
         self.recorder: Recorder | None = None
-        self.on_open: Callable[[], None] = lambda: None
-        self._step = step
+        self.at_open: Sequence[weakref.ref[Callable[[], None]]] = ()
+        self._clips = step.passes.clipping.policy is not None
         self._writes = writes
         self._seen = SeenBackwards()
         self._failure = FirstError()  # raised where the running backward ends
@@ -216,10 +217,11 @@ class BucketSink(HoldsStep):
                 if step.ledger.torn.task == graph_task():
                     return False  # the backward in which it tore still has to unwind
                 raise step.ledger.torn.error()
-            step.passes.require_running()
-            if step.passes.running == "measuring":
-                step.passes.measure(parameters)
-                return False
+            if self._clips:
+                step.passes.require_running()
+                if step.passes.running == "measuring":
+                    step.passes.measure(parameters)
+                    return False
             if not step.members.offered:
                 self._open()
             self._seen.gives_gradients(graph_task())
@@ -228,10 +230,12 @@ class BucketSink(HoldsStep):
             return self._writes.may_write(seen=self._seen.running is not None)
 
     def _open(self) -> None:
-        if self._step.passes.running is None:
+        if self._clips and self._step.passes.running is None:
             self._step.passes.clipping.begin()
         self._writes.begin()
-        self.on_open()
+        for begin in self.at_open:
+            if (call := begin()) is not None:
+                call()
         self._step.ledger.happened(Event.OFFERED)
 
     def _offer(self, parameters: AttachedParameters) -> None:
@@ -523,7 +527,7 @@ class BackwardSchedule(BucketSink):
         finally:
             del error  # or it would refer to itself, by way of this frame
 
-    def begin_flush(self, stepper: Stepper) -> None:
+    def before_update(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to update what backward left."""
         self._calls.before_update(stepper)
 
@@ -664,26 +668,6 @@ class BackwardSchedule(BucketSink):
         """``"idle"``, ``"open"`` or ``"torn"``."""
         self._step.backwards.let_go()
         return "torn" if self._step.ledger.torn is not None else "open" if self._step.members.offered else "idle"
-
-    @property
-    def gather(self) -> Gather | None:
-        return self._writes.gather
-
-    @gather.setter
-    def gather(self, gather: Gather | None) -> None:
-        self._writes.gather = gather
-
-    # What the attachment asks.
-
-    def planned(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
-        """The buckets of the plan: those of the sources."""
-        return tuple(buckets)
-
-    def read_by(self, streams: object) -> None:
-        """Weights are written before backward returns: no other stream reads them meanwhile."""
-
-    def crosses(self, in_flight: object, at_once: object) -> None:
-        """``cross_iteration`` is for ``schedule="forward"``."""
 
     def after_forward(self) -> None:
         """The model's forward has returned: its streams have read weights."""

@@ -1,6 +1,7 @@
 """The norms that ``ClipNorm`` needs: taken in a first backward (``two_pass``), or as gradients become final."""
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -169,7 +170,7 @@ class MeasuringSink:
 
     Attributes:
         recorder: told of each bucket's communication; ``None`` when nobody listens.
-        on_open: called when the first gradient of a step arrives.
+        at_open: what is called when the first gradient of a step arrives, as far as it is still there.
     """
 
     waits_for_all = by_bucket = frees_gradients = keeps_gradients = False
@@ -179,7 +180,7 @@ class MeasuringSink:
         self.lock = threading.RLock()
         self.step_count = 0
         self.recorder: Recorder | None = None
-        self.on_open: Callable[[], None] = lambda: None
+        self.at_open: Sequence[weakref.ref[Callable[[], None]]] = ()
         self._accumulation = accumulation
         self._clipping = clipping
         self._watch = Watch(gradient=self._used)
@@ -193,7 +194,9 @@ class MeasuringSink:
             return False
         if not self._open:
             self._open = True
-            self.on_open()
+            for begin in self.at_open:
+                if (call := begin()) is not None:
+                    call()
         return True
 
     def apply(

@@ -13,11 +13,11 @@ from instep._optim.local_shard import version_of
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Lent, Outcome, Undo, UndoCopies
-from instep._profile import profiled
 from instep._step.remedies import WRITE_LATER
 from instep._step.state import Event, StepMembers, gradient_of, versions_of
 from instep._step.step import Agreement, RunningStep
 from instep._step.writes import Writes, require_settings_as_left
+from instep._torch.engine import profiled
 from instep._torch.lifetime import Unsettled, WeakMethod, owe, settled
 from instep._torch.placeholders import UNSCALE, HeldGradient
 from instep._torch.watch import GET_GRAD, Watch

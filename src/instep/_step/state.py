@@ -547,7 +547,21 @@ class Round:
         self.is_gone()
 
 
-# Who listens to what runs when.
+# What others do in a step.
+
+
+class Gathered(Protocol):
+    """The shards of parameters that other ranks have stepped, on their way to this one."""
+
+    def wait(self) -> None:
+        """Return when they are there, for the current stream. Nothing is written."""
+
+    def write(self) -> None:
+        """Write them into the parameters."""
+
+
+Gather = Callable[[Sequence[AttachedParameter]], Gathered]
+"""Sends the shards of parameters that this rank has stepped. All ranks must call it with the same parameters."""
 
 
 class Recorder(Protocol):

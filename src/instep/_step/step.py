@@ -2,28 +2,20 @@
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any
-
-import torch
 
 from instep._gradients.clipping import Clipping
 from instep._gradients.scaling import Named, Policy, ask_if_finite, nonfinite_error
-from instep._optim.memory import Owners
-from instep._optim.parameters import AttachedParameter
 from instep._optim.random_numbers import KeyedDraws
 from instep._optim.shadow import asks_for_state
 from instep._optim.stepper import Stepper
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
 from instep._step.checking import Check, CheckedSteps
-from instep._step.deferral import Gains
-from instep._step.norms import Losses, Passes
-from instep._step.state import GradientOf, Ledger, Round, StepMembers, StepTimes
+from instep._step.norms import Passes
+from instep._step.state import Gather, GradientOf, Ledger, Round, StepMembers, StepTimes
 from instep._step.streams import StepStreams
 from instep._torch.engine import Backwards
-from instep.errors import InstepError, UnsupportedOptimizerError
+from instep.errors import StepMismatchError, UnsupportedOptimizerError
 
 # Whether a step is taken, where its gradients may hold NaN or infinity: all ranks give one answer.
 
@@ -71,6 +63,7 @@ class RunningStep:
         has_gradients: whether sources have offered gradients since the last step, or, with ``schedule="forward"``, a
             backward was seen to begin.
         draws: with ``random="keyed"``: what updates draw from.
+        gather: with ``shard_state``, where each rank steps its own shard of parameters: gets the others' shards.
         lock: held while gradients are offered and applied. On accelerators the engine runs one thread per device, each
             of which may complete a bucket.
     """
@@ -98,6 +91,7 @@ class RunningStep:
         self.freed_bytes = 0
         self.has_gradients = False
         self.draws: KeyedDraws | None = None
+        self.gather: Gather | None = None
         self.lock = threading.RLock()
 
     @property
@@ -114,6 +108,24 @@ class RunningStep:
         """The last step was committed here, and is not known to stand on the other ranks. Here it is whole: what other
         ranks have updated of it was written when all had said that they had."""
         self.ledger.tear(self.ledger.step_count, [a.spec.name for a in self.members.all], [], cause)
+
+    def hear(self, torn: Callable[[], None], *, wait: bool) -> None:
+        """What the ranks have said of the last step: raise, if it does not stand on all of them.
+
+        Args:
+            torn: called when it is known not to.
+            wait: until they have said it.
+        """
+        error = self.ledger.heard(wait=wait)
+        try:
+            if error is not None:
+                self.tear_last(error)
+                torn()
+                if isinstance(error, StepMismatchError):
+                    raise error
+                self.ledger.require_whole()
+        finally:
+            del error  # or it would refer to itself, by way of this frame
 
     def count_gradients(self, stepper: Stepper, gradient_of: GradientOf) -> None:
         """``optimizer.step()`` finds gradients that no source has offered, or that were left to it: they make a step,
@@ -153,115 +165,3 @@ class RunningStep:
             self.check.forget()
         for stepper in self.members.steppers:
             stepper.abort()
-
-
-class HoldsStep:
-    """What others ask a schedule about the step that runs in it."""
-
-    _step: RunningStep
-
-    @property
-    def parameters(self) -> tuple[AttachedParameter, ...]:
-        """Those that are attached, in the model's order."""
-        return self._step.members.all
-
-    @parameters.setter
-    def parameters(self, parameters: tuple[AttachedParameter, ...]) -> None:
-        self._step.members.all = parameters
-
-    @property
-    def step_count(self) -> int:
-        return self._step.ledger.step_count
-
-    @step_count.setter
-    def step_count(self, count: int) -> None:
-        self._step.ledger.step_count = count
-
-    @property
-    def redo_count(self) -> int:
-        return self._step.ledger.redo_count
-
-    @property
-    def skip_count(self) -> int:
-        return self._step.ledger.skip_count
-
-    @property
-    def times(self) -> StepTimes:
-        return self._step.times
-
-    @property
-    def freed_bytes(self) -> int:
-        return self._step.freed_bytes
-
-    @property
-    def streams(self) -> StepStreams:
-        return self._step.streams
-
-    @property
-    def backwards(self) -> Backwards:
-        """Those that were seen to begin."""
-        return self._step.backwards
-
-    @property
-    def lock(self) -> AbstractContextManager[Any]:
-        return self._step.lock
-
-    @property
-    def draws(self) -> KeyedDraws | None:
-        return self._step.draws
-
-    def draw_by(self, seed: int) -> None:
-        """From now on each update draws by its key, with this seed."""
-        self._step.draws = KeyedDraws(seed, partial(getattr, self._step.ledger, "step_count"))
-        for stepper in self._step.members.steppers:
-            stepper.draws = self._step.draws
-
-    def backward(self, loss: Losses, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:
-        """One backward does, where nothing is measured before it steps."""
-        torch.autograd.backward(loss, gradient)
-
-    def before_load(self, model: str) -> None:
-        """The model's ``load_state_dict()`` is called. Where nothing is written in backward, that may be."""
-
-    @property
-    def follows(self) -> bool:
-        """Whether it must know of parameters that are replaced or added, and of threads."""
-        return True
-
-    @property
-    def deferral(self) -> str | None:
-        """Whether steps are put off, and why: that is not the question."""
-        return None
-
-    @property
-    def gains(self) -> Gains | None:
-        """What the loop could gain by another schedule: nobody looks."""
-        return None
-
-    def lost(self, error: InstepError) -> None:
-        """The loop does what the schedule cannot follow."""
-        try:
-            raise error
-        finally:
-            del error  # or it would refer to itself, by way of this frame
-
-    def stop(self, error: InstepError) -> None:
-        """Backward has written nothing."""
-        try:
-            raise error
-        finally:
-            del error  # or it would refer to itself, by way of this frame
-
-    def backward_failed(self) -> None:
-        """Backward has begun nothing of the step."""
-
-    def divides(self, owners_in_views: Owners) -> None:
-        """Gradients may be views of buckets: that does not matter where none is put off."""
-
-    def begin_on_device(self) -> None:
-        """A backward has come to an output of the model: on an accelerator another thread may run it."""
-        self.backwards.begin(self.parameters[0].spec.device)
-
-    def let_go_of_backwards(self) -> None:
-        """Return once a backward that raised has ended on every device."""
-        self.backwards.let_go()

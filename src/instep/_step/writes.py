@@ -1,11 +1,11 @@
 """How an update in backward stands until ``optimizer.step()``: for good, or on trial (``on_trial``)."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import compress
 from operator import is_
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 
@@ -17,7 +17,7 @@ from instep._optim.stepper import Stepper, writes_without_gradient
 from instep._step.checking import Check
 from instep._step.norms import changed_after_measuring
 from instep._step.remedies import ANY_LOOP, KEEP_ALL, MICRO_BATCHES, WRITE_LATER, never_cleared
-from instep._step.state import Event, first_written, gradient_of, versions_of
+from instep._step.state import Event, Gathered, first_written, gradient_of, versions_of
 from instep._step.step import RunningStep
 from instep._torch.engine import graph_task, is_compiled
 from instep._torch.hooks import user_call
@@ -27,7 +27,6 @@ from instep.errors import (
     InstepError,
     NonFiniteGradientError,
     SpentGradientError,
-    StepMismatchError,
     UncommittedStepError,
 )
 
@@ -38,32 +37,16 @@ from instep.errors import (
 GIVE_UP = "To give this step up, as after an interrupt: overlap.accept_torn(), and then load a checkpoint"
 
 
-class Gathered(Protocol):
-    """The shards of parameters that other ranks have stepped, on their way to this one."""
-
-    def wait(self) -> None:
-        """Return when they are there, for the current stream. Nothing is written."""
-
-    def write(self) -> None:
-        """Write them into the parameters."""
-
-
-Gather = Callable[[Sequence[AttachedParameter]], Gathered]
-"""Sends the shards of parameters that this rank has stepped. All ranks must call it with the same parameters."""
-
-
 class Writes(ABC):
     """
     Attributes:
         frees_gradients: whether applied gradients are not needed any more.
-        gather: where each rank steps its own shard of parameters: gets the others' shards.
         begun: parameters of the running bucket whose update has begun to write.
     """
 
     frees_gradients: bool
 
     def __init__(self, step: RunningStep) -> None:
-        self.gather: Gather | None = None
         self.begun = AttachedParameters()
         self._step = step
         # Parameters that step() is not to write, since backward has, with their version then.
@@ -221,15 +204,7 @@ class Writes(ABC):
 
     def hear(self, *, wait: bool) -> None:
         """What the ranks have said of the last step: raise, if it does not stand on all of them."""
-        error = self._step.ledger.heard(wait=wait)
-        try:
-            if error is not None:
-                self.tear_last(error)
-                if isinstance(error, StepMismatchError):
-                    raise error
-                self._step.ledger.require_whole()
-        finally:
-            del error  # or it would refer to itself, by way of this frame
+        self._step.hear(self.release, wait=wait)
 
     def clip_rest(self, left: Sequence[AttachedParameter]) -> None:
         """The gradients that backward has left to ``step()`` are a bucket of their own."""
@@ -293,8 +268,8 @@ class Writes(ABC):
             for call in calls_of(rest, gradients, alias=False):
                 call.step(stepper)
         finally:
-            if divided and self.gather is not None:  # whether that failed or not: the other ranks wait for it
-                gathered = self.gather(divided)
+            if divided and self._step.gather is not None:  # whether that failed or not: the other ranks wait for it
+                gathered = self._step.gather(divided)
         if gathered is not None:
             gathered.wait()
             gathered.write()
@@ -401,17 +376,20 @@ class FinalWrites(Writes):
         *,
         final: bool,
     ) -> bool:
-        self._require_finite(bucket)
+        if self._raises_nonfinite:
+            self._require_finite(bucket)
         passes = self._step.passes
-        # Nothing is left to measure later, so it does not matter whether these are the tensors that stay in .grad.
-        if passes.running is None:
-            passes.clipping.measure(bucket, gradients)
-        passes.clipping.clip(parameters)
+        if passes.clipping.policy is not None:
+            # Nothing is left to measure later, so it does not matter whether these are the tensors that stay in .grad.
+            if passes.running is None:
+                passes.clipping.measure(bucket, gradients)
+            passes.clipping.clip(parameters)
         try:
             for stepper in bucket.steppers:
                 self._call(stepper, bucket, gradients)
         finally:
-            self._let_go_of_memory(parameters[0].device)
+            if parameters[0].device.type != "cpu":
+                self._let_go_of_memory(parameters[0].device)
         return True
 
     def takes_back(self, error: Exception) -> bool:
@@ -439,8 +417,6 @@ class FinalWrites(Writes):
 
     def _require_finite(self, parameters: Iterable[AttachedParameter]) -> None:
         """Before they are written, for good."""
-        if not self._raises_nonfinite:
-            return
         gradients = [(a.spec.name, g) for a in parameters if (g := gradient_of(a)) is not None]
         if not all_finite(g for _, g in gradients):
             rank = self._step.ledger.votes.rank()
@@ -526,7 +502,8 @@ class FinalWrites(Writes):
             self.tear(error)
             raise
         try:
-            self._require_finite(left)
+            if self._raises_nonfinite:
+                self._require_finite(left)
         except NonFiniteGradientError as error:
             # Nothing was offered: nothing is written. Another rank may find only finite gradients in its shards.
             if self._step.members.offered or self._step.ledger.votes.voting is not None:

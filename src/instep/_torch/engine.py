@@ -6,12 +6,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, IntEnum, auto
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.autograd import profiler
 from torch.autograd.graph import Node
 
 # What torch.compile sees of instep: it traces the hooks of modules and optimizers, and where a compiled function calls
@@ -382,3 +384,22 @@ def current() -> Backward:
             if backward is None:
                 backward = _running[task] = Backward(task)
     return backward
+
+
+# What torch's profiler shows of instep: ranges named ``instep::…``, on the thread that the work runs on.
+
+
+_NO_RANGE: AbstractContextManager[None] = nullcontext()
+
+
+def profiled(part: str, first: str = "") -> AbstractContextManager[Any]:
+    """Around a part of a step: a range in the trace of a running profiler, else nothing.
+
+    Args:
+        first: the first parameter that it is about, which the trace has as the range's input.
+    """
+    # Private: whether any profiler is on, as torch's own code asks. Without that question each range would cost some
+    # microseconds. tests/unit/test_profile.py fails if torch renames it.
+    if not profiler._is_profiler_enabled:
+        return _NO_RANGE
+    return profiler.record_function(f"instep::{part}", first or None)

@@ -25,10 +25,10 @@ from instep._step.accumulation import Accumulation, Syncing
 from instep._step.checking import Check
 from instep._step.deferral import Deferring
 from instep._step.deferred import ForwardSchedule
-from instep._step.deferred_buckets import InFlightBucket
 from instep._step.in_backward import BackwardSchedule
 from instep._step.norms import MeasuringSink
-from instep._step.schedule import PlainSchedule, Schedule
+from instep._step.plain import PlainSchedule
+from instep._step.schedule import InFlightBucket, Schedule
 from instep._step.state import Recorder
 from instep._step.step import Agreement
 from instep._torch.engine import Traced, graph_task
@@ -351,7 +351,8 @@ def build(target: Target, options: Options) -> Parts:
     stepping = SteppingItself(target.optimizers, schedule, sources) if options.steps_itself else None
     backwards = BackwardHooks(schedule, sources, accumulation, threads, sharding, stepping, uses, handles)
     if chosen.sink is not None:
-        chosen.sink.on_open = weakly(backwards.begin_step)
+        stepping_ask = [] if stepping is None else [weakref.WeakMethod(stepping.ask)]
+        chosen.sink.at_open = [*stepping_ask, *(weakref.WeakMethod(source.begin_step) for source in sources)]
     late = LateParameters(held, schedule, sources, gathering, chosen.readers(backwards), handles)
     forwards: ForwardHooks | PlainHooks
     if options.disabled:
@@ -394,11 +395,13 @@ def _separability(optimizer: Optimizer, options: Options, *, in_backward: bool, 
         raise UnsupportedOptimizerError(str(error).removesuffix(STEPPED_WHOLE) + otherwise) from error.__cause__
 
 
-def _synced(wrapped: "Sequence[weakref.ref[Wrapped]]", target: Target) -> Callable[[], list[Syncing]]:
+def _synced(wrapped: "Sequence[weakref.ref[Wrapped]]", target: Target) -> Callable[[], Sequence[Syncing]]:
     """What says whether the next backward reduces gradients: the living wrappers, and FSDP."""
     sharded: list[Syncing] = []
     if target.groups:
         sharded.append(FSDP1Sync(target.model) if target.fsdp1 else FSDP2Sync(target.model))
+    if not wrapped and not sharded:
+        return tuple
     return lambda: [*(one for ref in wrapped if (one := ref()) is not None), *sharded]
 
 

@@ -20,14 +20,13 @@ from instep._optim.local_shard import LocalShard
 from instep._optim.parameters import AttachedParameter, Attribute, ParameterSpec, require_unchanged
 from instep._optim.random_numbers import KeyedDraws
 from instep._optim.stepper import Stepper
-from instep._profile import profiled
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
 from instep._step.deferrable import ReadHook
 from instep._step.deferred import ForwardSchedule
 from instep._step.in_backward import BackwardSchedule
 from instep._step.schedule import Schedule
-from instep._torch.engine import Phase, Traced, current, graph_task
+from instep._torch.engine import Phase, Traced, current, graph_task, profiled
 from instep._torch.hooks import (
     BoundHook,
     PlainPickles,
@@ -453,13 +452,6 @@ class BackwardHooks:
         if self._stepping is not None:
             self._stepping.ask()
 
-    def begin_step(self) -> None:
-        """The first gradient of a step is about to be announced."""
-        if self._stepping is not None:
-            self._stepping.ask()
-        for source in self._sources:
-            source.begin_step()
-
     def _end(self) -> None:
         self._threads.end_backward()
         self._schedule.end_backward()
@@ -628,7 +620,7 @@ class StepHooks:
         if self._zero is not None:
             self._zero.require_reduced(a for a in self._schedule.parameters if a.stepper is stepper)
         with profiled("before update"):
-            self._schedule.begin_flush(stepper)
+            self._schedule.before_update(stepper)
 
     def before_state(self, stepper: Stepper, saving: bool, *_: object) -> None:
         """The optimizer's ``state_dict()`` or ``load_state_dict()`` is called."""

@@ -11,7 +11,7 @@ from torch.distributed import GradBucket
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep._arguments import require_flag
-from instep._optim.kinds import without_autocast
+from instep._optim.shadow import without_autocast
 from instep._step.state import FirstError
 from instep._step.streams import StepStreams
 from instep._torch.engine import graph_task

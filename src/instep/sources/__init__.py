@@ -9,9 +9,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket
-from instep._profile import profiled
 from instep._step.state import Recorder
 from instep._step.streams import StepStreams
+from instep._torch.engine import profiled
 
 
 class Sink(Protocol):

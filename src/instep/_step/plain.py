@@ -1,0 +1,216 @@
+"""The schedule that leaves every step to torch: with ``INSTEP_DISABLE=1``, and where nobody else can take the steps.
+
+Gradients are clipped, and looked at, where ``optimizer.step()`` begins.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from instep._gradients.clipping import ClipNorm, Clipping, ClipValue
+from instep._gradients.scaling import Policy, found_inf, take_off_here
+from instep._optim.stepper import Stepper
+from instep._ranks.votes import StepVotes
+from instep._step.accumulation import Accumulation
+from instep._step.schedule import Schedule
+from instep._step.state import Recorder, StepMembers
+from instep._step.step import Agreement, RunningStep
+from instep._torch.engine import graph_task
+from instep._torch.watch import Watch
+from instep.errors import InstepError
+
+
+class PlainSchedule(Schedule):
+    """The steps of a model that would be attached, as the plain loop takes them.
+
+    Args:
+        why: nobody but torch can take them; ``None``: nobody else is to.
+        takes_any_loop: whether nothing is asked for that needs knowledge of the loop.
+    """
+
+    def __init__(
+        self,
+        steppers: Sequence[Stepper],
+        votes: StepVotes,
+        accumulation: Accumulation,
+        clipping: Clipping,
+        nonfinite: Policy,
+        why: str | None = None,
+        *,
+        takes_any_loop: bool = False,
+    ) -> None:
+        super().__init__(RunningStep(StepMembers(steppers), votes, accumulation, clipping, check=None))
+        self.recorder: Recorder | None = None
+        self._why = why
+        self._takes_any_loop = takes_any_loop
+        self._agreement = Agreement(nonfinite, votes)
+        self._backward: int | None = None
+        self._called: set[Stepper] = set()  # of a model that is left to torch, since the last backward
+        self._watch = Watch(gradient=self._used)
+
+    @property
+    def state(self) -> str:
+        return "disabled" if self._why is None else "idle"
+
+    @property
+    def deferral(self) -> str | None:
+        return None if self._why is None else f"taken at once ({self._why})"
+
+    @property
+    def follows(self) -> bool:
+        """Only with ``INSTEP_DISABLE=1``, where gradients may be clipped and looked at: what is left to torch needs no
+        knowledge of parameters."""
+        return self._why is None
+
+    def lost(self, error: InstepError) -> None:
+        """The loop does what nobody but torch can follow: from now on nobody does."""
+        try:
+            if not self._takes_any_loop:
+                raise error
+            self._why = str(error)
+        finally:
+            del error  # or it would refer to itself, by way of this frame
+
+    def begin_backward(self) -> bool:
+        """An output of the model is about to get its gradient. Returns whether this is the first of them in the
+        running backward."""
+        if self._backward == graph_task():
+            return False
+        self._backward = graph_task()
+        self._step.accumulation.begin()
+        self._restore()  # of a step() that raised
+        self._step.round.stepper = None
+        self._step.round.owing.clear()
+        self._called.clear()
+        if not self._step.accumulation.holds_next:
+            self._step.ledger.votes.begin_backward(self._step.ledger.step_count)
+        return True
+
+    def begin_step(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is called."""
+        self._restore()
+        self._step.round.stepper = None
+        stepper.called()
+
+    def before_update(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is about to update."""
+        round_, clipping = self._step.round, self._step.passes.clipping
+        if round_.stepper is stepper:
+            return  # a closure that is called more than once
+        if not self.follows:
+            self._begin_left_to_torch(stepper)
+            return
+        self._step.accumulation.require_reduced()
+        if stepper not in round_.owing:
+            self._begin(stepper.optimizer())
+        round_.stepper = stepper
+        if round_.takes_step is False:
+            self._leave_out(stepper)
+        elif isinstance(clipping.policy, ClipValue):
+            self._clip_values(stepper)
+
+    def _begin_left_to_torch(self, stepper: Stepper) -> None:
+        """The optimizer may step other parameters than those that are known. Optimizers that are called one after the
+        other take one step, until there is a backward, or one of them is called again."""
+        if stepper in self._called:
+            self._called.clear()
+        parameters = (p for group in stepper.optimizer().param_groups for p in group["params"])
+        is_first = not self._called and any(p.grad is not None for p in parameters)
+        self._called.add(stepper)
+        self._step.round.owing = {stepper} if is_first else set()
+        self._step.round.stepper = stepper
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        """The first of the step's optimizers. The plain loop clips the gradients of all of them by their norm before
+        it."""
+        step = self._step
+        found = [(a, gradient) for a in step.members.all if (gradient := a.get().grad) is not None]
+        if not found:
+            step.round.takes_step = True
+        elif not found_inf(optimizer):  # else the kernel skips its update, of gradients as they are
+            named = [(a.spec.name, gradient) for a, gradient in found]
+            step.round.takes_step = self._agreement.takes_step(step.number, named)
+            if isinstance(step.passes.clipping.policy, ClipNorm):
+                take_off_here(optimizer, [g for a, g in found if a.stepper.optimizer() is optimizer])
+                self._clip([a.get() for a, _ in found])
+        step.round.owing = {a.stepper for a, _ in found}
+
+    def _clip(self, parameters: Sequence[torch.Tensor]) -> None:
+        clipping = self._step.passes.clipping
+        clipping.begin()
+        clipping.compute_total_norm(self._step.members.all, lambda a: a.get().grad)
+        if self._step.round.takes_step is not False:
+            clipping.clip(parameters)
+
+    def _clip_values(self, stepper: Stepper) -> None:
+        """Of this optimizer alone: GradScaler may not have unscaled the others' gradients."""
+        optimizer = stepper.optimizer()
+        mine = [p for a in self._step.members.of(stepper) if (p := a.get()).grad is not None]
+        if mine and not found_inf(optimizer):
+            take_off_here(optimizer, [p.grad for p in mine if p.grad is not None])
+            self._step.passes.clipping.clip(mine)
+
+    def _leave_out(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` finds no gradient, and what it writes nevertheless is put back."""
+        self._step.round.leave_out(stepper)
+        gradients = [(a, g) for a in self._step.members.of(stepper) if (g := a.get().grad) is not None]
+        self._watch.start(a.get() for a, _ in gradients)
+        self._step.round.hide(gradients)
+
+    def _used(self, parameter: torch.Tensor, func: object) -> None:
+        """A ``.grad`` that was taken off is about to be read or replaced: by ``step()``, if it still runs."""
+        if self._step.round.was_stopped:
+            self._restore()
+
+    def _restore(self) -> None:
+        """Who is interrupted here does it again, at the next use."""
+        round_ = self._step.round
+        round_.restore_settings()
+        hidden = [parameter for attached, _ in round_.hidden if (parameter := attached.peek()) is not None]
+        round_.show()
+        self._watch.stop(hidden)
+
+    def commit(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` returned."""
+        step = self._step
+        if step.round.stepper is not stepper:
+            return
+        self._restore()
+        step.round.stepper = None
+        step.accumulation.stepped()
+        if stepper in step.round.owing:
+            step.round.owing.discard(stepper)
+            if not step.round.owing:
+                left_out = step.round.takes_step is False
+                step.ledger.step_count += not left_out
+                step.times.step_returns()
+                step.times.committed()
+                step.ledger.skip_count += left_out
+
+    # Nothing is put off, and no step of its own is ever torn.
+
+    def before_forward(self) -> None: ...
+
+    def begin_on_device(self) -> None: ...
+
+    def let_go_of_backwards(self) -> None: ...
+
+    def last_complete_step(self) -> int:
+        return self._step.ledger.step_count
+
+    def rollback(self) -> None:
+        """Clear the gradients: nothing of them has been written."""
+        self.forget(gradients=True)
+
+    def forget(self, *, gradients: bool) -> None:
+        """Begin anew; with ``gradients``, clear all of them."""
+        self._restore()
+        for parameter in self._step.members.living() if gradients else ():
+            parameter.grad = None
+        self._step.round.stepper = None
+        self._step.round.owing.clear()
+        self._step.accumulation.stepped()
+
+    def close(self) -> None:
+        self.forget(gradients=False)
