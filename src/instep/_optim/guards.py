@@ -190,6 +190,8 @@ class SharedWrites:
         changed: dict[Any, Any],
         live: Mapping[Any, Any] = MappingProxyType({}),
     ) -> dict[Any, Any]:
+        if not changed and not first:
+            return changed
         for key, value in changed.items():
             if value is live.get(key):  # an object that the shadows share
                 raise self.refuse_in_place(f"{where}[{key!r}]")

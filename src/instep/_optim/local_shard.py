@@ -87,7 +87,7 @@ def are_counted(tensors: Sequence[torch.Tensor]) -> bool:
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The ``version_of`` each. There may be thousands, which are seldom anything but plain."""
-    if are_plain(tensors):
+    if _WITHOUT_LOCAL.issuperset(map(type, tensors)):
         try:
             return list(map(VERSION, tensors))
         except RuntimeError:  # one is an inference tensor

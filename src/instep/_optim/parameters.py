@@ -6,7 +6,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_, is_not, methodcaller
+from typing import Any
 
 import torch
 from torch import nn
@@ -253,9 +254,9 @@ class AttachedParameters(tuple[AttachedParameter, ...]):
 
     def tensors(self) -> list[torch.Tensor]:
         """The parameters; ``StaleAttachmentError`` if one is gone."""
-        found = [attached._ref() for attached in self]
-        if all_there(found):
-            return found  # type: ignore[return-value]  # none of them is None
+        found = list(map(_REFERENT, self))
+        if all(map(is_not, found, repeat(None))):  # a tensor must not be asked whether it equals another
+            return found
         return [attached.get() for attached in self]
 
     @cached_property
@@ -319,6 +320,9 @@ class AttachedParameters(tuple[AttachedParameter, ...]):
 
 
 GRADIENT: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
+
+
+_REFERENT: Callable[[AttachedParameter], Any] = methodcaller("_ref")
 
 
 def all_there(values: Iterable[object]) -> bool:

@@ -47,8 +47,11 @@ class Accumulation:
     @property
     def is_held(self) -> bool:
         """Whether this is inside of ``hold``, or of the loop's ``no_sync``."""
-        return self._held > 0 or any(
-            not ddp.require_backward_grad_sync for ddp in self._wrapped() if ddp not in self._held_back
+        if self._held > 0:
+            return True
+        wrapped = self._wrapped()
+        return bool(wrapped) and any(
+            not ddp.require_backward_grad_sync for ddp in wrapped if ddp not in self._held_back
         )
 
     @property

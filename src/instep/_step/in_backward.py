@@ -47,9 +47,13 @@ class StepCalls:
 
     def require_whole(self) -> None:
         """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
-        step = self._step
-        step.backwards.let_go()
+        self._step.backwards.let_go()
         self.end_commit()
+        self.require_not_torn()
+
+    def require_not_torn(self) -> None:
+        """The same, where no backward and no commit is under way."""
+        step = self._step
         if step.round.stepper is not None and step.ledger.torn is None and not step.round.is_ending:
             self._writes.step_stopped(step.round.stepper)
         step.ledger.require_whole()
@@ -80,8 +84,8 @@ class StepCalls:
         if step.round.stepper is stepper:
             return  # a closure that is called more than once
         step.accumulation.require_reduced()
-        self._writes.hear(wait=True)  # for a backward that nobody has seen to begin
-        self.require_whole()
+        self._step.hear(self._writes.release, wait=True)  # for a backward that nobody has seen to begin
+        self.require_not_torn()
         step.require_keys(stepper)
         self._writes.finish_rollback()
         left = step.members.left_by(stepper)
@@ -118,7 +122,8 @@ class StepCalls:
         # The plain loop still has its gradients here, until the user clears them.
         self._writes.committed(stepper, applied)
         step.accumulation.stepped()
-        step.passes.clipping.stepped(stepper)
+        if step.passes.clipping.policy is not None:
+            step.passes.clipping.stepped(stepper)
         round_.owing.discard(stepper)
         if not step.has_gradients or round_.owing:
             ledger.happened(Event.STEP_RETURNS if round_.owing else Event.STEP_IN_VAIN)
@@ -449,7 +454,7 @@ class BackwardSchedule(BucketSink):
         if step.accumulation.holds_next:
             return True
         step.ledger.votes.begin_backward(step.ledger.step_count)
-        self._writes.hear(wait=True)
+        self._step.hear(self._writes.release, wait=True)
         if step.members.applied:
             raise AccumulationError(
                 f"a second backward began before {owed_steps(step)}, but the first has already updated the weights. "
@@ -504,10 +509,10 @@ class BackwardSchedule(BucketSink):
         step = self._step
         step.backwards.let_go()
         self._calls.end_commit()
-        self._writes.hear(wait=False)
-        self.require_whole()
+        step.hear(self._writes.release, wait=False)
+        self._calls.require_not_torn()
         self._writes.before_forward()
-        if not step.members.offered:
+        if self._clips and not step.members.offered:
             step.passes.clipping.begin()
         if step.ledger.redoes and not step.members.with_gradient():
             # A step that was rolled back and never taken: zero_grad() has ended it.
@@ -609,7 +614,7 @@ class BackwardSchedule(BucketSink):
         self._step.streams.join_all()
         for stepper in self._step.members.steppers:
             stepper.settle()
-        self._writes.hear(wait=True)
+        self._step.hear(self._writes.release, wait=True)
 
     def before_state(self, stepper: Stepper, *, saving: bool) -> None:
         """The optimizer's state is about to be saved or loaded: the plain loop's is that of before this step. What is
@@ -624,7 +629,7 @@ class BackwardSchedule(BucketSink):
         """The model or its optimizer's state is about to be saved: not a step that is torn, here or on another rank."""
         self._step.backwards.let_go()
         self.end_stopped()
-        self._writes.hear(wait=True)
+        self._step.hear(self._writes.release, wait=True)
         self._step.ledger.require_whole()
 
     def before_load(self, model: str) -> None:

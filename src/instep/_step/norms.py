@@ -134,7 +134,8 @@ class Passes:
     def forget(self) -> None:
         """The step is over."""
         self._measured = None
-        self.clipping.begin()
+        if self.clipping.policy is not None:
+            self.clipping.begin()
 
     def _left_by_backward(self) -> dict[int, tuple[torch.Tensor, int]]:
         return {index: (g, version_of(g)) for index, g in self._members.not_applied().items()}

@@ -64,7 +64,7 @@ class Schedule:
 
     @parameters.setter
     def parameters(self, parameters: tuple[AttachedParameter, ...]) -> None:
-        self._step.members.all = parameters
+        self._step.members.attach(parameters)
 
     @property
     def gather(self) -> Gather | None:

@@ -252,11 +252,6 @@ class Ledger:
         if self.torn is not None:
             raise self.torn.error()
 
-    def heard(self, *, wait: bool) -> Exception | None:
-        """What the ranks have found wrong with the last step; ``None`` also where that is known to stand in part."""
-        error = self.votes.heard(wait=wait)
-        return error if self.torn is None else None
-
     def last_complete_step(self, *, is_open: bool) -> int | None:
         """The number of the last step if all of it was applied here, else ``None``.
 
@@ -285,6 +280,7 @@ class StepMembers:
     """
     Attributes:
         steppers: one of each optimizer.
+        all: the attached parameters, in the model's order.
         offered: the indices of those whose final gradient a source has offered in this step.
         applied: the indices of those that backward has updated in this step.
         received: the indices of those of which the parts that other ranks have updated were written here.
@@ -296,19 +292,14 @@ class StepMembers:
         self.applied: set[int] = set()
         self.received: set[int] = set()
         self._versions: dict[int, int] = {}  # by index, of parameters that were applied: as their update left them
-        self.all = ()
+        self.attach(())
 
-    @property
-    def all(self) -> AttachedParameters:
-        """The attached parameters, in the model's order."""
-        return self._all
-
-    @all.setter
-    def all(self, parameters: Iterable[AttachedParameter]) -> None:
-        self._all = AttachedParameters(parameters)
-        self._at = {attached.spec.index: attached for attached in self._all}
+    def attach(self, parameters: Iterable[AttachedParameter]) -> None:
+        """These are all that are attached."""
+        self.all = AttachedParameters(parameters)
+        self._at = {attached.spec.index: attached for attached in self.all}
         self._of = {
-            stepper: AttachedParameters(a for a in self._all if a.stepper is stepper) for stepper in self.steppers
+            stepper: AttachedParameters(a for a in self.all if a.stepper is stepper) for stepper in self.steppers
         }
 
     def at(self, index: int) -> AttachedParameter:

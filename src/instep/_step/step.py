@@ -116,9 +116,9 @@ class RunningStep:
             torn: called when it is known not to.
             wait: until they have said it.
         """
-        error = self.ledger.heard(wait=wait)
+        error = self.ledger.votes.heard(wait=wait)
         try:
-            if error is not None:
+            if error is not None and self.ledger.torn is None:  # else it is known to stand in part
                 self.tear_last(error)
                 torn()
                 if isinstance(error, StepMismatchError):
@@ -138,7 +138,7 @@ class RunningStep:
 
     def require_keys(self, stepper: Stepper) -> None:
         """With ``random="keyed"``: raise if ``optimizer.step()`` finds a gradient of a parameter that has no key."""
-        if not stepper.is_keyed:
+        if self.draws is None or not stepper.is_keyed:
             return
         known = {id(a.peek()) for a in self.members.of(stepper)}
         for index, group in enumerate(stepper.optimizer().param_groups):
@@ -152,7 +152,7 @@ class RunningStep:
 
     def keep_draws(self, stepper: Stepper) -> None:
         """With ``random="keyed"``: ``optimizer.step()`` is about to run, and finds no gradient. Some draw even so."""
-        if stepper.is_keyed:
+        if self.draws is not None and stepper.is_keyed:
             self.round.keep_draws({a.spec.device for a in self.members.of(stepper)})
 
     def forget(self) -> None:

@@ -37,6 +37,9 @@ from instep.errors import (
 GIVE_UP = "To give this step up, as after an interrupt: overlap.accept_torn(), and then load a checkpoint"
 
 
+_NONE: tuple[AttachedParameters, list[int]] = AttachedParameters(), []
+
+
 class Writes(ABC):
     """
     Attributes:
@@ -50,7 +53,7 @@ class Writes(ABC):
         self.begun = AttachedParameters()
         self._step = step
         # Parameters that step() is not to write, since backward has, with their version then.
-        self._at_rest: tuple[AttachedParameters, list[int]] = AttachedParameters(), []
+        self._at_rest = _NONE
 
     # In backward.
 
@@ -202,10 +205,6 @@ class Writes(ABC):
         self._step.tear_last(cause)
         self.release()
 
-    def hear(self, *, wait: bool) -> None:
-        """What the ranks have said of the last step: raise, if it does not stand on all of them."""
-        self._step.hear(self.release, wait=wait)
-
     def clip_rest(self, left: Sequence[AttachedParameter]) -> None:
         """The gradients that backward has left to ``step()`` are a bucket of their own."""
         passes = self._step.passes
@@ -224,8 +223,8 @@ class Writes(ABC):
     def require_at_rest(self, stepper: Stepper) -> None:
         """``step()`` returns: it has found no gradient of the parameters that backward had applied, and must have left
         them alone."""
-        (at_rest, versions), self._at_rest = self._at_rest, (AttachedParameters(), [])
-        if (written := first_written(at_rest, versions)) is not None:
+        (at_rest, versions), self._at_rest = self._at_rest, _NONE
+        if at_rest and (written := first_written(at_rest, versions)) is not None:
             self._step.round.stepper = None
             self._tear_and_raise(writes_without_gradient(stepper.name, written.spec.name))
 
@@ -253,6 +252,8 @@ class Writes(ABC):
         kernels refuse plain tensors beside DTensors, and DTensors of several meshes, and know nothing of shards, nor of
         state that is elsewhere; nobody but instep draws by key."""
         rest = [a for a in left if gradient_of(a) is not None]
+        if not rest:
+            return []
         divided = [a for a in rest if a.is_divided]
         if not divided and not stepper.steps_every_parameter and not self._is_mixed(stepper, rest):
             return []
@@ -261,6 +262,8 @@ class Writes(ABC):
 
     def _step_rest(self, stepper: Stepper, rest: Sequence[AttachedParameter]) -> None:
         """Step these now, and have ``step()`` find no gradient of them."""
+        if not rest:
+            return
         gradients = [g for a in rest if (g := gradient_of(a)) is not None]
         divided = AttachedParameters(a for a in rest if a.is_divided)
         gathered: Gathered | None = None
@@ -284,9 +287,8 @@ class Writes(ABC):
 
     def _leave_alone(self, stepper: Stepper, applied: AttachedParameters) -> None:
         """``step()`` must not write parameters that backward has applied. torch's own do not."""
-        if is_torchs_own(stepper.optimizer()):
-            applied = AttachedParameters()
-        self._at_rest = applied, versions_of(applied.tensors())
+        if applied and not is_torchs_own(stepper.optimizer()):
+            self._at_rest = applied, versions_of(applied.tensors())
 
     def _call(self, stepper: Stepper, bucket: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor]) -> None:
         """Step those of ``bucket`` that belong to this optimizer."""

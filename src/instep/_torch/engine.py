@@ -193,11 +193,9 @@ class EndOfBackward:
         try:
             self._end()
         except Exception:
-            self._is_over()
+            self._failed = None
+            _expected.pop(id(self), None)
             raise
-        self._is_over()
-
-    def _is_over(self) -> None:
         self._failed = None
         _expected.pop(id(self), None)
 
@@ -302,7 +300,9 @@ class Backward:
 
     def __init__(self, task: int) -> None:
         ends = _Ends(self, task)
-        self._ends = weakref.ref(ends)
+        # Its referent is there while this backward runs, since the engine keeps it. Never in a variable: the traceback
+        # of an exception would keep it, and with it the ends from being dropped.
+        self._ends: Callable[[], Any] = weakref.ref(ends)
         self._turn = _Turn.IDLE
         call_at_end(ends)
 
@@ -317,7 +317,7 @@ class Backward:
             if self._turn is _Turn.DUE:
                 self._turn = _Turn.IDLE
             return
-        self._asked()[EndOfBackward(end, failed)] = phase
+        self._ends().asked[EndOfBackward(end, failed)] = phase
         if self._turn is _Turn.NONE:
             call_at_end(self._take_turn)
         if self._turn is not _Turn.RUNNING:
@@ -327,25 +327,20 @@ class Backward:
     def _take_turn(self) -> None:
         due, self._turn = self._turn is _Turn.DUE, _Turn.RUNNING
         if due:
-            phase = min(self._asked().values())
+            phase = min(self._ends().asked.values())
             while (end := self._next(phase)) is not None:
                 end.run()
-        self._turn = _Turn.DUE if self._asked() else _Turn.NONE
+        self._turn = _Turn.DUE if self._ends().asked else _Turn.NONE
         if self._turn is _Turn.DUE:
             call_at_end(self._take_turn)
 
     def _next(self, phase: Phase) -> EndOfBackward | None:
-        for end, asked in self._asked().items():
+        end: EndOfBackward
+        for end, asked in self._ends().asked.items():
             if asked is phase:
-                del self._asked()[end]
+                del self._ends().asked[end]
                 return end
         return None
-
-    def _asked(self) -> "dict[EndOfBackward, Phase]":
-        # Never in a variable: the traceback of an exception would keep it, and with it the ends from being dropped.
-        ends = self._ends()
-        assert ends is not None, "the engine keeps it while this backward runs"
-        return ends.asked
 
 
 class _Ends:

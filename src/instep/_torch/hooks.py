@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from itertools import islice
+from operator import methodcaller
 from types import FrameType
 from typing import Any
 
@@ -106,10 +107,14 @@ _STEP: Any = torch.optim.SGD.step
 _WRAPPER = Optimizer.profile_hook_step(_STEP).__code__
 
 
+_HAS_STEP = methodcaller("__contains__", "step")
+
+
 def is_called_by_step(optimizer: Optimizer) -> bool:
     """In a step hook: whether the ``step()`` that runs it was called by another ``step()`` of the same optimizer."""
     # One of its class, which a class that inherits from that may share, and that of Optimizer.
-    if "step" not in vars(optimizer) and sum("step" in vars(cls) for cls in type(optimizer).__mro__) <= 2:
+    own = list(map(_HAS_STEP, map(vars, type(optimizer).__mro__))).count(True)
+    if "step" not in vars(optimizer) and own <= 2:
         return False
     return len(list(islice(_steps_in(sys._getframe(), optimizer), 2))) == 2
 

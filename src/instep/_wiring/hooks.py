@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -312,10 +313,10 @@ def _require_once(grouped: Sequence[Sequence[int]], names: Names) -> None:
 
 def _parameters_in(optimizers: Sequence[Optimizer]) -> list[list[int]]:
     """By ``id``, of each optimizer."""
-    return [
-        list(map(id, chain.from_iterable(group["params"] for group in optimizer.param_groups)))
-        for optimizer in optimizers
-    ]
+    return [list(map(id, chain.from_iterable(map(_PARAMS, optimizer.param_groups)))) for optimizer in optimizers]
+
+
+_PARAMS = itemgetter("params")
 
 
 # A model that FSDP, 1 or 2, has divided into groups: hooks before a group is gathered, and after errors.
