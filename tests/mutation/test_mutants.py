@@ -1855,7 +1855,7 @@ MUTANTS = [
     ),
     Mutant(
         "rename before the flush",
-        "finish",
+        "publish",
         "    flush_directory(unfinished)\n",
         "",
         CHECKPOINT + "test_kills.py",
@@ -1869,7 +1869,7 @@ MUTANTS = [
     ),
     Mutant(
         "write under the final name",
-        "begin",
+        "make_unfinished",
         'unfinished = directory / f"{_UNFINISHED}{step}-{secrets.token_hex(4)}"',
         'unfinished = directory / f"step-{step:012d}"',
         CHECKPOINT + "test_kills.py",
@@ -1890,21 +1890,21 @@ MUTANTS = [
     ),
     Mutant(
         "groups by position",
-        "_IntoOptimizer._groups",
+        "StagedOptimizer._groups",
         "same = [record for record in left if set(record.parameters) == mine]",
         "same = left[:1]",
         CHECKPOINT + "test_round_trips.py",
     ),
     Mutant(
         "take any class",
-        "_matched",
+        "matched",
         "of_class = [r for r in same if r.cls == class_of(optimizer)]",
         "of_class = same",
         CHECKPOINT + "test_refusals.py",
     ),
     Mutant(
         "take what is not finite",
-        "_require_finite",
+        "require_finite",
         "if (values.is_floating_point() or values.is_complex()) and not bool(torch.isfinite(values).all()):",
         "if False:",
         CHECKPOINT + "test_damage.py",
@@ -1932,7 +1932,7 @@ MUTANTS = [
     ),
     Mutant(
         "rank 0's extra for all",
-        "stage",
+        "_stage",
         "extra = manifest.extra[rank if rank < manifest.world_size else 0]",
         "extra = manifest.extra[0]",
         CHECKPOINT + "test_ranks.py",
