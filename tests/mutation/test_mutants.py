@@ -753,8 +753,8 @@ MUTANTS = [
     ),
     Mutant(
         "forget optimizers when fully_shard replaces a parameter",
-        "install._init_sharded_param",
-        "        moved(param, self.sharded_param)\n",
+        "_install._init_sharded_param",
+        "        _moved_by_fully_shard(param, self.sharded_param)\n",
         "        pass\n",
         IN_BACKWARD,
     ),
