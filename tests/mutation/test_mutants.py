@@ -232,7 +232,7 @@ MUTANTS = [
     Mutant("add into a gradient of autograd's", "_Sum.add", "gradient.clone()", "gradient", MICRO),
     Mutant("drop a sum whose last contribution is none", "_LeafSum.add", "if gradient is None:", "if False:", MICRO),
     Mutant("do not see that a parameter was frozen", "Graphs._require_alike", "not leaf.requires_grad", "False", MICRO),
-    Mutant("end without a last micro-batch", "_marked", "came < count", "False", MICRO_RANKS),
+    Mutant("end without a last micro-batch", "_with_is_last", "came < count", "False", MICRO_RANKS),
     Mutant(
         "do not see that graphs are shared",
         "Graphs._come_to",
@@ -257,9 +257,9 @@ MUTANTS = [
     Mutant("lose context variables", "_take_over", "variable.set(value)", "pass", MICRO),
     Mutant("forget autocast", "ThreadState.entered", "self._autocast.items()", "()", MICRO),
     Mutant("forget modes", "ThreadState._enter_the_rest", "for mode in operations:", "for mode in ():", MICRO),
-    Mutant("overlook draws", "BackwardDoes.require_nothing", "elif self._has_drawn():", "elif False:", MICRO),
-    Mutant("overlook buffers", "BackwardDoes.require_nothing", "written is not None", "False", MICRO),
-    Mutant("reduce each micro-batch", "_added", "parts.accumulation.hold()", "nullcontext()", MICRO_RANKS),
+    Mutant("overlook draws", "BackwardSideEffects.require_none", "elif self._has_drawn():", "elif False:", MICRO),
+    Mutant("overlook buffers", "BackwardSideEffects.require_none", "written is not None", "False", MICRO),
+    Mutant("reduce each micro-batch", "_held_unless_last", "parts.accumulation.hold()", "nullcontext()", MICRO_RANKS),
     Mutant("end a group's backward at its first node", "_Switches.before", "self._left == 0", "True", MICRO_FSDP2),
     Mutant(
         "free a group's weights at each node",
