@@ -144,6 +144,7 @@ def _together(
         for loss in losses:
             parts.schedule.backward(loss, None, parts.late.adopt)
         return [loss.detach() for loss in losses]
+    # The forwards have run, and no gradient has changed yet: what is refused here leaves no step begun.
     graphs = Graphs(losses, firsts, partial(_name_of, parts))
     # Wrappers have seen several forwards, and are told that one backward follows.
     for ddp in _ddps(parts):
@@ -158,7 +159,7 @@ def _together(
     try:
         parts.schedule.backward(losses, None, parts.late.adopt)
     finally:
-        fsdp2.restore()
+        fsdp2.restore()  # an error may have come between two hooks of a node
     side_effects.require_none()
     return [loss.detach() for loss in losses]
 

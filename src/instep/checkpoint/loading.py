@@ -110,6 +110,7 @@ def load(
             if name != names[-1]:
                 _logger.warning("%s. The checkpoint before it is tried", error)
             continue
+        # From here on nothing is asked of another rank: every rank has the checkpoint, and writes.
         staged.write()
         manifest = staged.manifest
         return Checkpoint(manifest.step, staged.extra, manifest.world_size, directory / name)
@@ -186,6 +187,7 @@ def _stage_named(
         finite: whether NaN and infinity are refused.
     """
     saved_as = {alias: name for name, aliases in saved.items() for alias in aliases}
+    # The ties are the same in both if each tensor finds one name, and each name one tensor.
     found = {one.name: {saved_as[name] for name in one.names if name in saved_as} for one in named}
     taken = Counter(name for candidates in found.values() for name in candidates)
     missing = [name for name, candidates in found.items() if not candidates]
@@ -209,6 +211,7 @@ def _stage_named(
             )
     if wrong:
         raise CheckpointError(f"the checkpoint {reader.directory} does not fit: {'; '.join(wrong[:SHOWN])}")
+    # All shapes are compared before the first tensor is read: a wrong model is told at once.
     for one in named:
         values = reader.read(f"model/{names[one.name]}", box_of(one.tensor))
         if finite:
@@ -240,7 +243,7 @@ class StagedLoad:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write all of it, and clear the gradients. This cannot fail on one rank alone, so no rank asks the others."""
+        """Write all of it, and clear the gradients."""
         # First: a step that is open or torn is given up before its weights and state are overwritten.
         for attachment, norm, drawn in zip(self._training.attachments, self.norms, self._next_draws(), strict=True):
             attachment.restore(self.manifest.step, norm, drawn)
@@ -254,6 +257,7 @@ class StagedLoad:
     def _next_draws(self) -> list[int | None]:
         """By attachment with ``random="keyed"``, the number of its next step; ``None``: the number that it has."""
         attachments, saved = self._training.attachments, self.manifest.draws
+        # Of another number of attachments, nothing says which record is whose.
         if len(saved) != len(attachments):
             saved = (None,) * len(attachments)
         for attachment, record in zip(attachments, saved, strict=True):

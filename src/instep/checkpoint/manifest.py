@@ -132,6 +132,7 @@ class Manifest:
             },
             "files": {name: asdict(file) for name, file in self.files.items()},
         }
+        # Floats that are not finite were encoded as strings, so none is left: JSON has no word for them.
         text = json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
         if len(text) > LARGEST:
             raise CheckpointError(
@@ -234,9 +235,11 @@ def _parsed(content: Json, directory: Path) -> Manifest:
             f"{directory} was saved in version {version} of the format, and this instep reads up to {VERSION}: "
             "update instep"
         )
+    # Version 1 had no draws. An empty list says nothing about any attachment, so each goes on from its own.
     if version < _DRAWS_SINCE:
         content = {"draws": [], **content}
     _keys(content, _KEYS, "the manifest")
+    # In this order: tensors refer to files, parameters to tensors, and optimizers to parameters.
     files = {name: _file(name, record) for name, record in _object(content["files"], "files").items()}
     tensors = {key: _tensor(key, record, files) for key, record in _object(content["tensors"], "tensors").items()}
     parameters = _names(content["parameters"], "parameters", tensors)
@@ -323,6 +326,7 @@ def _optimizer(content: Json, parameters: Mapping[str, tuple[str, ...]]) -> Opti
     if len(set(members)) < len(members) or not parameters.keys() >= set(members):
         raise DamagedCheckpointError("the groups of an optimizer hold a parameter twice, or one that is not there")
     state = {name: _object(entry, "state") for name, entry in _object(content["state"], "state").items()}
+    # Not all of them: a parameter that was never stepped has no state.
     if not set(members) >= state.keys():
         raise DamagedCheckpointError("the state of an optimizer is of parameters that are not its own")
     return OptimizerRecord(content["class"], tuple(groups), state, content["shared"])
@@ -357,6 +361,7 @@ def _strings(content: Json, where: str) -> tuple[str, ...]:
 
 
 def _count(value: Json, where: str) -> int:
+    # To Python a bool is an int. torch's sizes have 64 bits.
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
         raise DamagedCheckpointError(f"{where} is no count")
     return value

@@ -37,6 +37,7 @@ def matched(
     left = list(records)
     found = []
     for which, optimizer in training.labelled():
+        # By the set of names: optimizers, groups and parameters may be in another order than when they were saved.
         mine = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
         same = [r for r in left if {name for group in r.groups for name in group.parameters} == mine]
         of_class = [r for r in same if r.cls == class_of(optimizer)]
@@ -46,13 +47,14 @@ def matched(
                     f"the checkpoint is of {same[0].cls}, and {which} is {class_of(optimizer)}: their state means "
                     "other things"
                 )
+            # For the message: of the records that are left, the one with the fewest differences.
             theirs = [{name for group in r.groups for name in group.parameters} for r in left]
             closest = min(theirs, key=lambda one: len(one ^ mine), default=set())
             raise CheckpointError(
                 f"no optimizer in the checkpoint has the parameters of {which}: {listed(sorted(mine - closest))} are "
                 f"not in that which is closest, and {listed(sorted(closest - mine))} in that alone"
             )
-        left.remove(of_class[0])
+        left.remove(of_class[0])  # two optimizers of one class and the same parameters take a record each
         found.append((which, optimizer, of_class[0]))
     if left:
         raise CheckpointError(
@@ -102,6 +104,7 @@ class StagedOptimizer:
             for parameter in group["params"]:
                 entry = record.state.get(self._names[id(parameter)])
                 if entry is not None:
+                    # With the values that are to come: they decide where "step" lives (capturable, fused).
                     state[parameter] = self._entry(parameter, entry, {**group, **values})
         shared = decode(record.shared, self._reader.read_leaf)
         if not isinstance(shared, dict) or any(isinstance(key, torch.Tensor) for key in shared):
@@ -137,12 +140,14 @@ class StagedOptimizer:
         return found
 
     def _group_values(self, group: dict[str, Any], record: GroupRecord) -> dict[str, Any]:
+        # By identity: == of two groups would compare tensors in them.
         number = next(n for n, one in enumerate(self._optimizer.param_groups) if one is group)
         where = f"{self._which}.param_groups[{number}]"
         if not record.values.keys().isdisjoint(NOT_IN_GROUP):
             raise DamagedCheckpointError(f"the values of {where} hold its parameters")
         values = {key: decode(value, self._reader.read_leaf) for key, value in record.values.items()}
         _require_sane(where, group, values, allow_nonfinite=self._allow_nonfinite)
+        # A learning rate may be a tensor: the new one goes where the loop has the old one.
         for key, value in values.items():
             if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
                 values[key] = value.to(group[key].device)

@@ -109,6 +109,7 @@ def save(
         contents = LocalState(training, _step_of(training, step), ranks.rank, extra)
         return contents.to_bytes()
 
+    # What one rank refuses is refused on all of them, before anything is written.
     with torch.no_grad():
         parts = [json.loads(part) for part in ranks.attempt("the checkpoint was not saved", collect)]
     assert contents is not None
@@ -118,9 +119,10 @@ def save(
         name = ranks.attempt(what, saving.start)[0].decode()
         written = ranks.attempt(what, partial(saving.write, name, allow_nonfinite))
         final = directory / ranks.attempt(what, partial(saving.commit, written))[0].decode()
-    except BaseException:
+    except BaseException:  # Ctrl-C, too
         saving.discard()
         raise
+    # Only now: until the new one stands, nothing of the old ones is touched.
     if ranks.rank == 0:
         remove_older(directory, saving.number, keep)
     return final
@@ -199,6 +201,7 @@ class LocalState:
 
     def _put(self, key: str, where: str, tensor: torch.Tensor, *, finite: bool) -> str:
         """Take in ``tensor`` under ``key``, which is returned; a message calls the tensor ``where``."""
+        # A collective, for a tensor of which ranks have summands: all of them come here with the same tensors.
         tensor = without_partials(tensor)
         if tensor.layout != torch.strided or tensor.dtype not in DTYPES:
             raise CheckpointError(f"{where} is a {tensor.layout} tensor of {tensor.dtype}, which cannot be saved")
@@ -306,6 +309,7 @@ class _Saving:
         if not allow_nonfinite:
             # Of a tensor on several ranks only the rank that writes it looks: the others have the same elements.
             _refuse_nonfinite((key, tensors[key].local) for key in self._mine if tensors[key].finite)
+        # A tensor without elements is in the manifest alone.
         named = [(key, tensors[key].local) for key in self._mine if tensors[key].box.numel]
         if not named:
             return b""

@@ -44,6 +44,7 @@ class TrainingState:
         self.parameters = parameters_of(model)
         self.buffers = buffers_of(model)
         self.name_of = {id(named.tensor): named.name for named in self.parameters}
+        # Everything of an optimizer is saved by the names of its parameters.
         for which, optimizer in self.labelled():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -52,6 +53,7 @@ class TrainingState:
                             f"{which} has a parameter of shape {tuple(parameter.shape)} that is not in the model, and "
                             "so has no name: give the model that holds all of the optimizer's parameters"
                         )
+        # In the model's order, since a checkpoint has what belongs to an attachment by its number.
         by_id = attached_parameters()
         found = [by_id[id(named.tensor)] for named in self.parameters if id(named.tensor) in by_id]
         self.attachments: list[Attachment] = list(dict.fromkeys(found))

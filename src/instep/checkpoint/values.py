@@ -46,7 +46,8 @@ def encode(value: Any, where: str, put: Put, path: str = "", depth: int = 0) -> 
     # Of a subclass ``decode`` would make a plain value: an enum's member would come back as a number.
     if value is None or type(value) in (bool, str, int):
         return value
-    if isinstance(value, float):  # NumPy's float64 is one, too
+    # JSON has no NaN and no infinity. NumPy's float64 is a float, too.
+    if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
     if type(value) is bytes:
         return {"bytes": base64.b64encode(value).decode("ascii")}

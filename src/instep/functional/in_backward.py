@@ -202,11 +202,10 @@ def _hook(parameter: torch.Tensor) -> None:
 def _accumulated(parameter: torch.Tensor) -> None:
     """The hook: autograd has accumulated the gradient of ``parameter``, which is final unless DDP reduces it."""
     ddp = _reduced_by.get(parameter)
-    if (
-        (ddp is not None and ddp() is not None)
-        or not _registered(parameter)
-        or not has_in_backward_optimizers(parameter)
-    ):
+    # The gradient is this rank's own while DDP is still to reduce it: apply_optim_in_backward_hook steps it then.
+    if (ddp is not None and ddp() is not None) or not _registered(parameter):
+        return
+    if not has_in_backward_optimizers(parameter):
         return
     try:
         step_in_backward(parameter)

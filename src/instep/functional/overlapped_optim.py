@@ -81,6 +81,7 @@ def as_overlapped_optim(
     Raises:
         ValueError: no class in the MRO is registered, so ``optim_cls`` is no ``torch.optim.Optimizer``.
     """
+    # The nearest class first: an optimizer of the user's may be registered, and is one of torch's as well.
     for cls in optim_cls.__mro__ if isinstance(optim_cls, type) else ():
         if cls in _registered:
             make: Any = _registered[cls]
