@@ -1,4 +1,7 @@
-"""Is it the same, bit for bit? The plain loop beside the attached one, on the user's own model."""
+"""``verify``: the plain loop beside the attached one, on the user's own model, compared bit for bit after every step.
+
+``training_state`` names every value that a step changes, and ``first_difference`` compares two such states.
+"""
 
 import pickle
 from collections import deque
@@ -20,7 +23,7 @@ Build = Callable[[], tuple[nn.Module, Optimizer | Sequence[Optimizer], Callable[
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What ``verify`` found.
+    """The result of ``verify``.
 
     Attributes:
         steps: how many steps were compared.
@@ -60,6 +63,7 @@ def verify(build: Build, steps: int = 3, **options: Any) -> Verification:
             raise AttachError(
                 f"{name} changes the numbers themselves, so the loop without it is no oracle. Verify without {name}"
             )
+    # The user's own random state is as before afterwards, and both loops draw the same numbers in every step.
     with torch.random.fork_rng():
         torch.manual_seed(0)
         plain, plain_optimizer, plain_step = _built(build)
@@ -72,7 +76,7 @@ def verify(build: Build, steps: int = 3, **options: Any) -> Verification:
                 plain_step(i)
                 torch.manual_seed(i)
                 step(i)
-                overlap.synchronize()
+                overlap.synchronize()  # an update that was put off is to be compared, too
                 difference = first_difference(training_state(plain, plain_optimizer), training_state(model, optimizer))
                 if difference is not None:
                     return Verification(i + 1, 0, f"after step {i + 1}: {difference}")
@@ -102,7 +106,7 @@ def _require_two(
 
 
 def training_state(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
-    """Everything a step changes, with a name for each: parameters, buffers, optimizer state and group values.
+    """Everything that a step changes, each with a name: parameters, buffers, optimizer state and the values of groups.
 
     Parameters keep their names, and state is named after its parameter.
     """
@@ -124,7 +128,7 @@ def training_state(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer])
 
 
 def first_difference(plain: Iterator[tuple[str, Any]], other: Iterator[tuple[str, Any]]) -> str | None:
-    """Compare two states of ``training_state`` bit for bit; the first difference in words, or ``None``."""
+    """Compare two results of ``training_state`` bit for bit. Returns the first difference in words, or ``None``."""
     left, right = dict(plain), dict(other)
     for name in left.keys() ^ right.keys():
         return f"only the {'plain' if name in left else 'attached'} loop has {name}"
@@ -144,20 +148,22 @@ def first_difference(plain: Iterator[tuple[str, Any]], other: Iterator[tuple[str
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of the same shape and dtype hold the same numbers. NaN equals NaN: a loop that diverges must
+    diverge the same way."""
     if a.is_sparse:
         a, b = a.to_dense(), b.to_dense()
-    # NaN equals NaN here: a loop that diverges must diverge the same way.
     return torch.equal(a, b) or (a.is_floating_point() and bool(torch.all((a == b) | (a.isnan() & b.isnan()))))
 
 
 def _same_value(a: Any, b: Any) -> bool:
+    """Whether two values that are no tensors are equal, by ``==``, by what they pickle to, or by their attributes."""
     try:
         if a == b:
             return True
     except (ValueError, RuntimeError):
         pass  # of an array, and of an object that holds a tensor, torch and NumPy have no single answer
     try:
-        # NaN equals NaN here too, and so do two objects of equal content that are compared by identity.
+        # NaN equals NaN here too. So do two objects of equal content whose class has no ``==`` of its own.
         if pickle.dumps(a) == pickle.dumps(b):
             return True
     except Exception:  # its class decides how, and whether, an object is pickled
@@ -171,6 +177,7 @@ def _same_value(a: Any, b: Any) -> bool:
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The values in nested containers, each with its path behind ``name``."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _leaves(f"{name}[{key!r}]", item)

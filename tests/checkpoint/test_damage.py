@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import instep
+from instep.checkpoint.boxes import Box, cover_once
 from instep.checkpoint.files import DIGEST, MANIFEST
-from instep.checkpoint.manifest import Box, cover_once
 from instep.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.loops import everything, load_from, made, require_same, sign
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import instep
-from instep.checkpoint.files import places
+from instep.checkpoint.files import checkpoints_in
 from instep.errors import CheckpointError
 from tests.checkpoint.loops import everything, load_from, made, require_same
 
@@ -99,7 +99,7 @@ def killed_at_random(directory: Path, kills: int, seed: int) -> None:
         assert found is not None
         # What save() has returned from is on the disk; one more may be, that nobody was told of.
         assert said <= found.step <= said + 1
-        assert len(places(directory)) <= 3, "older ones are removed"
+        assert len(checkpoints_in(directory)) <= 3, "older ones are removed"
         while len(digests) <= found.step:
             learn(expected, len(digests))
             digests.append(digest(expected))
@@ -172,7 +172,7 @@ def test_killed_at_every_system_call(tmp_path: Path, loop: Any) -> None:
         require_same(list(everything(*loop)) if found.step == 3 else before, other, f"killed at call {number}")
         loaded.append(found.step)
         assert instep.save(directory, *loop, step=4)
-        assert places(directory)[0].step == 4
+        assert checkpoints_in(directory)[0].step == 4
         assert not [p for p in directory.iterdir() if p.name.startswith(".")], "the next save clears what was left"
     assert status == 0
     assert loaded == sorted(loaded), "from one call on it is there"
@@ -227,7 +227,7 @@ def test_a_limit_of_the_operating_system(tmp_path: Path, loop: Any) -> None:
             instep.save(tmp_path, *loop, step=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [p.step for p in places(tmp_path)] == [1]
+    assert [p.step for p in checkpoints_in(tmp_path)] == [1]
     assert load_from(tmp_path, *loop).step == 1
 
 

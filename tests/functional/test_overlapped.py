@@ -161,8 +161,8 @@ class Recorded(instep.OverlappedOptimizer):
 
 
 def test_the_registry_goes_by_mro(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = dict(instep.functional.overlapped._registered)
-    monkeypatch.setattr(instep.functional.overlapped, "_registered", registry)
+    registry = dict(instep.functional.overlapped_optim._registered)
+    monkeypatch.setattr(instep.functional.overlapped_optim, "_registered", registry)
 
     class Child(Mine):
         pass

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep import ClipNorm, ClipValue
-from instep._micro_batches import run as forwards
+from instep._micro_batches import forward
 from instep.errors import AccumulationError, InstepError, TornStepError
 from tests.cases import Blocks, Rotations, Sometimes, SparseWords, Tied, batch, channels_last, two_groups
 from tests.devices import here
@@ -413,7 +413,7 @@ def test_batches_are_made_as_they_are_used() -> None:
 
 
 def test_more_micro_batches_than_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwards, "_AHEAD", 2)
+    monkeypatch.setattr(forward, "_AHEAD", 2)
     lockstep("backward", lambda: adamw(Dropping(checkpointed=True)), of(usual, 6), steps=3)
 
 

@@ -1,4 +1,9 @@
-"""One parameter's gradient, added up over micro-batches in the order of the plain loop."""
+"""The graphs of micro-batches between their forwards and one backward of all: what may not be in them, and the sums.
+
+``Graphs`` walks the graph of each loss, and refuses graphs whose one backward would not compute what a backward for
+each computes. ``add_in_order`` then puts a hook on each node that leads to a leaf (a parameter): there the
+contributions of all micro-batches to the leaf meet, and an ``OrderedSum`` adds them in the order of the plain loop.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,88 +15,12 @@ from torch.autograd.graph import Node
 
 from instep.errors import AccumulationError
 
-
-class _Sum:
-    """Of tensors that stay as they are: a gradient may be in use elsewhere in backward, and whoever has computed it may
-    use its memory again. So the first one is copied."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value: torch.Tensor | None = None
-
-    def add(self, gradient: torch.Tensor) -> None:
-        if self.value is None:
-            self.value = gradient.clone()
-        else:
-            self.value.add_(gradient)
-
-
-class OrderedSum:
-    """The sum that M plain backwards leave in ``.grad``: of each micro-batch its contributions in the order in which
-    its own graph makes them, then the micro-batches, first to last.
-
-    Contributions of different micro-batches may arrive in any order. One that comes early is kept until those before
-    it are there. Floating-point sums depend on their order; so each addition here is one that the plain loop makes.
-
-    Args:
-        contributions: of each micro-batch, how many edges of its graph lead to the parameter.
-        dtype: in which micro-batches are added to each other; ``None``: in that of the contributions.
-    """
-
-    __slots__ = ("_contributions", "_dtype", "_left", "_next", "_sums", "_total")
-
-    def __init__(self, contributions: Sequence[int], dtype: torch.dtype | None = None) -> None:
-        self._contributions = tuple(contributions)
-        self._dtype = dtype
-        self._begin()
-
-    def _begin(self) -> None:
-        self._left = list(self._contributions)
-        self._sums = [_Sum() for _ in self._left]
-        self._next = 0
-        self._total = _Sum()
-
-    def add(self, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """A contribution of micro-batch ``number``, ``None`` if there turned out to be none. Returns the sum of all
-        with the last contribution, and ``None`` before. The next backward of the same graphs begins again."""
-        if gradient is not None:
-            self._sums[number].add(gradient)
-        self._left[number] -= 1
-        while self._next < len(self._left) and self._left[self._next] == 0:
-            done, self._sums[self._next] = self._sums[self._next], _Sum()
-            if self._total.value is None:
-                self._total = self._in_dtype(done)
-            elif done.value is not None:
-                self._total.add(done.value)
-            self._next += 1
-        if self._next < len(self._left):
-            return None
-        total = self._total.value
-        self._begin()
-        return total
-
-    def _in_dtype(self, first: _Sum) -> _Sum:
-        if first.value is not None and self._dtype is not None:
-            first.value = first.value.to(self._dtype)
-        return first
-
-
-# The graphs of micro-batches, between forward and backward: where their gradients meet, and how they are added.
-
-
 Names = Callable[[torch.Tensor], str]
-"""What to call a leaf in a message."""
-
-
-class _Leaf(Protocol):
-    """The node at which backward writes ``.grad``."""
-
-    variable: torch.Tensor
+"""Returns the name of a leaf for messages."""
 
 
 class Keeper(Protocol):
-    """Of a leaf whose sum has another dtype than the leaf, and is not left to its node.
+    """Takes the sum of a leaf that must not go on to the leaf's node, since it has another dtype than the leaf.
 
     Attributes:
         dtype: of the sum.
@@ -103,8 +32,9 @@ class Keeper(Protocol):
 
 
 KeeperOf = Callable[[torch.Tensor, Sequence[int]], Keeper | None]
-"""Given a leaf and its contributions."""
+"""Takes a leaf, and the number of contributions to it from each micro-batch. Returns its keeper, if it needs one."""
 
+# Names of nodes: the one that writes a leaf's .grad, and the one of reentrant checkpointing.
 _LEAF = "torch::autograd::AccumulateGrad"
 _NESTING = "CheckpointFunctionBackward"
 
@@ -116,11 +46,11 @@ class Graphs:
     made on a thread each are walked side by side, and the contributions to one parameter arrive together.
 
     Args:
-        losses: of the micro-batches, in order: two or more.
-        firsts: of each, how many nodes its thread had made before.
+        losses: the losses of the micro-batches, in order: two or more.
+        firsts: for each loss, the number of its forward's first node, in the count of the thread.
 
     Attributes:
-        contributions: of each leaf, how many edges of each micro-batch's graph lead to it.
+        contributions: for each leaf, how many edges of each micro-batch's graph lead to it.
 
     Raises:
         AccumulationError: one backward of all graphs would not compute what a backward for each of them does.
@@ -132,7 +62,7 @@ class Graphs:
         self._count = len(losses)
         self._sparse: Counter[torch.Tensor] = Counter()
         self._number_of: dict[Node, int] = {}
-        # Of each node that leads to leaves: by the place of the output, the leaf.
+        # For each node that leads to leaves: the places of these among its outputs, and the leaves.
         self._edges: dict[Node, list[tuple[int, torch.Tensor]]] = {}
         for number, (loss, first) in enumerate(zip(losses, firsts, strict=True)):
             self._walk(number, loss, first)
@@ -140,11 +70,11 @@ class Graphs:
             self._require_alike(leaf, each)
 
     def nodes(self) -> Iterator[tuple[int, Node]]:
-        """All of them, each with the number of its micro-batch."""
+        """All nodes, each with the number of its micro-batch."""
         return ((number, node) for node, number in self._number_of.items())
 
     def edges(self) -> Iterator[tuple[int, Node, torch.Tensor]]:
-        """Those that lead to leaves: the number of the micro-batch, the node, the leaf."""
+        """The edges that lead to leaves: the number of the micro-batch, the node, the leaf."""
         for node, edges in self._edges.items():
             for _, leaf in edges:
                 yield self._number_of[node], node, leaf
@@ -154,11 +84,13 @@ class Graphs:
         sums = {leaf: _LeafSum(leaf, each, keeper_of(leaf, each)) for leaf, each in self.contributions.items()}
         for node, edges in self._edges.items():
             places = {place: sums[leaf] for place, leaf in edges}
+            # Not on the leaf's own node, which gets several contributions of one graph as one sum.
             node.register_hook(partial(_contribute, self._number_of[node], places))
 
     def _walk(self, number: int, loss: torch.Tensor, first: int) -> None:
+        """Visit each node of one graph once."""
         assert loss.grad_fn is not None
-        numbers = set(range(first, loss.grad_fn._sequence_nr() + 1))  # of the nodes that the thread has made
+        numbers = set(range(first, loss.grad_fn._sequence_nr() + 1))  # one for each node that the forward made
         todo: list[Node] = []
         self._come_to(number, loss.grad_fn, todo)
         while todo:
@@ -190,6 +122,8 @@ class Graphs:
             self._sparse[leaf] += 1
 
     def _require_own(self, node: Node, numbers: set[int]) -> None:
+        """Raise unless the forward's thread has made ``node``, whose number is taken out of ``numbers``. Backward comes
+        to nodes in the order of their numbers, which tells nothing about nodes of another thread."""
         if node.name() == _NESTING:
             raise AccumulationError(
                 "micro_batches() cannot look into torch.utils.checkpoint with use_reentrant=True, which runs a "
@@ -205,6 +139,7 @@ class Graphs:
         numbers.remove(node._sequence_nr())
 
     def _require_alike(self, leaf: torch.Tensor, each: Sequence[int]) -> None:
+        """Raise where the gradient of ``leaf`` would not be the plain loop's, by what the leaf is."""
         if leaf._backward_hooks:
             raise AccumulationError(
                 f"{self._name_of(leaf)} has a hook (register_hook): the plain loop calls it with the gradient of each "
@@ -222,8 +157,14 @@ class Graphs:
             )
 
 
+class _Leaf(Protocol):
+    """The node at which backward writes ``.grad``."""
+
+    variable: torch.Tensor
+
+
 class _LeafSum:
-    """The sum of all contributions to a leaf, and what becomes of it."""
+    """The sum of all contributions to a leaf, which goes on to the leaf's node or to a keeper."""
 
     __slots__ = ("_keeper", "_leaf", "_sum")
 
@@ -233,7 +174,7 @@ class _LeafSum:
         self._sum = OrderedSum(contributions, None if keeper is None else keeper.dtype)
 
     def add(self, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns what goes on to the leaf's node."""
+        """Add a contribution. Returns the gradient that goes on to the leaf's node: the sum, with the last one."""
         total = self._sum.add(number, gradient)
         if total is None:
             return None
@@ -241,7 +182,8 @@ class _LeafSum:
             self._keeper.keep(total)
             return None
         if gradient is None:
-            # The last contribution is none, and a hook must not put a gradient in its place: as the leaf's node would.
+            # The last contribution is none, and a hook must not put a gradient in its place. So this does what the
+            # leaf's node would do.
             leaf = self._leaf
             leaf.grad = total if leaf.grad is None else leaf.grad.add_(total)
             return None
@@ -251,9 +193,76 @@ class _LeafSum:
 def _contribute(
     number: int, places: Mapping[int, _LeafSum], gradients: Sequence[torch.Tensor | None], _: object
 ) -> tuple[torch.Tensor | None, ...]:
-    """A node of micro-batch ``number`` has computed ``gradients``, of the leaves' shapes and dtypes by now: those of
-    leaves go on as sums."""
+    """The hook: a node of micro-batch ``number`` has computed ``gradients``, of the shapes and dtypes of its inputs by
+    now. In the places of leaves their sums go on."""
     found = list(gradients)
     for place, contributions in places.items():
         found[place] = contributions.add(number, found[place])
     return tuple(found)
+
+
+class OrderedSum:
+    """The sum that M plain backwards leave in ``.grad``: of each micro-batch its contributions in the order in which
+    its own graph makes them, then the micro-batches, first to last.
+
+    Contributions of different micro-batches may arrive in any order. One that comes early is kept until those before
+    it are there. Floating-point sums depend on their order; so each addition here is one that the plain loop makes.
+
+    Args:
+        contributions: for each micro-batch, how many edges of its graph lead to the parameter.
+        dtype: the dtype in which micro-batches are added to each other; ``None``: that of the contributions.
+    """
+
+    __slots__ = ("_contributions", "_dtype", "_left", "_next", "_sums", "_total")
+
+    def __init__(self, contributions: Sequence[int], dtype: torch.dtype | None = None) -> None:
+        self._contributions = tuple(contributions)
+        self._dtype = dtype
+        self._begin()
+
+    def _begin(self) -> None:
+        self._left = list(self._contributions)
+        self._sums = [_Sum() for _ in self._left]
+        self._next = 0
+        self._total = _Sum()
+
+    def add(self, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Add a contribution of micro-batch ``number``; ``None`` if there turned out to be none. Returns the sum of all
+        with the last contribution, and ``None`` before. The next backward of the same graphs begins again."""
+        if gradient is not None:
+            self._sums[number].add(gradient)
+        self._left[number] -= 1
+        # Micro-batches that are complete, and whose predecessors are.
+        while self._next < len(self._left) and self._left[self._next] == 0:
+            done, self._sums[self._next] = self._sums[self._next], _Sum()
+            if self._total.value is None:
+                self._total = self._in_dtype(done)
+            elif done.value is not None:
+                self._total.add(done.value)
+            self._next += 1
+        if self._next < len(self._left):
+            return None
+        total = self._total.value
+        self._begin()
+        return total
+
+    def _in_dtype(self, first: "_Sum") -> "_Sum":
+        if first.value is not None and self._dtype is not None:
+            first.value = first.value.to(self._dtype)
+        return first
+
+
+class _Sum:
+    """A running sum. The tensors that are added stay as they are, so the first one is copied: a gradient may be in use
+    elsewhere in backward, and the node that computed it may use its memory again."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: torch.Tensor | None = None
+
+    def add(self, gradient: torch.Tensor) -> None:
+        if self.value is None:
+            self.value = gradient.clone()
+        else:
+            self.value.add_(gradient)

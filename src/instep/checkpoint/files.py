@@ -1,7 +1,9 @@
 """Files and directories that are either there, whole and on the disk, or not at all.
 
-A checkpoint is one directory. It is written under a name that nobody reads, each file and the directory are flushed
-to the disk, and one rename makes it a checkpoint.
+A checkpoint is one directory. ``save`` writes it under a name that nobody reads (``make_unfinished``): each file and
+the directory are flushed to the disk, and one rename makes it a checkpoint (``publish``). A process that is killed, or
+a machine that is switched off, at any point of this leaves the checkpoints that were there. ``load`` reads files that
+anybody may have put there, and compares each of them with its digest.
 """
 
 import hashlib
@@ -25,8 +27,131 @@ MANIFEST, DIGEST = "manifest.json", "manifest.json.sha256"
 _UNFINISHED, _REMOVED = ".saving-", ".removing-"
 _CHECKPOINT = re.compile(r"step-(\d{12,18})(?:\.(\d{1,6}))?")
 _BLOCK = 1 << 22
+_logger = logging.getLogger("instep")
 
-# By the names of safetensors. A complex number is written as its two parts.
+
+@dataclass(frozen=True, slots=True, order=True)
+class CheckpointDir:
+    """A directory whose name is that of a checkpoint of ``step``. A step that was saved once more has a later
+    ``attempt``. The order is that of age."""
+
+    step: int
+    attempt: int
+    path: Path
+
+
+def checkpoints_in(directory: Path) -> list[CheckpointDir]:
+    """The checkpoints in ``directory``, by their names, the newest first."""
+    found = []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            match = _CHECKPOINT.fullmatch(entry.name)
+            if match and entry.is_dir(follow_symlinks=False):
+                found.append(CheckpointDir(int(match[1]), int(match[2] or 0), directory / entry.name))
+    return sorted(found, reverse=True)
+
+
+def step_in_name(directory: Path) -> int | None:
+    """The step in the name of a checkpoint; ``None`` for a checkpoint that was given another name."""
+    match = _CHECKPOINT.fullmatch(directory.name)
+    return int(match[1]) if match else None
+
+
+def require_directory(path: Path) -> None:
+    """Raise ``CheckpointError`` if ``path`` is there and is no directory."""
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"path={str(path)!r} is a file: give the directory that checkpoints are kept in")
+
+
+def make_unfinished(directory: Path, step: int) -> Path:
+    """Make an empty directory to write in, under a name that no checkpoint has. Remove what killed saves have left."""
+    if not directory.exists():
+        directory.mkdir(parents=True)
+        flush_directory(directory.parent)
+    for name in os.listdir(directory):
+        if name.startswith((_UNFINISHED, _REMOVED)):
+            shutil.rmtree(directory / name, ignore_errors=True)
+    unfinished = directory / f"{_UNFINISHED}{step}-{secrets.token_hex(4)}"
+    unfinished.mkdir()
+    return unfinished
+
+
+def publish(unfinished: Path, step: int) -> Path:
+    """Rename ``unfinished``, whose files are on the disk, to a checkpoint of ``step``. Returns the new path."""
+    # Before the rename: or else a checkpoint might have its name on the disk, and not yet all of its files.
+    flush_directory(unfinished)
+    directory = unfinished.parent
+    taken = [found.attempt for found in checkpoints_in(directory) if found.step == step]
+    suffix = f".{max(taken) + 1}" if taken else ""
+    final = directory / f"step-{step:012d}{suffix}"
+    os.rename(unfinished, final)
+    try:
+        flush_directory(directory)
+    except OSError:
+        os.rename(final, unfinished)  # or else it might be gone again once the machine is switched off
+        raise
+    return final
+
+
+def flush_directory(path: Path) -> None:
+    """Return when the directory's own entries, the names of its files, are on the disk."""
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def remove_older(directory: Path, step: int, keep: int) -> None:
+    """Remove all checkpoints up to ``step`` but those of the newest ``keep`` steps, and of each of these but the last
+    attempt. An error is a warning: the new checkpoint stands."""
+    kept: set[int] = set()
+    try:
+        for found in checkpoints_in(directory):
+            if found.step > step:
+                continue
+            if found.step not in kept and len(kept) < keep:
+                kept.add(found.step)
+                continue
+            # Half a checkpoint must not go by the name of one.
+            removed = directory / f"{_REMOVED}{found.path.name}"
+            os.rename(found.path, removed)
+            shutil.rmtree(removed)
+    except OSError as error:
+        _logger.warning("older checkpoints in %s could not be removed: %s", directory, error)
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file as it was written: its size in bytes, and the SHA-256 of its bytes in hexadecimal digits."""
+
+    size: int
+    sha256: str
+
+
+def write(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
+    """Write a new file, and return when it is on the disk. The digest is that of ``pieces``: it is not read back, so
+    that a disk that has stored something else is found out."""
+    digest, size = hashlib.sha256(), 0
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for piece in pieces:
+            digest.update(piece)
+            size += len(piece)
+            rest = memoryview(piece)
+            while rest:
+                # May write less than it is given, as on a disk that is nearly full.
+                written = os.write(file, rest[:_BLOCK])
+                if written <= 0:
+                    raise OSError(f"nothing could be written to {path}")
+                rest = rest[written:]
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return FileRecord(size, digest.hexdigest())
+
+
+# safetensors' names. It has no complex numbers: each is written as its two parts.
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -47,28 +172,16 @@ DTYPES = {
     torch.complex128: "F64",
 }
 
-_logger = logging.getLogger("instep")
-
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """A file as it was written: its size in bytes, and their SHA-256 in hexadecimal digits."""
-
-    size: int
-    sha256: str
-
 
 def stored_shape(shape: Sequence[int], dtype: torch.dtype) -> list[int]:
-    """The shape of a tensor as safetensors has it."""
+    """The shape that safetensors has for a tensor: complex numbers have a dimension for their parts."""
     return [*shape, 2] if dtype.is_complex else list(shape)
 
 
 def write_tensors(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> FileRecord:
-    """Write a safetensors file, one tensor at a time: host memory is needed for the largest alone.
-
-    The digest is that of the bytes that were meant, not of what the disk says it has.
-    """
-    # Those of the widest elements first: all of them are aligned then.
+    """Write a safetensors file, one tensor at a time: host memory is needed for the largest alone. (safetensors' own
+    ``save_file`` takes all of them in host memory.)"""
+    # The widest elements first: then every tensor is aligned.
     ordered = sorted(tensors, key=lambda item: -item[1].element_size())
     header: dict[str, object] = {}
     offset = 0
@@ -93,62 +206,16 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
-def write(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write a new file, and return when it is on the disk."""
-    digest, size = hashlib.sha256(), 0
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        for piece in pieces:
-            digest.update(piece)
-            size += len(piece)
-            rest = memoryview(piece)
-            while rest:
-                written = os.write(file, rest[:_BLOCK])
-                if written <= 0:
-                    raise OSError(f"nothing could be written to {path}")
-                rest = rest[written:]
-        os.fsync(file)
-    finally:
-        os.close(file)
-    return FileRecord(size, digest.hexdigest())
-
-
 def digest_line(manifest: str) -> bytes:
-    """What stands in the file beside the manifest: ``sha256sum -c`` reads it."""
+    """The content of the file beside the manifest, in the form that ``sha256sum -c`` reads."""
     return f"{manifest}  {MANIFEST}\n".encode()
-
-
-def flush_directory(path: Path) -> None:
-    """Return when the directory's own entries are on the disk."""
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[int, int]]:
-    """A plain file's descriptor and size; ``DamagedCheckpointError`` for what is none, or cannot be read."""
-    try:
-        # Not through a link, and without waiting for who writes into a pipe.
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            found = os.fstat(file)
-            if not stat.S_ISREG(found.st_mode):
-                raise DamagedCheckpointError(f"{path} is not a file")
-            yield file, found.st_size
-        finally:
-            os.close(file)
-    except OSError as error:
-        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def require_as_recorded(path: Path, record: FileRecord, *, digest: bool) -> None:
     """Raise ``DamagedCheckpointError`` unless the file is the one that was written.
 
     Args:
-        digest: compare the content, too, not the size alone.
+        digest: compare the content, too, and not the size alone.
     """
     with _opened(path) as (file, size):
         if size != record.size:
@@ -165,10 +232,11 @@ def _digest_of(file: int) -> str:
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """All of a file of at most ``limit`` bytes; ``DamagedCheckpointError`` if it is none, or longer."""
+    """The content of a file of at most ``limit`` bytes; ``DamagedCheckpointError`` for a longer one."""
     with _opened(path) as (file, size):
         if size > limit:
             raise DamagedCheckpointError(f"{path} has {size} bytes, more than {limit}")
+        # Not past the limit, however the file grows meanwhile.
         blocks, left = [], limit + 1
         while left > 0 and (block := os.read(file, min(left, _BLOCK))):
             blocks.append(block)
@@ -176,83 +244,19 @@ def read_small(path: Path, limit: int) -> bytes:
         return b"".join(blocks)
 
 
-# Directories.
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class CheckpointDir:
-    """A directory that is named as a checkpoint of ``step``. One that was saved once more has a later ``attempt``."""
-
-    step: int
-    attempt: int
-    path: Path
-
-
-def places(directory: Path) -> list[CheckpointDir]:
-    """What is named as a checkpoint in ``directory``, the newest first."""
-    found = []
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            match = _CHECKPOINT.fullmatch(entry.name)
-            if match and entry.is_dir(follow_symlinks=False):
-                found.append(CheckpointDir(int(match[1]), int(match[2] or 0), directory / entry.name))
-    return sorted(found, reverse=True)
-
-
-def step_in_name(directory: Path) -> int | None:
-    """The step in the name of a checkpoint; ``None`` for one that was given another name."""
-    match = _CHECKPOINT.fullmatch(directory.name)
-    return int(match[1]) if match else None
-
-
-def begin(directory: Path, step: int) -> Path:
-    """Make an empty directory to write in, and remove what saves that were killed have left."""
-    if not directory.exists():
-        directory.mkdir(parents=True)
-        flush_directory(directory.parent)
-    for name in os.listdir(directory):
-        if name.startswith((_UNFINISHED, _REMOVED)):
-            shutil.rmtree(directory / name, ignore_errors=True)
-    unfinished = directory / f"{_UNFINISHED}{step}-{secrets.token_hex(4)}"
-    unfinished.mkdir()
-    return unfinished
-
-
-def finish(unfinished: Path, step: int) -> Path:
-    """Make it a checkpoint."""
-    flush_directory(unfinished)
-    directory = unfinished.parent
-    taken = [place.attempt for place in places(directory) if place.step == step]
-    suffix = f".{max(taken) + 1}" if taken else ""
-    final = directory / f"step-{step:012d}{suffix}"
-    os.rename(unfinished, final)
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[int, int]]:
+    """The descriptor and the size of a plain file; ``DamagedCheckpointError`` for anything else, and for one that
+    cannot be read."""
     try:
-        flush_directory(directory)
-    except OSError:
-        os.rename(final, unfinished)  # or else it might be gone after all once the machine is switched off
-        raise
-    return final
-
-
-def remove_older(directory: Path, step: int, keep: int) -> None:
-    """Leave of the checkpoints up to ``step`` the newest ``keep``, and one of each step."""
-    kept: set[int] = set()
-    try:
-        for place in places(directory):
-            if place.step > step:
-                continue
-            if place.step not in kept and len(kept) < keep:
-                kept.add(place.step)
-                continue
-            # Half a checkpoint must not go by the name of one.
-            removed = directory / f"{_REMOVED}{place.path.name}"
-            os.rename(place.path, removed)
-            shutil.rmtree(removed)
+        # Not through a link, out of the directory; and without waiting for somebody to write into a pipe.
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode):
+                raise DamagedCheckpointError(f"{path} is not a file")
+            yield file, found.st_size
+        finally:
+            os.close(file)
     except OSError as error:
-        _logger.warning("older checkpoints in %s could not be removed: %s", directory, error)
-
-
-def require_directory(path: Path) -> None:
-    """Raise ``CheckpointError`` if there is something else in its place."""
-    if path.exists() and not path.is_dir():
-        raise CheckpointError(f"path={str(path)!r} is a file: give the directory that checkpoints are kept in")
+        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error

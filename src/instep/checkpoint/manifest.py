@@ -1,190 +1,41 @@
-"""``manifest.json``: what a checkpoint holds. Read as something that anybody may have written."""
+"""``manifest.json``: what a checkpoint holds, but for the elements of its tensors.
+
+``save`` makes a ``Manifest``, and ``to_bytes`` of it is the file. ``read`` makes the same ``Manifest`` again. The file
+may have been written by anybody, so ``read`` trusts none of it: every type, name, size and reference is looked at
+before it is used, and a file with one wrong is a ``DamagedCheckpointError``. Nothing in it is ever run or imported.
+"""
 
 import hashlib
 import json
 import math
 import re
-import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from instep._optim.dtensor import is_sharded, spread
 from instep._version import __version__
+from instep.checkpoint.boxes import Box, cover_once
 from instep.checkpoint.files import DIGEST, DTYPES, MANIFEST, FileRecord, digest_line, read_small
 from instep.checkpoint.values import Json
 from instep.errors import CheckpointError, DamagedCheckpointError
 
-# Boxes in a tensor: what a chunk covers, and whether chunks cover all of it once.
-
-
-_MOST_DIVIDED = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A part of a tensor: where it begins in each dimension, and its size there."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    def common(self, other: "Box") -> "Box | None":
-        """What both cover; ``None`` if nothing."""
-        starts = tuple(map(max, self.offset, other.offset))
-        stops = [
-            min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        ]
-        shape = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-        return Box(starts, shape) if all(size > 0 for size in shape) else None
-
-    def within(self, outer: "Box") -> tuple[slice, ...]:
-        """Where it is in ``outer``, as an index."""
-        starts = (a - b for a, b in zip(self.offset, outer.offset, strict=True))
-        return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
-
-
-def whole(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
-    return Box((0,) * len(shape), tuple(shape))
-
-
-def cover_once(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    """Whether ``boxes`` cover every element of a tensor of ``shape`` exactly once, and nothing outside.
-
-    By their corners: counted with the sign of the corner, those of a tiling cancel out, up to the whole's own. (The
-    mixed derivative of how often a point is covered; it tells two different coverings apart.)
-    """
-    outer = whole(shape)
-    boxes = [box for box in boxes if box.numel]
-    if not outer.numel:
-        return not boxes
-    divided = [d for d, size in enumerate(shape) if any((box.offset[d], box.shape[d]) != (0, size) for box in boxes)]
-    if not divided:
-        return len(boxes) == 1
-    if len(divided) > _MOST_DIVIDED:
-        return False
-    corners: Counter[tuple[int, ...]] = Counter()
-    for sign, box in [(-1, outer), *((1, box) for box in boxes)]:
-        for ends in product((0, 1), repeat=len(divided)):
-            corner = tuple(box.offset[d] + end * box.shape[d] for d, end in zip(divided, ends, strict=True))
-            corners[corner] += -sign if sum(ends) % 2 else sign
-    return not any(corners.values())
-
-
-# Tensors that are spread over ranks (``DTensor``): which part of one is this rank's, and how a new one is laid out.
-
-
-def local_of(tensor: Any) -> torch.Tensor:
-    """What this rank has of it, in the same memory."""
-    local: torch.Tensor = tensor._local_tensor if is_sharded(tensor) else tensor.detach()
-    return local
-
-
-def box_of(tensor: Any) -> Box:
-    """Which part of the whole that is."""
-    if not is_sharded(tensor):
-        return whole(tensor.shape)
-    # As torch.distributed.checkpoint asks for it (torch/distributed/_checkpointable.py).
-    (chunk,) = tensor.__create_chunk_list__()
-    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
-
-
-def without_sums(tensor: Any) -> Any:
-    """A ``DTensor`` of which no rank has only a summand. All ranks must call this."""
-    if not is_sharded(tensor) or not any(placement.is_partial() for placement in tensor.placements):
-        return tensor
-    replicate = sys.modules["torch.distributed.tensor"].Replicate()
-    return tensor.redistribute(placements=[replicate if p.is_partial() else p for p in tensor.placements])
-
-
-def empty_beside(parameter: Any, shape: Sequence[int], dtype: torch.dtype, *, in_host_memory: bool) -> Any:
-    """A new ``DTensor`` on the mesh of ``parameter``: spread as that is if of its shape, else whole on each rank."""
-    if tuple(shape) == tuple(parameter.shape):
-        if in_host_memory:
-            local = torch.empty_like(parameter._local_tensor, dtype=dtype, device="cpu", pin_memory=True)
-            return spread(local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    tensor: Any = sys.modules["torch.distributed.tensor"]
-    local = torch.empty(shape, dtype=dtype, device=parameter._local_tensor.device)
-    mesh = parameter.device_mesh
-    return spread(local, mesh, [tensor.Replicate()] * mesh.ndim, local.shape, local.stride())
-
-
-# ``param_groups`` of a checkpoint: whether they fit an optimizer's, and are sane.
-
-
-# torch's own optimizers refuse others.
-_NOT_NEGATIVE = ("lr", "initial_lr", "weight_decay", "momentum")
-
-
-def check_values(where: str, current: Mapping[str, Any], saved: Mapping[str, Any], *, allow_nonfinite: bool) -> None:
-    """Raise ``CheckpointError`` unless ``saved`` could be the values of the group that has ``current``."""
-    for key, value in saved.items():
-        for number in _numbers(value):
-            if not allow_nonfinite and not math.isfinite(number) and not _nonfinite(current.get(key)):
-                raise CheckpointError(f"{where}[{key!r}] is {value!r} in the checkpoint, which is not finite")
-            if key in _NOT_NEGATIVE and number < 0:
-                raise CheckpointError(f"{where}[{key!r}] is {value!r} in the checkpoint, which is negative")
-        if key in current and not _alike(current[key], value):
-            raise CheckpointError(
-                f"{where}[{key!r}] is {value!r} in the checkpoint and {current[key]!r} in the optimizer"
-            )
-
-
-def _numbers(value: Any) -> Iterator[float]:
-    if isinstance(value, torch.Tensor):
-        if value.numel() == 1 and not value.is_complex():
-            yield float(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _numbers(item)
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield value
-
-
-def _nonfinite(value: Any) -> bool:
-    return any(not math.isfinite(number) for number in _numbers(value))
-
-
-def _alike(current: Any, saved: Any) -> bool:
-    if current is None or saved is None:
-        return True
-    if isinstance(current, (list, tuple)) and isinstance(saved, (list, tuple)):
-        return len(current) == len(saved) and all(map(_alike, current, saved))
-    if _is_number(current) and _is_number(saved):
-        return True
-    return type(current) is type(saved)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-# ``manifest.json``: what a checkpoint holds. Read as something that anybody may have written.
-
-
 FORMAT, VERSION = "instep checkpoint", 2
+_DRAWS_SINCE = 2
+"""The version of the format that had ``draws`` first."""
 LARGEST = 64 * 1024 * 1024
-_MOST_DIMENSIONS = 64
-_NAMED: dict[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-_FILE = re.compile(r"rank-\d{5,9}\.safetensors")
+"""So many bytes of a manifest are read, and no more are written."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One tensor, which lies in chunks in one file or several, in each under the tensor's key."""
+    """One tensor, which lies in chunks, each in a file of its own under the tensor's key.
+
+    Attributes:
+        chunks: the name of each file, with the box of the tensor that is in it.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -205,8 +56,8 @@ class OptimizerRecord:
 
     Attributes:
         cls: module and qualified name of its class, to be compared. It is never imported.
-        state: encoded, by the names of the parameters.
-        shared: encoded: what is in ``state`` and belongs to no parameter.
+        state: the state of each parameter, encoded, by the parameter's name.
+        shared: the state that belongs to no parameter, encoded.
     """
 
     cls: str
@@ -217,7 +68,7 @@ class OptimizerRecord:
 
 @dataclass(frozen=True, slots=True)
 class DrawsRecord:
-    """Of an attachment with ``random="keyed"``: its seed, and the number of its next step."""
+    """The seed of an attachment with ``random="keyed"``, and the number of its next step."""
 
     seed: int
     step: int
@@ -225,15 +76,17 @@ class DrawsRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The content of one checkpoint. Values of Python are encoded (``instep.checkpoint.values``), and refer to tensors
+    by their keys.
 
     Attributes:
         parameters: all names of each parameter, by its own.
         buffers: the same of buffers.
-        previous_norms: encoded: the norm of the last step's gradients, of each attachment that clips by it.
-        draws: of each attachment; ``None``: it has no keys.
-        extra: encoded, of each rank.
-        tensors: by their keys. That of a parameter or buffer is ``model/`` and its name.
+        previous_norms: for each attachment, encoded: the norm of the last step's gradients, if it clips by that.
+        draws: for each attachment; ``None``: it is not ``random="keyed"``.
+        extra: for each rank, encoded.
+        tensors: by their keys. The key of a parameter or buffer is ``model/`` and its name.
+        files: by their names.
     """
 
     step: int
@@ -248,7 +101,7 @@ class Manifest:
     files: Mapping[str, FileRecord]
 
     def to_bytes(self) -> bytes:
-        """As the file has it. ``CheckpointError`` if it would be too long to be read again."""
+        """The content of the file. ``CheckpointError`` if it would be too long to be read again."""
         content: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
@@ -271,7 +124,7 @@ class Manifest:
             "extra": self.extra,
             "tensors": {
                 key: {
-                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                    "dtype": dtype_name(tensor.dtype),
                     "shape": tensor.shape,
                     "chunks": [[file, box.offset, box.shape] for file, box in tensor.chunks],
                 }
@@ -279,6 +132,7 @@ class Manifest:
             },
             "files": {name: asdict(file) for name, file in self.files.items()},
         }
+        # Floats that are not finite were encoded as strings, so none is left: JSON has no word for them.
         text = json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
         if len(text) > LARGEST:
             raise CheckpointError(
@@ -293,7 +147,19 @@ def file_of(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
+_FILE = re.compile(r"rank-\d{5,9}\.safetensors")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that the manifest has for ``dtype``."""
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPE_OF_NAME: dict[str, torch.dtype] = {dtype_name(dtype): dtype for dtype in DTYPES}
+
+
 def digest_of(text: bytes) -> str:
+    """The SHA-256 of a manifest, which stands in a file beside it."""
     return hashlib.sha256(text).hexdigest()
 
 
@@ -301,8 +167,8 @@ def read(directory: Path) -> Manifest:
     """The manifest of the checkpoint in ``directory``.
 
     Raises:
-        DamagedCheckpointError: it is not what was written, or does not say what a manifest says.
-        CheckpointError: it is of a later version.
+        DamagedCheckpointError: the file is not what was written, or is no manifest.
+        CheckpointError: the file is of a later version of the format.
     """
     text = read_small(directory / MANIFEST, LARGEST)
     if read_small(directory / DIGEST, 1024) != digest_line(digest_of(text)):
@@ -314,6 +180,8 @@ def read(directory: Path) -> Manifest:
 
 
 def _json(text: bytes) -> Json:
+    """The value of JSON as ``to_bytes`` writes it: without NaN and infinity, and without a key twice, of which Python
+    would take the last one."""
     try:
         return json.loads(
             text.decode("ascii"), object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
@@ -340,8 +208,6 @@ def _finite(text: str) -> float:
     return value
 
 
-_DRAWS_SINCE = 2
-"""The version of the format that had them first."""
 _KEYS = (
     "format",
     "version",
@@ -362,15 +228,18 @@ _KEYS = (
 def _parsed(content: Json, directory: Path) -> Manifest:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DamagedCheckpointError(f"it is not of the format {FORMAT!r}")
+    # Before anything else is looked at: a later version may have it in another form.
     version = _count(content.get("version"), "version")
     if version > VERSION:
         raise CheckpointError(
             f"{directory} was saved in version {version} of the format, and this instep reads up to {VERSION}: "
             "update instep"
         )
+    # Version 1 had no draws. An empty list says nothing about any attachment, so each goes on from its own.
     if version < _DRAWS_SINCE:
         content = {"draws": [], **content}
     _keys(content, _KEYS, "the manifest")
+    # In this order: tensors refer to files, parameters to tensors, and optimizers to parameters.
     files = {name: _file(name, record) for name, record in _object(content["files"], "files").items()}
     tensors = {key: _tensor(key, record, files) for key, record in _object(content["tensors"], "tensors").items()}
     parameters = _names(content["parameters"], "parameters", tensors)
@@ -410,7 +279,7 @@ def _file(name: str, record: Json) -> FileRecord:
 def _tensor(key: str, record: Json, files: Mapping[str, FileRecord]) -> TensorRecord:
     where = f"tensor {key[:200]!r}"
     _keys(record, ("dtype", "shape", "chunks"), where)
-    dtype = _NAMED.get(record["dtype"]) if isinstance(record["dtype"], str) else None
+    dtype = DTYPE_OF_NAME.get(record["dtype"]) if isinstance(record["dtype"], str) else None
     if dtype is None:
         raise DamagedCheckpointError(f"the dtype of {where} is not known")
     shape = _sizes(record["shape"], where)
@@ -421,9 +290,11 @@ def _tensor(key: str, record: Json, files: Mapping[str, FileRecord]) -> TensorRe
         box = Box(_sizes(chunk[1], where), _sizes(chunk[2], where))
         if len(box.offset) != len(shape) or len(box.shape) != len(shape):
             raise DamagedCheckpointError(f"a chunk of {where} has other dimensions")
+        # Or else a small file could make ``load`` ask for any amount of memory.
         if box.numel * dtype.itemsize > files[chunk[0]].size:
             raise DamagedCheckpointError(f"a chunk of {where} is larger than its file")
         chunks.append((chunk[0], box))
+    # A file has one chunk of a tensor, under its key.
     if len({file for file, _ in chunks}) < len(chunks) or not cover_once([box for _, box in chunks], shape):
         raise DamagedCheckpointError(f"the chunks of {where} do not make up all of it, once")
     return TensorRecord(dtype, shape, tuple(chunks))
@@ -455,6 +326,7 @@ def _optimizer(content: Json, parameters: Mapping[str, tuple[str, ...]]) -> Opti
     if len(set(members)) < len(members) or not parameters.keys() >= set(members):
         raise DamagedCheckpointError("the groups of an optimizer hold a parameter twice, or one that is not there")
     state = {name: _object(entry, "state") for name, entry in _object(content["state"], "state").items()}
+    # Not all of them: a parameter that was never stepped has no state.
     if not set(members) >= state.keys():
         raise DamagedCheckpointError("the state of an optimizer is of parameters that are not its own")
     return OptimizerRecord(content["class"], tuple(groups), state, content["shared"])
@@ -489,12 +361,17 @@ def _strings(content: Json, where: str) -> tuple[str, ...]:
 
 
 def _count(value: Json, where: str) -> int:
+    # To Python a bool is an int. torch's sizes have 64 bits.
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
         raise DamagedCheckpointError(f"{where} is no count")
     return value
 
 
+_MOST_DIMENSIONS = 64
+
+
 def _sizes(content: Json, where: str) -> tuple[int, ...]:
+    """A shape, or an offset. The product of the sizes is bounded too, zeros left out: torch computes strides of it."""
     sizes = tuple(_count(size, f"a size of {where}") for size in _array(content, where))
     if len(sizes) > _MOST_DIMENSIONS or math.prod(size for size in sizes if size) >= 2**63:
         raise DamagedCheckpointError(f"{where} is too large")

@@ -1,4 +1,8 @@
-"""What ranks tell one another while they save or load: bytes, in tensors. Nothing that travels is unpickled."""
+"""The rounds of a save or a load: every rank does its work, and tells the others whether it failed, and the result.
+
+A round that failed on one rank raises on all ranks, so that none goes on alone and waits for ever. Results are bytes,
+which travel in tensors: nothing that was sent is unpickled.
+"""
 
 from collections.abc import Callable
 
@@ -20,13 +24,17 @@ class Collective:
         self.size = dist.get_world_size() if distributed else 1
 
     def attempt(self, what: str, work: Callable[[], bytes]) -> list[bytes]:
-        """Have every rank do its ``work``, and tell the others what it returns. All ranks must call this.
+        """Do this rank's ``work``, and tell the others what it returns. All ranks must call this.
+
+        Returns:
+            The result of each rank, in rank order.
 
         Raises:
-            DamagedCheckpointError: on every rank, if one raised it.
-            CheckpointError: on every rank, if the work failed on one. Where it did, its own error is raised instead if
-                it is not one of the operating system.
+            DamagedCheckpointError: on every rank, if the work of one raised it.
+            CheckpointError: on every rank, if the work of one failed otherwise. A rank whose own work failed raises
+                its own error, unless that is an ``OSError``.
         """
+        # Not BaseException: Ctrl-C ends this rank here, and the others by the timeout of the process group.
         error: Exception | None = None
         try:
             told = _DONE + work()
@@ -35,7 +43,8 @@ class Collective:
             kind = _DAMAGED if isinstance(error, DamagedCheckpointError) else _FAILED
             told = kind + _described(error).encode("utf-8", "backslashreplace")
         try:
-            everyone = self.exchange(told)
+            everyone = self._exchange(told)
+            # Damage first: ``load`` goes on to an earlier checkpoint after it, and must do so on all ranks.
             for kind, raised in ((_DAMAGED, DamagedCheckpointError), (_FAILED, CheckpointError)):
                 failed = [(rank, told) for rank, told in enumerate(everyone) if told[:1] == kind]
                 if not failed:
@@ -49,16 +58,19 @@ class Collective:
         finally:
             del error  # or it would refer to itself, by way of this frame
 
-    def exchange(self, mine: bytes) -> list[bytes]:
-        """What every rank gave, in rank order. All ranks must call this."""
+    def _exchange(self, mine: bytes) -> list[bytes]:
+        """The bytes that each rank gave, in rank order. All ranks must call this."""
         if self.size == 1:
             return [mine]
+        # gloo and MPI take tensors in host memory. Another backend, or several in one group ("cpu:gloo,cuda:nccl"),
+        # takes those of the accelerator.
         by_host = dist.get_backend() in ("gloo", "mpi")
         device = None if by_host else torch.accelerator.current_accelerator()
         length = torch.tensor([len(mine)], dtype=torch.int64, device=device)
         gathered = [torch.zeros_like(length) for _ in range(self.size)]
         dist.all_gather(gathered, length)
         lengths = [int(one) for one in gathered]
+        # All ranks send as many bytes as the longest has: all_gather takes tensors of one shape.
         sent = torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8).to(device)
         received = [torch.empty_like(sent) for _ in range(self.size)]
         dist.all_gather(received, sent)
@@ -66,5 +78,6 @@ class Collective:
 
 
 def _described(error: Exception) -> str:
+    """The message for other ranks. Errors that were not written for the user's eyes have their class before it."""
     text = str(error) if isinstance(error, (InstepError, OSError)) else f"{type(error).__name__}: {error}"
     return text[:_LONGEST_ERROR]

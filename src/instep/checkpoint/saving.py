@@ -1,9 +1,14 @@
-"""``save``: all of a training run's state into one directory, at once or not at all."""
+"""``save``: all of a training run's state into one directory, at once or not at all.
+
+Each rank collects what it has (``LocalState``), and tells the others. All ranks then know who writes which tensor
+(``_share_out``), and go through three rounds together (``_Saving``): rank 0 makes a directory that nobody reads, every
+rank writes its file there, and rank 0 writes the manifest and renames the directory. A rank that fails in a round fails
+on all ranks.
+"""
 
 import json
-import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from os import PathLike
@@ -14,19 +19,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from instep._arguments import optimizers_of, path_of, require_flag, require_model
+from instep._arguments import path_of, require_flag
 from instep._optim.dtensor import is_sharded
-from instep.attachment import Attachment, attached_parameters
+from instep.attachment import Attachment
 from instep.checkpoint import manifest as manifests
+from instep.checkpoint.boxes import Box, box_of, cover_once, local_of, without_partials
 from instep.checkpoint.files import (
     DIGEST,
     DTYPES,
     MANIFEST,
     FileRecord,
-    begin,
+    checkpoints_in,
     digest_line,
-    finish,
-    places,
+    make_unfinished,
+    publish,
     remove_older,
     require_as_recorded,
     require_directory,
@@ -34,235 +40,21 @@ from instep.checkpoint.files import (
     write_tensors,
 )
 from instep.checkpoint.manifest import (
-    Box,
+    DTYPE_OF_NAME,
     DrawsRecord,
     GroupRecord,
     Manifest,
     OptimizerRecord,
     TensorRecord,
-    box_of,
-    cover_once,
+    dtype_name,
     file_of,
-    local_of,
-    without_sums,
 )
 from instep.checkpoint.ranks import Collective
+from instep.checkpoint.training_state import NOT_IN_GROUP, TrainingState, class_of
 from instep.checkpoint.values import Json, encode
 from instep.errors import CheckpointError, DamagedCheckpointError
-from instep.naming import Named, buffers_of, modules_of, parameters_of
-from instep.sources.fsdp.modules import fsdp1_in, put_shards_in_place
+from instep.naming import Named
 
-# Modules that keep more than a checkpoint has.
-
-
-def refuse_modules(model: nn.Module) -> None:
-    """Raise ``CheckpointError`` for modules that keep more than parameters and buffers."""
-    for prefix, module in modules_of(model):
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise CheckpointError(
-                f"module {prefix.rstrip('.')!r} ({type(module).__name__}) keeps extra state of its own "
-                "(get_extra_state), which may be anything. Save it with extra=, and give it back with "
-                "set_extra_state() after load"
-            )
-
-
-# What of a model and its optimizers goes into a checkpoint, as this rank has it.
-
-
-NOT_IN_GROUP = ("params", "param_names")
-
-
-class TrainingState:
-    """A model with its optimizers: what is saved, and what is loaded into.
-
-    Attributes:
-        attachments: of any of its parameters, in the order of these.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        require_model(model, CheckpointError)
-        self.optimizers = optimizers_of(optimizer, CheckpointError)
-        _refuse_optimizers(self.optimizers)
-        if fsdp1_in(model):
-            raise CheckpointError(
-                "instep.save and instep.load do not take FullyShardedDataParallel, whose parameters are pieces without "
-                "a shape. Use fully_shard (FSDP2), or torch.distributed.checkpoint with get_state_dict and "
-                "set_state_dict"
-            )
-        refuse_modules(model)
-        put_shards_in_place(model)
-        self.parameters = parameters_of(model)
-        self.buffers = buffers_of(model)
-        self.name_of = {id(named.tensor): named.name for named in self.parameters}
-        for which, optimizer in self.labelled():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) not in self.name_of:
-                        raise CheckpointError(
-                            f"{which} has a parameter of shape {tuple(parameter.shape)} that is not in the model, and "
-                            "so has no name: give the model that holds all of the optimizer's parameters"
-                        )
-        by_id = attached_parameters()
-        found = [by_id[id(named.tensor)] for named in self.parameters if id(named.tensor) in by_id]
-        self.attachments: list[Attachment] = list(dict.fromkeys(found))
-        attached = [a for one in self.attachments for a in one.parameters]
-        self._offloaded = {id(a.get()) for a in attached if a.stepper.home is not None}
-
-    def is_offloaded(self, parameter: torch.Tensor, shape: Sequence[int]) -> bool:
-        """Whether state of this shape lives in host memory, and would be beside ``parameter`` without ``offload``."""
-        return id(parameter) in self._offloaded and math.prod(shape) > 1
-
-    def labelled(self) -> Iterator[tuple[str, Optimizer]]:
-        """The optimizers, as messages name them."""
-        for number, optimizer in enumerate(self.optimizers):
-            several = len(self.optimizers) > 1
-            yield f"optimizer {number} ({type(optimizer).__name__})" if several else type(optimizer).__name__, optimizer
-
-
-def class_of(optimizer: Optimizer) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-
-
-def _refuse_optimizers(optimizers: Sequence[Any]) -> None:
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise CheckpointError(
-                f"optimizer must be a torch.optim.Optimizer or a list of them, not {type(optimizer).__name__}"
-            )
-        if type(optimizer).state_dict is not Optimizer.state_dict:
-            raise CheckpointError(
-                f"{type(optimizer).__name__} has a state_dict() of its own, which may hold more than its state and "
-                "param_groups. Save the optimizer that it wraps, or its state_dict() with extra="
-            )
-    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
-        raise CheckpointError(f"the same {type(optimizers[0]).__name__} is given twice in optimizer")
-
-
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
-    """A tensor of a checkpoint, and the part of it that this rank has.
-
-    Attributes:
-        finite: whether it must be.
-    """
-
-    local: torch.Tensor
-    shape: tuple[int, ...]
-    box: Box
-    finite: bool
-
-
-class LocalState:
-    """What this rank has of a checkpoint.
-
-    Attributes:
-        common: what all ranks must have alike, for the manifest.
-        state: encoded, of each optimizer: by name, this rank's entries.
-        extra: encoded.
-        tensors: by key.
-    """
-
-    def __init__(self, training: TrainingState, step: int, rank: int, extra: Any) -> None:
-        self.tensors: dict[str, LocalTensor] = {}
-        self._rank = rank
-        self.common: dict[str, Json] = {
-            "step": step,
-            "parameters": self._put_named("parameter", training.parameters, finite=True),
-            "buffers": self._put_named("buffer", training.buffers, finite=False),
-            "optimizers": [self._common(n, *one, training) for n, one in enumerate(training.labelled())],
-            "previous_norms": [self._norm(n, one) for n, one in enumerate(training.attachments)],
-            "draws": [one.draws for one in training.attachments],
-        }
-        self.state = [self._state(n, *one, training) for n, one in enumerate(training.labelled())]
-
-        def put_extra(path: str, tensor: torch.Tensor) -> Mapping[str, Json]:
-            if is_sharded(tensor):
-                raise CheckpointError(f"extra{path} is a DTensor: give its full_tensor(), or its to_local()")
-            return {"tensor": self._put(f"extra/{rank}{path}", f"extra{path}", tensor, finite=False)}
-
-        self.extra = encode(extra, "extra", put_extra)
-
-    def to_bytes(self) -> bytes:
-        """What the other ranks must know of it."""
-        tensors = {
-            key: [str(held.local.dtype).removeprefix("torch."), held.shape, held.box.offset, held.box.shape]
-            for key, held in self.tensors.items()
-        }
-        told = {"common": self.common, "state": self.state, "extra": self.extra, "tensors": tensors}
-        return json.dumps(told, allow_nan=False).encode("ascii")
-
-    def _put(self, key: str, where: str, tensor: torch.Tensor, *, finite: bool) -> str:
-        tensor = without_sums(tensor)
-        if tensor.layout != torch.strided or tensor.dtype not in DTYPES:
-            raise CheckpointError(f"{where} is a {tensor.layout} tensor of {tensor.dtype}, which cannot be saved")
-        local = local_of(tensor)
-        if local.is_meta or type(local) not in (torch.Tensor, nn.Parameter):
-            raise CheckpointError(
-                f"{where} is a {'meta tensor' if local.is_meta else type(local).__name__}, which cannot be saved: only "
-                "plain tensors and DTensors"
-            )
-        self.tensors[key] = LocalTensor(local, tuple(tensor.shape), box_of(tensor), finite)
-        return key
-
-    def _put_named(self, kind: str, named: Sequence[Named], *, finite: bool) -> dict[str, tuple[str, ...]]:
-        for one in named:
-            self._put(f"model/{one.name}", f"{kind} {one.name!r}", one.tensor, finite=finite)
-        return {one.name: one.names for one in named}
-
-    def _common(self, number: int, which: str, optimizer: Optimizer, training: TrainingState) -> Json:
-        groups = []
-        for g, group in enumerate(optimizer.param_groups):
-            where = f"{which}.param_groups[{g}]"
-
-            def put(path: str, tensor: torch.Tensor, g: int = g, where: str = where) -> Mapping[str, Json]:
-                return {"tensor": self._put(f"optimizer/{number}/groups/{g}{path}", where + path, tensor, finite=False)}
-
-            values = {k: encode(v, where, put, f"[{k!r}]") for k, v in group.items() if k not in NOT_IN_GROUP}
-            groups.append({"parameters": [training.name_of[id(p)] for p in group["params"]], "values": values})
-        shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-
-        def put_shared(path: str, tensor: torch.Tensor) -> Mapping[str, Json]:
-            where = f"{which}.state{path}"
-            return {"tensor": self._put(f"optimizer/{number}/shared{path}", where, tensor, finite=True)}
-
-        encoded = encode(shared, f"{which}.state", put_shared)
-        return {"class": class_of(optimizer), "groups": groups, "shared": encoded}
-
-    def _state(self, number: int, which: str, optimizer: Optimizer, training: TrainingState) -> dict[str, Json]:
-        found: dict[str, Json] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = training.name_of[id(parameter)]
-                where = f"{which}.state of {name!r}: "
-
-                def put(path: str, tensor: Any, p: Any = parameter, name: str = name, where: str = where) -> Json:
-                    key = self._put(f"optimizer/{number}/state/{name}{path}", where + path, tensor, finite=True)
-                    leaf: dict[str, Json] = {"tensor": key}
-                    if tensor.device.type != p.device.type and not training.is_offloaded(p, tensor.shape):
-                        leaf["elsewhere"] = True
-                    if is_sharded(p) and not is_sharded(tensor):
-                        leaf["plain"] = True
-                    return leaf
-
-                entry = optimizer.state.get(parameter, {})
-                for key in entry:
-                    if not isinstance(key, str):
-                        raise CheckpointError(f"{where}the key {key!r} is no string, and cannot be saved")
-                if entry:
-                    found[name] = {key: encode(value, where, put, f"[{key!r}]") for key, value in entry.items()}
-        return found
-
-    def _norm(self, number: int, attachment: Attachment) -> Json:
-        def put(path: str, tensor: torch.Tensor) -> Mapping[str, Json]:
-            return {"tensor": self._put(f"previous_norms/{number}", "the previous norm", tensor, finite=False)}
-
-        return encode(attachment.previous_norm, "the previous norm", put)
-
-
-# ``save``: all of a training run's state into one directory, at once or not at all.
-
-
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 _LARGEST_STEP = 10**18
 
 
@@ -317,6 +109,7 @@ def save(
         contents = LocalState(training, _step_of(training, step), ranks.rank, extra)
         return contents.to_bytes()
 
+    # What one rank refuses is refused on all of them, before anything is written.
     with torch.no_grad():
         parts = [json.loads(part) for part in ranks.attempt("the checkpoint was not saved", collect)]
     assert contents is not None
@@ -326,68 +119,13 @@ def save(
         name = ranks.attempt(what, saving.start)[0].decode()
         written = ranks.attempt(what, partial(saving.write, name, allow_nonfinite))
         final = directory / ranks.attempt(what, partial(saving.commit, written))[0].decode()
-    except BaseException:
+    except BaseException:  # Ctrl-C, too
         saving.discard()
         raise
+    # Only now: until the new one stands, nothing of the old ones is touched.
     if ranks.rank == 0:
         remove_older(directory, saving.number, keep)
     return final
-
-
-class _Saving:
-    """This rank's work on one checkpoint: each method is a round, after which ranks wait for one another.
-
-    Args:
-        parts: by rank, what it has.
-    """
-
-    def __init__(self, directory: Path, contents: LocalState, parts: Sequence[Json], rank: int) -> None:
-        self._directory = directory
-        self._contents = contents
-        self._parts = parts
-        self._rank = rank
-        self.number = int(contents.common["step"])
-        self._tensors, self._mine = _divided(parts, rank)
-        self._unfinished: Path | None = None
-
-    def start(self) -> bytes:
-        """Rank 0 makes the directory to write into. Returns its name."""
-        if self._rank > 0:
-            return b""
-        _refuse_later(self._directory, self.number)
-        self._unfinished = begin(self._directory, self.number)
-        return self._unfinished.name.encode()
-
-    def write(self, name: str, allow_nonfinite: bool) -> bytes:
-        """Write the tensors that are this rank's to write. Returns the record of its file; nothing if it has none."""
-        tensors = self._contents.tensors
-        if not allow_nonfinite:
-            _refuse_nonfinite((key, tensors[key].local) for key in self._mine if tensors[key].finite)
-        named = [(key, tensors[key].local) for key in self._mine if tensors[key].box.numel]
-        if not named:
-            return b""
-        if not (self._directory / name).is_dir():
-            raise CheckpointError(
-                f"rank 0 has made {str(self._directory / name)!r}, and this rank does not see it: path must be on a "
-                "file system that all ranks share"
-            )
-        return json.dumps(asdict(write_tensors(self._directory / name / file_of(self._rank), named))).encode()
-
-    def commit(self, written: Sequence[bytes]) -> bytes:
-        """Rank 0 records the files of all ranks, and gives the directory its name. Returns that."""
-        if self._rank > 0:
-            return b""
-        assert self._unfinished is not None
-        files = {file_of(rank): FileRecord(**json.loads(one)) for rank, one in enumerate(written) if one}
-        text = _manifest(self._parts, self._tensors, files).to_bytes()
-        write(self._unfinished / MANIFEST, [text])
-        write(self._unfinished / DIGEST, [digest_line(manifests.digest_of(text))])
-        return finish(self._unfinished, self.number).name.encode()
-
-    def discard(self) -> None:
-        """Remove what this rank has begun."""
-        if self._unfinished is not None:
-            shutil.rmtree(self._unfinished, ignore_errors=True)
 
 
 def _refuse_keep(keep: Any) -> None:
@@ -407,9 +145,225 @@ def _step_of(training: TrainingState, step: int | None) -> int:
     return step
 
 
-def _divided(parts: Sequence[Json], rank: int) -> tuple[dict[str, TensorRecord], list[str]]:
-    """Who writes what: of ranks that have the same the first. All tensors, and the keys of those that are ``rank``'s
-    to write. Raises the same on all ranks."""
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """This rank's part of a tensor.
+
+    Attributes:
+        shape: of the whole tensor.
+        box: where the part is in the whole.
+        finite: whether NaN and infinity are refused.
+    """
+
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    box: Box
+    finite: bool
+
+
+class LocalState:
+    """What this rank has of a checkpoint: values encoded for the manifest, and the tensors that they refer to by key.
+
+    Attributes:
+        common: the part of the manifest that must be the same on all ranks.
+        state: for each optimizer, the encoded state of its parameters by name. Ranks may have different ones.
+        extra: the encoded ``extra`` of this rank.
+        tensors: this rank's tensors, by the keys that they have in the manifest.
+    """
+
+    def __init__(self, training: TrainingState, step: int, rank: int, extra: Any) -> None:
+        self.tensors: dict[str, LocalTensor] = {}
+        self.common: dict[str, Json] = {
+            "step": step,
+            "parameters": self._put_named("parameter", training.parameters, finite=True),
+            "buffers": self._put_named("buffer", training.buffers, finite=False),
+            "optimizers": [self._common(n, *one, training) for n, one in enumerate(training.labelled())],
+            "previous_norms": [self._previous_norm(n, one) for n, one in enumerate(training.attachments)],
+            "draws": [one.draws for one in training.attachments],
+        }
+        self.state = [self._state(n, *one, training) for n, one in enumerate(training.labelled())]
+
+        def put_extra(path: str, tensor: torch.Tensor) -> Mapping[str, Json]:
+            if is_sharded(tensor):
+                raise CheckpointError(f"extra{path} is a DTensor: give its full_tensor(), or its to_local()")
+            return {"tensor": self._put(f"extra/{rank}{path}", f"extra{path}", tensor, finite=False)}
+
+        self.extra = encode(extra, "extra", put_extra)
+
+    def to_bytes(self) -> bytes:
+        """What the other ranks must know: all but the elements of the tensors."""
+        tensors = {
+            key: [dtype_name(one.local.dtype), one.shape, one.box.offset, one.box.shape]
+            for key, one in self.tensors.items()
+        }
+        told = {"common": self.common, "state": self.state, "extra": self.extra, "tensors": tensors}
+        return json.dumps(told, allow_nan=False).encode("ascii")
+
+    def _put(self, key: str, where: str, tensor: torch.Tensor, *, finite: bool) -> str:
+        """Take in ``tensor`` under ``key``, which is returned; a message calls the tensor ``where``."""
+        # A collective, for a tensor of which ranks have summands: all of them come here with the same tensors.
+        tensor = without_partials(tensor)
+        if tensor.layout != torch.strided or tensor.dtype not in DTYPES:
+            raise CheckpointError(f"{where} is a {tensor.layout} tensor of {tensor.dtype}, which cannot be saved")
+        local = local_of(tensor)
+        if local.is_meta or type(local) not in (torch.Tensor, nn.Parameter):
+            raise CheckpointError(
+                f"{where} is a {'meta tensor' if local.is_meta else type(local).__name__}, which cannot be saved: only "
+                "plain tensors and DTensors"
+            )
+        self.tensors[key] = LocalTensor(local, tuple(tensor.shape), box_of(tensor), finite)
+        return key
+
+    def _put_named(self, kind: str, named: Sequence[Named], *, finite: bool) -> dict[str, tuple[str, ...]]:
+        """Take in the model's parameters or buffers. Returns all names of each, by its own."""
+        for one in named:
+            self._put(f"model/{one.name}", f"{kind} {one.name!r}", one.tensor, finite=finite)
+        return {one.name: one.names for one in named}
+
+    def _common(self, number: int, which: str, optimizer: Optimizer, training: TrainingState) -> Json:
+        """The part of an optimizer that is the same on all ranks: its groups, and state that belongs to no
+        parameter."""
+        groups = []
+        for g, group in enumerate(optimizer.param_groups):
+            where = f"{which}.param_groups[{g}]"
+
+            # Defaults, here and below: a function made in a loop would see the names of the loop's last round.
+            def put(path: str, tensor: torch.Tensor, g: int = g, where: str = where) -> Mapping[str, Json]:
+                return {"tensor": self._put(f"optimizer/{number}/groups/{g}{path}", where + path, tensor, finite=False)}
+
+            values = {k: encode(v, where, put, f"[{k!r}]") for k, v in group.items() if k not in NOT_IN_GROUP}
+            groups.append({"parameters": [training.name_of[id(p)] for p in group["params"]], "values": values})
+        shared = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+
+        def put_shared(path: str, tensor: torch.Tensor) -> Mapping[str, Json]:
+            where = f"{which}.state{path}"
+            return {"tensor": self._put(f"optimizer/{number}/shared{path}", where, tensor, finite=True)}
+
+        encoded = encode(shared, f"{which}.state", put_shared)
+        return {"class": class_of(optimizer), "groups": groups, "shared": encoded}
+
+    def _state(self, number: int, which: str, optimizer: Optimizer, training: TrainingState) -> dict[str, Json]:
+        """The state of an optimizer's parameters, by their names."""
+        found: dict[str, Json] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = training.name_of[id(parameter)]
+                where = f"{which}.state of {name!r}: "
+
+                def put(path: str, tensor: Any, p: Any = parameter, name: str = name, where: str = where) -> Json:
+                    key = self._put(f"optimizer/{number}/state/{name}{path}", where + path, tensor, finite=True)
+                    # What ``load`` cannot know where the optimizer has no such tensor yet: that it is not on the
+                    # parameter's device, and that it is whole on each rank beside a sharded parameter.
+                    leaf: dict[str, Json] = {"tensor": key}
+                    if tensor.device.type != p.device.type and not training.is_offloaded(p, tensor.shape):
+                        leaf["elsewhere"] = True
+                    if is_sharded(p) and not is_sharded(tensor):
+                        leaf["plain"] = True
+                    return leaf
+
+                entry = optimizer.state.get(parameter, {})
+                for key in entry:
+                    if not isinstance(key, str):
+                        raise CheckpointError(f"{where}the key {key!r} is no string, and cannot be saved")
+                if entry:
+                    found[name] = {key: encode(value, where, put, f"[{key!r}]") for key, value in entry.items()}
+        return found
+
+    def _previous_norm(self, number: int, attachment: Attachment) -> Json:
+        def put(path: str, tensor: torch.Tensor) -> Mapping[str, Json]:
+            return {"tensor": self._put(f"previous_norms/{number}", "the previous norm", tensor, finite=False)}
+
+        return encode(attachment.previous_norm, "the previous norm", put)
+
+
+class _Saving:
+    """This rank's work on one checkpoint: each method is a round, after which ranks wait for one another.
+
+    Args:
+        parts: by rank, what ``LocalState.to_bytes`` told of it.
+
+    Attributes:
+        number: of the step.
+    """
+
+    def __init__(self, directory: Path, contents: LocalState, parts: Sequence[Json], rank: int) -> None:
+        self._directory = directory
+        self._contents = contents
+        self._parts = parts
+        self._rank = rank
+        self.number = int(contents.common["step"])
+        self._tensors, self._mine = _share_out(parts, rank)
+        self._unfinished: Path | None = None
+
+    def start(self) -> bytes:
+        """Rank 0 makes the directory to write into. Returns its name."""
+        if self._rank > 0:
+            return b""
+        _refuse_later(self._directory, self.number)
+        self._unfinished = make_unfinished(self._directory, self.number)
+        return self._unfinished.name.encode()
+
+    def write(self, name: str, allow_nonfinite: bool) -> bytes:
+        """Write the tensors that are this rank's to write. Returns the record of its file; nothing if it has none."""
+        tensors = self._contents.tensors
+        if not allow_nonfinite:
+            # Of a tensor on several ranks only the rank that writes it looks: the others have the same elements.
+            _refuse_nonfinite((key, tensors[key].local) for key in self._mine if tensors[key].finite)
+        # A tensor without elements is in the manifest alone.
+        named = [(key, tensors[key].local) for key in self._mine if tensors[key].box.numel]
+        if not named:
+            return b""
+        if not (self._directory / name).is_dir():
+            raise CheckpointError(
+                f"rank 0 has made {str(self._directory / name)!r}, and this rank does not see it: path must be on a "
+                "file system that all ranks share"
+            )
+        return json.dumps(asdict(write_tensors(self._directory / name / file_of(self._rank), named))).encode()
+
+    def commit(self, written: Sequence[bytes]) -> bytes:
+        """Rank 0 records the files of all ranks, and gives the directory its final name. Returns that name."""
+        if self._rank > 0:
+            return b""
+        assert self._unfinished is not None
+        files = {file_of(rank): FileRecord(**json.loads(one)) for rank, one in enumerate(written) if one}
+        text = _manifest_of(self._parts, self._tensors, files).to_bytes()
+        write(self._unfinished / MANIFEST, [text])
+        write(self._unfinished / DIGEST, [digest_line(manifests.digest_of(text))])
+        return publish(self._unfinished, self.number).name.encode()
+
+    def discard(self) -> None:
+        """Remove the unfinished directory, which rank 0 alone has made."""
+        if self._unfinished is not None:
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+
+
+def _refuse_later(directory: Path, step: int) -> None:
+    """Raise if ``directory`` has a later checkpoint, which the next ``load`` would take. A damaged one does not count:
+    ``load`` has passed it over, and training has gone back."""
+    if not directory.exists():
+        return
+    for found in checkpoints_in(directory):
+        if found.step <= step:
+            return
+        try:
+            for name, record in manifests.read(found.path).files.items():
+                require_as_recorded(found.path / name, record, digest=True)
+        except DamagedCheckpointError:
+            continue
+        raise CheckpointError(
+            f"{found.path} is later than step {step}, and would be loaded in place of it. Load it and go on from "
+            "there, save to another directory, or remove it"
+        )
+
+
+def _share_out(parts: Sequence[Json], rank: int) -> tuple[dict[str, TensorRecord], list[str]]:
+    """Decide which rank writes what: of the ranks that have the same box, the first.
+
+    Every rank decides by itself, from the same ``parts``, and raises the same.
+
+    Returns:
+        The records of all tensors, and the keys of those that are ``rank``'s to write.
+    """
     for other, part in enumerate(parts):
         if part["common"] != parts[0]["common"]:
             difference = _difference(parts[0]["common"], part["common"], "")
@@ -423,13 +377,14 @@ def _divided(parts: Sequence[Json], rank: int) -> tuple[dict[str, TensorRecord],
                 raise CheckpointError(f"{key!r} is {shape} {dtype} on rank {other} and {first[key]} on another")
             box = Box(tuple(offset), tuple(size))
             known = chunks.setdefault(key, {})
+            # By the offset alone: boxes that do not make up the tensor are refused below.
             if box.offset not in known and box.numel:
                 known[box.offset] = file_of(other), box
                 if other == rank:
                     mine.append(key)
     tensors = {}
     for key, (dtype, shape) in first.items():
-        tensors[key] = TensorRecord(_DTYPES[dtype], tuple(shape), tuple(chunks[key].values()))
+        tensors[key] = TensorRecord(DTYPE_OF_NAME[dtype], tuple(shape), tuple(chunks[key].values()))
         if not cover_once([box for _, box in tensors[key].chunks], shape):
             raise CheckpointError(
                 f"the parts of {key!r} on all ranks do not make up all of it, once: it is spread in a way that "
@@ -439,6 +394,7 @@ def _divided(parts: Sequence[Json], rank: int) -> tuple[dict[str, TensorRecord],
 
 
 def _difference(a: Json, b: Json, path: str) -> str:
+    """The first place at which two different values differ, in words."""
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
         return next(_difference(a[k], b[k], f"{path}[{k!r}]") for k in a if a[k] != b[k])
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
@@ -446,11 +402,23 @@ def _difference(a: Json, b: Json, path: str) -> str:
     return f"{path.removeprefix('[').replace(']', '', 1)} is {str(a)[:200]} on the one and {str(b)[:200]} on the other"
 
 
-def _manifest(parts: Sequence[Json], tensors: Mapping[str, TensorRecord], files: Mapping[str, FileRecord]) -> Manifest:
+def _refuse_nonfinite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for key, local in tensors:
+        if (local.is_floating_point() or local.is_complex()) and not bool(torch.isfinite(local).all()):
+            raise CheckpointError(
+                f"{key!r} is not finite: a checkpoint of it would take the place of a good one. Go back to the last "
+                "checkpoint, or save with allow_nonfinite=True"
+            )
+
+
+def _manifest_of(
+    parts: Sequence[Json], tensors: Mapping[str, TensorRecord], files: Mapping[str, FileRecord]
+) -> Manifest:
     common = parts[0]["common"]
     optimizers = []
     for number, one in enumerate(common["optimizers"]):
         state: dict[str, Json] = {}
+        # With shard_state a rank has state of its own parameters alone.
         for part in parts:
             for name, entry in part["state"][number].items():
                 state.setdefault(name, entry)
@@ -468,30 +436,3 @@ def _manifest(parts: Sequence[Json], tensors: Mapping[str, TensorRecord], files:
         tensors,
         files,
     )
-
-
-def _refuse_nonfinite(tensors: Any) -> None:
-    for key, local in tensors:
-        if (local.is_floating_point() or local.is_complex()) and not bool(torch.isfinite(local).all()):
-            raise CheckpointError(
-                f"{key!r} is not finite: a checkpoint of it would take the place of a good one. Go back to the last "
-                "checkpoint, or save with allow_nonfinite=True"
-            )
-
-
-def _refuse_later(directory: Path, step: int) -> None:
-    """A later checkpoint is what the next ``load`` would take. One that is damaged is not: training has gone back."""
-    if not directory.exists():
-        return
-    for place in places(directory):
-        if place.step <= step:
-            return
-        try:
-            for name, record in manifests.read(place.path).files.items():
-                require_as_recorded(place.path / name, record, digest=True)
-        except DamagedCheckpointError:
-            continue
-        raise CheckpointError(
-            f"{place.path} is later than step {step}, and would be loaded in place of it. Load it and go on from "
-            "there, save to another directory, or remove it"
-        )

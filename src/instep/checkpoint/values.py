@@ -1,4 +1,9 @@
-"""Nested Python values as JSON, and back. Tensors are put elsewhere; values of other kinds are refused by name."""
+"""Nested Python values as JSON, and back: ``extra``, the values of groups, the state of optimizers.
+
+A value that JSON has no word for is an object with one key that names its kind: ``{"tuple": […]}``. A tensor is put
+elsewhere, and an object with the key ``"tensor"`` stands in its place. Values of other kinds are refused by name, and
+``decode`` makes none but these, whatever the file says.
+"""
 
 import base64
 import binascii
@@ -11,14 +16,14 @@ import torch
 
 from instep.errors import CheckpointError, DamagedCheckpointError
 
-DEEPEST = 32
-
 Json = Any
 Put = Callable[[str, torch.Tensor], Mapping[str, Json]]
-"""Given where a tensor stands in the value, and the tensor: what to write in its place, with a key ``"tensor"``."""
+"""Takes a tensor, and its path in the value. Returns the object to write in its place, with the key ``"tensor"``."""
 Get = Callable[[Mapping[str, Json]], torch.Tensor]
-"""Given what ``Put`` returned: the tensor."""
+"""Takes the object that ``Put`` returned. Returns the tensor."""
 
+DEEPEST = 32
+"""How many values may be nested in one another: one that holds itself would never end."""
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -27,19 +32,22 @@ def encode(value: Any, where: str, put: Put, path: str = "", depth: int = 0) -> 
     """``value`` as JSON.
 
     Args:
-        where: what the value is, for messages.
-        path: where it stands in that, in Python's notation.
+        where: the name of the outermost value, for messages.
+        put: puts the tensors elsewhere.
+        path: where ``value`` stands in the outermost value, in Python's notation.
 
     Raises:
-        CheckpointError: it holds something that cannot be saved, named with its path.
+        CheckpointError: ``value`` holds something that cannot be saved, named with its path.
     """
     if depth > DEEPEST:
         raise CheckpointError(
             f"{where}{path} is nested more than {DEEPEST} deep, or holds itself: give a flatter value"
         )
+    # Of a subclass ``decode`` would make a plain value: an enum's member would come back as a number.
     if value is None or type(value) in (bool, str, int):
         return value
-    if isinstance(value, float):  # NumPy's are, too
+    # JSON has no NaN and no infinity. NumPy's float64 is a float, too.
+    if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
     if type(value) is bytes:
         return {"bytes": base64.b64encode(value).decode("ascii")}
@@ -67,6 +75,7 @@ def encode(value: Any, where: str, put: Put, path: str = "", depth: int = 0) -> 
 
 
 def _encoded_key(key: Any, where: str, put: Put, path: str) -> Json:
+    """A dict's key as JSON, which itself has strings alone: so a dict is a list of pairs."""
     plain = (type(None), bool, int, float, str, bytes)
     if not isinstance(key, plain) and not (type(key) is tuple and all(isinstance(part, plain) for part in key)):
         raise CheckpointError(f"the key of {where}{path} is a {type(key).__name__}: use a str, a number or a tuple")
@@ -77,11 +86,11 @@ def decode(value: Json, get: Get, depth: int = 0) -> Any:
     """The value that ``encode`` was given.
 
     Args:
-        value: read back from JSON.
+        value: the JSON that ``encode`` returned.
         get: finds the tensors again.
 
     Raises:
-        DamagedCheckpointError: ``encode`` has not written this.
+        DamagedCheckpointError: ``encode`` never returns this.
     """
     if depth > DEEPEST:
         raise DamagedCheckpointError(f"a value is nested more than {DEEPEST} deep")
@@ -100,7 +109,7 @@ def decode(value: Json, get: Get, depth: int = 0) -> Any:
 
 
 def _of_kind(kind: str, content: Json, get: Get, depth: int) -> Any:
-    """A value that JSON has no word for: ``encode`` names its kind beside the content."""
+    """The value of a kind that JSON has no word for."""
     if kind == "float" and isinstance(content, str) and content in _NOT_FINITE:
         return _NOT_FINITE[content]
     if kind == "bytes" and isinstance(content, str):
@@ -121,6 +130,7 @@ def _mapping(kind: str, pairs: list[Json], get: Get, depth: int) -> dict[Any, An
         if not isinstance(pair, list) or len(pair) != 2:
             raise DamagedCheckpointError("an item of a dict that is not a key with a value")
         key = decode(pair[0], _no_tensor, depth + 1)
+        # Of the kinds that ``encode`` takes: a list as a key would be a TypeError.
         parts = key if isinstance(key, tuple) else (key,)
         if not all(isinstance(part, (type(None), bool, int, float, str, bytes)) for part in parts):
             raise DamagedCheckpointError(f"a key of a dict that is a {type(key).__name__}")

@@ -7,8 +7,8 @@ from instep.functional.comm_hooks import hook_then_optimizer as hook_then_optimi
 from instep.functional.in_backward import apply_optimizer_in_backward as apply_optimizer_in_backward
 from instep.functional.in_backward import get_in_backward_optimizers as get_in_backward_optimizers
 from instep.functional.in_backward import param_to_optim_hook_handle_map as param_to_optim_hook_handle_map
-from instep.functional.overlapped import OverlappedOptimizer as OverlappedOptimizer
-from instep.functional.overlapped import as_overlapped_optim as as_overlapped_optim
-from instep.functional.overlapped import register_overlapped as register_overlapped
+from instep.functional.overlapped_optim import OverlappedOptimizer as OverlappedOptimizer
+from instep.functional.overlapped_optim import as_overlapped_optim as as_overlapped_optim
+from instep.functional.overlapped_optim import register_overlapped as register_overlapped
 from instep.functional.upcast import AllreduceUpcastHookState as AllreduceUpcastHookState
 from instep.functional.upcast import reducer_allreduce_and_upcast_hook as reducer_allreduce_and_upcast_hook

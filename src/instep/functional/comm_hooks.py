@@ -1,4 +1,9 @@
-"""The step of one parameter, inside backward."""
+"""DDP communication hooks that step what they have reduced, and the step of one parameter within backward.
+
+A hook starts the communication of each bucket, and hands its future to a ``StepAfterReduction``. Where backward ends,
+before DDP's own end, that waits for bucket after bucket and steps the parameters one by one. After DDP's own end it
+steps the parameters that only other ranks used, drops the gradients, and raises what went wrong.
+"""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,45 +24,6 @@ from instep.comm_hooks import mean_allreduce
 from instep.errors import AccumulationError, AttachError
 from instep.sources.ddp.buckets import Divisor, Reduction, Reductions, grad_as_left, refuse_manual_finalization
 from instep.sources.ddp.reducer import CommHook
-
-OPTIMIZERS = "_in_backward_optimizers"
-"""The attribute of a parameter that torch's DDP and FSDP1 look for: a list of optimizers in order of registration."""
-
-
-@contextmanager
-def stepping(parameter: torch.Tensor) -> Iterator[None]:
-    """Around a step in backward, which is to run as ``optimizer.step()`` does after backward: without autograd, and
-    outside of an autocast block that is around ``backward()``."""
-    with torch.no_grad(), without_autocast(parameter.device.type):
-        yield
-    # Fused kernels do not count their write: autograd would not notice that a weight has changed which a node that is
-    # still to run has saved.
-    torch.autograd.graph.increment_version((parameter,))
-
-
-_last_backward: Any = WeakTensorKeyDictionary()
-"""By parameter: the number of the backward that has stepped it last."""
-
-
-def step_in_backward(parameter: torch.Tensor) -> None:
-    """Run the parameter's own optimizers on its ``.grad``, in order.
-
-    Raises ``AccumulationError`` when the same backward has stepped it already.
-    """
-    task = graph_task()
-    if task is not None and _last_backward.get(parameter) == task:
-        raise AccumulationError(
-            f"a parameter of shape {tuple(parameter.shape)} got two gradients in one backward, and was stepped with "
-            "the first: two DistributedDataParallel instances reduce it. Call backward() for each of them"
-        )
-    _last_backward[parameter] = task
-    with stepping(parameter):
-        for optimizer in tuple(getattr(parameter, OPTIMIZERS, ())):
-            optimizer.step()
-
-
-# DDP communication hooks that step what they have reduced.
-
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -87,19 +53,6 @@ class OptimizerHookState:
         self.params_to_optimize = None if params is None else set(params)
 
 
-@dataclass
-class OptimInBackwardHookState:
-    """The state of one hook that ``apply_optim_in_backward_hook`` has made.
-
-    Attributes:
-        optim_stream: the stream on which optimizers run on its device. ``None`` where there is no accelerator.
-        wait_for_optim_stream_enqueued: whether the running backward will wait for that stream at its end.
-    """
-
-    optim_stream: torch.Stream | None
-    wait_for_optim_stream_enqueued: bool
-
-
 def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook:
     """A communication hook that runs ``hook``, then ``step_param(param, grad)`` with the gradients in its future.
 
@@ -122,7 +75,7 @@ def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook
     chosen, optimizer = optimizer_state.params_to_optimize, optimizer_state.functional_optimizer
 
     def step(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        with stepping(parameter):
+        with _as_a_step(parameter):
             optimizer.step_param(parameter, gradient)
 
     after = StepAfterReduction(lambda parameter: chosen is None or parameter in chosen, step)
@@ -133,6 +86,24 @@ def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook
         return future
 
     return _Hook(then_optimizer, "hook_then_optimizer")
+
+
+@dataclass
+class OptimInBackwardHookState:
+    """The state of a hook that ``apply_optim_in_backward_hook`` has made.
+
+    Attributes:
+        optim_stream: the stream on which optimizers run on its device. ``None`` where there is no accelerator.
+        wait_for_optim_stream_enqueued: whether the running backward will wait for that stream at its end.
+    """
+
+    optim_stream: torch.Stream | None
+    wait_for_optim_stream_enqueued: bool
+
+
+stepping_hooks: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""The communication hooks that step in-backward optimizers. A DDP instance may have no other one beside these
+optimizers."""
 
 
 def apply_optim_in_backward_hook(gradient_is_bucket_view: bool, *, comm_hook: CommHook | None = None) -> Hook:
@@ -163,7 +134,7 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool, *, comm_hook: Co
     def settled() -> None:
         state.wait_for_optim_stream_enqueued = False
 
-    after = StepAfterReduction(lambda p: hasattr(p, OPTIMIZERS), step_with, StepStreams(state.optim_stream), settled)
+    after = StepAfterReduction(has_in_backward_optimizers, step_with, StepStreams(state.optim_stream), settled)
 
     def reduce(hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         ddp = hook_state() if isinstance(hook_state, weakref.ref) else None
@@ -186,7 +157,8 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool, *, comm_hook: Co
 
 
 class _Hook:
-    """A communication hook whose copies do nothing: a copy of a DDP instance carries it, and does not register it."""
+    """A communication hook that is copied and pickled as ``None``: a copy of a DDP instance carries its hooks, and does
+    not register them."""
 
     def __init__(self, call: Hook, name: str) -> None:
         self._call = call
@@ -202,26 +174,8 @@ class _Hook:
         return type(None), ()
 
 
-class DDPReference(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference that can be pickled with the hooks of a DDP instance: as ``None``."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-
-stepping_hooks: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""The communication hooks that step in-backward optimizers themselves."""
-
-
-def step_with(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Run the parameter's own optimizers on ``gradient``, and leave ``.grad`` as it was."""
-    with grad_as_left([parameter]):
-        parameter.grad = gradient
-        step_in_backward(parameter)
-
-
 class StepAfterReduction:
-    """Steps parameters one by one in each bucket of DDP's that has arrived, where backward ends.
+    """Steps the parameters of DDP's buckets one by one, where backward ends, in the order in which buckets were sent.
 
     Unlike ``DDPSource`` this has no ``Sink``: every backward is a step, of parameters that need not be attached, and is
     not taken back. Gradients are dropped after it, since no loop calls ``zero_grad()``.
@@ -248,10 +202,13 @@ class StepAfterReduction:
         self._reductions = Reductions(self._step, self._settle, self._raised)
 
     def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> bool:
-        """The communication of ``bucket`` was started. ``False`` on a rank that has joined: it steps nothing."""
+        """The communication of ``bucket`` was started, and ``future`` is its result. ``False`` on a rank that has
+        joined (``ddp.join()``): it steps nothing."""
         return self._reductions.launched(bucket, Reduction(bucket, future))
 
     def _step(self, reductions: Sequence[Reduction]) -> None:
+        """Backward's own work is done, and DDP's own end is next. An error raised here would leave the DDP instance
+        unusable, so it is kept for ``_settle``."""
         self._failure.forget()
         try:
             for reduction in reductions:
@@ -268,8 +225,8 @@ class StepAfterReduction:
         self._streams.join()
 
     def _settle(self, reductions: Sequence[Reduction]) -> None:
-        """DDP's own end has set the gradients of parameters that only other ranks used: step these, drop all gradients,
-        and raise what went wrong."""
+        """DDP's own end has been, and has set the gradients of parameters that only other ranks used: step these, drop
+        all gradients, and raise what went wrong."""
         try:
             for reduction in reductions if self._failure.error is None else ():
                 late = [(p, p.grad) for p in reduction.unused if p.grad is not None]
@@ -289,6 +246,7 @@ class StepAfterReduction:
         self._settled()
 
     def _raised(self, reductions: Sequence[Reduction]) -> None:
+        """Backward has raised, so DDP's own end does not come."""
         self._drop(reductions)
         self._streams.finish()
 
@@ -296,3 +254,55 @@ class StepAfterReduction:
         for parameter, gradient in pairs:
             if self._wanted(parameter):
                 self._step_one(parameter, gradient)
+
+
+OPTIMIZERS = "_in_backward_optimizers"
+"""The attribute of a parameter that torch's DDP and FSDP1 look for: a list of its optimizers, in the order in which
+they run."""
+
+
+def has_in_backward_optimizers(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter`` was given to ``apply_optimizer_in_backward``."""
+    return hasattr(parameter, OPTIMIZERS)
+
+
+def step_with(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Run the parameter's own optimizers on ``gradient``, and leave ``.grad`` as it was: DDP's own end of backward may
+    be still to come."""
+    with grad_as_left([parameter]):
+        parameter.grad = gradient
+        step_in_backward(parameter)
+
+
+_last_backward: Any = WeakTensorKeyDictionary()
+"""By parameter: the number of the backward that has stepped it last, as the engine counts them."""
+
+
+def step_in_backward(parameter: torch.Tensor) -> None:
+    """Run the parameter's own optimizers on its ``.grad``, in order.
+
+    Raises:
+        AccumulationError: the same backward has stepped the parameter already.
+    """
+    task = graph_task()
+    if task is not None and _last_backward.get(parameter) == task:
+        raise AccumulationError(
+            f"a parameter of shape {tuple(parameter.shape)} got two gradients in one backward, and was stepped with "
+            "the first: two DistributedDataParallel instances reduce it. Call backward() for each of them"
+        )
+    _last_backward[parameter] = task
+    with _as_a_step(parameter):
+        # A copy: a step hook may register another optimizer.
+        for optimizer in tuple(getattr(parameter, OPTIMIZERS, ())):
+            optimizer.step()
+
+
+@contextmanager
+def _as_a_step(parameter: torch.Tensor) -> Iterator[None]:
+    """Around a step in backward, which must run as ``optimizer.step()`` runs after backward: without autograd, and
+    outside of an autocast block that may be around ``backward()``."""
+    with torch.no_grad(), without_autocast(parameter.device.type):
+        yield
+    # Fused kernels do not count their write. A node that is still to run may have saved the weight, and autograd would
+    # not notice that the weight has changed.
+    torch.autograd.graph.increment_version((parameter,))

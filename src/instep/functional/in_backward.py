@@ -1,10 +1,14 @@
-"""The two functions of torch that instep stands in for, once ``apply_optimizer_in_backward`` has been called.
+"""One optimizer for each parameter, run when the parameter's gradient is final: no ``step()``, no ``zero_grad()``.
 
-Both do what torch's own do, unless a parameter is instep's. ``tests/functional/test_names.py`` fails clearly when
-torch changes them."""
+``apply_optimizer_in_backward`` records the optimizers on the parameter, and puts one hook there (``_hook``). Without a
+wrapper, and under FSDP, the hook steps the parameter. Under DDP a communication hook does, once the gradient is
+reduced (``_set_up_ddp``), and the parameter's own hook does nothing. ``fully_shard`` replaces parameters, and the
+optimizers follow (``_moved_by_fully_shard``). DDP and FSDP2 have no hook for these two moments, so instep stands in
+for a function of each (``_install``).
+"""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,66 +25,20 @@ from instep.attachment import attached_parameters
 from instep.errors import AttachError, UnsupportedOptimizerError
 from instep.functional.comm_hooks import (
     OPTIMIZERS,
-    DDPReference,
     apply_optim_in_backward_hook,
+    has_in_backward_optimizers,
     step_in_backward,
     stepping_hooks,
 )
 from instep.sources.ddp.buckets import bucket_parameters, refuse_delayed_all_reduce
 from instep.sources.fsdp.modules import fsdp1_of, instances_of
 
-running_ddps: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
-"""The DDP instances whose first forward has begun."""
-_installed = False
-
-
-def install(
-    set_up_ddp: Callable[[DistributedDataParallel], bool], moved: Callable[[torch.Tensor, torch.Tensor], None]
-) -> None:
-    """Stand in for both functions, once.
-
-    Args:
-        set_up_ddp: is called before a DDP instance's first forward, where DDP looks for in-backward optimizers.
-            ``False``: do what DDP does with them, which fails on CPU.
-        moved: is called as ``moved(parameter, sharded)`` when ``fully_shard`` replaces a parameter. FSDP2 has no hook
-            for this.
-    """
-    global _installed
-    if _installed:
-        return
-    _installed = True
-    running_ddps.update(ddp for ddp in instances_of(DistributedDataParallel) if ddp._lazy_init_ran)
-    torchs_set_up: Any = DistributedDataParallel._setup_in_backward_optimizers
-
-    def _setup_in_backward_optimizers(self: DistributedDataParallel) -> None:
-        if not set_up_ddp(self):
-            torchs_set_up(self)
-        running_ddps.add(self)
-
-    DistributedDataParallel._setup_in_backward_optimizers = _setup_in_backward_optimizers  # type: ignore[method-assign]
-    if not dist.is_available():
-        return
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # not needed before
-
-    torchs_init: Any = FSDPParam._init_sharded_param
-
-    def _init_sharded_param(self: FSDPParam, param: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        torchs_init(self, param, *args, **kwargs)
-        moved(param, self.sharded_param)
-
-    FSDPParam._init_sharded_param = _init_sharded_param  # type: ignore[method-assign]
-
-
-# One optimizer for each parameter, run when the parameter's gradient is final: no ``step()``, no ``zero_grad()``.
-
-
-_RECORDS = (OPTIMIZERS, "_optimizer_classes", "_optimizer_kwargs")
-
 param_to_optim_hook_handle_map: Any = WeakTensorKeyDictionary()
-"""By parameter: one handle for each registration. Once ``remove()`` was called on all of them, the parameter's hook
-does nothing; its optimizers stay on it, for DDP, FSDP or the caller to run, until the next registration."""
+"""By parameter: one handle for each registration. After ``remove()`` of all of them the parameter's hook does nothing.
+The optimizers stay on the parameter until its next registration: DDP, FSDP or the caller may run them."""
 _hooks: Any = WeakTensorKeyDictionary()
-"""By parameter: the handle of its one hook; ``None``: it was registered with ``register_hook=False``."""
+"""By parameter: the handle of its one hook; ``None``: it was registered with ``register_hook=False``. A parameter that
+is in here is instep's, and not one of torch's own function."""
 _reduced_by: Any = WeakTensorKeyDictionary()
 """By parameter: a weak reference to the DDP instance that reduces it, and steps it where backward ends."""
 
@@ -115,9 +73,10 @@ def apply_optimizer_in_backward(
         AttachError: something about ``params``, or where they are. Nothing was registered.
         UnsupportedOptimizerError: the optimizer's step needs more than one gradient.
     """
-    parameters = _checked(params, optimizer_class)
-    install(_set_up_ddp, _moved_by_fully_shard)
-    ddps = _running_ddps(parameters)
+    parameters = _require_parameters(params, optimizer_class)
+    _install()
+    # All that is refused is refused before anything is registered.
+    ddps = _started_ddps_of(parameters)
     for ddp in ddps:
         _refuse_hook(ddp)
     try:
@@ -144,34 +103,7 @@ def get_in_backward_optimizers(module: nn.Module) -> list[Optimizer]:
     return [optimizer for parameter in module.parameters() for optimizer in getattr(parameter, OPTIMIZERS, ())]
 
 
-class _Handle:
-    """Takes one registration of one parameter back."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = weakref.ref(optimizer)
-        self.removed = False
-
-    def remove(self) -> None:
-        """The hook no longer runs for this registration. Safe to call twice."""
-        self.removed = True
-
-
-def _registered(parameter: torch.Tensor) -> bool:
-    return any(not handle.removed for handle in param_to_optim_hook_handle_map.get(parameter, ()))
-
-
-def _forget_removed(parameter: torch.Tensor) -> None:
-    """Drop the optimizers whose registration was removed: a registration after a removal starts anew."""
-    handles = param_to_optim_hook_handle_map.get(parameter, [])
-    removed = [handle.optimizer() for handle in handles if handle.removed]
-    kept = [i for i, o in enumerate(getattr(parameter, OPTIMIZERS, ())) if not any(o is r for r in removed)]
-    for name in _RECORDS if removed and hasattr(parameter, OPTIMIZERS) else ():
-        records = getattr(parameter, name)
-        records[:] = [records[i] for i in kept]
-    handles[:] = [handle for handle in handles if not handle.removed and handle.optimizer() is not None]
-
-
-def _checked(params: Iterable[torch.Tensor], optimizer_class: type[Optimizer]) -> list[torch.Tensor]:
+def _require_parameters(params: Iterable[torch.Tensor], optimizer_class: type[Optimizer]) -> list[torch.Tensor]:
     if isinstance(params, torch.Tensor):
         raise AttachError("params must be an iterable of parameters, not one tensor: give [param]")
     if not isinstance(params, Iterable):
@@ -194,8 +126,8 @@ def _refuse_class(optimizer_class: Any) -> None:
 
 
 def _refuse_parameters(parameters: Sequence[Any]) -> None:
-    """What ``attach`` refuses of an optimizer's parameters, too, as far as it can be known without a model: here a
-    parameter is known by its position alone."""
+    """Refuse what ``attach`` refuses of an optimizer's parameters. Without a model a parameter has no name but its
+    position."""
     taken = attached_parameters()
     seen: dict[int, int] = {}
     for position, parameter in enumerate(parameters):
@@ -214,28 +146,49 @@ def _refuse_parameters(parameters: Sequence[Any]) -> None:
         seen[id(parameter)] = position
 
 
-def _running_ddps(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParallel]:
-    """The DDP instances of some of ``parameters`` that have run a forward: DDP itself looks only at the first one."""
-    if any(wrapper._is_root is not None for wrapper in fsdp1_of(parameters)):
-        raise AttachError(
-            "FullyShardedDataParallel decides at its first forward whether parameters are stepped in backward, and "
-            "this one has run: call apply_optimizer_in_backward before it"
-        )
-    ours = {id(parameter) for parameter in parameters}
-    return [ddp for ddp in running_ddps if any(id(p) in ours for p in ddp._module_parameters)]
+_RECORDS = (OPTIMIZERS, "_optimizer_classes", "_optimizer_kwargs")
+"""The attributes of a parameter in which torch's own function keeps its optimizers, their classes and arguments."""
 
 
 def _record(parameter: torch.Tensor, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
+    """Put ``optimizer`` on the parameter, where DDP and FSDP look for it."""
     # The lists are on the parameter, and are freed with it: by the collector, since optimizers refer to parameters.
-    if not hasattr(parameter, OPTIMIZERS):
+    if not has_in_backward_optimizers(parameter):
         for name in _RECORDS:
             setattr(parameter, name, [])
     for name, value in zip(_RECORDS, (optimizer, type(optimizer), kwargs), strict=True):
         getattr(parameter, name).append(value)
 
 
+class _Handle:
+    """The handle of one registration of one parameter."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.removed = False
+
+    def remove(self) -> None:
+        """The hook no longer runs for this registration. Safe to call twice."""
+        self.removed = True
+
+
+def _registered(parameter: torch.Tensor) -> bool:
+    return any(not handle.removed for handle in param_to_optim_hook_handle_map.get(parameter, ()))
+
+
+def _forget_removed(parameter: torch.Tensor) -> None:
+    """Drop the optimizers whose registration was removed: a registration after a removal starts anew."""
+    handles = param_to_optim_hook_handle_map.get(parameter, [])
+    removed = [handle.optimizer() for handle in handles if handle.removed]
+    kept = [i for i, o in enumerate(getattr(parameter, OPTIMIZERS, ())) if not any(o is r for r in removed)]
+    for name in _RECORDS if removed and has_in_backward_optimizers(parameter) else ():
+        records = getattr(parameter, name)
+        records[:] = [records[i] for i in kept]
+    handles[:] = [handle for handle in handles if not handle.removed and handle.optimizer() is not None]
+
+
 def _hook(parameter: torch.Tensor) -> None:
-    """One hook, however often the parameter is registered."""
+    """Give ``parameter`` its hook, unless it has one: one hook runs all of its optimizers."""
     if _hooks[parameter] is not None or not (parameter.is_floating_point() or parameter.is_complex()):
         return
     frozen = not parameter.requires_grad
@@ -247,8 +200,12 @@ def _hook(parameter: torch.Tensor) -> None:
 
 
 def _accumulated(parameter: torch.Tensor) -> None:
+    """The hook: autograd has accumulated the gradient of ``parameter``, which is final unless DDP reduces it."""
     ddp = _reduced_by.get(parameter)
-    if (ddp is not None and ddp() is not None) or not _registered(parameter) or not hasattr(parameter, OPTIMIZERS):
+    # The gradient is this rank's own while DDP is still to reduce it: apply_optim_in_backward_hook steps it then.
+    if (ddp is not None and ddp() is not None) or not _registered(parameter):
+        return
+    if not has_in_backward_optimizers(parameter):
         return
     try:
         step_in_backward(parameter)
@@ -257,10 +214,25 @@ def _accumulated(parameter: torch.Tensor) -> None:
         parameter.grad = None
 
 
+_started_ddps: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
+"""The DDP instances whose first forward has begun: DDP does not look for in-backward optimizers again."""
+
+
+def _started_ddps_of(parameters: Sequence[torch.Tensor]) -> list[DistributedDataParallel]:
+    """The DDP instances of any of ``parameters`` that have begun their first forward."""
+    if any(wrapper._is_root is not None for wrapper in fsdp1_of(parameters)):
+        raise AttachError(
+            "FullyShardedDataParallel decides at its first forward whether parameters are stepped in backward, and "
+            "this one has run: call apply_optimizer_in_backward before it"
+        )
+    ours = {id(parameter) for parameter in parameters}
+    return [ddp for ddp in _started_ddps if any(id(p) in ours for p in ddp._module_parameters)]
+
+
 def _set_up_ddp(ddp: DistributedDataParallel) -> bool:
-    """Does what DDP does about in-backward optimizers before its first forward. ``False``: none of them is instep's,
-    and nothing was done."""
-    recorded = [p for p in ddp._module_parameters if hasattr(p, OPTIMIZERS)]
+    """Have ``ddp`` step its parameters once they are reduced. ``False``: it has none that is instep's, and nothing was
+    done."""
+    recorded = [p for p in ddp._module_parameters if has_in_backward_optimizers(p)]
     mine = [p for p in recorded if p in _hooks]
     if not mine:
         return False
@@ -271,7 +243,7 @@ def _set_up_ddp(ddp: DistributedDataParallel) -> bool:
         )
     _refuse_hook(ddp)
     if not ddp._comm_hooks:
-        ddp.register_comm_hook(DDPReference(ddp), apply_optim_in_backward_hook(ddp.gradient_as_bucket_view))
+        ddp.register_comm_hook(_DDPReference(ddp), apply_optim_in_backward_hook(ddp.gradient_as_bucket_view))
     in_buckets = bucket_parameters(ddp)  # DDP does not reduce the others: they are stepped in their own hooks
     for parameter in mine:
         if id(parameter) in in_buckets:
@@ -280,6 +252,7 @@ def _set_up_ddp(ddp: DistributedDataParallel) -> bool:
 
 
 def _refuse_hook(ddp: DistributedDataParallel) -> None:
+    """Refuse a DDP instance that would not call instep's communication hook, or not in time."""
     refuse_delayed_all_reduce(ddp)
     for hook, _ in ddp._comm_hooks:
         if hook not in stepping_hooks:
@@ -292,15 +265,57 @@ def _refuse_hook(ddp: DistributedDataParallel) -> None:
             )
 
 
+class _DDPReference(weakref.ref):  # type: ignore[type-arg]
+    """The state of a hook that is registered for the user: a weak reference that is pickled as ``None``, since a DDP
+    instance is pickled with the states of its hooks."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
 def _moved_by_fully_shard(parameter: torch.Tensor, sharded: torch.Tensor) -> None:
     """``fully_shard`` has put ``sharded`` in the place of ``parameter``: make its optimizers anew, for ``sharded``."""
-    if not hasattr(parameter, OPTIMIZERS) or parameter not in _hooks:
+    if not has_in_backward_optimizers(parameter) or parameter not in _hooks:
         return
     for optimizer, kwargs in zip(getattr(parameter, OPTIMIZERS), parameter._optimizer_kwargs, strict=True):  # type: ignore[attr-defined]
         kind = type(optimizer)
+        # A new optimizer of its class has the state that this one had before its first step.
         if not same(dict(optimizer.state), dict(kind([parameter], **kwargs).state)):
             raise AttachError(
                 f"the {kind.__name__} of a parameter of shape {tuple(parameter.shape)} has already stepped it, and its "
                 "state cannot be sharded. Call fully_shard before training"
             )
         apply_optimizer_in_backward(kind, [sharded], kwargs, _registered(parameter))
+
+
+_installed = False
+
+
+def _install() -> None:
+    """Stand in for the two functions, once. Both do what torch's own do, unless a parameter is instep's.
+    ``tests/functional/test_names.py`` fails clearly when torch changes them."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    _started_ddps.update(ddp for ddp in instances_of(DistributedDataParallel) if ddp._lazy_init_ran)
+    torchs_set_up: Any = DistributedDataParallel._setup_in_backward_optimizers
+
+    def _setup_in_backward_optimizers(self: DistributedDataParallel) -> None:
+        # Before the first forward DDP looks for in-backward optimizers. Its own way of stepping them fails on CPU.
+        if not _set_up_ddp(self):
+            torchs_set_up(self)
+        _started_ddps.add(self)
+
+    DistributedDataParallel._setup_in_backward_optimizers = _setup_in_backward_optimizers  # type: ignore[method-assign]
+    if not dist.is_available():
+        return
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam  # not needed before
+
+    torchs_init: Any = FSDPParam._init_sharded_param
+
+    def _init_sharded_param(self: FSDPParam, param: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        torchs_init(self, param, *args, **kwargs)
+        _moved_by_fully_shard(param, self.sharded_param)
+
+    FSDPParam._init_sharded_param = _init_sharded_param  # type: ignore[method-assign]

@@ -1,8 +1,12 @@
-"""The step in full precision under DistributedDataParallel's own mixed precision.
+"""Mixed precision under DistributedDataParallel: gradients are reduced in low precision, and stepped in full.
+
+A plain DDP instance is the simple case: its parameters are cast within the graph (``LowPrecision``), so gradients reach
+the hook in full precision, and are stepped as by the other communication hooks.
 
 With ``DistributedDataParallel(mixed_precision=...)`` a parameter is a low-precision copy of itself from the forward to
-the end of backward. DDP reduces through a communication hook, which has to put parameters and gradients back to full
-precision.
+the end of backward, and DDP leaves it to the hook to put parameters and gradients back to full precision. So the hook
+takes the gradients off as buckets come (``_UpcastBucket``), and all the rest waits for DDP's own end of backward
+(``AllreduceUpcastHookState._after_ddp_ended``).
 """
 
 import weakref
@@ -21,79 +25,18 @@ from instep._torch.engine import graph_task
 from instep._torch.mixed_precision import LowPrecision
 from instep.comm_hooks import cast_mean_allreduce, mean_allreduce
 from instep.errors import AttachError
-from instep.functional.comm_hooks import OPTIMIZERS, StepAfterReduction, step_in_backward, step_with, stepping_hooks
+from instep.functional.comm_hooks import (
+    StepAfterReduction,
+    has_in_backward_optimizers,
+    step_in_backward,
+    step_with,
+    stepping_hooks,
+)
 from instep.sources import InFlightBucket, drain
 from instep.sources.ddp.buckets import Divisor, Reductions, slices_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
-
-
-class _UpcastBucket(InFlightBucket[torch.futures.Future[torch.Tensor]]):
-    """A bucket of a DDP instance with ``mixed_precision``: the local gradients, flat, in ``dtype``; zeros where this
-    rank has none.
-
-    Gradients are read from the parameters, never from the bucket. Until DDP rebuilds its buckets, and for good where it
-    does not, it copies gradients to memory that is not ``bucket.buffer()``
-    (``torch/csrc/distributed/c10d/reducer.cpp``, ``set_mixed_precision_param_dtype``). The buffer is only written,
-    where its dtype is the right one.
-
-    Args:
-        reduce: starts the bucket's communication.
-        keep: whether a parameter that no rank uses in this backward keeps the gradient that it had.
-    """
-
-    __slots__ = ("_before", "_parts")
-
-    def __init__(
-        self,
-        bucket: GradBucket,
-        dtype: torch.dtype,
-        reduce: Callable[[torch.Tensor], torch.futures.Future[torch.Tensor]],
-        *,
-        keep: bool,
-    ) -> None:
-        buffer, members = bucket.buffer(), bucket.parameters()
-        flat = buffer if buffer.dtype == dtype else torch.empty_like(buffer, dtype=dtype)
-        # Views taken once: a parameter with gaps has other strides when it is in full precision again.
-        self._parts = slices_of(flat, members)
-        self._before: list[torch.Tensor | None] = []
-        for parameter, part in zip(members, self._parts, strict=True):
-            _put(parameter.grad, part)
-            self._before.append(parameter.grad if keep else None)
-            # The low-precision gradient is freed. DDP's own end of backward sets another one where any rank has used
-            # the parameter, and none where no rank has: so ``upcast`` knows which parameters were used.
-            parameter.grad = None
-        super().__init__(members, reduce(flat))
-
-    def upcast(self) -> None:
-        """DDP is done: give each parameter that any rank used its gradient, in the parameter's own precision."""
-        for parameter, part, before in zip(self.members, self._parts, self._before, strict=True):
-            # Never the tensor that DDP set: with gradient_as_bucket_view it is DDP's own view of the bucket, and DDP's
-            # next forward would point that at other memory.
-            if parameter.grad is not None:
-                parameter.grad = part.to(parameter.dtype)
-            elif before is not None:
-                parameter.grad = before.to(parameter.dtype, copy=True)
-
-    def step(self) -> None:
-        """Step the parameters that have in-backward optimizers, and free their gradients."""
-        for parameter in self.members:
-            if hasattr(parameter, OPTIMIZERS) and parameter.grad is not None:
-                step_in_backward(parameter)
-                parameter.grad = None
-
-
-def _put(gradient: torch.Tensor | None, part: torch.Tensor) -> None:
-    """Write ``gradient`` into its ``part`` of a bucket, which may be the same memory."""
-    if gradient is None:
-        part.zero_()
-        return
-    gradient = gradient.detach()
-    if gradient.data_ptr() != part.data_ptr():
-        part.copy_(gradient)
-    elif gradient.stride() != part.stride():
-        part.copy_(gradient.clone())  # the same memory in another order
 
 
 @dataclass
@@ -124,7 +67,7 @@ class AllreduceUpcastHookState:
     _streams: StepStreams = field(init=False, repr=False, compare=False)
     _after: StepAfterReduction = field(init=False, repr=False, compare=False)
     _divisor: Divisor = field(default_factory=Divisor, init=False, repr=False, compare=False)
-    _buckets: Reductions[_UpcastBucket] = field(init=False, repr=False, compare=False)
+    _buckets: "Reductions[_UpcastBucket]" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.ddp_weakref, weakref.ref) or not isinstance(self._ddp(), DistributedDataParallel):
@@ -132,7 +75,7 @@ class AllreduceUpcastHookState:
                 f"ddp_weakref must be weakref.ref(ddp) of a DistributedDataParallel: {self.ddp_weakref!r}"
             )
         self._streams = StepStreams(self.upcast_stream)
-        self._after = StepAfterReduction(lambda p: hasattr(p, OPTIMIZERS), step_with, self._streams, self._settled)
+        self._after = StepAfterReduction(has_in_backward_optimizers, step_with, self._streams, self._settled)
         self._buckets = Reductions(self._before_ddp_ends, self._after_ddp_ended, self._raised)
         ddp = self._ddp()
         if (ddp.mixed_precision is None) == (self.mixed_precision is None):
@@ -170,7 +113,8 @@ class AllreduceUpcastHookState:
     def _reduce_plain(
         self, ddp: DistributedDataParallel, policy: "MixedPrecisionPolicy", bucket: GradBucket
     ) -> torch.futures.Future[torch.Tensor]:
-        """The gradients have come through the casts: they are in full precision already."""
+        """Reduce a bucket of a plain DDP instance, whose gradients have come through the casts: they are in full
+        precision already."""
         dtype = policy.reduce_dtype or policy.param_dtype
         future = cast_mean_allreduce(bucket.buffer(), ddp.process_group, self._divisor(ddp, bucket), dtype)
         self.wait_for_stream_enqueued = self._after.launched(bucket, future)
@@ -180,7 +124,8 @@ class AllreduceUpcastHookState:
         self.wait_for_stream_enqueued = False
 
     def _reduce_low(self, ddp: DistributedDataParallel, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Of a DDP instance with its own ``mixed_precision``: parameters are low-precision copies of themselves."""
+        """Reduce a bucket of a DDP instance with its own ``mixed_precision``, whose parameters are low-precision copies
+        of themselves."""
         precision = ddp.mixed_precision
         assert precision is not None, "only DDP instances with mixed_precision register this hook"
         dtype = precision.reduce_dtype or precision.param_dtype or bucket.buffer().dtype
@@ -196,10 +141,10 @@ class AllreduceUpcastHookState:
         self._buckets.launched(bucket, in_flight)
         return in_flight.communication
 
-    def _before_ddp_ends(self, buckets: Sequence[_UpcastBucket]) -> None:
+    def _before_ddp_ends(self, buckets: "Sequence[_UpcastBucket]") -> None:
         """Nothing is stepped yet: which parameters other ranks have used is known once DDP's own end has been."""
 
-    def _after_ddp_ended(self, buckets: Sequence[_UpcastBucket]) -> None:
+    def _after_ddp_ended(self, buckets: "Sequence[_UpcastBucket]") -> None:
         try:
             self.wait_for_stream_enqueued = False
             # On the loop's stream, as DDP's own end has. All are waited for before any parameter is stepped: after a
@@ -218,7 +163,7 @@ class AllreduceUpcastHookState:
         finally:
             self._streams.join()
 
-    def _raised(self, buckets: Sequence[_UpcastBucket]) -> None:
+    def _raised(self, buckets: "Sequence[_UpcastBucket]") -> None:
         """Backward has raised, and has taken off some gradients: leave none, and full precision everywhere."""
         drain(buckets)
         self.wait_for_stream_enqueued = False
@@ -261,15 +206,85 @@ def reducer_allreduce_and_upcast_hook(
 stepping_hooks.add(reducer_allreduce_and_upcast_hook)
 
 
-# What follows knows the attributes in which DDP keeps its mixed precision (torch/nn/parallel/distributed.py,
+class _UpcastBucket(InFlightBucket[torch.futures.Future[torch.Tensor]]):
+    """A bucket of a DDP instance with its own ``mixed_precision``: the local gradients, flat, in ``dtype``. Parameters
+    without a gradient on this rank have zeros.
+
+    Gradients are read from the parameters, never from the bucket. Until DDP rebuilds its buckets, and for good where it
+    does not, it copies gradients to memory that is not ``bucket.buffer()``
+    (``torch/csrc/distributed/c10d/reducer.cpp``, ``set_mixed_precision_param_dtype``). The buffer is only written,
+    where its dtype is the right one.
+
+    Args:
+        reduce: starts the bucket's communication.
+        keep: whether a parameter that no rank uses in this backward keeps the gradient that it had.
+    """
+
+    __slots__ = ("_before", "_parts")
+
+    def __init__(
+        self,
+        bucket: GradBucket,
+        dtype: torch.dtype,
+        reduce: Callable[[torch.Tensor], torch.futures.Future[torch.Tensor]],
+        *,
+        keep: bool,
+    ) -> None:
+        buffer, members = bucket.buffer(), bucket.parameters()
+        flat = buffer if buffer.dtype == dtype else torch.empty_like(buffer, dtype=dtype)
+        # Views taken once: a parameter with gaps has other strides when it is in full precision again.
+        self._parts = slices_of(flat, members)
+        self._before: list[torch.Tensor | None] = []
+        for parameter, part in zip(members, self._parts, strict=True):
+            _put(parameter.grad, part)
+            self._before.append(parameter.grad if keep else None)
+            # The low-precision gradient is freed. DDP's own end of backward sets another one where any rank has used
+            # the parameter, and none where no rank has: so ``upcast`` knows which parameters were used.
+            parameter.grad = None
+        super().__init__(members, reduce(flat))
+
+    def upcast(self) -> None:
+        """DDP's own end has been: give each parameter that any rank used its gradient, in the parameter's own
+        precision."""
+        for parameter, part, before in zip(self.members, self._parts, self._before, strict=True):
+            # Never the tensor that DDP set: with gradient_as_bucket_view it is DDP's own view of the bucket, and DDP's
+            # next forward would point that at other memory.
+            if parameter.grad is not None:
+                parameter.grad = part.to(parameter.dtype)
+            elif before is not None:
+                parameter.grad = before.to(parameter.dtype, copy=True)
+
+    def step(self) -> None:
+        """Step the parameters that have in-backward optimizers, and free their gradients."""
+        for parameter in self.members:
+            if has_in_backward_optimizers(parameter) and parameter.grad is not None:
+                step_in_backward(parameter)
+                parameter.grad = None
+
+
+def _put(gradient: torch.Tensor | None, part: torch.Tensor) -> None:
+    """Write ``gradient`` into its ``part`` of a bucket, which may be the same memory."""
+    if gradient is None:
+        part.zero_()
+        return
+    gradient = gradient.detach()
+    if gradient.data_ptr() != part.data_ptr():
+        part.copy_(gradient)
+    elif gradient.stride() != part.stride():
+        part.copy_(gradient.clone())  # the same memory in another order
+
+
+# The rest knows the attributes in which DDP keeps its mixed precision (torch/nn/parallel/distributed.py,
 # _setup_mixed_precision_params, _root_copy_hook and _module_wait_for_copy_hook), and nothing above does.
 
 
 def _has_low_precision(parameter: nn.Parameter) -> bool:
+    """Whether DDP makes a low-precision copy of ``parameter``: of all that it does not ignore."""
     return not getattr(parameter, "_ddp_ignored", False)
 
 
 def _to_full_precision(ddp: DistributedDataParallel) -> None:
+    """Make every parameter its full-precision self, and free the memory of its low-precision copy."""
     for parameter in filter(_has_low_precision, ddp.module.parameters()):
         _remove_reducer_hook(parameter)
         parameter.data = parameter._fp_param
@@ -284,6 +299,7 @@ def _drop_gradients(ddp: DistributedDataParallel) -> None:
 
 
 def _remove_reducer_hook(parameter: nn.Parameter) -> None:
+    """Take the hook off that DDP puts on a parameter in each forward, to count its gradient."""
     state = parameter.__dict__.pop("_ddp_mp_hook_state", None)
     if state is not None:
         state[1].remove()

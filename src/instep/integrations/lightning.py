@@ -1,6 +1,11 @@
-"""``InstepCallback``: Lightning's ``Trainer`` with the optimizer step inside backward, or behind the next forward."""
+"""``InstepCallback``: Lightning's ``Trainer`` with the optimizer step inside backward, or behind the next forward.
+
+Lightning calls a callback at every point that instep needs, so nothing of Lightning's is replaced: ``setup`` refuses
+settings, ``on_train_start`` attaches, and ``on_train_end`` or ``on_exception`` detaches.
+"""
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -68,30 +73,35 @@ class InstepCallback(Callback):
         cross_iteration: bool = False,
         shard_state: bool = False,
     ) -> None:
-        self._schedule = schedule
-        self._defer: Defer = defer
-        self._bucket_bytes = bucket_bytes
-        self._clip = clip
-        self._undo = undo
-        self._nonfinite = nonfinite
-        self._comm_hook = comm_hook
-        self._cross_iteration = cross_iteration
-        self._shard_state = shard_state
+        # For the settings of the Trainer that do not go with these.
+        self._schedule, self._clip, self._undo, self._shard_state = schedule, clip, undo, shard_state
+        self._attach = partial(
+            attach,
+            schedule=schedule,
+            defer=defer,
+            bucket_bytes=bucket_bytes,
+            clip=clip,
+            undo=undo,
+            nonfinite=nonfinite,
+            comm_hook=comm_hook,
+            cross_iteration=cross_iteration,
+            shard_state=shard_state,
+        )
         self._attachment: Attachment | None = None
         self._torn_by: BaseException | None = None
-        self._held = ExitStack()
+        self._accumulating = ExitStack()
 
     @property
     def attachment(self) -> Attachment | None:
-        """What ``instep.attach`` returned, while the model is attached."""
+        """The attachment, while the model is attached."""
         return self._attachment
 
     @property
-    def _in_backward(self) -> bool:
-        """Whether gradients are applied for good in backward."""
+    def _writes_in_backward(self) -> bool:
+        """Whether backward writes weights that cannot be put back."""
         return self._schedule == "backward" and not self._undo
 
-    # What Lightning calls.
+    # What Lightning calls, in the order of its calls.
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not isinstance(trainer, Trainer):
@@ -107,36 +117,27 @@ class InstepCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._refuse_torn()
-        self._attachment = attach(
+        self._attachment = self._attach(
             trainer.model or pl_module,
             [o.optimizer if isinstance(o, LightningOptimizer) else o for o in trainer.optimizers],
-            schedule=self._schedule,
-            defer=self._defer,
-            bucket_bytes=self._bucket_bytes,
-            clip=self._clip,
             scaler=_scaler(trainer) if self._undo else None,
-            undo=self._undo,
-            nonfinite=self._nonfinite,
-            comm_hook=self._comm_hook,
-            cross_iteration=self._cross_iteration,
-            shard_state=self._shard_state,
         )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # Lightning clears gradients between forward and backward. In its second forward DDP lays out its buckets anew,
-        # and with gradient_as_bucket_view copies .grad into them: not what is spent, nor another rank's rows.
-        left = self._in_backward or self._shard_state
-        if left and pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0:
+        # and with gradient_as_bucket_view copies .grad into them: it can copy no spent gradient, and no rank's rows.
+        may_be_left = self._writes_in_backward or self._shard_state
+        if may_be_left and pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0:
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         # FSDP2 reduces the gradients of each micro-batch, with Lightning; accumulate() would add them up before.
-        if self._attachment is not None and _only_adds(trainer) and not _is_sharded(trainer):
-            self._held.enter_context(self._attachment.accumulate())
+        if self._attachment is not None and _leaves_out_step(trainer) and not _is_sharded(trainer):
+            self._accumulating.enter_context(self._attachment.accumulate())
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._held.close()
+        self._accumulating.close()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._detach()
@@ -144,7 +145,7 @@ class InstepCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         # Not require_committed(), which waits for ranks that may be waiting for this one.
         state = "idle" if self._attachment is None else self._attachment.state
-        if state == "torn" or (state == "open" and self._in_backward):
+        if state == "torn" or (state == "open" and self._writes_in_backward):
             self._torn_by = exception
         self._detach()
 
@@ -152,7 +153,7 @@ class InstepCallback(Callback):
         self._refuse_torn()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._torn_by = None
+        self._torn_by = None  # the weights are whole again
 
     def _refuse_torn(self) -> None:
         if self._torn_by is not None:
@@ -163,7 +164,7 @@ class InstepCallback(Callback):
             ) from self._torn_by
 
     def _detach(self) -> None:
-        self._held.close()
+        self._accumulating.close()
         if self._attachment is not None:
             self._attachment.detach()
             self._attachment = None
@@ -175,7 +176,7 @@ class InstepCallback(Callback):
                 f"strategy={type(strategy).__name__} is not supported by InstepCallback: use a single device, "
                 "strategy='ddp', or, for sharded models, ModelParallelStrategy with fully_shard in configure_model()"
             )
-        if self._in_backward and _is_sharded(trainer) and trainer.accumulate_grad_batches > 1:
+        if self._writes_in_backward and _is_sharded(trainer) and trainer.accumulate_grad_batches > 1:
             raise AttachError(
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches}: with {type(strategy).__name__} Lightning "
                 "reduces the gradients of every micro-batch, and schedule='backward' would step each of them. Use "
@@ -189,7 +190,7 @@ class InstepCallback(Callback):
                 "schedule='forward' updates weights: state made there would have another dtype. Use "
                 "InstepCallback(schedule='backward'), with undo=True where gradients are clipped"
             )
-        if self._in_backward and _scaler(trainer) is not None:
+        if self._writes_in_backward and _scaler(trainer) is not None:
             raise AttachError(
                 f"precision={trainer.precision!r} scales the loss, and schedule='backward' updates weights before the "
                 "scaler has seen whether a gradient is infinite. Use InstepCallback(schedule='forward') or "
@@ -208,7 +209,7 @@ class InstepCallback(Callback):
                 f"gradient_clip_val={value} and InstepCallback(clip={clip!r}) would clip one after the other. Leave "
                 "one of them out"
             )
-        if value is not None and self._in_backward:
+        if value is not None and self._writes_in_backward:
             by_value = trainer.gradient_clip_algorithm == "value"
             instead = (
                 f"InstepCallback(clip=instep.ClipValue({value})) in place of gradient_clip_val"
@@ -229,8 +230,9 @@ def _is_sharded(trainer: Trainer) -> bool:
     return isinstance(trainer.strategy, ModelParallelStrategy)
 
 
-def _only_adds(trainer: Trainer) -> bool:
-    """Whether Lightning leaves out ``optimizer.step()`` after this backward: not after the last one of an epoch."""
+def _leaves_out_step(trainer: Trainer) -> bool:
+    """Whether Lightning leaves out ``optimizer.step()`` after this backward, so that gradients add up. After the last
+    backward of an epoch Lightning steps, however many there were."""
     ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     last = trainer.is_last_batch or ready == trainer.num_training_batches
     return ready % trainer.accumulate_grad_batches != 0 and not last

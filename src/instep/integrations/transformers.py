@@ -1,13 +1,14 @@
 """instep in Hugging Face's ``Trainer``: one callback, which attaches when training begins.
 
-A callback is given the model, but not as the ``Trainer`` has wrapped it, and no ``Accelerator``; the ``Trainer`` that
-has both is looked for. Where instep clips, two methods of that ``Accelerator`` are stood in for while training runs.
-Apart from that, only documented names of both libraries are used.
+A ``Trainer`` does not give its callbacks the model as it has wrapped it, nor its ``Accelerator``. So ``_trainer_of``
+looks for the ``Trainer``, which has both. Where instep clips, two methods of that ``Accelerator`` are replaced while
+training runs. Apart from that, only documented names of both libraries are used.
 """
 
 import gc
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -74,18 +75,17 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         if clip is not None and not isinstance(clip, ClipNorm):
             raise AttachError(f"clip must be an instep.ClipNorm or None, not {clip!r}: the Trainer clips by norm")
         self.overlap: Attachment | None = None
-        self._schedule = schedule
-        self._defer: Defer = defer
-        self._bucket_bytes = bucket_bytes
-        self._clip = clip
-        self._undo = undo
-        self._nonfinite: Policy = nonfinite
+        # For the settings of the Trainer that do not go with these.
+        self._schedule, self._clip, self._undo = schedule, clip, undo
+        self._attach = partial(
+            attach, schedule=schedule, defer=defer, bucket_bytes=bucket_bytes, undo=undo, nonfinite=nonfinite
+        )
         self._accelerator: Any = None
         self._grad_norm: torch.Tensor | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """The ``Trainer`` was made: refuse settings before anything is loaded."""
-        self._refuse_settings(args)
+        self._clip_for(args)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -96,32 +96,28 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             TornStepError: that training failed within a step, which has reached only some of the weights, and these
                 were not loaded anew. ``UncommittedStepError`` where it has reached all of them.
         """
-        clip = self._refuse_settings(args)
+        clip = self._clip_for(args)
         trainer = _trainer_of(state)
         model, accelerator = trainer.model_wrapped, trainer.accelerator
         self._refuse_placement(model, accelerator)
         if self.overlap is not None:
-            if self._steps_early and state.global_step == 0 and attached(model) is self.overlap:
+            if self._writes_in_backward and state.global_step == 0 and attached(model) is self.overlap:
                 self.overlap.require_committed()
             self.detach()
-        overlap = attach(
+        overlap = self._attach(
             model,
             _torch_optimizer(trainer.optimizer),
-            schedule=self._schedule,
-            defer=self._defer,
-            bucket_bytes=self._bucket_bytes,
             clip=clip,
             # Under DDP the Trainer runs all but the last micro-batch in no_sync(), which tells. With fewer in the last
             # step of an epoch, optimizer.step() finds their gradients, and applies them.
             accumulation_steps=1 if args.world_size > 1 else args.gradient_accumulation_steps,
-            undo=self._undo,
-            nonfinite=self._nonfinite,
         )
         self.overlap = overlap
         if clip is None:
             return
         self._accelerator = accelerator
-        accelerator.clip_grad_norm_ = self._norm_to_come
+        # On the instance: detach() takes them off, and the class's own are there again.
+        accelerator.clip_grad_norm_ = self._norm_after_step
         if clip.mode == "two_pass":
             # All that Accelerator.backward() is without a loss scale, DeepSpeed and LOMO.
             accelerator.backward = lambda loss: overlap.backward(loss / accelerator.gradient_accumulation_steps)
@@ -129,7 +125,7 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Where instep clips, the norm is known now."""
+        """Where instep clips, the norm is known now: fill the tensor that the ``Trainer`` has of it."""
         if self.overlap is not None and self._grad_norm is not None and self.overlap.grad_norm is not None:
             self._grad_norm.copy_(self.overlap.grad_norm)
             self._grad_norm = None
@@ -152,36 +148,20 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             self.overlap = None
 
     @property
-    def _steps_early(self) -> bool:
-        """Whether backward writes what cannot be put back."""
+    def _writes_in_backward(self) -> bool:
+        """Whether backward writes weights that cannot be put back."""
         return self._schedule == "backward" and not self._undo
 
-    def _norm_to_come(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """In place of ``Accelerator.clip_grad_norm_``. The ``Trainer`` asks for the norm before the step, when nobody
-        knows it yet, and uses it after the step, to log it."""
+    def _norm_after_step(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """In place of ``Accelerator.clip_grad_norm_``. The ``Trainer`` asks for the norm before the step, when it is
+        not known yet, and logs it after the step. So it gets a tensor that ``on_optimizer_step`` fills."""
         self._grad_norm = torch.full((), math.nan, dtype=torch.float64, device=self._accelerator.device)
         return self._grad_norm
 
-    def _refuse_settings(self, args: TrainingArguments) -> ClipNorm | None:
-        """What clips in place of the ``Trainer``, if anything does."""
-        if args.optim in ("lomo", "adalomo"):
-            raise AttachError(
-                f"optim={args.optim!s} steps in a backward of its own, and its step() does nothing. Use it without "
-                "InstepCallback, or another one: optim='adamw_torch_fused'"
-            )
-        if self._steps_early and args.auto_find_batch_size:
-            raise AttachError(
-                "auto_find_batch_size=True begins again where backward ran out of memory, and schedule='backward' has "
-                "updated weights by then. Use InstepCallback(schedule='forward'), "
-                "InstepCallback(schedule='backward', undo=True), or auto_find_batch_size=False"
-            )
-        gradient_accumulation = args.accelerator_config.gradient_accumulation_kwargs or {}
-        if self._steps_early and args.world_size > 1 and gradient_accumulation.get("sync_each_batch"):
-            raise AttachError(
-                "sync_each_batch=True (in accelerator_config, gradient_accumulation_kwargs) reduces the gradients of "
-                "every micro-batch, and schedule='backward' steps what has been reduced. Leave it out, or use "
-                "InstepCallback(schedule='forward')"
-            )
+    def _clip_for(self, args: TrainingArguments) -> ClipNorm | None:
+        """Refuse settings that do not go with the options. Returns what clips in place of the ``Trainer``; ``None``:
+        the ``Trainer`` clips by itself."""
+        self._refuse_settings(args)
         limit = args.max_grad_norm
         if self._clip is not None:
             if limit > 0 and limit != self._clip.max_norm:
@@ -204,7 +184,27 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
                 f"InstepCallback(schedule='backward', clip=ClipNorm({limit}, mode='two_pass')), exact: backward runs "
                 "twice; or, not to clip, TrainingArguments(max_grad_norm=0)"
             )
-        return ClipNorm(math.inf, mode="per_bucket")  # clips nothing, and knows the norm of all gradients
+        return ClipNorm(math.inf, mode="per_bucket")  # clips nothing, and knows the norm, which the Trainer logs
+
+    def _refuse_settings(self, args: TrainingArguments) -> None:
+        if args.optim in ("lomo", "adalomo"):
+            raise AttachError(
+                f"optim={args.optim!s} steps in a backward of its own, and its step() does nothing. Use it without "
+                "InstepCallback, or another one: optim='adamw_torch_fused'"
+            )
+        if self._writes_in_backward and args.auto_find_batch_size:
+            raise AttachError(
+                "auto_find_batch_size=True begins again where backward ran out of memory, and schedule='backward' has "
+                "updated weights by then. Use InstepCallback(schedule='forward'), "
+                "InstepCallback(schedule='backward', undo=True), or auto_find_batch_size=False"
+            )
+        gradient_accumulation = args.accelerator_config.gradient_accumulation_kwargs or {}
+        if self._writes_in_backward and args.world_size > 1 and gradient_accumulation.get("sync_each_batch"):
+            raise AttachError(
+                "sync_each_batch=True (in accelerator_config, gradient_accumulation_kwargs) reduces the gradients of "
+                "every micro-batch, and schedule='backward' steps what has been reduced. Leave it out, or use "
+                "InstepCallback(schedule='forward')"
+            )
 
     def _refuse_placement(self, model: nn.Module, accelerator: Any) -> None:
         placed = accelerator.distributed_type.value
@@ -226,7 +226,8 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
 
 
 def _trainer_of(state: TrainerState) -> Trainer:
-    """The ``Trainer`` of ``state``."""
+    """The ``Trainer`` whose ``TrainerState`` is ``state``. Nothing public leads from the one to the other. So it is
+    looked for among the objects that refer to its class, as every instance does."""
     classes = [Trainer]
     for cls in classes:
         classes.extend(cls.__subclasses__())
@@ -240,7 +241,7 @@ def _trainer_of(state: TrainerState) -> Trainer:
 
 
 def _torch_optimizer(optimizer: Optimizer) -> Optimizer:
-    """What is inside of accelerate's wrapper, which adds nothing to a step but whether it is due."""
+    """The optimizer inside accelerate's wrapper, which adds nothing to a step but whether it is due."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer

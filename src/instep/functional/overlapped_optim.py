@@ -1,4 +1,9 @@
-"""An optimizer that registers itself with a distributed wrapper: no ``step()``, no ``zero_grad()`` in the loop."""
+"""An optimizer that registers itself with a distributed wrapper: no ``step()``, no ``zero_grad()`` in the loop.
+
+``as_overlapped_optim`` makes the ``OverlappedOptimizer`` of a class of optimizers. Which one that is, a registry says:
+``OverlappedStandardOptimizer`` for every ``torch.optim.Optimizer``, unless ``register_overlapped`` has another for the
+class or a class nearer to it. The standard one is an attachment whose step is called where backward ends.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -14,9 +19,33 @@ from instep.attaching import attach_stepping_itself
 from instep.errors import AttachError
 from instep.sources.fsdp.modules import fsdp1_in
 
+
+class OverlappedOptimizer(ABC):
+    """An optimizer whose step runs within the backward of a distributed wrapper.
+
+    Subclass it, and decorate the subclass with ``register_overlapped``, to decide for an optimizer of your own
+    (``examples/overlapped_optimizer.py``). The method is that of
+    ``torch/distributed/algorithms/_optimizer_overlap/optimizer_overlap.py``.
+    """
+
+    def __init__(self, optim_cls: type) -> None:
+        self.optim_cls = optim_cls
+
+    @abstractmethod
+    def register_ddp(self, ddp: DistributedDataParallel) -> None:
+        """From now on, the backward of ``ddp`` steps."""
+        raise NotImplementedError(f"{type(self).__name__} does not support overlapped DDP.")
+
+    @abstractmethod
+    def register_fsdp(self, fsdp: nn.Module) -> None:
+        """From now on, the backward of ``fsdp`` steps."""
+        raise NotImplementedError(f"{type(self).__name__} does not support overlapped FSDP.")
+
+
 T = TypeVar("T", bound="type[OverlappedOptimizer]")
 
 _registered: "dict[type, type[OverlappedOptimizer]]" = {}
+"""By class of optimizers, the class that ``as_overlapped_optim`` makes for it and its subclasses."""
 
 
 def register_overlapped(optim_cls: type) -> Callable[[T], T]:
@@ -43,26 +72,26 @@ def register_overlapped(optim_cls: type) -> Callable[[T], T]:
     return register
 
 
-class OverlappedOptimizer(ABC):
-    """An optimizer that runs within the backward of a distributed wrapper.
+def as_overlapped_optim(
+    optim_cls: type, params: Iterable[Any] | None, *args: Any, **kwargs: Any
+) -> OverlappedOptimizer:
+    """The overlapped form of ``optim_cls(params, *args, **kwargs)``. Of the classes in its MRO the first one that is
+    registered decides.
 
-    Subclass it, and decorate the subclass with ``register_overlapped``, to decide for an optimizer of your own
-    (``examples/overlapped_optimizer.py``). The method is that of
-    ``torch/distributed/algorithms/_optimizer_overlap/optimizer_overlap.py``.
+    Raises:
+        ValueError: no class in the MRO is registered, so ``optim_cls`` is no ``torch.optim.Optimizer``.
     """
-
-    def __init__(self, optim_cls: type) -> None:
-        self.optim_cls = optim_cls
-
-    @abstractmethod
-    def register_ddp(self, ddp: DistributedDataParallel) -> None:
-        """From now on, the backward of ``ddp`` steps."""
-        raise NotImplementedError(f"{type(self).__name__} does not support overlapped DDP.")
-
-    @abstractmethod
-    def register_fsdp(self, fsdp: nn.Module) -> None:
-        """From now on, the backward of ``fsdp`` steps."""
-        raise NotImplementedError(f"{type(self).__name__} does not support overlapped FSDP.")
+    # The nearest class first: an optimizer of the user's may be registered, and is one of torch's as well.
+    for cls in optim_cls.__mro__ if isinstance(optim_cls, type) else ():
+        if cls in _registered:
+            make: Any = _registered[cls]
+            overlapped: OverlappedOptimizer = make(optim_cls, params, *args, **kwargs)
+            return overlapped
+    name = optim_cls.__qualname__ if isinstance(optim_cls, type) else repr(optim_cls)
+    raise AttachError(
+        f"{name} is no torch.optim.Optimizer class, and neither it nor a class it inherits from is registered with "
+        "register_overlapped"
+    )
 
 
 @register_overlapped(Optimizer)
@@ -82,7 +111,8 @@ class OverlappedStandardOptimizer(OverlappedOptimizer):
         super().__init__(optim_cls)
         self._arguments = args, kwargs
         self._optimizer: Optimizer | None = None
-        # Without parameters yet, the arguments are tried on one that is thrown away: an error belongs here.
+        # Without parameters yet, the arguments are tried on one that is thrown away: an error in them is raised here,
+        # and not where the module is registered.
         made = self._make([nn.Parameter(torch.zeros(1, 1))] if params is None else params)
         if params is not None:
             self._optimizer = made
@@ -103,9 +133,11 @@ class OverlappedStandardOptimizer(OverlappedOptimizer):
         return self.optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
+        """The optimizer's own."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The optimizer's own."""
         self.optimizer.load_state_dict(state_dict)
 
     def register_ddp(self, ddp: DistributedDataParallel) -> None:
@@ -146,31 +178,10 @@ class OverlappedStandardOptimizer(OverlappedOptimizer):
 
     def _register(self, module: nn.Module) -> None:
         optimizer = self._optimizer or self._make(module.parameters())
-        attach_stepping_itself(module, optimizer)
+        attach_stepping_itself(module, optimizer)  # may refuse: then this is as it was, and may be registered again
         self._optimizer = optimizer
 
     def _make(self, params: Iterable[Any]) -> Optimizer:
         args, kwargs = self._arguments
         made: Optimizer = self.optim_cls(params, *args, **kwargs)
         return made
-
-
-def as_overlapped_optim(
-    optim_cls: type, params: Iterable[Any] | None, *args: Any, **kwargs: Any
-) -> OverlappedOptimizer:
-    """The overlapped form of ``optim_cls(params, *args, **kwargs)``. Of the classes in its MRO the first one that is
-    registered decides.
-
-    Raises:
-        ValueError: no class in the MRO is registered, so ``optim_cls`` is no ``torch.optim.Optimizer``.
-    """
-    for cls in optim_cls.__mro__ if isinstance(optim_cls, type) else ():
-        if cls in _registered:
-            make: Any = _registered[cls]
-            overlapped: OverlappedOptimizer = make(optim_cls, params, *args, **kwargs)
-            return overlapped
-    name = optim_cls.__qualname__ if isinstance(optim_cls, type) else repr(optim_cls)
-    raise AttachError(
-        f"{name} is no torch.optim.Optimizer class, and neither it nor a class it inherits from is registered with "
-        "register_overlapped"
-    )
