@@ -3358,7 +3358,7 @@ MUTANTS = [
     ),
     Mutant(
         "first failure: the end of gloo's group waits for a vote that nobody answers",
-        "_Gloo.finish_sending",
+        "_VoteGroup.finish_sending",
         "            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))\n",
         "            pass\n",
         FIRST_FAILURE,

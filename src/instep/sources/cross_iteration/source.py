@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from instep._optim.parameters import AttachedParameter, Bucket
-from instep._ranks.collectives import group_beside, require_another
+from instep._ranks.process_groups import group_beside, require_another
 from instep._step.state import Recorder
 from instep._torch.engine import Phase, current, graph_task
 from instep._torch.hooks import BoundHook

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._optim.parameters import AttachedParameter, Bucket
-from instep._ranks.collectives import communicating
+from instep._ranks.process_groups import communicating
 from instep.sources import Sink, WrappedParameters, deliver, record_arrival, step_all
 from instep.sources.ddp.buckets import Reduction, Reductions, ShownBuckets, SomeBucket, as_they_arrive, grad_as_left
 from instep.sources.ddp.reducer import CommHook, before_backward, release, take

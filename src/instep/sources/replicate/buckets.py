@@ -14,7 +14,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from instep._optim.parameters import MIB
-from instep._ranks.collectives import broadcast, communicating
+from instep._ranks.collectives import broadcast
+from instep._ranks.process_groups import communicating
 from instep._step.streams import Makers
 from instep._torch.engine import Phase, current, runs
 from instep._torch.hooks import UntracedHook, nodes_of

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from instep._optim.kinds import is_elementwise
 from instep._optim.parameters import AttachedParameter
-from instep._ranks.collectives import broadcast_entries, communicating
+from instep._ranks.collectives import broadcast_entries
+from instep._ranks.process_groups import communicating
 
 Write = Callable[[], None]
 """Writes what has arrived into the parameters."""

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket
-from instep._ranks.collectives import communicating
+from instep._ranks.process_groups import communicating
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
 from instep._torch.hooks import BoundHook
