@@ -20,7 +20,7 @@ from instep._torch.worker import Worker
 from instep._wiring.build import Parts
 from instep._wiring.hooks import ACTING_FOR, this_thread
 from instep.errors import AccumulationError, InstepError
-from instep.sources.ddp.buckets import look_from
+from instep.sources.ddp.instance import look_from
 from instep.sources.fsdp.micro_batches import OneBackward
 
 # The state of torch that each thread has for itself: that of the loop's thread, for the threads of its forwards.

@@ -179,7 +179,8 @@ class StepVotes:
         self._meet(ranks)
         self._reduces = True
         if self.voting is not None:
-            if self._owes:  # for the backward before this one, which no step has followed here
+            # For the backward before this one, which no step has followed here: votes stay in order on all ranks.
+            if self._owes:
                 self.committed(step)
             self._owes = True
 

@@ -26,7 +26,7 @@ from instep.functional.comm_hooks import (
     step_in_backward,
     stepping_hooks,
 )
-from instep.sources.ddp.buckets import bucket_parameters, refuse_delayed_all_reduce
+from instep.sources.ddp.instance import bucket_parameters, refuse_delayed_all_reduce
 from instep.sources.fsdp.modules import fsdp1_of, instances_of
 
 running_ddps: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()

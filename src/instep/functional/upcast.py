@@ -22,14 +22,15 @@ from instep._torch.mixed_precision import LowPrecision
 from instep.comm_hooks import cast_mean_allreduce, mean_allreduce
 from instep.errors import AttachError
 from instep.functional.comm_hooks import OPTIMIZERS, StepAfterReduction, step_in_backward, step_with, stepping_hooks
-from instep.sources import InFlightBucket, drain
-from instep.sources.ddp.buckets import Divisor, Reductions, slices_of
+from instep.sources import LaunchedBucket, drain
+from instep.sources.ddp.buckets import Reductions, slices_of
+from instep.sources.ddp.instance import Divisor
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
-class _UpcastBucket(InFlightBucket[torch.futures.Future[torch.Tensor]]):
+class _UpcastBucket(LaunchedBucket[torch.futures.Future[torch.Tensor]]):
     """A bucket of a DDP instance with ``mixed_precision``: the local gradients, flat, in ``dtype``; zeros where this
     rank has none.
 
