@@ -83,6 +83,7 @@ def broadcast_entries(
         InstepError: on all ranks, where a value is neither.
     """
     mine = dist.get_rank(group) == source
+    # What is sent, first: all ranks must take part in the same broadcasts of tensors, or raise in the same place.
     described = None if entries is None else {key: _described(value) for key, value in entries.items()}
     described = broadcast_json(described if mine else None, group, source)
     if described is None:
@@ -104,7 +105,7 @@ def broadcast_entries(
             sent = entries[key].detach().to(there).contiguous()
         else:
             sent = torch.empty(shape, dtype=getattr(torch, dtype), device=there)
-        if sent.numel():
+        if sent.numel():  # as bytes: not every backend sends every dtype
             dist.broadcast(sent.view(-1).view(torch.uint8), dist.get_global_rank(group, source), group)
         if not mine:
             found[key] = sent.to(device)

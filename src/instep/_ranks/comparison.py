@@ -101,7 +101,7 @@ class Comparison:
             other.last = self._digest
             self._same.add(rank)
             return Heard()
-        if unread:
+        if unread:  # but nothing that this rank says
             other.passed = len(said)
             return Heard(self._difference(rank, unread[-1]))
         alone = other.last == self._digest

@@ -18,7 +18,8 @@ from instep.errors import AttachError
 
 
 def require_another(group: dist.ProcessGroup, device: torch.device) -> None:
-    """
+    """Ask whether ``group_beside`` can make another group like ``group``, before anything is sent.
+
     Raises:
         AttachError: ``group_beside`` cannot make another group like this one.
     """
@@ -36,10 +37,12 @@ def group_beside(group: dist.ProcessGroup, device: torch.device) -> dist.Process
     found = _beside.get(group)
     if found is None:
         backend: Any = type(group._get_backend(device))  # the class alone says how it is made
-        store, rank, size = store_beside(group, "buckets"), dist.get_rank(group), dist.get_world_size(group)
+        store = store_of_world(f"buckets/{group.group_name}")
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
         if backend.__name__ == "ProcessGroupGloo":
             theirs: Any = group._get_backend(device).options
             options: Any = type(theirs)()
+            # As the model's own group was made, but for the threads.
             options._timeout, options._devices, options._threads = theirs._timeout, theirs._devices, _GLOO_THREADS
             made = backend(store, rank, size, options)
         elif backend.__name__ == "ProcessGroupNCCL":
@@ -48,7 +51,7 @@ def group_beside(group: dist.ProcessGroup, device: torch.device) -> dist.Process
             made = backend(store, rank, size, options)
         else:
             made = _plugin_of(group).creator_fn(store, rank, size, timeout_of(group))
-        if isinstance(made, dist.ProcessGroup):
+        if isinstance(made, dist.ProcessGroup):  # of another package, which has made a whole group and no backend
             _beside[group] = made
             return made
         found = dist.ProcessGroup(store, rank, size)
@@ -71,11 +74,6 @@ def _plugin_of(group: dist.ProcessGroup) -> Any:
     group; ``None``: the backend is torch's own, or is made in a way that is not known here."""
     plugin: Any = dist.Backend._plugins.get(dist.get_backend(group).upper())
     return None if plugin is None or plugin.extended_api else plugin
-
-
-def store_beside(group: dist.ProcessGroup, purpose: str) -> Any:
-    """A store in which the ranks of ``group`` find each other once more, for ``purpose``."""
-    return store_of_world(f"{purpose}/{group.group_name}")
 
 
 def store_of_world(place: str) -> Any:

@@ -27,11 +27,7 @@ from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import InstepError
 from instep.sources import LaunchedBucket, WrappedParameters, as_bucket
 from instep.sources.cross_iteration.collectives import OrderedCollective, OrderedCollectives, future_on
-from instep.sources.cross_iteration.order import (
-    BucketHistory,
-    SendingPlan,
-    will_exchange,
-)
+from instep.sources.cross_iteration.order import BucketHistory, SendingPlan, will_exchange
 from instep.sources.ddp.buckets import GradBucketLike
 from instep.sources.ddp.instance import managed_by
 from instep.sources.ddp.reducer import before_backward, connect_listener, disconnect_listener

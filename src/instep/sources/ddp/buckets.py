@@ -130,7 +130,7 @@ class Reduction(LaunchedBucket[FutureLike]):
 
     __slots__ = ("_positions", "_slices", "_sparse", "index", "parameters", "unused")
 
-    def __init__(self, bucket: GradBucketLike, communication: FutureLike, slices: "Slices | None" = None) -> None:
+    def __init__(self, bucket: GradBucketLike, communication: FutureLike, slices: Slices | None = None) -> None:
         super().__init__(bucket.parameters(), communication)
         self._slices = slices or slices_of
         self._sparse = bucket.buffer().is_sparse

@@ -58,7 +58,8 @@ class _AsTheyAre(TorchDispatchMode):
 
 
 def refuse_manual_finalization(ddp: DistributedDataParallel) -> None:
-    """
+    """Refuse an instance whose gradients are written where the loop asks for it.
+
     Raises:
         AttachError: ``ddp`` (of torch 2.15 or later) writes gradients when the loop asks for it, and would write them
             over those that were applied where backward ended.
@@ -72,7 +73,8 @@ def refuse_manual_finalization(ddp: DistributedDataParallel) -> None:
 
 
 def refuse_delayed_all_reduce(ddp: DistributedDataParallel) -> None:
-    """
+    """Refuse an instance that reduces some gradients after their hooks.
+
     Raises:
         AttachError: ``ddp`` reduces some gradients where a hook on their parameters cannot wait for it.
     """

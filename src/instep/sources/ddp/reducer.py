@@ -25,11 +25,7 @@ from instep._torch.hooks import UntracedHook
 from instep._torch.placeholders import Placeholder
 from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AttachError
-from instep.sources.ddp.buckets import (
-    BucketListener,
-    slices_of,
-    value_of,
-)
+from instep.sources.ddp.buckets import BucketListener, slices_of, value_of
 from instep.sources.ddp.instance import Divisor, GradientsAside, buckets_of, refuse_manual_finalization
 
 CommHook = tuple[Any, Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]]
@@ -106,12 +102,6 @@ def before_backward(ddp: DistributedDataParallel | None) -> None:
         slot.before_backward()
 
 
-def comm_hook_of(ddp: DistributedDataParallel) -> CommHook | None:
-    """The user's communication hook, which was given to this attachment or an earlier one."""
-    slot = _slots.get(ddp)
-    return None if slot is None else slot.comm_hook
-
-
 def forget_comm_hook(ddp: DistributedDataParallel) -> None:
     """From now on the mean of ``ddp`` is plain, whatever was asked for."""
     slot = _slots.get(ddp)
@@ -147,8 +137,6 @@ class ReducerGroup(dist.ProcessGroup):
     Args:
         source: is told of each bucket. The reducer has divided it already.
     """
-
-    comm_hook = None
 
     def __init__(self, ddp: DistributedDataParallel, source: BucketListener) -> None:
         _init: Any = super().__init__  # torch's annotation lacks this one

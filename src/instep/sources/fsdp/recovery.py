@@ -38,17 +38,17 @@ class AfterErrors:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._sharded: list[weakref.ref[nn.Module]] = []
-        self._let_go: Callable[[], None] = lambda: None
+        self._drain_failed: Callable[[], None] = lambda: None
         self._running: _Forward | None = None  # of the outermost module with FSDP inside
 
-    def connect(self, let_go: Callable[[], None]) -> Iterator[GuardedCall]:
+    def connect(self, drain_failed: Callable[[], None]) -> Iterator[GuardedCall]:
         """A guard around each forward that FSDP takes part in.
 
         Args:
-            let_go: returns once a backward that raised has been told of. On accelerators the engine's thread may do
-                so only after the exception has reached the loop.
+            drain_failed: returns once ``backward_failed`` was called for a backward that raised. On accelerators the
+                engine's thread may call it only after the exception has reached the loop.
         """
-        self._let_go = let_go
+        self._drain_failed = drain_failed
         model = self._model()
         assert model is not None
         sharded = [*fsdp2_in(model), *fsdp1_in(model)]
@@ -67,12 +67,12 @@ class AfterErrors:
     def _begin(self, forward: "_Forward") -> None:
         module, running = forward.module(), self._running
         if running is not None and not running.failed and self._contains(running.module(), module):
-            return
-        self._let_go()
+            return  # a part of the forward that runs
+        self._drain_failed()
         if any(map(_is_in_backward, (ref() for ref in self._sharded))):
-            self._rebuild(gradients=True)
+            self._rebuild(gradients=True)  # a backward was left, and nobody has told of it
         elif running is not None:
-            self._rebuild(gradients=False)
+            self._rebuild(gradients=False)  # a forward was left: by an interrupt, or its rebuilding was interrupted
         forward.awaited = frozenset(_awaiting_backward(ref() for ref in self._sharded))
         if not torch.is_grad_enabled():
             fsdp2 = (one for ref in self._sharded if (one := ref()) is not None and is_fsdp2(one))

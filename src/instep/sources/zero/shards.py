@@ -210,7 +210,7 @@ class StateShards:
         for owner, owned in _by_owner(gradients, parts):
             sent = torch.empty(sum(g.numel() for g in owned), dtype=dtype, device=device)
             _copy(_in_line(sent, owned))
-            sent.mul_(1.0 / divisor)
+            sent.mul_(1.0 / divisor)  # before the sum, as DDP's reducer does
             work: Any = dist.reduce(sent, self._global(owner), group=self.group, async_op=True)
             scattered.expect_whole(work, sent, mine=owner == self._rank)
         rows = [(g, part) for g, part in zip(gradients, parts, strict=True) if isinstance(part, RowShard)]
@@ -375,11 +375,8 @@ class GatheredShards:
         self._expected: list[tuple[Any, Write]] = []
 
     def expect(self, work: Any, write: Write) -> None:
+        """``write`` may be called once ``work`` is done."""
         self._expected.append((work, write))
-
-    def done(self) -> bool:
-        """Whether all have arrived."""
-        return all(work.is_completed() for work, _ in self._expected)
 
     def wait(self) -> None:
         """Return when all have arrived, for the current stream. Nothing is written: one that does not arrive must not

@@ -295,7 +295,7 @@ class ZeroSource:
         for arrived in as_they_arrive(reductions, one_by_one=self._sink.by_bucket):
             with grad_as_left([parameter for one in arrived for parameter in one.parameters]):
                 done = self._sink.apply(self._members(arrived), partial(self._fetch, arrived)) and done
-            self._send(arrived)  # also what could not be stepped: the other ranks wait for it
+            self._send(arrived)
         return done
 
     def _fetch(self, reductions: Sequence[Reduction]) -> None:
