@@ -66,7 +66,7 @@ class SendingPlan:
     mean of all ranks' times, which they exchange, and by the number of the backward.
 
     Attributes:
-        order: numbers of buckets, in the order in which they are sent while the layout repeats.
+        order: numbers of buckets, in the order in which they are sent while the same buckets repeat.
         crosses: whether the running backward returns before its buckets have arrived.
         times: those of this rank.
     """
@@ -131,11 +131,11 @@ class SendingPlan:
 
 
 _FIRST_PLANS, _PLAN_EVERY = (1, 3, 7, 15, 31), 64
-"""Times are exchanged, and the order is made anew, at these repetitions of the same buckets, and every so many."""
+"""Times are exchanged, and the order is made anew, at these repetitions of the same buckets, and at every 64th."""
 
 
 def will_exchange(repetitions: int) -> bool:
-    """Whether times are exchanged in the backward that repeats a layout for the ``repetitions``-th time."""
+    """Whether times are exchanged in the backward that repeats the same buckets for the ``repetitions``-th time."""
     return repetitions in _FIRST_PLANS or (repetitions > 0 and repetitions % _PLAN_EVERY == 0)
 
 
@@ -200,8 +200,8 @@ class IterationTimes:
         return means
 
 
-_PLAN, _PERIOD, _SOME = 32, 512, 8
-"""Iterations until a way is chosen, those after which the other way is tried again, and those that it is tried for."""
+_CHOSEN_AFTER, _TRIED_EVERY, _TRIED_FOR = 32, 512, 8
+"""In iterations: when a way is chosen, how often the other one is tried again, and for how long."""
 
 
 class CrossingTrial:
@@ -220,12 +220,12 @@ class CrossingTrial:
 
     def first(self, iteration: int) -> bool:
         """Whether this iteration goes the first way; the second one, else."""
-        if iteration < _PLAN:
-            return not _SOME <= iteration < 2 * _SOME
-        return self._first if iteration % _PERIOD >= _SOME else not self._first
+        if iteration < _CHOSEN_AFTER:
+            return not _TRIED_FOR <= iteration < 2 * _TRIED_FOR
+        return self._first if iteration % _TRIED_EVERY >= _TRIED_FOR else not self._first
 
     def took(self, iteration: int, first: bool, seconds: float) -> None:
-        if iteration >= _SOME:  # before that nobody is warm
+        if iteration >= _TRIED_FOR:  # before that nobody is warm
             self._took[first].append(seconds)
 
     def times(self) -> tuple[float, float]:
@@ -236,7 +236,7 @@ class CrossingTrial:
     def keep(self, iteration: int, first: float, second: float) -> None:
         """Choose by the mean of all ranks' times, which they have exchanged in ``iteration``. With one of them unknown
         everything stays as it is."""
-        if iteration >= _PLAN - 1 and max(first, second) < float("inf"):
+        if iteration >= _CHOSEN_AFTER - 1 and max(first, second) < float("inf"):
             self._first = first <= second
             self._took = {True: [], False: []}
 

@@ -23,7 +23,8 @@ from instep._ranks.collectives import broadcast, require_the_same
 from instep._torch.engine import Phase, current, graph_task
 from instep.errors import AttachError, InstepError
 from instep.sources import Sink, WrappedParameters, as_bucket, deliver, record_arrival, step_all, step_bucket
-from instep.sources.replicate.buckets import BucketSizes, TransientBuckets
+from instep.sources.replicate.buckets import TransientBuckets
+from instep.sources.replicate.layout import BucketSizes
 
 _living: "weakref.WeakSet[Replicated]" = weakref.WeakSet()
 
