@@ -77,19 +77,44 @@ class Sink(Protocol):
     def frees_gradients(self) -> bool: ...
     @property
     def keeps_gradients(self) -> bool: ...
-    def arrive(self, parameters: Sequence[AttachedParameter]) -> bool: ...
+
+    def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
+        """Take final gradients into the step. ``False``: they stay in ``.grad``, nothing may be written now. Raises if
+        one of them cannot be a part of this step, before anything of it is written."""
+
     def apply(
         self, bucket: Sequence[AttachedParameter], fetch: Callable[[], None] | None = None, *, final: bool = True
-    ) -> bool: ...
-    def retire(self, bucket: Iterable[AttachedParameter]) -> None: ...
-    def freed(self, bucket: Sequence[AttachedParameter]) -> None: ...
-    def is_applied(self, attached: AttachedParameter) -> bool: ...
-    def compute_total_norm(self) -> None: ...
-    def fail(self, error: BaseException, begun: Sequence[str] = ()) -> None: ...
-    def updated_on_all(self) -> bool: ...
-    def received(self, parameters: AttachedParameters) -> None: ...
-    def backward_raised(self) -> None: ...
-    def raise_failure(self) -> None: ...
+    ) -> bool:
+        """Step ``bucket`` from its ``.grad``, after ``fetch`` has put the gradients there. ``False``: it was not
+        stepped. An error is kept for ``raise_failure``."""
+
+    def compute_total_norm(self) -> None:
+        """All gradients of the step are in ``.grad``: take the norm to clip by. For a sink that ``waits_for_all``."""
+
+    def is_applied(self, attached: AttachedParameter) -> bool:
+        """Whether this step has updated the parameter already."""
+
+    def retire(self, bucket: Iterable[AttachedParameter]) -> None:
+        """Nobody but instep needs ``.grad`` of these any more: free the gradients of those that were applied."""
+
+    def freed(self, bucket: Sequence[AttachedParameter]) -> None:
+        """Count the memory of applied gradients that ``retire`` has freed, as nobody else keeps them."""
+
+    def updated_on_all(self) -> bool:
+        """With ``shard_state``: whether every rank has stepped all of its parts. Each rank must ask once in a backward,
+        before it writes a part of another rank's. Waits for the ranks."""
+
+    def received(self, parameters: AttachedParameters) -> None:
+        """With ``shard_state``: other ranks' parts of these parameters were written."""
+
+    def fail(self, error: BaseException, begun: Sequence[str] = ()) -> None:
+        """Keep ``error`` for ``raise_failure``. ``begun`` are the parameters that it may have left half updated."""
+
+    def raise_failure(self) -> None:
+        """Raise the error that was kept, if any."""
+
+    def backward_raised(self) -> None:
+        """Backward ends with an exception of its own: nothing of this step is written any more."""
 
 
 def record_arrival(sink: Sink, bucket: Iterable[AttachedParameter], future: torch.futures.Future[Any]) -> None:
