@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep._optim.parameters import Attribute
-from instep.sources.ddp.source import managed_by
+from instep.sources.ddp.instance import managed_by
 from instep.sources.fsdp.modules import ShardedGroup, fsdp1_in, fsdp2_in, sharded_groups
 from instep.sources.replicate.source import Replicated
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.sources.cross_iteration import source as crossing
-from instep.sources.cross_iteration.order import Trial
+from instep.sources.cross_iteration.order import CrossingTrial
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
 from tests.inside import source_of
@@ -59,7 +59,10 @@ def late_arrivals() -> Iterator[None]:
     def start_late(*args: Any) -> Any:
         return _Late(sent, partial(start, *args))
 
-    with patch.object(crossing, "_start", start_late), patch.object(Trial, "first", lambda trial, iteration: True):
+    with (
+        patch.object(crossing, "_start", start_late),
+        patch.object(CrossingTrial, "first", lambda trial, iteration: True),
+    ):
         yield
     assert not sent, "nobody waited for a bucket"
 

@@ -21,9 +21,9 @@ from torch.nn.utils import clip_grad_norm_
 import instep
 from instep._torch.placeholders import HeldGradient
 from instep.errors import AttachError, InstepError, TornStepError
+from instep.sources.cross_iteration import order as plan
 from instep.sources.cross_iteration import source as crossing
-from instep.sources.cross_iteration import source as plan
-from instep.sources.cross_iteration.order import Trial
+from instep.sources.cross_iteration.order import CrossingTrial
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, Sometimes, Tied, batch, grad_of, weights
 from tests.devices import on_cpu_only
@@ -366,12 +366,12 @@ def test_backward_does_not_wait(two_ranks: RankPool) -> None:
 
 def chosen(crosses: float, waits: float) -> str | None:
     """As if an iteration took so long, on the first rank; the others find the opposite, by less."""
-    real, here = Trial.took, dist.get_rank() == 0
+    real, here = CrossingTrial.took, dist.get_rank() == 0
     seconds = {True: crosses, False: waits} if here else {True: waits / 4, False: crosses / 4}
     plain, attached = Loop(False), Loop(True)
     overlap = attached.overlap
     crossed = []
-    with patch.object(Trial, "took", lambda trial, i, first, _: real(trial, i, first, seconds[first])):
+    with patch.object(CrossingTrial, "took", lambda trial, i, first, _: real(trial, i, first, seconds[first])):
         for i in range(44):
             plain.step(i)
             attached.backward(i)
@@ -403,7 +403,7 @@ def planned() -> list[Any]:
         asked.append((list(timed), list(real(timed))))
         return asked[-1][1]
 
-    real = plan.best_order  # type: ignore[attr-defined]  # where it is looked up
+    real = plan.best_order
     with loop.overlap, patch.object(plan, "best_order", best_order):
         orders = []
         for i in range(20):

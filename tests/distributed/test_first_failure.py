@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep._ranks import step_ranks
-from instep._ranks.collectives import communicating, is_lost
+from instep._ranks.process_groups import communicating, is_lost
 from instep.errors import TornStepError
 from instep.sources.zero.shards import GatheredShards
 from tests.cases import Blocks
@@ -140,7 +140,7 @@ def vote_is_lost() -> None:
         overlap.synchronize()
 
     with (
-        patch.object(step_ranks._Cast, "verdict", Lost.wait),
+        patch.object(step_ranks._CastVote, "verdict", Lost.wait),
         patch.object(dist, "all_gather", lambda *args, **kwargs: sent.append(args)),
         pytest.raises(TornStepError) as torn,
     ):
@@ -184,7 +184,7 @@ def at_exit() -> tuple[int, int]:
     assert neighbours is not None
     ranks = step_ranks.StepRanks(neighbours, [{}, {}], "model", waits=True, matters=True)
     ranks.open()
-    beside, vote = ranks._gloo(), Unanswered()
+    beside, vote = ranks._vote_group(), Unanswered()
     counts = []
     for is_gone in (False, True):
         if is_gone:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import AttachError
-from instep.sources.ddp.buckets import buckets_of
+from instep.sources.ddp.instance import buckets_of
 from instep.sources.ddp.reducer import ReducerGroup, _slots
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, grad_of

@@ -17,9 +17,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep._ranks import step_ranks
-from instep._ranks import step_ranks as comparison
-from instep._ranks.collectives import store_of_world
+from instep._ranks import comparison, step_ranks
+from instep._ranks.process_groups import store_of_world
 from instep._ranks.step_ranks import StepRanks, neighbours_of
 from instep.errors import InstepError, NonFiniteGradientError, StepMismatchError, TornStepError
 from instep.verification import first_difference, training_state

@@ -179,7 +179,7 @@ def _collectives(trigger: Trigger, run: "Run") -> Iterator[None]:
 @contextmanager
 def _vote(trigger: Trigger, run: "Run") -> Iterator[None]:
     """Before the ranks' vote is sent, and while it is on its way."""
-    real = step_ranks._Gloo.minimum
+    real = step_ranks._VoteGroup.minimum
 
     def minimum(group: Any, box: torch.Tensor) -> Any:
         trigger.hit()
@@ -187,7 +187,7 @@ def _vote(trigger: Trigger, run: "Run") -> Iterator[None]:
         trigger.hit()
         return work
 
-    with patch.object(step_ranks._Gloo, "minimum", minimum):
+    with patch.object(step_ranks._VoteGroup, "minimum", minimum):
         yield
 
 

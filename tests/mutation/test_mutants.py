@@ -782,8 +782,8 @@ MUTANTS = [
     Mutant(
         "replicate: a backward begins before its end was asked for",
         "TransientBuckets._begin",
-        "        backward = _Backward(self._layout)\n",
-        "        backward = self._backward = _Backward(self._layout)\n",
+        "        backward = _BackwardProgress(self._layout)\n",
+        "        backward = self._backward = _BackwardProgress(self._layout)\n",
         "tests/distributed/test_replicated_life.py",
     ),
     Mutant(
@@ -1281,7 +1281,7 @@ MUTANTS = [
     ),
     Mutant(
         "send a bucket before it is full",
-        "_Backward.next_is_full",
+        "_BackwardProgress.next_is_full",
         "self.missing[self.sent] == 0",
         "self.missing[self.sent] <= 1",
         REPLICATED,
@@ -1400,14 +1400,14 @@ MUTANTS = [
     ),
     Mutant(
         "step whole parameters on every rank",
-        "Whole.__init__",
+        "OwnedParameter.__init__",
         "self.is_owner = mesh.get_local_rank() == owner",
         "self.is_owner = True",
         ZERO,
     ),
     Mutant(
         "save the rows of one rank as the whole state",
-        "Rows.give",
+        "RowShard.give",
         "v.full_tensor() if isinstance(v, DTensor) else v",
         "v.to_local() if isinstance(v, DTensor) else v",
         ZERO,
@@ -1779,8 +1779,8 @@ MUTANTS = [
     Mutant(
         "drop FSDP2's gradients after a failed forward",
         "rebuild_fsdp2",
-        "kept = [KeptGradients(group, unreduced=not gradients) for group in groups]",
-        "kept = [KeptGradients(group, unreduced=False) for group in groups]",
+        "kept = [GroupGradients(group, unreduced=not gradients) for group in groups]",
+        "kept = [GroupGradients(group, unreduced=False) for group in groups]",
         FSDP_ERRORS,
     ),
     Mutant(
@@ -1960,9 +1960,9 @@ MUTANTS = [
     ),
     Mutant(
         "read a gradient that has not arrived",
-        "CrossingSource",
-        "        self.wait_into_grad()\n\n    def _drain",
-        "        pass\n\n    def _drain",
+        "CrossingSource._used",
+        "        self.wait_into_grad()\n",
+        "        pass\n",
         CROSSING,
     ),
     Mutant(
@@ -3358,7 +3358,7 @@ MUTANTS = [
     ),
     Mutant(
         "first failure: the end of gloo's group waits for a vote that nobody answers",
-        "_Gloo.finish_sending",
+        "_VoteGroup.finish_sending",
         "            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))\n",
         "            pass\n",
         FIRST_FAILURE,

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from instep.sources.replicate.buckets import BucketSizes, as_they_arrived, before_any_backward
+from instep.sources.replicate.layout import BucketSizes, as_they_arrived, before_any_backward
 
 DTYPES = [torch.float32, torch.bfloat16, torch.complex64]
 

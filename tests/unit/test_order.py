@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instep.sources.cross_iteration.collectives import OrderedCollective, OrderedCollectives
-from instep.sources.cross_iteration.order import Timed, best_order, deepest_then_shallowest, delay
+from instep.sources.cross_iteration.order import TimedBucket, best_order, deepest_then_shallowest, delay
 
 seconds = st.integers(0, 20).map(float)
 
 
-def in_layers(forward: float, backward: float, send: Sequence[float]) -> list[Timed]:
+def in_layers(forward: float, backward: float, send: Sequence[float]) -> list[TimedBucket]:
     """Layers of one size: backward makes them one by one, and the forward reads them in the opposite order."""
     count = len(send)
     end = count * backward
-    return [Timed((i + 1) * backward, s, end + (count - 1 - i) * forward) for i, s in enumerate(send)]
+    return [TimedBucket((i + 1) * backward, s, end + (count - 1 - i) * forward) for i, s in enumerate(send)]
 
 
 class Waited(OrderedCollective):
@@ -70,35 +70,35 @@ def test_a_link_that_is_fast_enough_changes_nothing() -> None:
     assert best_order(in_layers(1.0, 2.0, [0.5] * 6)) == list(range(6))
 
 
-def least_delay(buckets: Sequence[Timed]) -> float:
+def least_delay(buckets: Sequence[TimedBucket]) -> float:
     """Of all orders that there are."""
     return min(delay(buckets, one) for one in itertools.permutations(range(len(buckets))))
 
 
-@given(st.lists(st.builds(Timed, seconds, seconds, seconds), max_size=6))
-def test_every_bucket_is_sent_once(buckets: list[Timed]) -> None:
+@given(st.lists(st.builds(TimedBucket, seconds, seconds, seconds), max_size=6))
+def test_every_bucket_is_sent_once(buckets: list[TimedBucket]) -> None:
     assert sorted(best_order(buckets)) == list(range(len(buckets)))
 
 
-@given(st.lists(st.builds(Timed, st.just(3.0), seconds, seconds), max_size=6))
-def test_where_all_gradients_come_at_once_it_is_the_best_of_all(buckets: list[Timed]) -> None:
+@given(st.lists(st.builds(TimedBucket, st.just(3.0), seconds, seconds), max_size=6))
+def test_where_all_gradients_come_at_once_it_is_the_best_of_all(buckets: list[TimedBucket]) -> None:
     """What is read first is then sent first, and no order is better (Jackson)."""
     assert delay(buckets, best_order(buckets)) == least_delay(buckets)
 
 
-@given(st.lists(st.builds(Timed, seconds, seconds, st.just(30.0)), max_size=6))
-def test_where_all_are_read_at_once_it_is_the_best_of_all(buckets: list[Timed]) -> None:
+@given(st.lists(st.builds(TimedBucket, seconds, seconds, st.just(30.0)), max_size=6))
+def test_where_all_are_read_at_once_it_is_the_best_of_all(buckets: list[TimedBucket]) -> None:
     """The link must then not rest while a bucket is there, and no more is asked of the order."""
     assert delay(buckets, best_order(buckets)) == least_delay(buckets)
 
 
-@given(st.lists(st.builds(Timed, seconds, st.just(1.0), seconds), max_size=6))
-def test_where_all_take_the_same_it_is_the_best_of_all(buckets: list[Timed]) -> None:
+@given(st.lists(st.builds(TimedBucket, seconds, st.just(1.0), seconds), max_size=6))
+def test_where_all_take_the_same_it_is_the_best_of_all(buckets: list[TimedBucket]) -> None:
     """Times are whole multiples of what a bucket takes: no bucket is in the way of a more urgent one."""
     assert delay(buckets, best_order(buckets)) == least_delay(buckets)
 
 
-def is_near_the_best(buckets: Sequence[Timed], order: Sequence[int]) -> bool:
+def is_near_the_best(buckets: Sequence[TimedBucket], order: Sequence[int]) -> bool:
     """Sending what is there by the time it is read (Schrage) is never worse than the best order by as much as the
     longest bucket takes: one bucket may just have been begun when a more urgent one is ready."""
     best = least_delay(buckets)
@@ -106,19 +106,19 @@ def is_near_the_best(buckets: Sequence[Timed], order: Sequence[int]) -> bool:
     return found == best or found < best + max(bucket.send for bucket in buckets)
 
 
-@given(st.lists(st.builds(Timed, seconds, seconds, seconds), min_size=1, max_size=6))
-def test_it_is_near_the_best_of_all(buckets: list[Timed]) -> None:
+@given(st.lists(st.builds(TimedBucket, seconds, seconds, seconds), min_size=1, max_size=6))
+def test_it_is_near_the_best_of_all(buckets: list[TimedBucket]) -> None:
     assert is_near_the_best(buckets, best_order(buckets))
 
 
 def test_the_best_order_is_none_of_those_that_backward_suggests() -> None:
     """What is read first is in the middle, and takes little: sent after either of the others, it is late."""
-    buckets = [Timed(0.0, 10.0, 20.0), Timed(0.0, 1.0, 1.0), Timed(0.0, 10.0, 30.0)]
+    buckets = [TimedBucket(0.0, 10.0, 20.0), TimedBucket(0.0, 1.0, 1.0), TimedBucket(0.0, 10.0, 30.0)]
     assert best_order(buckets) == [1, 0, 2]
 
 
 def test_an_order_that_is_not_near_the_best_is_found() -> None:
-    buckets = [Timed(0.0, 1.0, 3.0), Timed(0.0, 1.0, 2.0), Timed(0.0, 1.0, 1.0)]
+    buckets = [TimedBucket(0.0, 1.0, 3.0), TimedBucket(0.0, 1.0, 2.0), TimedBucket(0.0, 1.0, 1.0)]
     assert best_order(buckets) == [2, 1, 0]
     assert not is_near_the_best(buckets, [0, 1, 2])
 

@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.sources.cross_iteration.order import Trial
+from instep.sources.cross_iteration.order import CrossingTrial
 
 EXCHANGES = {1, 3, 7, 15, 31}
 
 
 def run(iterations: int, first: float, second: float, later: tuple[float, float] | None = None) -> list[bool]:
     """The ways that were gone, where one takes ``first`` seconds and the other ``second``; from the 600th on others."""
-    trial, ways = Trial(), []
+    trial, ways = CrossingTrial(), []
     for i in range(1, iterations + 1):
         way = trial.first(i)
         ways.append(way)
@@ -39,7 +39,7 @@ def test_the_other_one_is_tried_again() -> None:
 
 @given(st.lists(st.floats(0.1, 10), min_size=40, max_size=40), st.integers(0, 39))
 def test_ranks_that_are_given_the_same_times_go_the_same_way(times: list[float], other: int) -> None:
-    one, two = Trial(), Trial()
+    one, two = CrossingTrial(), CrossingTrial()
     for i, seconds in enumerate(times, start=1):
         assert one.first(i) == two.first(i)
         one.took(i, one.first(i), seconds)

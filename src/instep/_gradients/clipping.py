@@ -1,4 +1,10 @@
-"""Clipping: the policies that ``attach`` takes, norms bit for bit those of torch, and what a step does with them."""
+"""Clipping: the policies that ``attach`` takes, a step's norms and factors, and torch's arithmetic in parts.
+
+A policy is a small frozen value. ``Clipping`` is the policy at work: it measures gradients as they become final
+(``measure``), takes the norm of all of them (``compute_total_norm``), and scales gradients before they are applied
+(``clip``). torch does all of this in one call of ``clip_grad_norm_``, when every gradient is there. The functions below
+``Clipping`` do the same in parts, bit for bit.
+"""
 
 import math
 import sys
@@ -13,9 +19,6 @@ from torch.utils import _foreach_utils
 from instep._optim.parameters import AttachedParameter
 from instep._optim.stepper import Stepper
 from instep.errors import AttachError
-
-# What is done to gradients before they are applied: small frozen values that ``attach`` takes.
-
 
 Mode = Literal["exact", "two_pass", "per_bucket", "previous_norm"]
 
@@ -75,13 +78,134 @@ class ClipValue:
         _require_number("ClipValue", "clip_value", self.clip_value)
 
 
+def _require_number(kind: str, name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_a_limit(value):
+        raise AttachError(f"{kind}: {name} must be a number that is not negative, not {value!r}")
+
+
 def _is_a_limit(value: float) -> bool:
     return 0 <= value <= sys.float_info.max or value == math.inf  # not NaN, nor a whole number that is no float
 
 
-def _require_number(kind: str, name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_a_limit(value):
-        raise AttachError(f"{kind}: {name} must be a number that is not negative, not {value!r}")
+Clip = Callable[[Sequence[torch.Tensor]], None]
+"""Clips the ``.grad`` of parameters in place."""
+
+
+class Clipping:
+    """A clip policy at work: the norms of the running step, and what is done to gradients with them.
+
+    Attributes:
+        policy: what was asked for; ``None`` does nothing.
+        grad_norm: the norm of all gradients of the last step, before they were clipped, 0-dim; ``None`` before the
+            first, and unless ``policy`` is a ``ClipNorm``.
+        total: the same for the running step, once it is known.
+    """
+
+    def __init__(self, policy: ClipNorm | ClipValue | None) -> None:
+        self.policy = policy
+        self.grad_norm: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None
+        self._previous: torch.Tensor | None = None
+        self._norms: dict[int, torch.Tensor] = {}  # of the gradients of this step that were measured, by index
+        self._steppers_left: set[Stepper] = set()  # whose step() has still to use the norm
+
+    @property
+    def mode(self) -> str | None:
+        """The mode of a ``ClipNorm``; ``None`` for another policy."""
+        return self.policy.mode if isinstance(self.policy, ClipNorm) else None
+
+    @property
+    def clips_buckets(self) -> bool:
+        """Whether each bucket is clipped by its own norm. An infinite limit clips nothing, and only has norms taken."""
+        return (
+            isinstance(self.policy, ClipNorm) and self.policy.mode == "per_bucket" and self.policy.max_norm < math.inf
+        )
+
+    def begin(self) -> None:
+        """A step begins: none of its gradients is known yet."""
+        self._steppers_left.clear()
+        self.total = None
+        self._previous = self.grad_norm
+        self._norms.clear()
+
+    def measure(self, parameters: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor]) -> None:
+        """Take the norms of final gradients."""
+        if isinstance(self.policy, ClipNorm):
+            for attached, norm in zip(parameters, norms_of(gradients, self.policy.norm_type), strict=True):
+                self._norms[attached.spec.index] = norm
+
+    def is_measured(self, attached: AttachedParameter) -> bool:
+        """Whether this gradient's norm was taken in the running step."""
+        return attached.spec.index in self._norms
+
+    def forget(self, attached: AttachedParameter) -> None:
+        """A gradient was changed after it had been measured."""
+        self._norms.pop(attached.spec.index, None)
+
+    def forget_norms(self) -> None:
+        """Gradients may change from now on."""
+        self._norms.clear()
+
+    def compute_total_norm(
+        self, parameters: Sequence[AttachedParameter], gradient: Callable[[AttachedParameter], torch.Tensor | None]
+    ) -> None:
+        """All gradients of the step are final: measure those that were not, and take the norm of all.
+
+        Args:
+            parameters: all that are attached, in the model's order.
+            gradient: of those that have not been measured; ``None`` for those without one.
+
+        Raises:
+            RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
+        """
+        if not isinstance(self.policy, ClipNorm) or self.total is not None:
+            return
+        rest = [(a, g) for a in parameters if not self.is_measured(a) and (g := gradient(a)) is not None]
+        self.measure([a for a, _ in rest], [g for _, g in rest])
+        known = [a for a in parameters if self.is_measured(a)]
+        self.total = total_norm(
+            [a.get() for a in known],
+            [self._norms[a.spec.index] for a in known],
+            self.policy.norm_type,
+            self.policy.error_if_nonfinite,
+        )
+        self.grad_norm = self.total
+        self._steppers_left = {a.stepper for a in known}
+
+    def stepped(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` has used the norm. With that of the last optimizer the step is over."""
+        self._steppers_left.discard(stepper)
+        if not self._steppers_left:
+            self.begin()
+
+    def scales_down(self) -> bool:
+        """Whether the norm, which is known, is above the limit. Waits for it."""
+        assert isinstance(self.policy, ClipNorm)
+        assert self.total is not None
+        return scales_down(self.policy.max_norm, self.total)
+
+    def clip(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Clip the ``.grad`` of ``parameters`` in place, which are about to be applied together."""
+        self.as_of_now()(parameters)
+
+    def as_of_now(self) -> Clip:
+        """``clip`` with the norm of this moment, for a later one: an update that is put off clips by the norm of its
+        own step, when the next step has its norm already."""
+        return partial(_clip, self.policy, self._previous if self.mode == "previous_norm" else self.total)
+
+
+def _clip(policy: ClipNorm | ClipValue | None, total: torch.Tensor | None, parameters: Sequence[torch.Tensor]) -> None:
+    if not parameters:
+        return  # clip_grad_value_ raises where there is nothing to clip
+    if isinstance(policy, ClipValue):
+        for members in by_mesh([p if p.grad is None else p.grad for p in parameters]):
+            torch.nn.utils.clip_grad_value_([parameters[i] for i in members], policy.clip_value)
+    elif isinstance(policy, ClipNorm) and policy.mode == "per_bucket":
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        own = total_norm(gradients, norms_of(gradients, policy.norm_type), policy.norm_type, False)
+        clip_by(parameters, policy.max_norm, own)
+    elif isinstance(policy, ClipNorm) and total is not None:
+        clip_by(parameters, policy.max_norm, total)
 
 
 # The norm of all gradients, bit for bit that of ``torch.nn.utils.clip_grad_norm_``, from norms taken one by one.
@@ -90,9 +214,6 @@ def _require_number(kind: str, name: str, value: object) -> None:
 # takes the norm of them (``torch/nn/utils/clip_grad.py``, ``_get_total_norm``). The norm of one gradient does not
 # depend on the others, so it can be taken as soon as that gradient is final. How torch groups tensors, and which of two
 # kernels it takes, has no public name: ``tests/unit/test_norms.py`` fails clearly when that changes.
-
-
-_Groups = dict[tuple[torch.device, torch.dtype], tuple[list[list[torch.Tensor]], list[int]]]
 
 
 @torch.no_grad()
@@ -140,6 +261,12 @@ def total_norm(
     return total
 
 
+def scales_down(max_norm: float, total: torch.Tensor) -> bool:
+    """Whether clipping changes anything. Waits for the norm."""
+    factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+    return not bool(factor == 1.0)
+
+
 def clip_by(parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Tensor) -> None:
     """Scale the gradients of ``parameters`` in place, as torch does once it has the norm."""
     for members in by_mesh([p if p.grad is None else p.grad for p in parameters]):
@@ -147,17 +274,15 @@ def clip_by(parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Te
 
 
 def by_mesh(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Their positions, divided into what one foreach call takes: plain tensors, and DTensors of one device mesh."""
+    """Divide the positions of ``tensors`` into what one foreach call takes: plain tensors, and the DTensors of each
+    device mesh."""
     found: dict[Any, list[int]] = {}
     for position, tensor in enumerate(tensors):
         found.setdefault(getattr(tensor, "device_mesh", None), []).append(position)
     return list(found.values())
 
 
-def scales_down(max_norm: float, total: torch.Tensor) -> bool:
-    """Whether clipping changes anything. Waits for the norm."""
-    factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-    return not bool(factor == 1.0)
+_Groups = dict[tuple[torch.device, torch.dtype], tuple[list[list[torch.Tensor]], list[int]]]
 
 
 def _grouped(tensors: Sequence[torch.Tensor]) -> _Groups:
@@ -165,125 +290,3 @@ def _grouped(tensors: Sequence[torch.Tensor]) -> _Groups:
         return {}
     grouped: Any = _foreach_utils._group_tensors_by_device_and_dtype([list(tensors)], with_indices=True)
     return cast(_Groups, grouped)
-
-
-# Clipping within one step: norms as they become known, and what is done to gradients with them.
-
-
-Clip = Callable[[Sequence[torch.Tensor]], None]
-"""Clips the ``.grad`` of parameters in place."""
-
-
-class Clipping:
-    """A clip policy at work.
-
-    Attributes:
-        policy: what was asked for; ``None`` does nothing.
-        grad_norm: the norm of all gradients of the last step, before they were clipped, 0-dim; ``None`` before the
-            first, and unless ``policy`` is a ``ClipNorm``.
-        total: the same for the running step, once it is known.
-    """
-
-    def __init__(self, policy: ClipNorm | ClipValue | None) -> None:
-        self.policy = policy
-        self.grad_norm: torch.Tensor | None = None
-        self.total: torch.Tensor | None = None
-        self._previous: torch.Tensor | None = None
-        self._norms: dict[int, torch.Tensor] = {}
-        self._owing: set[Stepper] = set()
-
-    @property
-    def mode(self) -> str | None:
-        """That of a ``ClipNorm``."""
-        return self.policy.mode if isinstance(self.policy, ClipNorm) else None
-
-    @property
-    def clips_buckets(self) -> bool:
-        """Whether each bucket is clipped by its own norm. An infinite limit clips nothing, and only has norms taken."""
-        return (
-            isinstance(self.policy, ClipNorm) and self.policy.mode == "per_bucket" and self.policy.max_norm < math.inf
-        )
-
-    def begin(self) -> None:
-        """A step begins: no gradient of it is known yet."""
-        self._owing.clear()
-        self.total = None
-        self._previous = self.grad_norm
-        self._norms.clear()
-
-    def measure(self, parameters: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor]) -> None:
-        """Take the norms of final gradients."""
-        if isinstance(self.policy, ClipNorm):
-            for attached, norm in zip(parameters, norms_of(gradients, self.policy.norm_type), strict=True):
-                self._norms[attached.spec.index] = norm
-
-    def is_measured(self, attached: AttachedParameter) -> bool:
-        return attached.spec.index in self._norms
-
-    def forget(self, attached: AttachedParameter) -> None:
-        """A gradient was changed after it had been measured."""
-        self._norms.pop(attached.spec.index, None)
-
-    def forget_norms(self) -> None:
-        """Gradients may change from now on."""
-        self._norms.clear()
-
-    def compute_total_norm(
-        self, parameters: Sequence[AttachedParameter], gradient: Callable[[AttachedParameter], torch.Tensor | None]
-    ) -> None:
-        """All gradients of the step are final: measure those that were not, and take the norm of all.
-
-        Args:
-            parameters: all that are attached, in the model's order.
-            gradient: of those that have not been measured; ``None`` for those without one.
-
-        Raises:
-            RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
-        """
-        if not isinstance(self.policy, ClipNorm) or self.total is not None:
-            return
-        rest = [(a, g) for a in parameters if not self.is_measured(a) and (g := gradient(a)) is not None]
-        self.measure([a for a, _ in rest], [g for _, g in rest])
-        known = [a for a in parameters if self.is_measured(a)]
-        self.total = total_norm(
-            [a.get() for a in known],
-            [self._norms[a.spec.index] for a in known],
-            self.policy.norm_type,
-            self.policy.error_if_nonfinite,
-        )
-        self.grad_norm = self.total
-        self._owing = {a.stepper for a in known}
-
-    def stepped(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` has used the norm. With that of the last optimizer the step is over."""
-        self._owing.discard(stepper)
-        if not self._owing:
-            self.begin()
-
-    def scales_down(self) -> bool:
-        """Whether the norm, which is known, is above the limit. Waits for it."""
-        assert isinstance(self.policy, ClipNorm)
-        assert self.total is not None
-        return scales_down(self.policy.max_norm, self.total)
-
-    def clip(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Clip the ``.grad`` of ``parameters`` in place, which are about to be applied together."""
-        self.as_of_now()(parameters)
-
-    def as_of_now(self) -> Clip:
-        """``clip`` as it is now, for a later moment."""
-        return partial(_clip, self.policy, self._previous if self.mode == "previous_norm" else self.total)
-
-
-def _clip(policy: ClipNorm | ClipValue | None, total: torch.Tensor | None, parameters: Sequence[torch.Tensor]) -> None:
-    if not parameters:
-        return  # clip_grad_value_ raises where there is nothing to clip
-    if isinstance(policy, ClipValue):
-        for members in by_mesh([p if p.grad is None else p.grad for p in parameters]):
-            torch.nn.utils.clip_grad_value_([parameters[i] for i in members], policy.clip_value)
-    elif isinstance(policy, ClipNorm) and policy.mode == "per_bucket":
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        own = total_norm(gradients, norms_of(gradients, policy.norm_type), policy.norm_type, False)
-        clip_by(parameters, policy.max_norm, own)
-    elif isinstance(policy, ClipNorm) and total is not None:
-        clip_by(parameters, policy.max_norm, total)

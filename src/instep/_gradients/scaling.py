@@ -1,4 +1,8 @@
-"""Loss scales taken off as ``GradScaler`` takes them off, and whether gradients are finite."""
+"""Loss scales and gradients that are not finite: what a step asks of gradients before it keeps their update.
+
+``LossScale`` takes a loss scale off gradients as ``torch.amp.GradScaler`` does (``torch/amp/grad_scaler.py``).
+``ask_if_finite`` asks all ranks whether their gradients are finite, for the option ``nonfinite``.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,20 +17,22 @@ from instep._optim.local_shard import memory_of
 from instep._ranks.votes import StepVotes
 from instep.errors import NonFiniteGradientError
 
-# A loss scale taken off gradients as ``torch.amp.GradScaler`` takes it off (``torch/amp/grad_scaler.py``).
-
 
 class LossScale:
-    """The scale of the running step.
+    """The loss scale of the running step.
 
     ``GradScaler`` takes it off in one of two ways: ``unscale_`` multiplies by the reciprocal, and a fused optimizer's
-    kernel divides. They are the same where the scale is a power of two.
+    kernel divides. Both give the same gradients where the scale is a power of two.
+
+    Attributes:
+        taken_off: whether ``GradScaler`` has asked for the scale to be taken off in this step, as it was here.
     """
 
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
-        self._inverse: torch.Tensor | None = None
-        self._asked: torch.Tensor | None = None  # about which the answer is known
+        self._inverse: torch.Tensor | None = None  # by which the gradients of this step were multiplied here
+        # The factor that GradScaler gave last, and the answer of take_off to it: the host waits once for each factor.
+        self._asked: torch.Tensor | None = None
         self._leaves = False
         self.taken_off = False
 
@@ -44,9 +50,9 @@ class LossScale:
         return copies
 
     def take_off(self, inverse: torch.Tensor) -> bool:
-        """``GradScaler`` multiplies all gradients by ``inverse``, in place. Whether the scale is taken off so, or
-        nothing is changed: 1 is its check for infinities alone. Asked for each gradient of a call; the host waits
-        once."""
+        """``GradScaler`` is about to multiply all gradients by ``inverse``, in place. Whether that is the scale of this
+        step, which was taken off here already, or changes nothing: with 1 it only looks for infinities. Asked for each
+        gradient of a call; the host waits once."""
         if inverse is not self._asked:
             self._asked = inverse
             if self._inverse is not None and not self.taken_off:
@@ -95,18 +101,39 @@ def _unscale(gradients: Sequence[torch.Tensor], inverse: torch.Tensor) -> None:
         torch._amp_foreach_non_finite_check_and_unscale_(members, ignored, inverse.to(device))
 
 
-# Are gradients finite? One pass over them, and one wait.
+# Whether gradients are finite: one pass over them, and one wait.
 
 
 Policy = Literal["allow", "skip", "raise"]
 """What is done with a step that has a gradient which is not finite."""
 
+
 Named = Sequence[tuple[str, torch.Tensor]]
+"""Gradients, each with the name of its parameter."""
+
+
+def ask_if_finite(gradients: Named, ranks: StepVotes, step: int) -> int | None:
+    """The first rank with a gradient that is not finite; ``None`` if all are finite on all ranks. Waits for the ranks.
+
+    Raises what else is wrong with the step: see ``Verdict.error``.
+    """
+    finite = all_finite(g for _, g in gradients)
+    vote = ranks.say(step, nonfinite=not finite)
+    if vote is None:
+        return None if finite else ranks.rank()
+    verdict = vote.verdict()
+    error = verdict.error()
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # or it would refer to itself, by way of this frame
+    return verdict.nonfinite_on
 
 
 @torch.no_grad()
 def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
-    """Whether no element is NaN or infinite, of what this rank holds. Waits for the gradients."""
+    """Whether no element of what this rank holds is NaN or infinite. Waits for the gradients."""
     values = [v for g in gradients if (v := _values(g)).numel()]
     # The norm of finite values may overflow, but that of others is never finite, and nothing is read faster.
     norms = norms_of(values, 2.0)
@@ -117,11 +144,6 @@ def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
     if not finite or bool(torch.stack([answer.to(finite[0].device) for answer in finite]).all()):
         return True
     return all(bool(v.isfinite().all()) for v in values)
-
-
-def first_nonfinite(gradients: Named) -> str | None:
-    """The name of the first that is not finite."""
-    return next((name for name, g in gradients if not bool(_values(g).isfinite().all())), None)
 
 
 def nonfinite_error(gradients: Named, rank: int, at: str) -> NonFiniteGradientError:
@@ -144,25 +166,12 @@ def nonfinite_error(gradients: Named, rank: int, at: str) -> NonFiniteGradientEr
     )
 
 
-def ask_if_finite(gradients: Named, ranks: StepVotes, step: int) -> int | None:
-    """The first rank with a gradient that is not finite; ``None`` if all are on all ranks. Waits for these.
-
-    Raises what is wrong with the step otherwise: see ``error``.
-    """
-    finite = all_finite(g for _, g in gradients)
-    vote = ranks.say(step, nonfinite=not finite)
-    if vote is None:
-        return None if finite else ranks.rank()
-    verdict = vote.verdict()
-    error = verdict.error()
-    try:
-        if error is not None:
-            raise error
-    finally:
-        del error  # or it would refer to itself, by way of this frame
-    return verdict.nonfinite_on
+def first_nonfinite(gradients: Named) -> str | None:
+    """The name of the first that is not finite."""
+    return next((name for name, g in gradients if not bool(_values(g).isfinite().all())), None)
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """The elements that this rank holds; of a sparse gradient those that are stored."""
     values = memory_of(gradient)
     return values._values() if values.is_sparse else values

@@ -21,7 +21,7 @@ from instep._torch.engine import graph_task
 from instep._wiring.build import Parts
 from instep._wiring.hooks import this_thread
 from instep.errors import AccumulationError, InstepError
-from instep.sources.ddp.buckets import look_from
+from instep.sources.ddp.instance import look_from
 from instep.sources.fsdp.micro_batches import OneBackward
 
 Batch = TypeVar("Batch")

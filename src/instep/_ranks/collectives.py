@@ -1,10 +1,12 @@
-"""What ranks send one another: groups of instep's own, JSON and tensors, and one rank's state on all of them."""
+"""What ranks send one another: JSON and tensors, in collectives of plain numbers, so that nothing received is ever run.
+
+First the messages. Then what stands on them: the models of all ranks are compared (``require_the_same``) and made equal
+(``broadcast``), and one rank's model and optimizers go to all (``resync``). Everything here is collective, and public
+torch.
+"""
 
 import json
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,119 +16,6 @@ from torch.optim import Optimizer
 
 from instep._optim.parameters import MIB
 from instep.errors import AttachError, InstepError
-
-# Process groups of instep's own beside those that a model was built with, between the same ranks.
-#
-# torch does not know of them: ``new_group`` names a group by how many a rank has made before, which would have to be
-# the same on all ranks. All ranks of the group beside which one stands must ask for it.
-
-
-_GLOO_THREADS = 4
-"""How many collectives gloo runs at once. Each waits for the other ranks between its two halves: with 2, torch's own
-number, a fast link is idle for a part of the time."""
-
-_beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
-
-
-def require_another(group: dist.ProcessGroup, device: torch.device) -> None:
-    """
-    Raises:
-        AttachError: ``group_beside`` cannot make another group like this one.
-    """
-    known = type(group._get_backend(device)).__name__ in ("ProcessGroupGloo", "ProcessGroupNCCL")
-    if not known and _plugin_of(group) is None:
-        raise AttachError(
-            "this needs a process group of gloo, of NCCL or of a backend that another package has registered, and "
-            f"that of the model is {group.name()}"
-        )
-
-
-def _plugin_of(group: dist.ProcessGroup) -> Any:
-    """A backend of another package, registered with ``dist.Backend.register_backend``: it has said there how a group of
-    it is made."""
-    plugin: Any = dist.Backend._plugins.get(dist.get_backend(group).upper())
-    return None if plugin is None or plugin.extended_api else plugin
-
-
-def group_beside(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """One whose collectives never meet those of ``group``, for tensors on ``device``. Kept as long as ``group`` is. All
-    ranks of ``group`` must call this, and wait for one another the first time."""
-    found = _beside.get(group)
-    if found is None:
-        backend: Any = type(group._get_backend(device))  # the class alone says how it is made
-        store, rank, size = store_beside(group, "buckets"), dist.get_rank(group), dist.get_world_size(group)
-        if backend.__name__ == "ProcessGroupGloo":
-            theirs: Any = group._get_backend(device).options
-            options: Any = type(theirs)()
-            options._timeout, options._devices, options._threads = theirs._timeout, theirs._devices, _GLOO_THREADS
-            made = backend(store, rank, size, options)
-        elif backend.__name__ == "ProcessGroupNCCL":
-            options = backend.Options()
-            options._timeout = timeout_of(group)
-            made = backend(store, rank, size, options)
-        else:
-            made = _plugin_of(group).creator_fn(store, rank, size, timeout_of(group))
-        if isinstance(made, dist.ProcessGroup):
-            _beside[group] = made
-            return made
-        found = dist.ProcessGroup(store, rank, size)
-        kind = getattr(dist.ProcessGroup.BackendType, backend.__name__.removeprefix("ProcessGroup").upper())
-        found._register_backend(torch.device(device.type), kind, made)
-        _beside[group] = found
-    return found
-
-
-def store_beside(group: dist.ProcessGroup, purpose: str) -> Any:
-    """Where the ranks of ``group`` find each other once more."""
-    return store_of_world(f"{purpose}/{group.group_name}")
-
-
-def store_of_world(place: str) -> Any:
-    """A part of the store over which process groups find their ranks. All processes of the world see the same."""
-    c10d: Any = dist.distributed_c10d  # torch has no public name for that store
-    return c10d.PrefixStore(f"instep/{place}", c10d._get_default_store())
-
-
-def world() -> dist.ProcessGroup:
-    """The default group: what is kept by it ends with ``destroy_process_group()``."""
-    found = dist.group.WORLD
-    assert found is not None, "ranks share a model only where torch.distributed was initialized"
-    return found
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """For how long its collectives wait. torch has a public way to set that, and none to ask for it."""
-    for kind in ("cuda", "cpu"):
-        try:
-            timeout: timedelta = group._get_backend(torch.device(kind)).options._timeout
-        except (RuntimeError, AttributeError):
-            continue
-        return timeout
-    return dist.default_pg_timeout
-
-
-# Process groups in which a communication has failed: nobody waits for their ranks any more.
-
-
-_lost: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
-
-
-@contextmanager
-def communicating(group: dist.ProcessGroup) -> Iterator[None]:
-    """Around what waits for a communication of ``group``: the first one that fails is the last one that is waited for.
-    Once a rank is lost, each would take as long as the group waits."""
-    try:
-        yield
-    except Exception:
-        _lost.add(group)
-        raise
-
-
-def is_lost(group: dist.ProcessGroup) -> bool:
-    return group in _lost
-
-
-# What ranks tell each other: JSON and tensors, in collectives of plain numbers. What was sent is never run.
 
 
 def broadcast_json(value: Any, group: dist.ProcessGroup, source: int) -> Any:
@@ -160,12 +49,27 @@ def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
 
 
 def _padded(value: Any, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[int]]:
-    """The message, as long as the longest of all ranks, and the length of each rank's."""
+    """This rank's message, padded to the longest of all ranks, and the length of each rank's message."""
     message = _bytes(value, group)
     lengths = [torch.zeros(1, dtype=torch.int64, device=message.device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, torch.tensor([message.numel()], device=message.device), group)
     found = [int(length) for length in lengths]
     return torch.nn.functional.pad(message, (0, max(found) - message.numel())), found
+
+
+def _bytes(value: Any, group: dist.ProcessGroup) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(_device_of(group))
+
+
+def _value(message: torch.Tensor) -> Any:
+    return json.loads(message.cpu().numpy().tobytes())
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """The device of tensors that the group's backend sends."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def broadcast_entries(
@@ -179,6 +83,7 @@ def broadcast_entries(
         InstepError: on all ranks, where a value is neither.
     """
     mine = dist.get_rank(group) == source
+    # What is sent, first: all ranks must take part in the same broadcasts of tensors, or raise in the same place.
     described = None if entries is None else {key: _described(value) for key, value in entries.items()}
     described = broadcast_json(described if mine else None, group, source)
     if described is None:
@@ -200,7 +105,7 @@ def broadcast_entries(
             sent = entries[key].detach().to(there).contiguous()
         else:
             sent = torch.empty(shape, dtype=getattr(torch, dtype), device=there)
-        if sent.numel():
+        if sent.numel():  # as bytes: not every backend sends every dtype
             dist.broadcast(sent.view(-1).view(torch.uint8), dist.get_global_rank(group, source), group)
         if not mine:
             found[key] = sent.to(device)
@@ -222,25 +127,7 @@ def _described(value: Any) -> list[Any]:
     return ["value", value]
 
 
-def _bytes(value: Any, group: dist.ProcessGroup) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(_device_of(group))
-
-
-def _value(message: torch.Tensor) -> Any:
-    return json.loads(message.cpu().numpy().tobytes())
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """That of the tensors which the group's backend sends."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-# What the ranks of a replicated model must have in common, and how it is made so. Collective, and public torch.
-
-
-_CHUNK_BYTES = 25 * MIB
+# What the ranks of a replicated model must have in common, and how it is made so.
 
 
 def require_the_same(module: nn.Module, options: dict[str, Any], group: dist.ProcessGroup) -> None:
@@ -266,6 +153,11 @@ def require_the_same(module: nn.Module, options: dict[str, Any], group: dist.Pro
             )
 
 
+def _description(tensor: torch.Tensor, trains: bool) -> str:
+    frozen = "" if trains else ", frozen"
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{frozen}"
+
+
 def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
     """Write the values of the group's rank ``source`` into ``tensors`` on all others.
 
@@ -280,7 +172,11 @@ def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup, source:
                 tensor.data.copy_(part.view(tensor.shape))
 
 
+_CHUNK_BYTES = 25 * MIB
+
+
 def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
+    """Divide ``tensors`` into what is sent in one piece: of one dtype and device, and of about ``_CHUNK_BYTES``."""
     chunks: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() == 0:
@@ -291,14 +187,6 @@ def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]
         if sum(t.numel() * t.element_size() for t in chunk) >= _CHUNK_BYTES:
             yield chunks.pop(key)
     yield from chunks.values()
-
-
-def _description(tensor: torch.Tensor, trains: bool) -> str:
-    frozen = "" if trains else ", frozen"
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{frozen}"
-
-
-# One rank's model and optimizers on all ranks of a replicated model. Collective, and public torch.
 
 
 def resync(model: nn.Module, optimizers: Iterable[Optimizer], group: dist.ProcessGroup, source: int) -> None:
@@ -321,5 +209,5 @@ def resync(model: nn.Module, optimizers: Iterable[Optimizer], group: dist.Proces
 
 
 def _as_here(received: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Lists that are tuples here."""
+    """The received settings, with tuples in the place of lists where this rank has tuples: JSON knows lists only."""
     return {k: tuple(v) if isinstance(settings.get(k), tuple) else v for k, v in received.items()}

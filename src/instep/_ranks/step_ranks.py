@@ -1,11 +1,17 @@
-"""What must be the same on all ranks of a step, compared before the first step that they take together.
+"""Which ranks a step has, and how they decide on it together. Whatever one of them finds out about a step (NaN, a
+failure, options that differ) goes through ``StepRanks``, so that all of them hear it.
 
-No collective is sent: ranks that differ would send different ones. Each rank writes what it trains, and in which way,
-into the store over which process groups find their ranks, where its first backward begins. A rank that has got reduced
-gradients from another knows that the other one has been there: it need not wait to read what that has written.
+A rank shares its step with whoever is in a process group with it, and with whoever these share theirs with. On a mesh
+of two dimensions rank 3 is in no group with rank 0, and a NaN on rank 0 is its affair all the same.
 
-Where all ranks say the same, a rank writes three entries and reads one, however many ranks there are. The words are
-read only of ranks that differ."""
+The life of ``StepRanks``: in its first forward a rank tells the others what it trains (``tell``), and in its first
+backward it has met them (``meet``). From then on it casts a vote on each step (``cast``). What must not be waited for
+at all goes through the store over which process groups find their ranks (``say``, ``all_found``).
+
+A vote is one all-reduce of a few integers, on a process group of its own: a rank whose backward failed has sent fewer
+collectives than the others, and a vote must never meet one of theirs. The group is gloo's, in host memory, so that no
+accelerator is waited for.
+"""
 
 import atexit
 import ctypes
@@ -14,215 +20,27 @@ import logging
 import threading
 import time
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from hashlib import blake2b
-from operator import itemgetter
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
-from instep._ranks.collectives import is_lost, store_of_world, timeout_of, world
+from instep._ranks.comparison import Comparison, Heard, Words, digest_of
+from instep._ranks.process_groups import is_lost, store_of_world, timeout_of, world
 from instep._ranks.votes import Verdict, Vote
 from instep._torch.engine import profiled
 from instep.errors import InstepError, StepMismatchError
 
-_NAMED = 3
-"""Of the differences between two ranks, so many are named."""
-
-Words = Mapping[str, str]
-"""The names of options or parameters, and what each is on a rank."""
-
-
-class _Other:
-    """What was read of another rank at one place. The digests that it has said there are a list, attachment after
-    attachment, like this rank's own; but a rank may attach again alone, and then its list is the longer one.
-
-    Attributes:
-        read: how many of them were read: up to the last that this rank said, too.
-        passed: up to where none of them is what this rank says; for its next attachment they are read.
-        last: what both ranks said last; ``None``: they differed.
-        met: what this rank has found to be said by all, and has not read.
-    """
-
-    def __init__(self) -> None:
-        self.read = self.passed = 0
-        self.last: str | None = None
-        self.met: list[str] = []
-
-    def begins_anew(self) -> None:
-        """This rank attaches again."""
-        if self.passed > self.read:
-            self.read, self.last = self.passed, None
-
-
-class _Place:
-    """One place in the store, in this process.
-
-    Attributes:
-        said: the digests that this rank has said there.
-    """
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.others: defaultdict[int, _Other] = defaultdict(_Other)
-
-
-# By the world, and by name.
-_places: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Place]]" = weakref.WeakKeyDictionary()
-
-
-class Heard(NamedTuple):
-    """What is known of the other ranks.
-
-    Attributes:
-        difference: between this rank and another, in words; ``None``: none was found. While ranks are on their way to
-            their first step together, that may be of something which the other one has attached by itself.
-        missing: the ranks that have not said anything of this attachment.
-        alone: whether others have said nothing new, and what they said last is what this rank says. They may be on
-            their way, or this rank alone has attached again.
-    """
-
-    difference: str | None = None
-    missing: tuple[int, ...] = ()
-    alone: bool = False
-
-
-class Comparison:
-    """Of one attachment.
-
-    Args:
-        place: in the store; the same on all ranks of the step.
-        mine: what this rank says: its options, then its parameters. Where options differ, parameters are not named.
-    """
-
-    def __init__(self, place: str, mine: Sequence[Words]) -> None:
-        self._store = store_of_world(place)
-        self._place = _places.setdefault(world(), {}).setdefault(place, _Place())
-        self._rank = dist.get_rank()
-        self._mine = mine
-        self._same: set[int] = {self._rank}  # the ranks that are known to say the same
-        for other in self._place.others.values():
-            other.begins_anew()
-        text = json.dumps([list(words.items()) for words in mine])
-        self._digest = digest_of(text)
-        self._counter = f"same/{len(self._place.said)}/{self._digest}"
-        self._place.said.append(self._digest)
-        # In this order: who finds the digest finds the words, and who has counted this rank finds the digest.
-        self._store.set(f"words/{self._digest}", text)
-        self._store.set(f"said/{self._rank}", json.dumps(self._place.said))
-        self._store.add(self._counter, 1)
-
-    def all_say_the_same(self, ranks: Sequence[int]) -> bool:
-        """Whether all of ``ranks`` have said by now what this one says: one question, however many there are."""
-        if self._store.add(self._counter, 0) >= len(ranks):
-            for rank in self._same.symmetric_difference(ranks):
-                self._place.others[rank].met.append(self._digest)
-            self._same.update(ranks)
-        return len(self._same) == len(ranks)
-
-    def heard(self, ranks: Sequence[int]) -> Heard:
-        """What ``ranks`` have said by now. Waits for nobody."""
-        if self.all_say_the_same(ranks):
-            return Heard()
-        found = [self._read(rank) for rank in ranks if rank not in self._same]
-        return Heard(
-            next((one.difference for one in found if one.difference is not None), None),
-            tuple(rank for one in found for rank in one.missing),
-            any(one.alone for one in found),
-        )
-
-    def _read(self, rank: int) -> Heard:
-        key, other = f"said/{rank}", self._place.others[rank]
-        said: list[str] = json.loads(self._store.get(key)) if self._store.check([key]) else []
-        for digest in other.met:
-            other.read = said.index(digest, other.read) + 1
-            other.last = digest
-        other.met.clear()
-        unread = said[other.read :]
-        if self._digest in unread:
-            other.read = len(said) - unread[::-1].index(self._digest)
-            other.last = self._digest
-            self._same.add(rank)
-            return Heard()
-        if unread:
-            other.passed = len(said)
-            return Heard(self._difference(rank, unread[-1]))
-        alone = other.last == self._digest
-        return Heard(missing=() if alone else (rank,), alone=alone)
-
-    def add(self, name: str, amount: int) -> int:
-        """Add to a number that all ranks of this attachment share; what it is then."""
-        return int(self._store.add(f"{self._counter}/{name}", amount))
-
-    def _difference(self, rank: int, digest: str) -> str:
-        theirs = map(dict, json.loads(self._store.get(f"words/{digest}")))
-        found: list[str] = []
-        for here, there in zip(self._mine, theirs, strict=True):
-            first, second = (self._rank, here), (rank, there)
-            found = found or list(_differences(*sorted([first, second], key=itemgetter(0))))
-        return "; ".join(found[:_NAMED])
-
-
-def _differences(lower: tuple[int, Words], higher: tuple[int, Words]) -> Iterator[str]:
-    (first, one), (second, other) = lower, higher
-    for name in {**one, **other}:
-        here, there = one.get(name, "missing"), other.get(name, "missing")
-        if here != there:
-            yield f"{name} is {here} on rank {first} and {there} on rank {second}"
-    for here, there in zip(one, other, strict=False):
-        if here != there:
-            yield f"rank {first} has {here} where rank {second} has {there}, in another order"
-
-
-def digest_of(said: object) -> str:
-    """A short name for ``said``, the same in all processes."""
-    return blake2b(repr(said).encode(), digest_size=8).hexdigest()
-
-
-# Which ranks a step has. Whatever one of them decides of a step (a vote, NaN, a step that is done again, options that
-# differ) goes through this one place, so that all of them hear it.
-#
-# A rank shares its step with whoever is in a process group with it, and with whoever these share theirs with. On a mesh
-# of two dimensions rank 3 is in no group with rank 0, and a NaN on rank 0 is its affair all the same.
-#
-# A vote is one all-reduce of a few integers, on a process group of its own: a rank whose backward failed has sent fewer
-# collectives than the others, and a vote must never meet one of theirs. The group is gloo's, in host memory, so that no
-# accelerator is waited for. What must not be waited for at all goes by the store over which groups find their ranks.
-
-
 _logger = logging.getLogger("instep")
-
-_NOBODY = 2**62
-"""No rank, and no step: in a minimum everything else comes before it."""
-
-# A process that ends takes what it was about to send with it, and the others would take that for a failure.
-_SECONDS_AT_EXIT = 5.0
-
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
-"""Seconds between two looks at what all ranks have said together, for a rank that waits: the pauses double."""
-_FIRST_LOOK = 0.25
-"""Seconds after which it looks at what each rank has said, too; then after twice as many, and so on."""
-_SECONDS_UNCLEAR = 5.0
-"""For which a rank waits that finds something else than it says itself, or nothing new: another rank may have attached
-by itself before, and be on its way to what all attach."""
-_SECONDS_UNTIL_SAID = 10.0
-"""After which a rank that waits says for whom."""
-_LOOKS = frozenset(1 << n for n in range(11))
-"""The calls of ``step()`` at which a rank that waits for nobody looks for ranks that had not attached before."""
-
-# By a process group of the model's, as long as that is kept; then by the ranks of the step.
-_voting: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Gloo]]" = weakref.WeakKeyDictionary()
-# By the world: how many groups these ranks have voted in. Each finds its ranks under a name of its own.
-_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]]" = weakref.WeakKeyDictionary()
 
 
 class Neighbours(NamedTuple):
-    """Who is in a process group, or on a device mesh, with this rank.
+    """The ranks that are in a process group, or on a device mesh, with this one.
 
     Attributes:
         anchor: one of the groups, of more than one rank.
@@ -245,11 +63,11 @@ class Neighbours(NamedTuple):
 
 
 def neighbours_of(wrapped: Sequence[Any], parameters: Iterable[torch.Tensor]) -> Neighbours | None:
-    """Those with whom this rank takes its steps; ``None``: it takes them alone.
+    """The ranks with whom this one takes its steps; ``None``: it takes them alone.
 
     Args:
-        wrapped: what has a ``process_group``: ``DistributedDataParallel``, ``FullyShardedDataParallel`` and the like.
-        parameters: of which ``DTensor`` have a device mesh.
+        wrapped: objects with a ``process_group``: ``DistributedDataParallel``, ``FullyShardedDataParallel`` and so on.
+        parameters: each ``DTensor`` among them has a device mesh.
     """
     groups: dict[dist.ProcessGroup, None] = dict.fromkeys(one.process_group for one in wrapped)
     # FSDP1 keeps the other dimension of HYBRID_SHARD in a private attribute.
@@ -261,6 +79,19 @@ def neighbours_of(wrapped: Sequence[Any], parameters: Iterable[torch.Tensor]) ->
         sets.append(frozenset(mesh.mesh.flatten().tolist()))
     shared = [group for group in groups if dist.get_world_size(group) > 1]
     return Neighbours(shared[0], tuple(sets)) if shared else None
+
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1
+"""Seconds between two looks at what all ranks have said together, for a rank that waits: the pauses double."""
+_FIRST_LOOK = 0.25
+"""Seconds after which it looks at what each rank has said, too; then after twice as many, and so on."""
+_SECONDS_UNCLEAR = 5.0
+"""How long a rank waits that finds another's words to differ from its own, or nothing new: the other rank may have
+attached something by itself before, and be on its way to what all attach."""
+_SECONDS_UNTIL_SAID = 10.0
+"""Seconds after which a rank that waits logs which ranks it waits for."""
+_LOOKS = frozenset(1 << n for n in range(11))
+"""The calls of ``step()`` at which a rank that waits for nobody looks for ranks that had not attached before."""
 
 
 class StepRanks:
@@ -365,7 +196,7 @@ class StepRanks:
             )
 
     def _hear_all(self, limit: float) -> Heard:
-        """Wait until every rank has said what it trains, for so many seconds at most. What is known then."""
+        """Wait until every rank has said what it trains, for ``limit`` seconds at most. Returns what is known then."""
         with profiled("compare options"):
             return self._hear_until(limit)
 
@@ -409,7 +240,8 @@ class StepRanks:
         return self._comparison.heard(self._ranks)
 
     def _closed(self) -> Heard | None:
-        """Go from neighbour to neighbour until no rank is new; what is missing for that."""
+        """Go from neighbour to neighbour until no rank is new, and note the ranks of the step. ``None``: all are known;
+        else which rank has not said yet who its neighbours are."""
         store, ranks = self._neighbours_in_store(), set(self._neighbours.ranks)
         asked: set[int] = set()
         while rest := ranks - asked:
@@ -435,31 +267,31 @@ class StepRanks:
 
     def open(self) -> None:
         """Make ready to vote. All ranks must call this, once for each backward; it costs nothing later."""
-        self._gloo()
+        self._vote_group()
 
     def cast(self, step: int, *, failed: bool = False, nonfinite: bool = False) -> Vote | None:
         """Say how ``step`` went here, without waiting."""
         rank, one = dist.get_rank(), self._number
         said = [rank if failed else _NOBODY, rank if nonfinite else _NOBODY, step, -step, one, -one]
-        return _Cast(self._gloo(), said)
+        return _CastVote(self._vote_group(), said)
 
     def abstain(self) -> Vote:
         """Take part in a vote of the others, on a step that this rank has no part in."""
-        return _Cast(self._gloo(), [_NOBODY] * 6)
+        return _CastVote(self._vote_group(), [_NOBODY] * 6)
 
-    def _gloo(self) -> "_Gloo":
+    def _vote_group(self) -> "_VoteGroup":
         assert self._ranks is not None, "only ranks that have met vote"
-        beside = _voting.setdefault(self._neighbours.anchor, {})
+        beside = _vote_groups.setdefault(self._neighbours.anchor, {})
         found = beside.get(self._ranks)
         if found is None:
-            found = beside[self._ranks] = _Gloo(self._ranks, timeout_of(self._neighbours.anchor))
+            found = beside[self._ranks] = _VoteGroup(self._ranks, timeout_of(self._neighbours.anchor))
         return found
 
-    # What each rank finds for itself, and tells the others without waiting for them: they need not come to it at the
+    # What each rank finds out by itself, and tells the others without waiting for them: they need not come to it at the
     # same point of their loops, nor at all.
 
     def say(self, found: bool) -> None:
-        """Tell the others. A rank that has said yes may say no later."""
+        """Tell the others yes or no. A rank that has said yes may say no later."""
         if self._comparison is not None:
             self._comparison.add("yes" if found else "no", 1)
 
@@ -475,59 +307,18 @@ class StepRanks:
         return True if self._comparison.add("yes", 0) >= len(self._ranks) else None
 
 
-class _Gloo:
-    """gloo between the ranks of a step."""
-
-    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
-        c10d: Any = dist.distributed_c10d
-        generations = _made.setdefault(world(), Counter())
-        ranks = tuple(ranks)
-        generations[ranks] += 1
-        store = store_of_world(f"votes/{digest_of(ranks)}/{generations[ranks]}")
-        self._gloo: Any = c10d.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout)
-        self._minimum: Any = c10d.AllreduceOptions()
-        self._minimum.reduceOp = dist.ReduceOp.MIN
-        self._last: Any = None
-
-    def minimum(self, box: torch.Tensor) -> Any:
-        """Start an all-reduce of ``box``, in place.
-
-        Raises:
-            InstepError: an earlier one was lost.
-        """
-        if self._gloo is None:
-            raise InstepError("an earlier vote of these ranks was lost: attach again on all ranks, in new processes")
-        self._last = self._gloo.allreduce([box], self._minimum)
-        return self._last
-
-    def close(self) -> None:
-        """A vote was lost. Whoever keeps nothing of gloo's here closes its connections: ranks that wait for this one
-        hear it now. Those that are not neighbours of the rank that is gone would wait until their time is over."""
-        self._gloo = self._last = None
-
-    def finish_sending(self, *, waits: bool) -> None:
-        if self._last is None or self._last.is_completed():
-            return
-        if waits:
-            with suppress(Exception):
-                self._last.wait(timedelta(seconds=_SECONDS_AT_EXIT))
-        if not self._last.is_completed():
-            # Some rank does not answer. The end of gloo's group would wait for it as long as for any communication: so
-            # it is kept for as long as the process.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+def _ranks_in_words(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
 
-@atexit.register
-def _finish_sending() -> None:
-    for anchor, groups in list(_voting.items()):
-        for group in groups.values():
-            group.finish_sending(waits=not is_lost(anchor))
+_NOBODY = 2**62
+"""No rank, and no step: in a minimum everything else comes before it."""
 
 
-class _Cast:
-    """The minimum of what all ranks said."""
+class _CastVote:
+    """A vote that was cast: the minimum of what all ranks said. All threads that wait for it hear the same verdict."""
 
-    def __init__(self, group: _Gloo, said: Sequence[int]) -> None:
+    def __init__(self, group: "_VoteGroup", said: Sequence[int]) -> None:
         self._lock = threading.Lock()
         self._verdict: Verdict | None = None
         self._lost: str | None = None  # what the communication raised
@@ -562,5 +353,63 @@ class _Cast:
             return self._verdict
 
 
-def _ranks_in_words(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+# By a process group of the model's, as long as that is kept; then by the ranks of the step.
+_vote_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _VoteGroup]]" = (
+    weakref.WeakKeyDictionary()
+)
+# By the world: how many groups these ranks have voted in. Each finds its ranks under a name of its own.
+_groups_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]]" = weakref.WeakKeyDictionary()
+
+_SECONDS_AT_EXIT = 5.0
+"""A process that ends takes what it was about to send with it, and the others would take that for a failure. So it
+waits for its last vote, but no longer than this."""
+
+
+class _VoteGroup:
+    """gloo's process group between the ranks of a step, in which they vote."""
+
+    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
+        c10d: Any = dist.distributed_c10d
+        generations = _groups_made.setdefault(world(), Counter())
+        ranks = tuple(ranks)
+        generations[ranks] += 1
+        store = store_of_world(f"votes/{digest_of(ranks)}/{generations[ranks]}")
+        self._gloo: Any = c10d.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout)
+        self._minimum: Any = c10d.AllreduceOptions()
+        self._minimum.reduceOp = dist.ReduceOp.MIN
+        self._last: Any = None
+
+    def minimum(self, box: torch.Tensor) -> Any:
+        """Start an all-reduce of ``box``, in place.
+
+        Raises:
+            InstepError: an earlier one was lost.
+        """
+        if self._gloo is None:
+            raise InstepError("an earlier vote of these ranks was lost: attach again on all ranks, in new processes")
+        self._last = self._gloo.allreduce([box], self._minimum)
+        return self._last
+
+    def close(self) -> None:
+        """A vote was lost: drop all of gloo's objects, which closes its connections. Ranks that wait for this one hear
+        it now. Those that are not neighbours of the rank that is gone would wait until their time is over."""
+        self._gloo = self._last = None
+
+    def finish_sending(self, *, waits: bool) -> None:
+        """The process ends: have this rank's last vote reach the others, if that takes a few seconds at most."""
+        if self._last is None or self._last.is_completed():
+            return
+        if waits:
+            with suppress(Exception):
+                self._last.wait(timedelta(seconds=_SECONDS_AT_EXIT))
+        if not self._last.is_completed():
+            # Some rank does not answer. The end of gloo's group would wait for it as long as for any communication: so
+            # it is kept for as long as the process.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+
+
+@atexit.register
+def _finish_sending() -> None:
+    for anchor, groups in list(_vote_groups.items()):
+        for group in groups.values():
+            group.finish_sending(waits=not is_lost(anchor))

@@ -1,4 +1,8 @@
-"""What ranks tell each other about a step: a small vote, of which all of them hear the same outcome."""
+"""What ranks tell each other about a step: a small vote, of which all of them hear the same outcome.
+
+``StepVotes`` is what a step sees of its ranks. The ranks themselves (``StepRanks``) are behind the protocols
+``Meeting`` and ``Voting``, so that the step knows nothing of how they communicate.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,7 +14,7 @@ from instep.errors import InstepError, StepMismatchError
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all ranks said together.
+    """The outcome of a vote: what all ranks said together.
 
     Attributes:
         failed_on: the first rank on which the step failed, ``None`` if it did on none.
@@ -27,7 +31,7 @@ class Verdict:
     same: bool
 
     def error(self) -> InstepError | None:
-        """What is wrong, if anything is. That a gradient is not finite is not."""
+        """What is wrong with the step; ``None``: nothing. A gradient that is not finite is no error here."""
         if self.failed_on is not None:
             return InstepError(f"rank {self.failed_on} said that this step failed there: its own error says why")
         if self.first != self.last:
@@ -45,7 +49,7 @@ class Verdict:
 
 
 class Vote(Protocol):
-    """One that was cast, and may still be under way."""
+    """A vote that was cast, and may still be under way."""
 
     def done(self) -> bool:
         """Whether ``verdict`` would not wait."""
@@ -111,6 +115,7 @@ class StepVotes:
     these updates; who fails in them casts no other.
 
     Attributes:
+        rank: the number of this rank.
         ranks: those that take the steps together; ``None``: there is only one.
         voting: the same, where they vote; ``None``: nobody is asked.
         count: how many votes this rank has cast.
@@ -129,8 +134,8 @@ class StepVotes:
         self.asks_first = False
         self.communicates: Callable[[], bool] = lambda: True
         self.stand_aside: Callable[[], None] = lambda: None
-        self._vote: Vote | None = None
-        self._owes = False
+        self._vote: Vote | None = None  # on the last step, whose outcome was not asked for yet
+        self._owes = False  # whether a backward that communicates was not followed by this rank's vote yet
         self._reduces = False  # whether a backward of the running step reduces gradients, and ranks may differ
         self._before = 0  # steps that were taken here before join() ended: other ranks may have taken more
 
@@ -174,6 +179,7 @@ class StepVotes:
         self._meet(ranks)
         self._reduces = True
         if self.voting is not None:
+            # For the backward before this one, which no step has followed here: votes stay in order on all ranks.
             if self._owes:
                 self.committed(step)
             self._owes = True
@@ -208,7 +214,7 @@ class StepVotes:
 
     def updated(self, step: int, *, failed: bool) -> Vote | None:
         """This rank has updated its parts of the parameters, or has ``failed`` to: a vote beside that on the step."""
-        self._owes = self._owes and not failed
+        self._owes = self._owes and not failed  # who fails in these updates casts no vote on the step
         if self.voting is None:
             return None
         self.count += 1
@@ -226,6 +232,18 @@ class StepVotes:
             self.count += 1
             with suppress(Exception):  # of what may have failed it: the communication
                 self.voting.cast(step - self._before, failed=True)
+
+    def heard(self, *, wait: bool) -> Exception | None:
+        """What is wrong with the last step, as the ranks have said; each outcome is returned once.
+
+        Args:
+            wait: until all have; else only if they already have.
+        """
+        vote = self._vote
+        if vote is None or not (wait or vote.done()):
+            return None
+        self._vote = None
+        return error_of(vote)
 
     def forget(self) -> None:
         """All ranks start anew from one of them: what was said of the last step does not matter any more."""
@@ -261,18 +279,6 @@ class StepVotes:
     def joined(self, step: int) -> None:
         """``join()`` is over on all ranks, which have taken unequally many steps: from now on as many."""
         self._before = step
-
-    def heard(self, *, wait: bool) -> Exception | None:
-        """What is wrong with the last step, as the ranks have said; each outcome is returned once.
-
-        Args:
-            wait: until all have; else only if they already have.
-        """
-        vote = self._vote
-        if vote is None or not (wait or vote.done()):
-            return None
-        self._vote = None
-        return error_of(vote)
 
 
 def error_of(vote: Vote) -> Exception | None:

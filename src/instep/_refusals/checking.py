@@ -9,7 +9,7 @@ from instep._optim.dtensor import mesh_of, shard_of
 from instep._optim.kinds import is_elementwise
 from instep.errors import AttachError
 from instep.options import Options
-from instep.sources.ddp.buckets import bucket_parameters
+from instep.sources.ddp.instance import bucket_parameters
 from instep.target import Target
 
 

@@ -5,7 +5,7 @@ from instep._gradients.clipping import ClipNorm, ClipValue
 from instep._optim.kinds import is_elementwise
 from instep.errors import AttachError
 from instep.options import Options
-from instep.sources.ddp.buckets import bucket_parameters
+from instep.sources.ddp.instance import bucket_parameters
 from instep.target import Target
 
 

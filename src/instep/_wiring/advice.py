@@ -17,7 +17,7 @@ from instep._step.schedule import Schedule
 from instep._wiring.ranks import in_join
 from instep._wiring.weak_refs import Held
 from instep.options import DEFAULT_BUCKET_BYTES, Options, bucket_that_frees
-from instep.sources.ddp.buckets import exposed_communication
+from instep.sources.ddp.instance import exposed_communication
 
 # Whether the steps of ``schedule="forward"`` are put off, and what keeps them from gaining by that.
 

@@ -12,7 +12,8 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from instep._ranks.step_ranks import StepRanks, digest_of, neighbours_of
+from instep._ranks.comparison import digest_of
+from instep._ranks.step_ranks import StepRanks, neighbours_of
 from instep._ranks.votes import StepVotes
 from instep._step.schedule import Schedule
 from instep._torch.engine import runs

@@ -22,7 +22,8 @@ from instep._step.streams import StepStreams
 from instep._torch.engine import graph_task
 from instep.comm_hooks import mean_allreduce
 from instep.errors import AccumulationError, AttachError
-from instep.sources.ddp.buckets import Divisor, Reduction, Reductions, grad_as_left, refuse_manual_finalization
+from instep.sources.ddp.buckets import Reduction, Reductions, grad_as_left
+from instep.sources.ddp.instance import Divisor, refuse_manual_finalization
 from instep.sources.ddp.reducer import CommHook
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]

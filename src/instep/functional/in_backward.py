@@ -30,7 +30,7 @@ from instep.functional.comm_hooks import (
     step_in_backward,
     stepping_hooks,
 )
-from instep.sources.ddp.buckets import bucket_parameters, refuse_delayed_all_reduce
+from instep.sources.ddp.instance import bucket_parameters, refuse_delayed_all_reduce
 from instep.sources.fsdp.modules import fsdp1_of, instances_of
 
 param_to_optim_hook_handle_map: Any = WeakTensorKeyDictionary()

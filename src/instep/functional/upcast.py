@@ -32,8 +32,9 @@ from instep.functional.comm_hooks import (
     step_with,
     stepping_hooks,
 )
-from instep.sources import InFlightBucket, drain
-from instep.sources.ddp.buckets import Divisor, Reductions, slices_of
+from instep.sources import LaunchedBucket, drain
+from instep.sources.ddp.buckets import Reductions, slices_of
+from instep.sources.ddp.instance import Divisor
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -206,7 +207,7 @@ def reducer_allreduce_and_upcast_hook(
 stepping_hooks.add(reducer_allreduce_and_upcast_hook)
 
 
-class _UpcastBucket(InFlightBucket[torch.futures.Future[torch.Tensor]]):
+class _UpcastBucket(LaunchedBucket[torch.futures.Future[torch.Tensor]]):
     """A bucket of a DDP instance with its own ``mixed_precision``: the local gradients, flat, in ``dtype``. Parameters
     without a gradient on this rank have zeros.
 

@@ -35,7 +35,8 @@ from instep.planning.rehearse import (
     order_of_gradients,
 )
 from instep.report.simulate import EVERYTHING, Estimate, Machine, Offloaded, Peak, PlannedBucket, Refusal, Sizes, times
-from instep.sources.replicate.buckets import IN_FLIGHT, BucketSizes, as_they_arrived
+from instep.sources.replicate.buckets import IN_FLIGHT
+from instep.sources.replicate.layout import BucketSizes, as_they_arrived
 
 # What this machine reaches, measured in about two seconds.
 

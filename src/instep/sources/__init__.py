@@ -1,5 +1,10 @@
-"""A source says when the gradients of some parameters are final. Each kind of wrapper has one, in a folder of its own;
-a ``Sink`` is told of them."""
+"""Where final gradients come from. A source says when the gradients of some parameters are final; a sink takes them.
+
+Each kind of wrapper has a source, in a folder of its own. All of them go the same way: hooks in backward tell the
+source that gradients are there, or on their way (``LaunchedBucket``); the source offers them to its ``Sink``, and has
+them stepped if the sink accepts them (``deliver``); where backward ends it raises what went wrong
+(``Sink.raise_failure``).
+"""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -12,6 +17,33 @@ from instep._optim.parameters import AttachedParameter, AttachedParameters, Buck
 from instep._step.state import Recorder
 from instep._step.streams import StepStreams
 from instep._torch.engine import profiled
+
+
+class Source(Protocol):
+    """What the attachment asks of a source, in the order of the calls of one attachment, and of each iteration."""
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets as they are now, in the order in which they are expected."""
+
+    def connect(self) -> None:
+        """Register the hooks: all of them, or none and an error."""
+
+    def refresh(self) -> None:
+        """Between steps: take in parameters that were frozen or unfrozen."""
+
+    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
+        """Between steps: take in those of ``parameters``, which were added to an optimizer, that this source has the
+        gradients of. Returns the others."""
+
+    def before_backward(self) -> None:
+        """A backward is about to begin: no gradient has changed yet."""
+
+    def begin_step(self) -> None:
+        """The first gradient of a step is being offered, by this source or another one."""
+
+    def disconnect(self) -> None:
+        """Take the hooks off again. Safe to call twice."""
 
 
 class Sink(Protocol):
@@ -45,19 +77,44 @@ class Sink(Protocol):
     def frees_gradients(self) -> bool: ...
     @property
     def keeps_gradients(self) -> bool: ...
-    def arrive(self, parameters: Sequence[AttachedParameter]) -> bool: ...
+
+    def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
+        """Take final gradients into the step. ``False``: they stay in ``.grad``, nothing may be written now. Raises if
+        one of them cannot be a part of this step, before anything of it is written."""
+
     def apply(
         self, bucket: Sequence[AttachedParameter], fetch: Callable[[], None] | None = None, *, final: bool = True
-    ) -> bool: ...
-    def retire(self, bucket: Iterable[AttachedParameter]) -> None: ...
-    def freed(self, bucket: Sequence[AttachedParameter]) -> None: ...
-    def is_applied(self, attached: AttachedParameter) -> bool: ...
-    def compute_total_norm(self) -> None: ...
-    def fail(self, error: BaseException, begun: Sequence[str] = ()) -> None: ...
-    def updated_on_all(self) -> bool: ...
-    def received(self, parameters: AttachedParameters) -> None: ...
-    def backward_raised(self) -> None: ...
-    def raise_failure(self) -> None: ...
+    ) -> bool:
+        """Step ``bucket`` from its ``.grad``, after ``fetch`` has put the gradients there. ``False``: it was not
+        stepped. An error is kept for ``raise_failure``."""
+
+    def compute_total_norm(self) -> None:
+        """All gradients of the step are in ``.grad``: take the norm to clip by. For a sink that ``waits_for_all``."""
+
+    def is_applied(self, attached: AttachedParameter) -> bool:
+        """Whether this step has updated the parameter already."""
+
+    def retire(self, bucket: Iterable[AttachedParameter]) -> None:
+        """Nobody but instep needs ``.grad`` of these any more: free the gradients of those that were applied."""
+
+    def freed(self, bucket: Sequence[AttachedParameter]) -> None:
+        """Count the memory of applied gradients that ``retire`` has freed, as nobody else keeps them."""
+
+    def updated_on_all(self) -> bool:
+        """With ``shard_state``: whether every rank has stepped all of its parts. Each rank must ask once in a backward,
+        before it writes a part of another rank's. Waits for the ranks."""
+
+    def received(self, parameters: AttachedParameters) -> None:
+        """With ``shard_state``: other ranks' parts of these parameters were written."""
+
+    def fail(self, error: BaseException, begun: Sequence[str] = ()) -> None:
+        """Keep ``error`` for ``raise_failure``. ``begun`` are the parameters that it may have left half updated."""
+
+    def raise_failure(self) -> None:
+        """Raise the error that was kept, if any."""
+
+    def backward_raised(self) -> None:
+        """Backward ends with an exception of its own: nothing of this step is written any more."""
 
 
 def record_arrival(sink: Sink, bucket: Iterable[AttachedParameter], future: torch.futures.Future[Any]) -> None:
@@ -69,75 +126,18 @@ def record_arrival(sink: Sink, bucket: Iterable[AttachedParameter], future: torc
         future.add_done_callback(lambda _: recorder("communication", names, started, perf_counter()))
 
 
-class Source(Protocol):
-    """What the attachment asks of a source."""
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """The buckets as they are now, in the order in which they are expected."""
-
-    def connect(self) -> None:
-        """Register the hooks: all of them, or none and an error."""
-
-    def disconnect(self) -> None:
-        """Take the hooks off again. Safe to call twice."""
-
-    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
-        """Between steps: take in those of ``parameters``, which were added to an optimizer, that this source has the
-        gradients of. Returns the others."""
-
-    def refresh(self) -> None:
-        """Between steps: take in parameters that were frozen or unfrozen."""
-
-    def before_backward(self) -> None:
-        """A backward is about to begin: no gradient has changed yet."""
-
-    def begin_step(self) -> None:
-        """The first gradient of a step is being offered, by this source or another one."""
+# From a source to its sink.
 
 
-# A bucket of gradients from the start of its communication until it is used.
+def deliver(sink: Sink, gradients: Sequence[AttachedParameter], step: Callable[[], bool]) -> bool:
+    """Offer ``gradients``, which are final, and call ``step`` if they may be written now. Errors are kept.
 
-
-class Communication(Protocol):
-    """A collective that was started: the future of a communication hook or of a backend, or several works in one."""
-
-    def wait(self) -> Any:
-        """Return when it is done; on an accelerator the current stream waits, and not the host. Raises what the
-        communication raised."""
-
-
-def drain(communications: Iterable[Communication]) -> None:
-    """Return when all of them are done, or one has failed: whatever went wrong, another error is on its way already.
-    After one that has failed none is waited for: once a rank is lost, each takes as long as the process group waits."""
-    with suppress(Exception):
-        for communication in communications:
-            communication.wait()
-
-
-C = TypeVar("C", bound=Communication)
-
-
-class InFlightBucket(Generic[C]):
+    Returns:
+        Whether all of ``step`` was done: if not, this backward must write nothing after it.
     """
-    Attributes:
-        members: all of the bucket's parameters.
-        communication: reduces the bucket.
-    """
-
-    __slots__ = ("communication", "members")
-
-    def __init__(self, members: Sequence[torch.Tensor], communication: C) -> None:
-        self.members = members
-        self.communication = communication
-
-    def wait(self) -> None:
-        """Return when the bucket has arrived, for the current stream. Raises what the communication raised."""
-        with profiled("wait for gradients"):
-            self.communication.wait()
-
-
-# Final gradients are handed from a source to its sink.
+    with ErrorsKept(sink):
+        return sink.arrive(gradients) and step()
+    return False
 
 
 class ErrorsKept:
@@ -158,17 +158,6 @@ class ErrorsKept:
         return error is not None
 
 
-def deliver(sink: Sink, gradients: Sequence[AttachedParameter], step: Callable[[], bool]) -> bool:
-    """Offer ``gradients``, which are final, and call ``step`` if they may be written now. Errors are kept.
-
-    Returns:
-        Whether all of ``step`` was done: if not, this backward must write nothing after it.
-    """
-    with ErrorsKept(sink):
-        return sink.arrive(gradients) and step()
-    return False
-
-
 def step_bucket(sink: Sink, gradients: Sequence[AttachedParameter]) -> bool:
     """The ``step`` of gradients that nothing but instep needs any more: step them in one call, and free them."""
     done = sink.apply(gradients)
@@ -186,11 +175,54 @@ def step_all(sink: Sink, gradients: Sequence[AttachedParameter]) -> bool:
     return done
 
 
-# The attached parameters that a wrapper (``DistributedDataParallel``, ``Replicated``) reduces.
+# A bucket of gradients from the start of its communication until it is used.
+
+
+class Collective(Protocol):
+    """A communication that was started: the future of a communication hook or of a backend, or several works in one."""
+
+    def wait(self) -> Any:
+        """Return when it is done; on an accelerator the current stream waits, and not the host. Raises what the
+        communication raised."""
+
+
+def drain(communications: Iterable[Collective]) -> None:
+    """Return when all of ``communications`` are done, or one has failed. The failure is not raised: another error is on
+    its way already. After it none is waited for: once a rank is lost, each takes as long as the process group waits."""
+    with suppress(Exception):
+        for communication in communications:
+            communication.wait()
+
+
+C = TypeVar("C", bound=Collective)
+
+
+class LaunchedBucket(Generic[C]):
+    """A bucket of gradients whose communication was started.
+
+    Attributes:
+        members: all of the bucket's parameters.
+        communication: reduces the bucket.
+    """
+
+    __slots__ = ("communication", "members")
+
+    def __init__(self, members: Sequence[torch.Tensor], communication: C) -> None:
+        self.members = members
+        self.communication = communication
+
+    def wait(self) -> None:
+        """Return when the bucket has arrived, for the current stream. Raises what the communication raised."""
+        with profiled("wait for gradients"):
+            self.communication.wait()
+
+
+# The parameters that a wrapper reduces.
 
 
 class WrappedParameters:
-    """Found by the tensors in the wrapper's buckets, some of which may not be attached."""
+    """The attached parameters that a wrapper (``DistributedDataParallel``, ``Replicated``) reduces. They are found by
+    the tensors in the wrapper's buckets, some of which may not be attached."""
 
     def __init__(self, parameters: Iterable[AttachedParameter]) -> None:
         self._by_id = {id(attached.get()): attached for attached in parameters}
@@ -201,11 +233,11 @@ class WrappedParameters:
         return [attached for attached in parameters if id(attached.get()) not in reduced]
 
     def among(self, tensors: Iterable[torch.Tensor]) -> list[AttachedParameter]:
-        """Those of ``tensors`` that are attached, in the same order."""
+        """The attached parameters among ``tensors``, in the same order."""
         return self.with_ids(map(id, tensors))
 
     def with_ids(self, ids: Iterable[int]) -> list[AttachedParameter]:
-        """As ``among``, for the ``id`` of each tensor."""
+        """As ``among``, given the ``id`` of each tensor."""
         return [self._by_id[key] for key in ids if key in self._by_id]
 
     def __getitem__(self, tensor: torch.Tensor) -> AttachedParameter:

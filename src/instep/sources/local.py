@@ -1,4 +1,13 @@
-"""Gradients that are final once their post-accumulate-grad hooks are called: which bucket, which backward, and when."""
+"""Gradients that are final once their post-accumulate-grad hooks are called: one device, and FSDP2.
+
+Autograd calls the hooks, on one device. For parameters that ``fully_shard`` was applied to FSDP2 calls them itself,
+group by group, once it has reduced and sharded the gradients
+(``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``, ``foreach_reduce``).
+
+``LocalSource`` counts gradients down to full buckets. Its helpers each answer one question: which parameter is in which
+bucket (``LocalLayout``), where hooks are (``GradientHooks``), whether the running backward may write
+(``WritingBackwards``), and which gradients of FSDP2 are final only where backward ends (``LateFSDPGradients``).
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -28,14 +37,260 @@ from instep._torch.placeholders import ZeroedGradient
 from instep.errors import InstepError
 from instep.sources import Sink, deliver, step_bucket
 
-# Which parameter is in which bucket.
+
+class LocalSource:
+    """Post-accumulate-grad hooks, gathered into the buckets of a ``LocalLayout``. A bucket with a parameter that gets
+    no gradient is never full: ``optimizer.step()`` steps the rest of it.
+
+    A hook on every parameter costs some microseconds for each. Once a step has gone in order, there is one hook for
+    each bucket: on the parameter whose gradient arrives last. In a backward that began without any gradient, the
+    gradients of the bucket that are there when that hook is called are final, since a backward gives each parameter its
+    gradient once. Anything else (accumulation, another order, a gradient too few, nested backwards) is left to
+    ``optimizer.step()`` once, and from then on every parameter has its hook again.
+
+    Args:
+        uses: how often FSDP2's groups have run forward; ``None``: there are no such groups.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        parameters: Sequence[AttachedParameter],
+        bucket_bytes: int,
+        uses: "ForwardCounts | None" = None,
+    ) -> None:
+        self._sink = sink
+        self._layout = LocalLayout(parameters, bucket_bytes)
+        self._hooks = GradientHooks()
+        self._late = None if uses is None else LateFSDPGradients(sink, uses, weakly(self._close))
+        self._backwards = WritingBackwards(weakly(self._end), weakly(self._raised))
+        # Whether every step has gone in order so far. Once one has not, every parameter keeps its hook.
+        self._in_order = all(attached.spec.group is None for attached in parameters)
+        self._one_per_bucket = False  # whether only the last parameter of each bucket has a hook
+        # Of this step, with a hook on every parameter: gradients that have arrived, and those of them that are still to
+        # be offered to the sink. A backward that may write offers them bucket by bucket.
+        self._arrived: set[int] = set()
+        self._to_offer: list[AttachedParameter] = []
+        self._missing: list[int] = []  # of each bucket, how many have not arrived
+        # The last backward that was seen to begin. With one hook for each bucket: while that backward runs, if it began
+        # without gradients; and the gradients that it has offered.
+        self._began: int | None = None
+        self._offered: set[int] = set()
+        self._zeroed: list[tuple[AttachedParameter, torch.Tensor]] = []  # taken off, with their zeros
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return self._layout.buckets
+
+    def connect(self) -> None:
+        self.refresh()
+
+    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
+        self._layout.adopt(parameters)
+        return ()
+
+    def refresh(self) -> None:
+        if self._layout.refresh():
+            self._missing = list(map(len, self._layout.members))
+            self._listen_to_all()
+        elif self._one_per_bucket and not self._in_order:
+            self._listen_to_all()
+        elif self._in_order and not self._one_per_bucket and self._layout.all_observed:
+            self._listen_to_last()
+
+    def _listen_to_all(self) -> None:
+        if self._one_per_bucket:
+            self._hooks.remove()
+            self._one_per_bucket = False
+        # Weakly: a hook that kept this source would keep the parameters, and a parameter keeps its hooks.
+        for attached in self._layout.trainable:
+            if attached.spec.index not in self._hooks.parameters:
+                self._hooks.add(attached, weakly(self._accumulated, attached.spec.index))
+
+    def _listen_to_last(self) -> None:
+        last = self._layout.last_of_each()
+        self._hooks.remove()
+        for number, attached in last.items():
+            self._hooks.add(attached, weakly(self._bucket_accumulated, number, attached.spec.index))
+        self._one_per_bucket = True
+        self._layout.observed = []
+        self._began = None
+
+    # Where a backward and a step begin.
+
+    def before_backward(self) -> None:
+        if not self._one_per_bucket:
+            self._began = graph_task()
+            return
+        there = self._gradients_there()
+        # Zeros that nobody has looked at are nothing that a gradient is added to.
+        if self._began is not None or not all(ZeroedGradient.is_unused(gradient) for _, gradient in there):
+            self._in_order = False  # nested in another, or with gradients from before
+            return
+        self._began = graph_task()
+        current().at(Phase.AFTER_DDP, self._offer_rest, self._forget)
+        # Taken off until this backward is over, and noted first, for Ctrl-C: without them what is added is the same.
+        self._zeroed = there
+        for attached, _ in there:
+            attached.get().grad = None
+
+    def _gradients_there(self) -> list[tuple[AttachedParameter, torch.Tensor]]:
+        trainable = self._layout.trainable
+        gradients = list(map(GRADIENT, trainable.tensors()))
+        if none_there(gradients):  # as in most loops
+            return []
+        return [(a, g) for a, g in zip(trainable, gradients, strict=True) if g is not None]
+
+    def begin_step(self) -> None:
+        layout = self._layout
+        if layout.observed and self._sink.step_count and not layout.follows_observed:
+            layout.follow_observed()
+        layout.observed = []
+        self._missing = list(map(len, layout.members))
+        self._backwards.begin_step()
+        self._arrived.clear()
+        self._to_offer = []
+
+    # In backward, with a hook on every parameter.
+
+    def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
+        with self._sink.lock:  # the gradients of another device arrive on a thread of their own
+            self._sink.streams.makers.saw(parameter.device)
+            self._count(self._hooks.parameters[index])
+
+    def _count(self, attached: AttachedParameter) -> None:
+        """Count a gradient that has been accumulated, and step its bucket if that is full."""
+        # Five fields decide: the running backward is compared with _began and _backwards.open_in, the gradient with
+        # _arrived and _to_offer, the bucket with _missing.
+        #
+        #   first      (open_in is None) offered alone: the first of a step opens it. may_write() makes this backward
+        #              open_in.
+        #   in order   (task == open_in) waits in _to_offer until its bucket is full: one offer for all of them.
+        #   nested     (reentrant checkpointing; task != open_in) those that wait are offered first, then this one
+        #              alone. may_write() makes the nested backward open_in, and its end clears that again. So the
+        #              outer one goes on as with its first gradient.
+        #   again      (in _arrived already) offered alone, now, and not where the bucket is full: a sink that does not
+        #              take a second gradient raises before anything more is written.
+        #   late       (after the end of a backward that wrote) may_write() says no. Each is offered alone: the sink
+        #              raises if the parameter was applied; else its gradient is left to optimizer.step().
+        #   unseen     (task != _began: no output of the model has begun it) as the others, but no order is learned
+        #              from it: hooks stay on every parameter.
+        if not self._takes_gradient(attached):
+            return
+        if self._late is not None and self._late.takes(attached):
+            return
+        index, task = attached.spec.index, graph_task()
+        if task != self._began:
+            self._in_order = False  # in a backward nested in another, or one that the model's outputs are no part of
+        open_in = self._backwards.open_in
+        can_wait = open_in is not None and open_in == task and index not in self._arrived
+        if can_wait:
+            self._to_offer.append(attached)
+        elif not (self._offer() and self._sink.arrive((attached,))):
+            self._in_order &= self._sink.keeps_gradients  # refused; but gradients that the loop keeps disturb no order
+            return
+        self._arrived.add(index)
+        number = self._layout.bucket_of.get(index)
+        if number is None:
+            return  # unfrozen since the buckets were made, within this very forward: left to optimizer.step()
+        self._layout.observed.append(attached)
+        self._missing[number] -= 1
+        if (can_wait or self._backwards.may_write()) and self._missing[number] == 0 and self._offer():
+            step_bucket(self._sink, self._layout.members[number])
+
+    def _takes_gradient(self, attached: AttachedParameter) -> bool:
+        """Whether ``.grad`` has a gradient that counts, now in a tensor of its own. Not if it was added to one of the
+        step before that was applied: the loop has still to clear that."""
+        gradient = gradient_of(attached)
+        if gradient is None and attached.spent is not None and attached.get().grad is attached.spent:
+            self._in_order = False
+            return False
+        return True
+
+    def _offer(self) -> bool:
+        """Offer the gradients that have waited for it. ``False``: nothing of this step must be written now."""
+        gradients, self._to_offer = self._to_offer, []
+        return not gradients or self._sink.arrive(gradients)
+
+    # In backward, with one hook for each bucket.
+
+    def _bucket_accumulated(self, number: int, last: int, parameter: torch.Tensor) -> None:
+        with self._sink.lock:
+            self._sink.streams.makers.saw(parameter.device)
+            self._count_bucket(number, last)
+
+    def _count_bucket(self, number: int, last: int) -> None:
+        """The last gradient of a bucket has been accumulated. In order, all of the bucket are final: offer and step
+        them. Otherwise offer this one alone; the end of backward looks for the others (``_offer_rest``)."""
+        members = self._layout.members[number]
+        if self._began != graph_task() or not all_there(map(GRADIENT, members.tensors())):
+            self._in_order = False
+        if not self._in_order:
+            members = AttachedParameters((self._hooks.parameters[last],))
+            if not self._takes_gradient(members[0]):
+                return
+        self._offered.update(members.indices)
+        if not self._sink.arrive(members):
+            self._in_order &= self._sink.keeps_gradients
+        elif self._backwards.may_write() and self._in_order:
+            step_bucket(self._sink, members)
+
+    # Where backward ends: one that may write, before DDP's own end; and, with one hook for each bucket, after it.
+
+    def _end(self) -> None:
+        self._offer()
+        self._close()
+
+    def _close(self) -> None:
+        self._backwards.no_more()
+        # Now, and not after DDP's own end, which may use what the side stream has written.
+        self._sink.streams.join()
+        # An error before the end of a DDP instance in the same backward would leave the instance unusable.
+        current().at(Phase.AFTER_DDP, self._sink.raise_failure, self._sink.backward_raised)
+
+    def _offer_rest(self) -> None:
+        """This backward is over: gradients whose bucket no hook has offered are left to ``optimizer.step()``, which
+        counts them."""
+        offered, trainable = self._offered, self._layout.trainable
+        rest: list[AttachedParameter] = []
+        if not offered.issuperset(trainable.indices):
+            rest = [a for a in trainable if a.spec.index not in offered and a.get().grad is not None]
+        self._forget()
+        if rest:
+            self._in_order = False
+            self._sink.arrive(rest)
+
+    def _forget(self) -> None:
+        self._began = None
+        self._offered.clear()
+        self._put_zeros_back()
+
+    def _put_zeros_back(self) -> None:
+        zeroed, self._zeroed = self._zeroed, []
+        for attached, gradient in zeroed:
+            parameter = attached.peek()
+            if parameter is not None and parameter.grad is None:
+                parameter.grad = gradient
+
+    # Where backward raises.
+
+    def _raised(self) -> None:
+        # Those that have waited are offered first: the step is to know of every gradient that this backward has made.
+        with suppress(InstepError):
+            self._offer()
+        self._sink.backward_raised()
+
+    # After detach.
+
+    def disconnect(self) -> None:
+        self._hooks.remove()
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class LocalLayout:
-    """Buckets of about ``bucket_bytes``, and FSDP2's groups.
+    """Which parameter is in which bucket: buckets of about ``bucket_bytes``, and FSDP2's groups.
 
     Buckets first follow the model's order backwards; after the first step, the order in which gradients arrived.
 
@@ -63,7 +318,8 @@ class LocalLayout:
         self._parameters = AttachedParameters((*self._parameters, *parameters))
 
     def refresh(self) -> bool:
-        """Whether a parameter was frozen, unfrozen or taken in since the last call: the buckets are new then."""
+        """Look for parameters that were frozen, unfrozen or taken in since the last call. Returns whether there are
+        any: the buckets are new then."""
         requires_grad = list(map(_REQUIRES_GRAD, self._parameters.tensors()))
         if requires_grad == self._requires_grad:
             return False
@@ -85,7 +341,7 @@ class LocalLayout:
         return self.follows_observed and len(self.observed) == len(self.trainable)
 
     def last_of_each(self) -> dict[int, AttachedParameter]:
-        """By number of a bucket: the parameter of it whose gradient has arrived last in this step."""
+        """For the number of each bucket, the parameter in it whose gradient has arrived last in this step."""
         return {self.bucket_of[attached.spec.index]: attached for attached in self.observed}
 
     def _fill(self, order: Iterable[AttachedParameter]) -> None:
@@ -97,11 +353,9 @@ class LocalLayout:
         self.bucket_of = {a.spec.index: number for number, members in enumerate(self.members) for a in members}
 
 
-# The post-accumulate-grad hooks of a ``LocalSource``.
-
-
 class GradientHooks:
-    """
+    """The post-accumulate-grad hooks of a ``LocalSource``.
+
     Attributes:
         parameters: those with a hook, by index: a hook must not hold its parameter.
     """
@@ -117,20 +371,17 @@ class GradientHooks:
         self.parameters[attached.spec.index] = attached
 
     def remove(self) -> None:
-        """All of them."""
+        """Take off all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self.parameters.clear()
 
 
-# Which backwards may write a step.
-
-
 class WritingBackwards:
-    """The first backward of a step, and those nested in it by reentrant checkpointing, may write.
+    """Which backwards may write a step: the first one, and those nested in it by reentrant checkpointing.
 
-    In a later one gradients stay where they are: if it goes on to reach an applied parameter, that raises before
+    In a later backward gradients stay where they are: if it goes on to reach an applied parameter, that raises before
     anything of it was written, else ``optimizer.step()`` steps them.
 
     Args:
@@ -138,7 +389,7 @@ class WritingBackwards:
         raised: called in place of ``end`` where such a backward raises.
 
     Attributes:
-        open_in: the graph task of the backward that has last been found to be one that may write; ``None``: none runs.
+        open_in: the graph task of the backward that was last found to be one that may write; ``None``: none runs.
     """
 
     def __init__(self, end: Callable[[], None], raised: Callable[[], None]) -> None:
@@ -157,7 +408,7 @@ class WritingBackwards:
         self._ended = False
 
     def may_write(self) -> bool:
-        """Whether the running backward may."""
+        """Whether the running backward may write. If so, its end is asked for."""
         task = graph_task()
         if task is None or task in self._late:
             return False
@@ -182,41 +433,25 @@ class WritingBackwards:
         then()
 
 
-# Gradients of FSDP2 that are not final where their hook is called, but where backward ends.
+class LateFSDPGradients:
+    """The gradients of FSDP2 that are not final where their hook is called, but where backward ends.
 
-
-class ForwardCounts:
-    """How often FSDP2's groups have run forward since the last backward. It reduces a group's gradients once for each
-    time, so that in one backward they come in several parts, between which it gathers the weights again."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[int | None] = Counter()
-
-    def ran(self, group: int) -> None:
-        self._counts[group] += 1
-
-    def several(self, group: int | None) -> bool:
-        return self._counts[group] > 1
-
-    def clear(self) -> None:
-        self._counts.clear()
-
-
-class LatePart:
-    """The gradients of the running backward that are final where it ends.
+    FSDP2 reduces a group once for each of its forwards: with several forwards a gradient comes in several parts, and
+    the sum is final at the end. So are gradients that FSDP2 copies to the host while backward goes on. Both are
+    collected here, and stepped together.
 
     Args:
         closed: called at the end of backward, once they were stepped.
     """
 
-    def __init__(self, sink: Sink, uses: ForwardCounts, closed: Callable[[], None]) -> None:
+    def __init__(self, sink: Sink, uses: "ForwardCounts", closed: Callable[[], None]) -> None:
         self._sink = sink
         self._uses = uses
         self._closed = closed
         self._gradients: dict[int, AttachedParameter] = {}
 
     def takes(self, attached: AttachedParameter) -> bool:
-        """Whether the gradient that has just arrived is one of them, or a part of one."""
+        """Whether the gradient that has just arrived is a late one, or a part of one: then it is taken in."""
         if not self._uses.several(attached.spec.group) and not _is_being_copied(attached.get()):
             return False
         if not self._gradients:
@@ -242,225 +477,19 @@ def _is_being_copied(parameter: torch.Tensor) -> bool:
     return parameter.grad is not None and memory_of(parameter.grad).is_pinned()
 
 
-# Gradients that are final once their post-accumulate-grad hooks are called.
-#
-# Autograd calls them, on one device. Of parameters that ``fully_shard`` was applied to FSDP2 calls them itself, group
-# by group, once it has reduced and sharded the gradients (``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``,
-# ``foreach_reduce``).
-
-
-class LocalSource:
-    """Post-accumulate-grad hooks, gathered into the buckets of a ``LocalLayout``. A bucket with a parameter that gets
-    no gradient is never full: ``optimizer.step()`` steps the rest of it.
-
-    A hook on every parameter costs some microseconds for each. Once a step has gone in order, there is one hook for
-    each bucket: on the parameter whose gradient arrives last. In a backward that began without any gradient, the
-    gradients of the bucket that are there when that hook is called are final, since a backward gives each parameter its
-    gradient once. Anything else (accumulation, another order, a gradient too few, nested backwards) is left to
-    ``optimizer.step()`` once, and from then on every parameter has its hook again.
-
-    Args:
-        uses: of FSDP2's groups; ``None``: there are none.
+class ForwardCounts:
+    """How often each of FSDP2's groups has run forward since the last backward. FSDP2 reduces a group's gradients once
+    for each forward, so that in one backward they come in several parts, between which FSDP2 gathers the weights again.
     """
 
-    def __init__(
-        self, sink: Sink, parameters: Sequence[AttachedParameter], bucket_bytes: int, uses: ForwardCounts | None = None
-    ) -> None:
-        self._sink = sink
-        self._layout = LocalLayout(parameters, bucket_bytes)
-        self._hooks = GradientHooks()
-        self._late_part = None if uses is None else LatePart(sink, uses, weakly(self._close))
-        self._backwards = WritingBackwards(weakly(self._end), weakly(self._raised))
-        self._in_order = all(attached.spec.group is None for attached in parameters)
-        self._one_per_bucket = False  # whether only the last parameter of each bucket has a hook
-        # Of this step, with a hook on every parameter: gradients that have arrived, and those of them that are still to
-        # be offered to the sink. A backward that may write offers them bucket by bucket.
-        self._arrived: set[int] = set()
-        self._to_offer: list[AttachedParameter] = []
-        self._missing: list[int] = []  # of each bucket, how many have not arrived
-        # The last backward that was seen to begin. With one hook for each bucket: while that backward runs, if it began
-        # without gradients; and the gradients that it has offered.
-        self._began: int | None = None
-        self._offered: set[int] = set()
-        self._zeroed: list[tuple[AttachedParameter, torch.Tensor]] = []  # taken off, with their zeros
+    def __init__(self) -> None:
+        self._counts: Counter[int | None] = Counter()
 
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        return self._layout.buckets
+    def ran(self, group: int) -> None:
+        self._counts[group] += 1
 
-    def connect(self) -> None:
-        self.refresh()
+    def several(self, group: int | None) -> bool:
+        return self._counts[group] > 1
 
-    def disconnect(self) -> None:
-        self._hooks.remove()
-
-    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
-        self._layout.adopt(parameters)
-        return ()
-
-    def refresh(self) -> None:
-        if self._layout.refresh():
-            self._missing = list(map(len, self._layout.members))
-            self._listen_to_all()
-        elif self._one_per_bucket and not self._in_order:
-            self._listen_to_all()
-        elif self._in_order and not self._one_per_bucket and self._layout.all_observed:
-            self._listen_to_last()
-
-    def _listen_to_all(self) -> None:
-        if self._one_per_bucket:
-            self._hooks.remove()
-            self._one_per_bucket = False
-        for attached in self._layout.trainable:
-            if attached.spec.index not in self._hooks.parameters:
-                self._hooks.add(attached, weakly(self._accumulated, attached.spec.index))
-
-    def _listen_to_last(self) -> None:
-        last = self._layout.last_of_each()
-        self._hooks.remove()
-        for number, attached in last.items():
-            self._hooks.add(attached, weakly(self._bucket_accumulated, number, attached.spec.index))
-        self._one_per_bucket = True
-        self._layout.observed = []
-        self._began = None
-
-    def before_backward(self) -> None:
-        if not self._one_per_bucket:
-            self._began = graph_task()
-            return
-        there = self._gradients_there()
-        # Zeros that nobody has looked at are nothing that a gradient is added to.
-        if self._began is not None or not all(ZeroedGradient.is_unused(gradient) for _, gradient in there):
-            self._in_order = False  # nested in another, or with gradients from before
-            return
-        self._began = graph_task()
-        current().at(Phase.AFTER_DDP, self._offer_rest, self._forget)
-        # Taken off until this backward is over, and noted first, for Ctrl-C: without them what is added is the same.
-        self._zeroed = there
-        for attached, _ in there:
-            attached.get().grad = None
-
-    def _gradients_there(self) -> list[tuple[AttachedParameter, torch.Tensor]]:
-        trainable = self._layout.trainable
-        gradients = list(map(GRADIENT, trainable.tensors()))
-        if none_there(gradients):  # as in most loops
-            return []
-        return [(a, g) for a, g in zip(trainable, gradients, strict=True) if g is not None]
-
-    def _put_zeros_back(self) -> None:
-        zeroed, self._zeroed = self._zeroed, []
-        for attached, gradient in zeroed:
-            parameter = attached.peek()
-            if parameter is not None and parameter.grad is None:
-                parameter.grad = gradient
-
-    def begin_step(self) -> None:
-        layout = self._layout
-        if layout.observed and self._sink.step_count and not layout.follows_observed:
-            layout.follow_observed()
-        layout.observed = []
-        self._missing = list(map(len, layout.members))
-        self._backwards.begin_step()
-        self._arrived.clear()
-        self._to_offer = []
-
-    # A hook on every parameter.
-
-    def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
-        with self._sink.lock:  # the gradients of another device arrive on a thread of their own
-            self._sink.streams.makers.saw(parameter.device)
-            self._count(self._hooks.parameters[index])
-
-    def _count(self, attached: AttachedParameter) -> None:
-        if not self._takes_gradient(attached):
-            return
-        if self._late_part is not None and self._late_part.takes(attached):
-            return
-        index, task = attached.spec.index, graph_task()
-        if task != self._began:
-            self._in_order = False  # in a backward nested in another, or one that the model's outputs are no part of
-        # Within a backward that writes, gradients are offered together, where their bucket is full.
-        open_in = self._backwards.open_in
-        can_wait = open_in is not None and open_in == task and index not in self._arrived
-        if can_wait:
-            self._to_offer.append(attached)
-        elif not (self._offer() and self._sink.arrive((attached,))):
-            self._in_order &= self._sink.keeps_gradients
-            return
-        self._arrived.add(index)
-        number = self._layout.bucket_of.get(index)
-        if number is None:
-            return  # unfrozen since the buckets were made, within this very forward: left to optimizer.step()
-        self._layout.observed.append(attached)
-        self._missing[number] -= 1
-        if (can_wait or self._backwards.may_write()) and self._missing[number] == 0 and self._offer():
-            step_bucket(self._sink, self._layout.members[number])
-
-    def _takes_gradient(self, attached: AttachedParameter) -> bool:
-        """Whether ``.grad`` has a gradient that counts, now in a tensor of its own. Not if it was added to one of the
-        step before that was applied: the loop has still to clear that."""
-        gradient = gradient_of(attached)
-        if gradient is None and attached.spent is not None and attached.get().grad is attached.spent:
-            self._in_order = False
-            return False
-        return True
-
-    def _offer(self) -> bool:
-        """Offer the gradients that have waited for it. ``False``: nothing of this step must be written now."""
-        gradients, self._to_offer = self._to_offer, []
-        return not gradients or self._sink.arrive(gradients)
-
-    # One hook for each bucket.
-
-    def _bucket_accumulated(self, number: int, last: int, parameter: torch.Tensor) -> None:
-        with self._sink.lock:
-            self._sink.streams.makers.saw(parameter.device)
-            self._count_bucket(number, last)
-
-    def _count_bucket(self, number: int, last: int) -> None:
-        members = self._layout.members[number]
-        if self._began != graph_task() or not all_there(map(GRADIENT, members.tensors())):
-            self._in_order = False
-        if not self._in_order:
-            members = AttachedParameters((self._hooks.parameters[last],))
-            if not self._takes_gradient(members[0]):
-                return
-        self._offered.update(members.indices)
-        if not self._sink.arrive(members):
-            self._in_order &= self._sink.keeps_gradients
-        elif self._backwards.may_write() and self._in_order:
-            step_bucket(self._sink, members)
-
-    def _offer_rest(self) -> None:
-        """This backward is over: gradients whose bucket no hook has offered are left to ``optimizer.step()``, which
-        counts them."""
-        offered, trainable = self._offered, self._layout.trainable
-        rest: list[AttachedParameter] = []
-        if not offered.issuperset(trainable.indices):
-            rest = [a for a in trainable if a.spec.index not in offered and a.get().grad is not None]
-        self._forget()
-        if rest:
-            self._in_order = False
-            self._sink.arrive(rest)
-
-    def _forget(self) -> None:
-        self._began = None
-        self._offered.clear()
-        self._put_zeros_back()
-
-    # Where a backward that may write ends.
-
-    def _end(self) -> None:
-        self._offer()
-        self._close()
-
-    def _close(self) -> None:
-        self._backwards.no_more()
-        self._sink.streams.join()
-        # An error before the end of a DDP instance in the same backward would leave the instance unusable.
-        current().at(Phase.AFTER_DDP, self._sink.raise_failure, self._sink.backward_raised)
-
-    def _raised(self) -> None:
-        with suppress(InstepError):
-            self._offer()
-        self._sink.backward_raised()
+    def clear(self) -> None:
+        self._counts.clear()

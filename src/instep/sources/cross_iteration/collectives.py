@@ -1,7 +1,8 @@
 """Collectives of one process group that are sent in an order of our own, the same on all ranks.
 
 All of this runs on the thread that runs backward, or on the loop's own, but for the callbacks of futures: these run on
-a thread of the backend's, and write nothing but the time and the promise of their own collective."""
+a thread of the backend's, and write nothing but the time and the promise of their own collective.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -53,7 +54,8 @@ class OrderedCollective:
         return self._promise
 
     def launch(self, *, timed: bool) -> None:
-        """Send it. Its turn has come."""
+        """Send it: its turn has come."""
+        # Taken off: it refers to the bucket's memory, and a collective that was sent needs it no more.
         launch, self._launch = self._launch, None
         assert launch is not None, "a collective is sent once"
         self.start = perf_counter()
@@ -64,7 +66,7 @@ class OrderedCollective:
             self._future.add_done_callback(partial(_hand_on, self._promise))
 
     def give_up(self, error: BaseException) -> None:
-        """It is not sent, because of ``error``."""
+        """Never send it, because of ``error``."""
         self._launch, self._error = None, error
         if self._promise is not None:
             _set_exception(self._promise, error)
@@ -122,6 +124,7 @@ class OrderedCollectives:
         """Send nothing more: some collectives will never be ready, or could not be sent."""
         self.failure = self.failure or error
         waiting, self._ready = self._ready, {}
+        # Those that were sent go on: the other ranks take part in them. DDP must not wait for the rest for ever.
         for collective in waiting.values():
             collective.give_up(error)
 
@@ -153,7 +156,7 @@ class OrderedCollectives:
             self._next += 1
             try:
                 due.launch(timed=self._timed)
-            except Exception as error:
+            except Exception as error:  # kept, and not raised: this may be inside of a hook of DDP's reducer
                 due.give_up(error)
                 self.abandon(error)
                 return
@@ -165,6 +168,7 @@ def future_on(device: torch.device) -> Future:
 
 
 def _hand_on(promise: Future, future: Future) -> None:
+    # On a thread of the backend's.
     try:
         value = future.value()
     except Exception as error:

@@ -1,16 +1,147 @@
-"""In which order buckets are sent that the next forward reads: measured times, and the arithmetic on them."""
+"""In which order the buckets of a backward are sent, and whether the backward waits for them.
+
+All ranks must send in one order. So ``SendingPlan`` decides by the number of the backward, and by times that the ranks
+have exchanged. It asks whether the buckets are those of the backward before (``BucketHistory``), how long things take
+(``IterationTimes``), whether it is faster not to wait (``CrossingTrial``), and which order makes the next forward wait
+least (``best_order``): backward makes the deepest buckets first, and the next forward reads the shallowest first. Sent
+as they come, the ones that are read first arrive last.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import add
 from statistics import median
 from time import perf_counter
 
-# How long things take on this rank, in seconds: from this the order of buckets is made.
+import torch
+import torch.distributed as dist
+
+from instep.comm_hooks import mean_allreduce
+from instep.sources.cross_iteration.collectives import OrderedCollective
 
 
-class Times:
+class BucketHistory:
+    """Which parameters share a bucket of a DDP instance, in the running backward and in the one before it. An order of
+    buckets is worth something only while backward after backward makes the same ones.
+
+    Attributes:
+        last: of each bucket of the last complete backward the parameters, by ``id``.
+        repeats: whether the buckets of the running backward are, so far, those of the last one.
+        repetitions: how many backwards in a row had the same buckets as the one before.
+        is_complete: whether the running backward has made all of its buckets.
     """
+
+    def __init__(self) -> None:
+        self.last: list[list[int]] = []
+        self.repeats = False
+        self.repetitions = 0
+        self.is_complete = False
+        self._found: list[list[int]] = []
+
+    def begin(self) -> None:
+        """A backward is about to make its first bucket."""
+        self.repeats = len(self.last) > 0
+        self.is_complete = False
+        self._found = []
+
+    def differs(self, index: int, members: Sequence[torch.Tensor]) -> bool:
+        """Note a bucket of the running backward. Whether it is the first one that is not as in the last backward."""
+        found = [id(parameter) for parameter in members]
+        self._found.append(found)
+        differs = self.repeats and (index >= len(self.last) or self.last[index] != found)
+        self.repeats = self.repeats and not differs
+        return differs
+
+    def end(self) -> None:
+        """The running backward has made its last bucket."""
+        self.is_complete = True
+        self.repeats = self.repeats and len(self._found) == len(self.last)
+        self.repetitions = self.repetitions + 1 if self.repeats else 0
+        self.last = self._found
+
+
+class SendingPlan:
+    """In which order the buckets of a backward are sent, and whether they cross into the next iteration: decided by the
+    mean of all ranks' times, which they exchange, and by the number of the backward.
+
+    Attributes:
+        order: numbers of buckets, in the order in which they are sent while the same buckets repeat.
+        crosses: whether the running backward returns before its buckets have arrived.
+        times: those of this rank.
+    """
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+        self.crosses = False
+        self.times = IterationTimes()
+        self._trial = CrossingTrial()
+        self._began = 0.0  # the last backward, to send its buckets
+        self._exchange: tuple[OrderedCollective, torch.Tensor] | None = None
+
+    def begin(self, history: BucketHistory) -> None:
+        """A backward is about to make its first bucket. ``history`` is still that of the backward before."""
+        self._adopt_exchanged(history.repetitions)
+        now = perf_counter()
+        if history.repeats:
+            self._trial.took(history.repetitions, self.crosses, now - self._began)
+        self._began = now
+        self.crosses = self._trial.first(history.repetitions + 1)
+        self.times.begin_buckets()
+
+    def end(self, history: BucketHistory) -> None:
+        """The running backward has made its last bucket."""
+        self.times.end_buckets(repeats=history.repeats)
+        if not history.repeats:
+            # Until times are known: half of them while backward makes them, the rest as the next forward reads them.
+            count = len(history.last)
+            self.order = deepest_then_shallowest(count, -(-count // 2))
+
+    def exchange_times(
+        self, repetitions: int, group: dist.ProcessGroup, device: torch.device
+    ) -> OrderedCollective | None:
+        """The collective that exchanges times with the other ranks, to be sent as one more bucket; ``None``: none is
+        sent in this backward."""
+        if not will_exchange(repetitions):
+            return None
+        mine = [self.times.for_a_byte, self.times.forward, *self._trial.times(), *self.times.take_ready()]
+        exchanged = torch.tensor(mine, dtype=torch.float64, device=device)
+        # Their mean: an all-reduce has the same result on all ranks, bit for bit.
+        collective = OrderedCollective(partial(mean_allreduce, exchanged, group, group.size()), 0)
+        self._exchange = collective, exchanged
+        return collective
+
+    def _adopt_exchanged(self, repetitions: int) -> None:
+        """Plan from the times that were exchanged in the last backward, if any were."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
+            return
+        collective, exchanged = exchange
+        collective.wait()
+        for_a_byte, forward, crossing, waiting, *ready = exchanged.tolist()
+        self._trial.keep(repetitions, crossing, waiting)
+        backward = max(ready[-1], 1e-9)
+        # The forward reads in the opposite order, at about the same pace.
+        reads = [backward + (backward - at) * forward / backward for at in ready]
+        sizes = self.times.nbytes
+        timed = [
+            TimedBucket(at, for_a_byte * nbytes, read) for at, nbytes, read in zip(ready, sizes, reads, strict=True)
+        ]
+        self.order = best_order(timed)
+
+
+_FIRST_PLANS, _PLAN_EVERY = (1, 3, 7, 15, 31), 64
+"""Times are exchanged, and the order is made anew, at these repetitions of the same buckets, and at every 64th."""
+
+
+def will_exchange(repetitions: int) -> bool:
+    """Whether times are exchanged in the backward that repeats the same buckets for the ``repetitions``-th time."""
+    return repetitions in _FIRST_PLANS or (repetitions > 0 and repetitions % _PLAN_EVERY == 0)
+
+
+class IterationTimes:
+    """How long things take on this rank, in seconds: from this the order of buckets is made.
+
     Attributes:
         forward: what the fastest forward took; ``inf`` before the first one.
         nbytes: of each bucket of the running backward, in the order in which backward makes them.
@@ -69,15 +200,50 @@ class Times:
         return means
 
 
-# In which order to send buckets that the next forward will read: arithmetic on times, in seconds.
-#
-# Backward makes the deepest buckets first, and the next forward reads the shallowest first. Sent as they come, the ones
-# that are read first arrive last.
+_CHOSEN_AFTER, _TRIED_EVERY, _TRIED_FOR = 32, 512, 8
+"""In iterations: when a way is chosen, how often the other one is tried again, and for how long."""
+
+
+class CrossingTrial:
+    """Which of two ways to run an iteration is faster, on this machine and this network: with buckets that cross into
+    the next iteration, or waited for. Both are tried, in training.
+
+    One way is tried in iterations 8 to 15, the other in the rest of the first 32, and the one that took less time is
+    kept. From then on the one that was not kept has eight iterations of every 512.
+
+    All ranks count the same iterations, and give ``keep`` the same times: so all choose alike.
+    """
+
+    def __init__(self) -> None:
+        self._first = True  # the way that is kept
+        self._took: dict[bool, list[float]] = {True: [], False: []}
+
+    def first(self, iteration: int) -> bool:
+        """Whether this iteration goes the first way; the second one, else."""
+        if iteration < _CHOSEN_AFTER:
+            return not _TRIED_FOR <= iteration < 2 * _TRIED_FOR
+        return self._first if iteration % _TRIED_EVERY >= _TRIED_FOR else not self._first
+
+    def took(self, iteration: int, first: bool, seconds: float) -> None:
+        if iteration >= _TRIED_FOR:  # before that nobody is warm
+            self._took[first].append(seconds)
+
+    def times(self) -> tuple[float, float]:
+        """What an iteration took either way since a way was last chosen; ``inf`` where none was seen."""
+        first, second = (median(self._took[way] or [float("inf")]) for way in (True, False))
+        return first, second
+
+    def keep(self, iteration: int, first: float, second: float) -> None:
+        """Choose by the mean of all ranks' times, which they have exchanged in ``iteration``. With one of them unknown
+        everything stays as it is."""
+        if iteration >= _CHOSEN_AFTER - 1 and max(first, second) < float("inf"):
+            self._first = first <= second
+            self._took = {True: [], False: []}
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
-    """One bucket, in the order in which backward makes them.
+class TimedBucket:
+    """One bucket with its times in seconds, in the order in which backward makes them.
 
     Attributes:
         ready: when its gradients are there, from the beginning of backward.
@@ -90,17 +256,11 @@ class Timed:
     read: float
 
 
-def delay(buckets: Sequence[Timed], order: Sequence[int]) -> float:
-    """For how long the forward waits if the buckets are sent in this order, one after the other."""
-    arrival = [0.0] * len(buckets)
-    free = 0.0
-    for number in order:
-        free = max(free, buckets[number].ready) + buckets[number].send
-        arrival[number] = free
-    late = 0.0
-    for number in sorted(range(len(buckets)), key=lambda i: buckets[i].read):
-        late = max(late, arrival[number] - buckets[number].read)
-    return late
+def best_order(buckets: Sequence[TimedBucket]) -> list[int]:
+    """Of a few orders, the one in which the forward waits least; the plainest of those that are equal."""
+    count = len(buckets)
+    orders = [deepest_then_shallowest(count, first) for first in range(count, -1, -1)]
+    return min([*orders, soonest_read(buckets)], key=lambda order: delay(buckets, order))
 
 
 def deepest_then_shallowest(count: int, first: int) -> list[int]:
@@ -108,7 +268,7 @@ def deepest_then_shallowest(count: int, first: int) -> list[int]:
     return [*range(first), *reversed(range(first, count))]
 
 
-def soonest_read(buckets: Sequence[Timed]) -> list[int]:
+def soonest_read(buckets: Sequence[TimedBucket]) -> list[int]:
     """Whenever the link is free: of the buckets that are there, the one that is read first."""
     order: list[int] = []
     left = set(range(len(buckets)))
@@ -122,48 +282,14 @@ def soonest_read(buckets: Sequence[Timed]) -> list[int]:
     return order
 
 
-def best_order(buckets: Sequence[Timed]) -> list[int]:
-    """Of a few orders, the one in which the forward waits least; the plainest of those that are equal."""
-    count = len(buckets)
-    orders = [deepest_then_shallowest(count, first) for first in range(count, -1, -1)]
-    return min([*orders, soonest_read(buckets)], key=lambda order: delay(buckets, order))
-
-
-# Which of two ways to run an iteration is faster, on this machine and this network: both are tried, in training.
-
-
-_PLAN, _PERIOD, _SOME = 32, 512, 8
-
-
-class Trial:
-    """One way is tried in iterations 8 to 15, the other in the rest of the first 32, and the one that took less time is
-    kept. From then on the one that was not kept has eight iterations of every 512.
-
-    All ranks count the same iterations, and give ``keep`` the same times: so all choose alike.
-    """
-
-    def __init__(self) -> None:
-        self._first = True  # the way that is kept
-        self._took: dict[bool, list[float]] = {True: [], False: []}
-
-    def first(self, iteration: int) -> bool:
-        """Whether this iteration goes the first way; the second one, else."""
-        if iteration < _PLAN:
-            return not _SOME <= iteration < 2 * _SOME
-        return self._first if iteration % _PERIOD >= _SOME else not self._first
-
-    def took(self, iteration: int, first: bool, seconds: float) -> None:
-        if iteration >= _SOME:  # before that nobody is warm
-            self._took[first].append(seconds)
-
-    def times(self) -> tuple[float, float]:
-        """What an iteration took either way since a way was last chosen; ``inf`` where none was seen."""
-        first, second = (median(self._took[way] or [float("inf")]) for way in (True, False))
-        return first, second
-
-    def keep(self, iteration: int, first: float, second: float) -> None:
-        """Choose by the mean of all ranks' times, which they have exchanged in ``iteration``. With one of them unknown
-        everything stays as it is."""
-        if iteration >= _PLAN - 1 and max(first, second) < float("inf"):
-            self._first = first <= second
-            self._took = {True: [], False: []}
+def delay(buckets: Sequence[TimedBucket], order: Sequence[int]) -> float:
+    """How long the forward waits if the buckets are sent in this order, one after the other."""
+    arrival = [0.0] * len(buckets)
+    free = 0.0
+    for number in order:
+        free = max(free, buckets[number].ready) + buckets[number].send
+        arrival[number] = free
+    late = 0.0
+    for number in sorted(range(len(buckets)), key=lambda i: buckets[i].read):
+        late = max(late, arrival[number] - buckets[number].read)
+    return late

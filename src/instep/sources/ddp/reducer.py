@@ -1,4 +1,10 @@
-"""How a source is told of DDP's buckets: by a process group in the reducer, or by its one communication hook."""
+"""How a listener is told of the buckets of a DDP instance, in one of two ways.
+
+DDP's own mean is left to the reducer: a process group in the reducer, ``ReducerGroup``, tells of each bucket that is
+reduced in it. Any other reduction takes DDP's one communication hook, whose state is a ``_HookSlot``. A hook is told of
+all buckets, too. But it costs a pass over all gradients: with a hook the reducer copies and leaves it to the hook to
+divide, without one it divides as it copies. And a hook stays for good.
+"""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,56 +25,104 @@ from instep._torch.hooks import UntracedHook
 from instep._torch.placeholders import Placeholder
 from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AttachError
-from instep.sources.ddp.buckets import (
-    BucketListener,
-    Divisor,
-    GradientsAside,
-    buckets_of,
-    refuse_manual_finalization,
-    slices_of,
-    value_of,
-)
+from instep.sources.ddp.buckets import BucketListener, slices_of, value_of
+from instep.sources.ddp.instance import Divisor, GradientsAside, buckets_of, refuse_manual_finalization
 
-# The process group of DDP's reducer, which tells a source of each bucket that is reduced in it.
-#
-# A communication hook is told of buckets too. But it costs a pass over all gradients: with a hook the reducer copies
-# and leaves it to the hook to divide, without one it divides as it copies. And a hook stays for good.
+CommHook = tuple[Any, Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]]
+"""A DDP communication hook with its state, in the order in which ``register_comm_hook`` takes them."""
+
+
+def connect_listener(
+    ddp: DistributedDataParallel,
+    source: BucketListener,
+    comm_hook: CommHook | None,
+    reduce_dtype: torch.dtype | None,
+    *,
+    divides: bool = False,
+) -> None:
+    """Have ``source`` told of the buckets of ``ddp``.
+
+    DDP's own mean is left to the reducer. Anything else takes DDP's communication hook, which is registered once.
+
+    Args:
+        divides: whether the source itself reduces, and divides.
+    """
+    refuse_manual_finalization(ddp)
+    _connect_listener(ddp, source, comm_hook, reduce_dtype, divides)
+    _asides[ddp] = GradientsAside(ddp)
+
+
+def _connect_listener(
+    ddp: DistributedDataParallel,
+    source: BucketListener,
+    comm_hook: CommHook | None,
+    reduce_dtype: torch.dtype | None,
+    divides: bool,
+) -> None:
+    slot = _slots.get(ddp)
+    if slot is None:
+        if comm_hook is None and reduce_dtype is None and not divides and ReducerGroup.fits(ddp):
+            group = ReducerGroup(ddp, source)
+            group.connect()
+            _slots[ddp] = group
+            return
+        if comm_hook is None:
+            _refuse_lazy_views(ddp)
+        slot = _HookSlot(ddp)
+        try:
+            ddp.register_comm_hook(slot, _communicate)
+        except RuntimeError as error:
+            raise AttachError(
+                "this DistributedDataParallel already has a communication hook, and DDP takes only one. Build it "
+                "again without register_comm_hook, and give the hook to attach(…, comm_hook=(state, hook)), which "
+                "runs it before the step"
+            ) from error
+        _slots[ddp] = slot
+    elif slot.source is not None:
+        raise AttachError(
+            "this DistributedDataParallel is already attached. Give all its optimizers to one call: "
+            "attach(model, [first, second])"
+        )
+    assert isinstance(slot, _HookSlot), "a ReducerGroup is dropped together with its source"
+    if slot.comm_hook is not None and comm_hook is None and reduce_dtype is not None:
+        raise AttachError(
+            "this DistributedDataParallel keeps the comm_hook of an earlier attach, which decides how gradients "
+            "are sent, so mixed_precision cannot: give comm_hook=(state, hook) again, or build the instance anew"
+        )
+    slot.source = source
+    slot.comm_hook = comm_hook or slot.comm_hook
+    slot.reduce_dtype = reduce_dtype
+
+
+def before_backward(ddp: DistributedDataParallel | None) -> None:
+    """A backward of ``ddp`` begins: no gradient has changed yet."""
+    slot = None if ddp is None else _slots.get(ddp)
+    if ddp is not None and slot is not None:
+        refuse_manual_finalization(ddp)  # an attribute, which the loop may have set since
+        slot.before_backward()
+
+
+def forget_comm_hook(ddp: DistributedDataParallel) -> None:
+    """From now on the mean of ``ddp`` is plain, whatever was asked for."""
+    slot = _slots.get(ddp)
+    if isinstance(slot, _HookSlot):
+        slot.comm_hook = None
+
+
+def disconnect_listener(ddp: DistributedDataParallel | None, source: BucketListener) -> None:
+    """Tell ``source`` nothing more. A hook stays, and reduces as before."""
+    slot = None if ddp is None else _slots.get(ddp)
+    if ddp is None or slot is None or slot.source is not source:
+        return
+    _asides.pop(ddp).stop()
+    if isinstance(slot, _HookSlot):
+        slot.source = slot.reduce_dtype = None
+    else:
+        del _slots[ddp]
+        slot.disconnect()
 
 
 Future = torch.futures.Future[Any]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SentBucket:
-    """A bucket, in the terms of the ``torch.distributed.GradBucket`` that a communication hook is given, and that
-    Python cannot make."""
-
-    _index: int
-    _parameters: Sequence[torch.Tensor]
-    _last: bool
-    _buffer: torch.Tensor
-
-    def index(self) -> int:
-        return self._index
-
-    def buffer(self) -> torch.Tensor:
-        return self._buffer
-
-    def parameters(self) -> list[torch.Tensor]:
-        return list(self._parameters)
-
-    def is_last(self) -> bool:
-        return self._last
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Known:
-    """A bucket of the reducer's, which there is as long as ``storage`` is."""
-
-    index: int
-    parameters: Sequence[torch.Tensor]
-    last: bool
-    storage: StorageWeakRef
 
 
 class ReducerGroup(dist.ProcessGroup):
@@ -84,15 +138,13 @@ class ReducerGroup(dist.ProcessGroup):
         source: is told of each bucket. The reducer has divided it already.
     """
 
-    comm_hook = None
-
     def __init__(self, ddp: DistributedDataParallel, source: BucketListener) -> None:
         _init: Any = super().__init__  # torch's annotation lacks this one
         _init(ddp.process_group.rank(), ddp.process_group.size())
         self.source = source
         self._group = ddp.process_group
         self._ddp = weakref.ref(ddp)
-        self._buckets: dict[tuple[torch.device, int], _Known] = {}
+        self._buckets: dict[tuple[torch.device, int], _KnownBucket] = {}
         self._rebuilt: bool | None = None
         self._handle: RemovableHandle | None = None
 
@@ -141,7 +193,7 @@ class ReducerGroup(dist.ProcessGroup):
             # Not a bucket that is known: one that was made since, perhaps where another one lay (optimizer.step() will
             # find its gradients); the counts of which parameters were used; the zeros of a rank that has joined.
             return self._group.allreduce(tensors, opts)
-        bucket = SentBucket(known.index, known.parameters, known.last, tensors[0])
+        bucket = _ReducerBucket(known.index, known.parameters, known.last, tensors[0])
         own = self.source.communicate(bucket, self._group, 1)
         if own is not None:
             return work_of(own)
@@ -170,7 +222,7 @@ class ReducerGroup(dist.ProcessGroup):
         them as it makes new ones."""
         self._rebuilt = ddp._has_rebuilt_buckets
         self._buckets = {
-            (bucket.buffer().device, bucket.buffer().data_ptr()): _Known(
+            (bucket.buffer().device, bucket.buffer().data_ptr()): _KnownBucket(
                 bucket.index(),
                 bucket.parameters(),
                 bucket.is_last(),
@@ -180,15 +232,40 @@ class ReducerGroup(dist.ProcessGroup):
         }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _ReducerBucket:
+    """A bucket, in the terms of the ``torch.distributed.GradBucket`` that a communication hook is given, and that
+    Python cannot make."""
+
+    _index: int
+    _parameters: Sequence[torch.Tensor]
+    _last: bool
+    _buffer: torch.Tensor
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[torch.Tensor]:
+        return list(self._parameters)
+
+    def is_last(self) -> bool:
+        return self._last
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _KnownBucket:
+    """A bucket of the reducer's, which there is as long as ``storage`` is."""
+
+    index: int
+    parameters: Sequence[torch.Tensor]
+    last: bool
+    storage: StorageWeakRef
+
+
 work_of: Callable[[Future], Work] = _distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
-
-
-# How a source is told of the buckets of a DDP instance: by a process group in the reducer, or by the instance's one
-# communication hook.
-
-
-CommHook = tuple[Any, Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]]
-"""A DDP communication hook with its state, in the order in which ``register_comm_hook`` takes them."""
 
 
 class _HookSlot:
@@ -277,6 +354,11 @@ class _HookSlot:
         return True
 
 
+@untraced  # a compiled function may call backward()
+def _communicate(slot: _HookSlot, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return slot.reduce(bucket)
+
+
 def _divides_at_once(ddp: DistributedDataParallel) -> bool:
     """Whether the reducer fills a bucket first, and then divides all of it: with an option of torch 2.13."""
     return bool(getattr(ddp, "batched_grad_copy", False))
@@ -293,105 +375,6 @@ def _refuse_lazy_views(ddp: DistributedDataParallel) -> None:
 
 
 _asides: "weakref.WeakKeyDictionary[DistributedDataParallel, GradientsAside]" = weakref.WeakKeyDictionary()
+
+
 _slots: "weakref.WeakKeyDictionary[DistributedDataParallel, _HookSlot | ReducerGroup]" = weakref.WeakKeyDictionary()
-
-
-@untraced  # a compiled function may call backward()
-def _communicate(slot: _HookSlot, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return slot.reduce(bucket)
-
-
-def take(
-    ddp: DistributedDataParallel,
-    source: BucketListener,
-    comm_hook: CommHook | None,
-    reduce_dtype: torch.dtype | None,
-    *,
-    divides: bool = False,
-) -> None:
-    """Have ``source`` told of the buckets of ``ddp``.
-
-    DDP's own mean is left to the reducer. Anything else takes DDP's communication hook, which is registered once.
-
-    Args:
-        divides: whether the source itself reduces, and divides.
-    """
-    refuse_manual_finalization(ddp)
-    _take(ddp, source, comm_hook, reduce_dtype, divides)
-    _asides[ddp] = GradientsAside(ddp)
-
-
-def _take(
-    ddp: DistributedDataParallel,
-    source: BucketListener,
-    comm_hook: CommHook | None,
-    reduce_dtype: torch.dtype | None,
-    divides: bool,
-) -> None:
-    slot = _slots.get(ddp)
-    if slot is None:
-        if comm_hook is None and reduce_dtype is None and not divides and ReducerGroup.fits(ddp):
-            group = ReducerGroup(ddp, source)
-            group.connect()
-            _slots[ddp] = group
-            return
-        if comm_hook is None:
-            _refuse_lazy_views(ddp)
-        slot = _HookSlot(ddp)
-        try:
-            ddp.register_comm_hook(slot, _communicate)
-        except RuntimeError as error:
-            raise AttachError(
-                "this DistributedDataParallel already has a communication hook, and DDP takes only one. Build it "
-                "again without register_comm_hook, and give the hook to attach(…, comm_hook=(state, hook)), which "
-                "runs it before the step"
-            ) from error
-        _slots[ddp] = slot
-    elif slot.source is not None:
-        raise AttachError(
-            "this DistributedDataParallel is already attached. Give all its optimizers to one call: "
-            "attach(model, [first, second])"
-        )
-    assert isinstance(slot, _HookSlot), "a ReducerGroup is dropped together with its source"
-    if slot.comm_hook is not None and comm_hook is None and reduce_dtype is not None:
-        raise AttachError(
-            "this DistributedDataParallel keeps the comm_hook of an earlier attach, which decides how gradients "
-            "are sent, so mixed_precision cannot: give comm_hook=(state, hook) again, or build the instance anew"
-        )
-    slot.source = source
-    slot.comm_hook = comm_hook or slot.comm_hook
-    slot.reduce_dtype = reduce_dtype
-
-
-def release(ddp: DistributedDataParallel | None, source: BucketListener) -> None:
-    """Tell ``source`` nothing more. A hook stays, and reduces as before."""
-    slot = None if ddp is None else _slots.get(ddp)
-    if ddp is None or slot is None or slot.source is not source:
-        return
-    _asides.pop(ddp).stop()
-    if isinstance(slot, _HookSlot):
-        slot.source = slot.reduce_dtype = None
-    else:
-        del _slots[ddp]
-        slot.disconnect()
-
-
-def forget_comm_hook(ddp: DistributedDataParallel) -> None:
-    """From now on the mean of ``ddp`` is plain, whatever was asked for."""
-    slot = _slots.get(ddp)
-    if isinstance(slot, _HookSlot):
-        slot.comm_hook = None
-
-
-def before_backward(ddp: DistributedDataParallel | None) -> None:
-    """A backward of ``ddp`` begins: no gradient has changed yet."""
-    slot = None if ddp is None else _slots.get(ddp)
-    if ddp is not None and slot is not None:
-        refuse_manual_finalization(ddp)  # an attribute, which the loop may have set since
-        slot.before_backward()
-
-
-def comm_hook_of(ddp: DistributedDataParallel) -> CommHook | None:
-    """The user's communication hook, which was given to this attachment or an earlier one."""
-    slot = _slots.get(ddp)
-    return None if slot is None else slot.comm_hook

@@ -15,14 +15,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._optim.parameters import AttachedParameter, Bucket
-from instep._ranks.collectives import communicating
+from instep._ranks.process_groups import communicating
 from instep.sources import Sink, WrappedParameters, deliver, record_arrival, step_all
-from instep.sources.ddp.buckets import Reduction, Reductions, ShownBuckets, SomeBucket, as_they_arrive, grad_as_left
-from instep.sources.ddp.reducer import CommHook, before_backward, release, take
+from instep.sources.ddp.buckets import GradBucketLike, Reduction, Reductions, ShownBuckets, as_they_arrive, grad_as_left
+from instep.sources.ddp.instance import managed_by
+from instep.sources.ddp.reducer import CommHook, before_backward, connect_listener, disconnect_listener
 
 
 class DDPSource:
-    """One communication hook on one DDP instance.
+    """The gradients of one DDP instance, stepped bucket after bucket where its backward ends.
 
     Args:
         comm_hook: reduces the buckets in place of DDP's own mean. It stays with the DDP instance.
@@ -56,10 +57,7 @@ class DDPSource:
     def connect(self) -> None:
         ddp = self._ddp()
         assert ddp is not None
-        take(ddp, self, self._comm_hook, self._reduce_dtype)
-
-    def disconnect(self) -> None:
-        release(self._ddp(), self)
+        connect_listener(ddp, self, self._comm_hook, self._reduce_dtype)
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
         ddp = self._ddp()
@@ -68,22 +66,19 @@ class DDPSource:
     def refresh(self) -> None:
         """DDP fixes its parameters when it is constructed."""
 
-    def begin_step(self) -> None:
-        """Nothing is counted from step to step."""
-
     def before_backward(self) -> None:
         """A backward begins: no gradient has changed yet."""
         before_backward(self._ddp())
 
-    def reduced(self) -> bool:
-        """Whether DDP has reduced buckets since this was last asked."""
-        sent, self._sent = self._sent, False
-        return sent
+    def begin_step(self) -> None:
+        """Nothing is counted from step to step."""
 
-    def communicate(self, bucket: SomeBucket, group: dist.ProcessGroup, divisor: int) -> None:
+    # In backward: DDP has filled a bucket.
+
+    def communicate(self, bucket: GradBucketLike, group: dist.ProcessGroup, divisor: int) -> None:
         """DDP's own mean is the one that is wanted."""
 
-    def launched(self, bucket: SomeBucket, future: torch.futures.Future[Any]) -> None:
+    def launched(self, bucket: GradBucketLike, future: torch.futures.Future[Any]) -> None:
         reduction = Reduction(bucket, future)
         if not self._reductions.launched(bucket, reduction):
             return
@@ -91,8 +86,12 @@ class DDPSource:
         self._buckets.show(reduction.index, reduction.members)
         record_arrival(self._sink, self._parameters.among(reduction.members), future)
 
-    def _raised(self, reductions: Sequence[Reduction]) -> None:
-        self._sink.backward_raised()
+    def reduced(self) -> bool:
+        """Whether DDP has reduced buckets since this was last asked."""
+        sent, self._sent = self._sent, False
+        return sent
+
+    # Where backward ends, before DDP's own end.
 
     def _step(self, reductions: Sequence[Reduction]) -> None:
         if self._sink.waits_for_all:
@@ -128,6 +127,8 @@ class DDPSource:
         ddp = self._ddp()
         return nullcontext() if ddp is None else communicating(ddp.process_group)
 
+    # After DDP's own end.
+
     def _settle(self, reductions: Sequence[Reduction]) -> None:
         """DDP's own end has been: free the gradients that were applied, and raise what went wrong."""
         mine = self._mine(reductions)
@@ -138,8 +139,12 @@ class DDPSource:
         self._sink.streams.join()
         self._sink.raise_failure()
 
+    # Where backward raises.
 
-def managed_by(ddp: DistributedDataParallel) -> set[int]:
-    """By ``id``: the parameters that ``ddp`` may reduce. Those that were frozen when it was built are in no bucket:
-    ``optimizer.step()`` steps them."""
-    return {id(p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
+    def _raised(self, reductions: Sequence[Reduction]) -> None:
+        self._sink.backward_raised()
+
+    # After detach.
+
+    def disconnect(self) -> None:
+        disconnect_listener(self._ddp(), self)

@@ -2,7 +2,8 @@
 
 FSDP1 never calls hooks on the original parameters. It has one seam: it steps the optimizers that it finds in their
 ``_in_backward_optimizers``. (FSDP2, ``fully_shard``, calls the hooks of its parameters: ``LocalSource`` is its
-source.)"""
+source.)
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,26 +16,8 @@ from instep.errors import AttachError
 from instep.sources import Sink
 
 
-class _InPlaceOfOptimizer:
-    """Stands in the place of an optimizer in ``_in_backward_optimizers``, with the methods that FSDP1 calls
-    (``torch/distributed/fsdp/_runtime_utils.py``, ``_post_backward_use_sharded_grad_views``)."""
-
-    def __init__(self, reduced: UntracedHook, done: UntracedHook) -> None:
-        self._reduced = reduced
-        self._done = done
-
-    def step(self) -> None:
-        self._reduced()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._done()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _InPlaceOfOptimizer, (UntracedHook(None), UntracedHook(None))
-
-
 class FSDP1Source:
-    """The original parameters of FullyShardedDataParallel. Those of one instance are a bucket.
+    """The gradients of FullyShardedDataParallel's original parameters. Those of one instance are a bucket.
 
     FSDP1 goes through an instance's parameters one by one, but has reduced all of their gradients by then: at the first
     parameter all of them are stepped.
@@ -43,9 +26,17 @@ class FSDP1Source:
     def __init__(self, sink: Sink, parameters: Sequence[AttachedParameter], wrappers: Sequence[Any]) -> None:
         self._sink = sink
         self._parameters = {attached.spec.index: attached for attached in parameters}
-        self._reduced_now: set[int] = set()
+        self._reduced_now: set[int] = set()  # stepped with another one, and still to be gone through by FSDP1
         self._applied: dict[int, AttachedParameter] = {}
         self._refuse(wrappers)
+
+    def _refuse(self, wrappers: Sequence[Any]) -> None:
+        for wrapper in wrappers:
+            if wrapper._is_root is not None:
+                raise AttachError(
+                    "FullyShardedDataParallel decides at its first forward whether parameters are stepped in "
+                    "backward: attach (or register) before it, or use schedule='forward'"
+                )
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -59,12 +50,6 @@ class FSDP1Source:
             )
             attached.get()._in_backward_optimizers = [stand_in]  # type: ignore[attr-defined]
 
-    def disconnect(self) -> None:
-        for attached in self._parameters.values():
-            parameter = attached.peek()
-            if parameter is not None and hasattr(parameter, "_in_backward_optimizers"):
-                del parameter._in_backward_optimizers
-
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
         return parameters  # FSDP1 looked for in-backward optimizers at its first forward
 
@@ -77,8 +62,10 @@ class FSDP1Source:
     def begin_step(self) -> None:
         """Nothing is counted from step to step."""
 
+    # In backward, for each parameter of an instance.
+
     def _reduced(self, index: int) -> None:
-        """FSDP1 is about to step this parameter."""
+        """FSDP1 is about to step this parameter: the first one of an instance has all of them stepped."""
         if index in self._reduced_now:
             self._reduced_now.discard(index)
             return
@@ -97,6 +84,8 @@ class FSDP1Source:
         if index in self._applied and self._sink.frees_gradients:
             self._applied[index].get().grad = None
 
+    # Where backward ends, or raises.
+
     def _retire(self) -> None:
         applied = list(self._applied.values())
         self._applied.clear()
@@ -109,10 +98,28 @@ class FSDP1Source:
         self._applied.clear()
         self._sink.backward_raised()
 
-    def _refuse(self, wrappers: Sequence[Any]) -> None:
-        for wrapper in wrappers:
-            if wrapper._is_root is not None:
-                raise AttachError(
-                    "FullyShardedDataParallel decides at its first forward whether parameters are stepped in "
-                    "backward: attach (or register) before it, or use schedule='forward'"
-                )
+    # After detach.
+
+    def disconnect(self) -> None:
+        for attached in self._parameters.values():
+            parameter = attached.peek()
+            if parameter is not None and hasattr(parameter, "_in_backward_optimizers"):
+                del parameter._in_backward_optimizers
+
+
+class _InPlaceOfOptimizer:
+    """Stands in the place of an optimizer in ``_in_backward_optimizers``, with the methods that FSDP1 calls
+    (``torch/distributed/fsdp/_runtime_utils.py``, ``_post_backward_use_sharded_grad_views``)."""
+
+    def __init__(self, reduced: UntracedHook, done: UntracedHook) -> None:
+        self._reduced = reduced
+        self._done = done
+
+    def step(self) -> None:
+        self._reduced()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._done()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _InPlaceOfOptimizer, (UntracedHook(None), UntracedHook(None))

@@ -6,7 +6,8 @@ backward of several forwards only the last of a group's nodes may do so. At the 
 switches, neither to reduce nor to free.
 
 Each private name of torch's that is used has a sentence; ``tests/distributed/test_micro_batches_fsdp2.py`` fails
-clearly when torch changes one."""
+clearly when torch changes one.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,35 +24,15 @@ from instep.sources.fsdp.recovery import forget_forwards, noted_forwards
 END = "RegisterPostBackwardFunctionBackward"
 """What FSDP2's node is called. Its ``param_group`` is the group."""
 
+
 _INSTEAD = "Use overlap.accumulate(), or schedule='forward'"
 
 
-class WideGradient:
-    """A gradient that FSDP2 adds up over micro-batches in another dtype than its parameter's: with mixed precision.
-
-    Args:
-        parameter: FSDP2's own notes of it.
-
-    Attributes:
-        dtype: of the sum.
-    """
-
-    def __init__(self, parameter: Any, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._parameter = parameter
-
-    def keep(self, total: torch.Tensor) -> None:
-        """Put the sum where FSDP2 reduces it from."""
-        if _has_grad_dtype(self._parameter):
-            self._parameter._unsharded_param.grad = total
-        else:  # beside .grad, which has the parameter's dtype
-            self._parameter.unsharded_accumulated_grad = total
-
-
 class OneBackward:
-    """
+    """The FSDP2 groups of a model in one backward of several forwards.
+
     Args:
-        model: ``None``: it is gone.
+        model: the attached model; ``None``: it is gone.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
@@ -116,12 +97,25 @@ class OneBackward:
             _require_one_reduction(name, ends[group], last_use[group], reduces_unused=_reduces_unused(module))
             self._connect(group, module, [node for each in ends[group] for node in each])
 
-    def restore(self) -> None:
-        """Set the switches to what was found: an error may have come between two hooks of a node."""
-        for switches in self._switches:
-            switches.restore()
+    def _ends_of(self, ends: dict[Any, list[list[Node]]], node: Node) -> list[list[Node]]:
+        group = cast(Any, node).param_group
+        if group not in ends:
+            raise AccumulationError(
+                "the losses depend on a model that fully_shard was applied to, and that is not attached: "
+                "micro_batches() would have to reduce its gradients, too. Attach both: attach([model, other], …)"
+            )
+        return ends[group]
 
-    def wide(self, leaf: torch.Tensor, uses: Sequence[int]) -> WideGradient | None:
+    def _connect(self, group: Any, module: Any, nodes: Sequence[Node]) -> None:
+        if len(nodes) < 2:
+            return
+        switches = _Switches(module, group, len(nodes))
+        self._switches.append(switches)
+        for node in nodes:
+            node.register_prehook(switches.before)
+            node.register_hook(switches.after)
+
+    def wide(self, leaf: torch.Tensor, uses: Sequence[int]) -> "WideGradient | None":
         """How FSDP2 adds up the gradient of ``leaf``; ``None``: as autograd does.
 
         Args:
@@ -141,27 +135,14 @@ class OneBackward:
             )
         return _wide(parameter, name, uses)
 
-    def _ends_of(self, ends: dict[Any, list[list[Node]]], node: Node) -> list[list[Node]]:
-        group = cast(Any, node).param_group
-        if group not in ends:
-            raise AccumulationError(
-                "the losses depend on a model that fully_shard was applied to, and that is not attached: "
-                "micro_batches() would have to reduce its gradients, too. Attach both: attach([model, other], …)"
-            )
-        return ends[group]
-
-    def _connect(self, group: Any, module: Any, nodes: Sequence[Node]) -> None:
-        if len(nodes) < 2:
-            return
-        switches = _Switches(module, group, len(nodes))
-        self._switches.append(switches)
-        for node in nodes:
-            node.register_prehook(switches.before)
-            node.register_hook(switches.after)
+    def restore(self) -> None:
+        """Set the switches to what was found: an error may have come between two hooks of a node."""
+        for switches in self._switches:
+            switches.restore()
 
 
 class _Switches:
-    """A group's: whether FSDP2 reduces its gradients where its backward ends, and frees its weights.
+    """The switches of one group: whether FSDP2 reduces its gradients where its backward ends, and frees its weights.
 
     Args:
         count: how many of its nodes backward comes to.
@@ -231,6 +212,28 @@ def _reduces_unused(module: Any) -> bool:
     """Whether FSDP2 reduces what earlier micro-batches have left in a group that the last one does not use. Before
     torch 2.8 or so it does not. The list of groups came later than that."""
     return hasattr(module._get_fsdp_state(), "_fsdp_param_groups")
+
+
+class WideGradient:
+    """A gradient that FSDP2 adds up over micro-batches in another dtype than its parameter's: with mixed precision.
+
+    Args:
+        parameter: FSDP2's own notes of it.
+
+    Attributes:
+        dtype: of the sum.
+    """
+
+    def __init__(self, parameter: Any, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._parameter = parameter
+
+    def keep(self, total: torch.Tensor) -> None:
+        """Put the sum where FSDP2 reduces it from."""
+        if _has_grad_dtype(self._parameter):
+            self._parameter._unsharded_param.grad = total
+        else:  # beside .grad, which has the parameter's dtype
+            self._parameter.unsharded_accumulated_grad = total
 
 
 def _wide(parameter: Any, name: str, uses: Sequence[int]) -> WideGradient | None:

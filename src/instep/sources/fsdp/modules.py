@@ -1,4 +1,8 @@
-"""The distributed wrappers around or inside of a model. No wrapper's module is imported before the loop has done so."""
+"""FSDP's modules around or inside of a model, 1 and 2, and what instep asks of them beside their gradients.
+
+Which modules there are, and which parameters are gathered together; that shards are in place; whether the next backward
+reduces; and when weights are gathered. No wrapper's module is imported before the loop has done so.
+"""
 
 import gc
 import sys
@@ -23,6 +27,41 @@ def instances_of(wrapper: type[T]) -> list[T]:
         classes.extend(cls.__subclasses__())
     # An object refers to its class. Asked which objects do, the collector searches without running any Python.
     return [found for found in gc.get_referrers(*classes) if isinstance(found, wrapper)]
+
+
+def fsdp2_in(model: nn.Module) -> list[nn.Module]:
+    """The modules in ``model`` that ``fully_shard`` was applied to."""
+    return [module for module in model.modules() if is_fsdp2(module)]
+
+
+def is_fsdp2(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def fsdp2_groups(state: Any) -> Sequence[Any]:
+    """FSDP2's own groups of a module, given its state: one before torch 2.9 or so, several since."""
+    groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return groups
+
+
+def fsdp1_in(model: nn.Module) -> list[Any]:
+    """The ``FullyShardedDataParallel`` instances in ``model``."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, fsdp.FullyShardedDataParallel)]
+
+
+def fsdp1_of(parameters: Sequence[torch.Tensor]) -> list[Any]:
+    """The ``FullyShardedDataParallel`` instances that shard any of ``parameters``."""
+    if not any(getattr(p, "_fsdp_flattened", False) for p in parameters):  # FSDP1's own mark
+        return []
+    ours = {id(parameter) for parameter in parameters}
+    found = instances_of(sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel)
+    return [wrapper for wrapper in found if any(id(p) in ours for p in wrapper.parameters())]
 
 
 class ShardedGroup:
@@ -57,21 +96,14 @@ def _own_parameters(module: nn.Module, without: Sequence[nn.Module]) -> Iterator
             yield from _own_parameters(child, without)
 
 
-def fsdp2_in(model: nn.Module) -> list[nn.Module]:
-    """The modules in ``model`` that ``fully_shard`` was applied to."""
-    return [module for module in model.modules() if is_fsdp2(module)]
-
-
-def is_fsdp2(module: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
-
-
 def put_shards_in_place(model: nn.Module) -> None:
     """Register the sharded parameters in the modules, where the gathered ones still are: ``fully_shard`` leaves these
     there after a forward without a backward, and after ``unshard``."""
     for module in fsdp2_in(model):
         cast(Any, module).reshard()
+
+
+# Whether the next backward reduces.
 
 
 class _Sync:
@@ -93,7 +125,7 @@ class _Sync:
 
 
 class FSDP2Sync(_Sync):
-    """Of an FSDP2 model."""
+    """Whether the next backward of an FSDP2 model reduces gradients."""
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -122,27 +154,8 @@ class FSDP2Sync(_Sync):
         return [] if model is None else fsdp2_in(model)
 
 
-def fsdp2_groups(state: Any) -> Sequence[Any]:
-    """FSDP2's own groups of a module, given its state: one before torch 2.9 or so, several since."""
-    groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return groups
-
-
-def fsdp2_reading_streams(model: nn.Module) -> Iterator[torch.Stream]:
-    """The streams on which FSDP2 copies shards to gather them. FSDP2 has them wait once, where the root's forward
-    begins, or for the event that ``set_post_optim_event`` was given. It has no public name for these streams, and no
-    way to have one group wait."""
-    for module in fsdp2_in(model):
-        communication = cast(Any, module)._get_fsdp_state()._comm_ctx
-        stream = getattr(communication, "all_gather_copy_in_stream", None)  # made in the first forward
-        if isinstance(stream, torch.Stream):
-            yield stream
-
-
 class FSDP1Sync(_Sync):
-    """Of a model with FSDP1 instances."""
+    """Whether the next backward of a model with FSDP1 instances reduces gradients."""
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -157,6 +170,20 @@ class FSDP1Sync(_Sync):
     def _wrappers(self) -> Sequence[Any]:
         model = self._model()
         return [] if model is None else fsdp1_in(model)
+
+
+# When weights are gathered.
+
+
+def fsdp2_reading_streams(model: nn.Module) -> Iterator[torch.Stream]:
+    """The streams on which FSDP2 copies shards to gather them. FSDP2 has them wait once, where the root's forward
+    begins, or for the event that ``set_post_optim_event`` was given. It has no public name for these streams, and no
+    way to have one group wait."""
+    for module in fsdp2_in(model):
+        communication = cast(Any, module)._get_fsdp_state()._comm_ctx
+        stream = getattr(communication, "all_gather_copy_in_stream", None)  # made in the first forward
+        if isinstance(stream, torch.Stream):
+            yield stream
 
 
 class BeforeFSDP1Gathers:
@@ -189,20 +216,3 @@ def _calling_first(call: Callable[[], None], of_handle: Callable[[], Any], name:
         return getattr(type(handle), name)(handle)
 
     return calling
-
-
-def fsdp1_in(model: nn.Module) -> list[Any]:
-    """The ``FullyShardedDataParallel`` instances in ``model``."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return []
-    return [module for module in model.modules() if isinstance(module, fsdp.FullyShardedDataParallel)]
-
-
-def fsdp1_of(parameters: Sequence[torch.Tensor]) -> list[Any]:
-    """The ``FullyShardedDataParallel`` instances that shard any of ``parameters``."""
-    if not any(getattr(p, "_fsdp_flattened", False) for p in parameters):  # FSDP1's own mark
-        return []
-    ours = {id(parameter) for parameter in parameters}
-    found = instances_of(sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel)
-    return [wrapper for wrapper in found if any(id(p) in ours for p in wrapper.parameters())]

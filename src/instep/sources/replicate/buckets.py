@@ -1,9 +1,14 @@
-"""Gradients averaged over ranks in buckets that exist only while they are in flight."""
+"""Gradients averaged over ranks in buckets that exist only while they are in flight.
+
+A bucket is made when autograd has accumulated its last gradient and the bucket before it was sent. At most two are in
+flight: before a third is sent, the oldest one is waited for and handed over, and its memory is freed with the last of
+its gradients. All ranks send the same buckets in the same order, whatever the order in which their own gradients are
+accumulated.
+"""
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence, Set
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,8 +18,8 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from instep._optim.parameters import MIB
-from instep._ranks.collectives import broadcast, communicating
+from instep._ranks.collectives import broadcast
+from instep._ranks.process_groups import communicating
 from instep._step.streams import Makers
 from instep._torch.engine import Phase, current, runs
 from instep._torch.hooks import UntracedHook, nodes_of
@@ -22,88 +27,42 @@ from instep._torch.lifetime import weakly
 from instep._torch.placeholders import Placeholder
 from instep.comm_hooks import mean_allreduce
 from instep.errors import AccumulationError, InstepError
-from instep.sources import InFlightBucket
+from instep.sources import LaunchedBucket
 from instep.sources.ddp.buckets import slices_of
+from instep.sources.replicate.layout import BucketLayout, BucketSizes, as_they_arrived, before_any_backward
 
-# Which parameters share a bucket: DDP's own rule, so that sums over ranks are taken in the same order.
-#
-# With three ranks or more the order in which a ring adds depends on where in its buffer an element lies: another layout
-# differs in the last bit.
-
-
-FIRST_BYTES = MIB
-"""The first bucket's size where none is asked for, as in DDP: communication begins early."""
-DEFAULT_MIB = 25
+IN_FLIGHT = 2
+"""How many buckets are in flight at once. So many have memory of their own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The buckets, in the order in which they are sent.
+class Receiver(Protocol):
+    """A source, as ``TransientBuckets`` sees it: told of averaged gradients during backward. Only ``ended`` may raise.
 
     Attributes:
-        buckets: of each the parameters, by their number.
-        agreed: whether this is the order in which gradients arrived on the first rank. Until then it is the model's.
+        reduce_dtype: what the mean is computed and sent in; ``None``: as the gradients are.
     """
 
-    buckets: tuple[tuple[int, ...], ...]
-    agreed: bool = False
+    reduce_dtype: torch.dtype | None
+
+    def launched(self, parameters: Sequence[torch.Tensor], future: torch.futures.Future[Any]) -> None:
+        """The bucket with the gradients of ``parameters`` was sent."""
+
+    def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
+        """A bucket has arrived: ``.grad`` of ``parameters`` is the mean of all ranks, and final."""
+
+    def ended(self) -> None:
+        """Backward ends: all gradients of it were delivered."""
+
+    def failed(self, error: BaseException) -> None:
+        """A communication failed: nothing more is delivered, and ``backward()`` raises ``error``."""
+
+    def raised(self) -> None:
+        """Backward raises, for whatever reason: nothing more is delivered."""
 
 
-@dataclass(frozen=True, slots=True)
-class BucketSizes:
-    """When a bucket is full, in bytes: the first one of each dtype and device, and those after it."""
+class TransientBucket(LaunchedBucket[torch.futures.Future[Any]]):
+    """A bucket in flight, whose memory is freed with the last of its gradients.
 
-    first: int
-    rest: int
-
-    @classmethod
-    def of(cls, bucket_cap_mb: float | None) -> "BucketSizes":
-        """What ``DistributedDataParallel(bucket_cap_mb=…)`` makes of it."""
-        if bucket_cap_mb is None:
-            return cls(FIRST_BYTES, DEFAULT_MIB * MIB)
-        return cls(int(bucket_cap_mb * MIB), int(bucket_cap_mb * MIB))
-
-
-def before_any_backward(
-    parameters: Sequence[torch.Tensor], members: Sequence[int], sparse: frozenset[int], sizes: BucketSizes
-) -> Layout:
-    """Of the parameters numbered ``members``: the model's order backwards, as DDP's with ``find_unused_parameters``."""
-    buckets = sorted(_fill(parameters, members, sparse, sizes), key=min)
-    return Layout(tuple(reversed(buckets)))
-
-
-def as_they_arrived(
-    parameters: Sequence[torch.Tensor], order: Sequence[int], sparse: frozenset[int], sizes: BucketSizes
-) -> Layout:
-    """In the order in which gradients arrived, as DDP's after its first backward."""
-    return Layout(tuple(_fill(parameters, order, sparse, sizes)), agreed=True)
-
-
-def _fill(
-    parameters: Sequence[torch.Tensor], order: Iterable[int], sparse: frozenset[int], sizes: BucketSizes
-) -> list[tuple[int, ...]]:
-    done: list[tuple[int, ...]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    left: dict[tuple[torch.dtype, torch.device], int] = {}
-    for number in order:
-        if number in sparse:
-            done.append((number,))
-            continue
-        parameter = parameters[number]
-        key = parameter.dtype, parameter.device
-        filling.setdefault(key, []).append(number)
-        left[key] = left.get(key, sizes.first) - parameter.numel() * parameter.element_size()
-        if left[key] <= 0:
-            done.append(tuple(filling.pop(key)))
-            left[key] = sizes.rest
-    return [*done, *map(tuple, filling.values())]
-
-
-# A bucket of gradients whose memory is freed with the last of them.
-
-
-class TransientBucket(InFlightBucket[torch.futures.Future[Any]]):
-    """
     Args:
         work: of which ``communication`` is the future; ``None``: of a sparse gradient.
 
@@ -150,45 +109,8 @@ class TransientBucket(InFlightBucket[torch.futures.Future[Any]]):
         return slices_of(result[0].to(dtype.to_real()), self.members)
 
 
-# Gradients averaged over ranks in buckets that exist only while they are in flight.
-#
-# A bucket is made when autograd has accumulated its last gradient and the bucket before it was sent. At most two are in
-# flight: before a third is sent, the oldest one is waited for and handed over. All ranks send the same buckets in the
-# same order, whatever the order in which their own gradients are accumulated.
-
-
-IN_FLIGHT = 2
-"""How many buckets are in flight at once. So many have memory of their own."""
-
-
-class Receiver(Protocol):
-    """A source, as ``TransientBuckets`` sees it: told of averaged gradients during backward. No method may raise, but
-    for ``ended``.
-
-    Attributes:
-        reduce_dtype: what the mean is computed and sent in; ``None``: as the gradients are.
-    """
-
-    reduce_dtype: torch.dtype | None
-
-    def launched(self, parameters: Sequence[torch.Tensor], future: torch.futures.Future[Any]) -> None:
-        """The bucket with the gradients of ``parameters`` was sent."""
-
-    def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
-        """A bucket has arrived: ``.grad`` of ``parameters`` is the mean of all ranks, and final."""
-
-    def ended(self) -> None:
-        """Backward ends: all gradients of it were delivered."""
-
-    def failed(self, error: BaseException) -> None:
-        """A communication failed: nothing more is delivered, and ``backward()`` raises ``error``."""
-
-    def raised(self) -> None:
-        """Backward raises, for whatever reason: nothing more is delivered."""
-
-
-class _Backward:
-    """One backward that reduces: how far each bucket has come.
+class _BackwardProgress:
+    """How far each bucket has come in one backward that reduces.
 
     Attributes:
         bucket_of: the number of the bucket of each parameter, by the parameter's number.
@@ -202,7 +124,7 @@ class _Backward:
         use_counts: asks the other ranks at the end of backward.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: BucketLayout) -> None:
         self.layout = layout
         self.bucket_of = {number: place for place, members in enumerate(layout.buckets) for number in members}
         self.arrived: dict[int, None] = {}
@@ -247,10 +169,10 @@ class TransientBuckets:
         self._sparse = sparse
         self._sizes = sizes
         self._handles: dict[int, RemovableHandle] = {}
-        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._layouts: dict[tuple[int, ...], BucketLayout] = {}
         self._trainable: tuple[int, ...] = ()
         self._reduces = False
-        self._backward: _Backward | None = None
+        self._backward: _BackwardProgress | None = None
         self._makers = Makers()
         # The parameters whose .grad holds a gradient of this rank that was not averaged yet: also one that was
         # accumulated in no_sync.
@@ -264,26 +186,15 @@ class TransientBuckets:
         """The parameters of each bucket, as they are now."""
         return ([self._parameters[number] for number in members] for members in self._layout.buckets)
 
-    def refresh(self) -> None:
-        """Take in parameters that were frozen or unfrozen: on all ranks alike."""
-        trainable = tuple(number for number, p in enumerate(self._parameters) if p.requires_grad)
-        if trainable == self._trainable:
-            return
-        for number in trainable:
-            if number not in self._handles:
-                hook = UntracedHook(weakly(self._accumulated, number))
-                self._handles[number] = self._parameters[number].register_post_accumulate_grad_hook(hook)
-        self._trainable = trainable
-        if trainable not in self._layouts:
-            self._layout = before_any_backward(self._parameters, trainable, self._sparse, self._sizes)
-
     @property
-    def _layout(self) -> Layout:
+    def _layout(self) -> BucketLayout:
         return self._layouts[self._trainable]
 
     @_layout.setter
-    def _layout(self, layout: Layout) -> None:
+    def _layout(self, layout: BucketLayout) -> None:
         self._layouts[self._trainable] = layout
+
+    # In the forward.
 
     def after_forward(self, output: object, *, reduces: bool) -> None:
         """A forward with gradients has returned ``output``.
@@ -298,7 +209,20 @@ class TransientBuckets:
                 # Without the node itself: a hook that refers to its own node keeps the node for good.
                 node.register_prehook(UntracedHook(partial(self._reached, _before(node))))
 
-    # What autograd calls.
+    def refresh(self) -> None:
+        """Take in parameters that were frozen or unfrozen: on all ranks alike."""
+        trainable = tuple(number for number, p in enumerate(self._parameters) if p.requires_grad)
+        if trainable == self._trainable:
+            return
+        for number in trainable:
+            if number not in self._handles:
+                hook = UntracedHook(weakly(self._accumulated, number))
+                self._handles[number] = self._parameters[number].register_post_accumulate_grad_hook(hook)
+        self._trainable = trainable
+        if trainable not in self._layouts:
+            self._layout = before_any_backward(self._parameters, trainable, self._sparse, self._sizes)
+
+    # In backward: what autograd calls.
 
     def _reached(self, inputs: Sequence[Node], gradients: object) -> None:
         """Backward comes to an output of the model. Without this hook a rank whose backward uses none of the parameters
@@ -314,7 +238,7 @@ class TransientBuckets:
             return any(runs(get_gradient_edge(p).node) for p in mine) or not _lead_to(inputs, mine)
 
     def _begin(self) -> None:
-        backward = _Backward(self._layout)
+        backward = _BackwardProgress(self._layout)
         current().at(Phase.BEFORE_DDP, partial(self._end, backward), partial(self._raised, backward))
         self._backward = backward  # after that: Ctrl-C in between would leave it to the next backward
 
@@ -350,42 +274,9 @@ class TransientBuckets:
             self._fail(backward, error)
             raise
 
-    def _end(self, backward: _Backward) -> None:
-        if self._backward is not backward:
-            return
-        try:
-            while backward.sent < len(backward.layout.buckets):
-                self._send(backward)
-            backward.use_counts = self._count_uses(backward)
-            while backward.in_flight:
-                self._deliver(backward, backward.in_flight.popleft())
-            self._hand_over_held(backward, backward.use_counts)
-            if not backward.layout.agreed:
-                self._agree_on_order(backward)
-        except BaseException as error:
-            self._fail(backward, error)
-            raise
-        self._backward = None
-        if self.receiver is not None:
-            self.receiver.ended()
+    # In backward: a bucket is sent, has arrived, and is handed over.
 
-    def _raised(self, backward: _Backward) -> None:
-        # Buckets in flight are not waited for: another rank that raised too may never send its part.
-        if self._backward is backward:
-            self._backward = None
-        if self.receiver is not None:
-            self.receiver.raised()
-
-    def _fail(self, backward: _Backward, error: BaseException) -> None:
-        self._backward = None
-        # Buckets in flight are not waited for: they have memory of their own, and what is sent later is behind them.
-        # Once a rank is lost, each of them would take as long as the process group waits.
-        if self.receiver is not None:
-            self.receiver.failed(error)
-
-    # Buckets.
-
-    def _send(self, backward: _Backward) -> None:
+    def _send(self, backward: _BackwardProgress) -> None:
         """Send the next bucket, with zeros in the place of gradients that this rank does not have."""
         while len(backward.in_flight) >= IN_FLIGHT:
             self._deliver(backward, backward.in_flight.popleft())
@@ -455,21 +346,13 @@ class TransientBuckets:
     def _reduce_dtype(self) -> torch.dtype | None:
         return None if self.receiver is None else self.receiver.reduce_dtype
 
-    def _deliver(self, backward: _Backward, bucket: TransientBucket) -> None:
+    def _deliver(self, backward: _BackwardProgress, bucket: TransientBucket) -> None:
         with communicating(self.group):
             bucket.wait()
         if bucket.unused:
             backward.held.append(bucket)
         else:
             self._hand_over(bucket, bucket.numbers)
-
-    def _hand_over_held(self, backward: _Backward, use_counts: torch.futures.Future[Any]) -> None:
-        with communicating(self.group):
-            use_counts.wait()
-        if backward.held:
-            somewhere = use_counts.value()[0].tolist()
-            for bucket in backward.held:
-                self._hand_over(bucket, [number for number in bucket.numbers if somewhere[number]])
 
     def _hand_over(self, bucket: TransientBucket, used: Sequence[int]) -> None:
         """The mean is put into ``.grad`` of the parameters that any rank has used; of the others it stays as it was."""
@@ -478,7 +361,28 @@ class TransientBuckets:
         if self.receiver is not None and used:
             self.receiver.delivered([self._parameters[number] for number in used])
 
-    def _count_uses(self, backward: _Backward) -> torch.futures.Future[Any]:
+    # Where backward ends.
+
+    def _end(self, backward: _BackwardProgress) -> None:
+        if self._backward is not backward:
+            return
+        try:
+            while backward.sent < len(backward.layout.buckets):
+                self._send(backward)
+            backward.use_counts = self._count_uses(backward)
+            while backward.in_flight:
+                self._deliver(backward, backward.in_flight.popleft())
+            self._hand_over_held(backward, backward.use_counts)
+            if not backward.layout.agreed:
+                self._agree_on_order(backward)
+        except BaseException as error:
+            self._fail(backward, error)
+            raise
+        self._backward = None
+        if self.receiver is not None:
+            self.receiver.ended()
+
+    def _count_uses(self, backward: _BackwardProgress) -> torch.futures.Future[Any]:
         """Ask how many ranks have a new gradient of each parameter, by number. Read only by ranks that lack one."""
         count = len(self._parameters)
         device = self._parameters[0].device
@@ -487,7 +391,15 @@ class TransientBuckets:
             used[sorted(backward.unused)] = 0
         return _future_of(dist.all_reduce(used, group=self.group, async_op=True))
 
-    def _agree_on_order(self, backward: _Backward) -> None:
+    def _hand_over_held(self, backward: _BackwardProgress, use_counts: torch.futures.Future[Any]) -> None:
+        with communicating(self.group):
+            use_counts.wait()
+        if backward.held:
+            somewhere = use_counts.value()[0].tolist()
+            for bucket in backward.held:
+                self._hand_over(bucket, [number for number in bucket.numbers if somewhere[number]])
+
+    def _agree_on_order(self, backward: _BackwardProgress) -> None:
         """The first backward with these parameters ends: from now on all ranks fill buckets in the order in which
         gradients arrived on the first rank. Parameters that it did not use come last, so that no other bucket has to
         wait for them."""
@@ -498,6 +410,22 @@ class TransientBuckets:
             broadcast([order], self.group)
         layout = as_they_arrived(self._parameters, order.tolist(), self._sparse, self._sizes)
         self._layouts[tuple(members)] = layout
+
+    # Where backward raises.
+
+    def _raised(self, backward: _BackwardProgress) -> None:
+        # Buckets in flight are not waited for: another rank that raised too may never send its part.
+        if self._backward is backward:
+            self._backward = None
+        if self.receiver is not None:
+            self.receiver.raised()
+
+    def _fail(self, backward: _BackwardProgress, error: BaseException) -> None:
+        self._backward = None
+        # Buckets in flight are not waited for: they have memory of their own, and what is sent later is behind them.
+        # Once a rank is lost, each of them would take as long as the process group waits.
+        if self.receiver is not None:
+            self.receiver.failed(error)
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -1,4 +1,9 @@
-"""Data parallelism without permanent buckets, and the source of its gradients, which are final once averaged."""
+"""Data parallelism without permanent buckets: the module that ``replicate`` returns, and the source of its gradients.
+
+``Replicated`` runs the forward and has its gradients averaged in backward (``TransientBuckets``), attached or not.
+Attached, ``ReplicatedSource`` is told of each bucket that has arrived: its gradients are final, and stepped while later
+buckets are on their way.
+"""
 
 import sys
 import weakref
@@ -18,7 +23,8 @@ from instep._ranks.collectives import broadcast, require_the_same
 from instep._torch.engine import Phase, current, graph_task
 from instep.errors import AttachError, InstepError
 from instep.sources import Sink, WrappedParameters, as_bucket, deliver, record_arrival, step_all, step_bucket
-from instep.sources.replicate.buckets import BucketSizes, TransientBuckets
+from instep.sources.replicate.buckets import TransientBuckets
+from instep.sources.replicate.layout import BucketSizes
 
 _living: "weakref.WeakSet[Replicated]" = weakref.WeakSet()
 
@@ -102,127 +108,9 @@ class Replicated(nn.Module):
         self._connect(_group(None))
 
 
-class ReplicatedSource:
-    """The buckets of a ``Replicated``, stepped while backward runs and later ones are on their way.
-
-    Args:
-        reduce_dtype: what the mean is computed and sent in; ``None``: as the gradients are.
-    """
-
-    def __init__(
-        self,
-        sink: Sink,
-        parameters: Sequence[AttachedParameter],
-        replicated: Replicated,
-        reduce_dtype: torch.dtype | None = None,
-    ) -> None:
-        self.reduce_dtype = reduce_dtype
-        self._sink = sink
-        self._replicated = weakref.ref(replicated)
-        self._parameters = WrappedParameters(parameters)
-        self._waiting: list[AttachedParameter] = []  # of a sink that waits for all: delivered, and not offered yet
-        self._delivered = False  # whether the running backward has delivered any gradient
-        self._writes = True  # whether buckets may be stepped: not after an error, nor in a second backward of a step
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        replicated = self._replicated()
-        found = () if replicated is None else replicated._buckets.buckets
-        mine = (as_bucket("replicated", self._parameters.among(members)) for members in found)
-        return tuple(bucket for bucket in mine if bucket.parameters)
-
-    def connect(self) -> None:
-        replicated = self._replicated()
-        assert replicated is not None
-        if replicated._buckets.receiver is not None:
-            raise AttachError(
-                "this Replicated is already attached. Give all its optimizers to one call: "
-                "attach(model, [first, second])"
-            )
-        replicated._buckets.receiver = self
-
-    def disconnect(self) -> None:
-        replicated = self._replicated()
-        if replicated is not None and replicated._buckets.receiver is self:
-            replicated._buckets.receiver = None
-
-    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
-        replicated = self._replicated()
-        reduced = set() if replicated is None else {id(p) for p in replicated.parameters()}
-        return self._parameters.adopt(parameters, reduced)
-
-    def refresh(self) -> None:
-        """``Replicated`` takes in what was frozen or unfrozen itself, after every forward."""
-
-    def before_backward(self) -> None:
-        """Gradients that are there already are reduced once more, with the new ones that are added to them, as DDP
-        without bucket views does."""
-
-    def begin_step(self) -> None:
-        self._writes = True
-
-    # What ``TransientBuckets`` calls, in backward.
-
-    def launched(self, parameters: Sequence[torch.Tensor], future: torch.futures.Future[Any]) -> None:
-        record_arrival(self._sink, self._parameters.among(parameters), future)
-
-    def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._delivered = True
-        mine = self._parameters.among(parameters)
-        if self._sink.waits_for_all:
-            self._waiting += mine
-        elif mine:
-            self._step(mine)
-            _keep_alone([p for p in parameters if not self._is_applied(p)], parameters)
-
-    def _step(self, mine: Sequence[AttachedParameter]) -> None:
-        self._writes = deliver(self._sink, mine, partial(self._step_if_first, mine))
-
-    def _step_if_first(self, mine: Sequence[AttachedParameter]) -> bool:
-        # Asked only once these were offered: ``begin_step`` is called by the first offer of a step.
-        return self._writes and step_bucket(self._sink, mine)
-
-    def _is_applied(self, parameter: torch.Tensor) -> bool:
-        return parameter in self._parameters and self._sink.is_applied(self._parameters[parameter])
-
-    def ended(self) -> None:
-        self._delivered = False
-        waiting, self._waiting = self._waiting, []
-        if waiting:
-            deliver(self._sink, waiting, partial(step_all, self._sink, waiting))
-        # A later backward of this step has been computed with new weights. If it comes to parameters that were stepped,
-        # the offer of their gradients raises; the other parameters are left to optimizer.step().
-        self._writes = False
-        self._sink.streams.join()
-        # Not at once: an error before the end of a DDP instance in the same backward would leave the instance unusable.
-        current().at(Phase.AFTER_DDP, self._sink.raise_failure, self._sink.backward_raised)
-
-    def failed(self, error: BaseException) -> None:
-        self._delivered = False
-        self._waiting.clear()
-        self._sink.fail(error)
-        self._sink.backward_raised()  # ``TransientBuckets`` raises the error, out of ``backward()``
-
-    def raised(self) -> None:
-        self._waiting.clear()
-        if self._delivered:  # else the backward was refused before it began, and the step of an earlier one is whole
-            self._delivered = False
-            self._sink.backward_raised()
-
-
 def living() -> list[Replicated]:
-    """All ``Replicated`` there are. A module that is inside of one has no sign of it."""
+    """All ``Replicated`` that there are. A module that is inside of one has no sign of it."""
     return list(_living)
-
-
-def _keep_alone(left: Sequence[torch.Tensor], delivered: Sequence[torch.Tensor]) -> None:
-    """Copy the gradients ``left`` out of their bucket: the others of the bucket were freed, and a view of the bucket
-    would keep the memory of them all."""
-    if left and len(left) < len(delivered):
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in left:
-                if parameter.grad is not None and parameter.grad._is_view():
-                    parameter.grad = parameter.grad.clone()
 
 
 def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -239,7 +127,7 @@ def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _refuse(module: nn.Module, bucket_cap_mb: Any) -> None:
-    """What ``replicate`` does not take, before anything is sent."""
+    """Raise ``AttachError`` for what ``replicate`` does not take, before anything is sent."""
     if not isinstance(module, nn.Module):
         raise AttachError(f"replicate takes a torch.nn.Module, not {type(module).__name__}")
     is_number = isinstance(bucket_cap_mb, (int, float)) and not isinstance(bucket_cap_mb, bool)
@@ -293,3 +181,127 @@ def _refuse_parameters(module: nn.Module) -> None:
         raise AttachError(
             f"replicate takes a model on one device, and this one has {found}. Use DistributedDataParallel"
         )
+
+
+class ReplicatedSource:
+    """The gradients of a ``Replicated``, stepped while backward runs and later buckets are on their way.
+
+    Args:
+        reduce_dtype: what the mean is computed and sent in; ``None``: as the gradients are.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        parameters: Sequence[AttachedParameter],
+        replicated: Replicated,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.reduce_dtype = reduce_dtype
+        self._sink = sink
+        self._replicated = weakref.ref(replicated)
+        self._parameters = WrappedParameters(parameters)
+        self._waiting: list[AttachedParameter] = []  # of a sink that waits for all: delivered, and not offered yet
+        self._delivered = False  # whether the running backward has delivered any gradient
+        self._writes = True  # whether buckets may be stepped: not after an error, nor in a second backward of a step
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        replicated = self._replicated()
+        found = () if replicated is None else replicated._buckets.buckets
+        mine = (as_bucket("replicated", self._parameters.among(members)) for members in found)
+        return tuple(bucket for bucket in mine if bucket.parameters)
+
+    def connect(self) -> None:
+        replicated = self._replicated()
+        assert replicated is not None
+        if replicated._buckets.receiver is not None:
+            raise AttachError(
+                "this Replicated is already attached. Give all its optimizers to one call: "
+                "attach(model, [first, second])"
+            )
+        replicated._buckets.receiver = self
+
+    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
+        replicated = self._replicated()
+        reduced = set() if replicated is None else {id(p) for p in replicated.parameters()}
+        return self._parameters.adopt(parameters, reduced)
+
+    def refresh(self) -> None:
+        """``Replicated`` takes in what was frozen or unfrozen itself, after every forward."""
+
+    def before_backward(self) -> None:
+        """Gradients that are there already are reduced once more, with the new ones that are added to them, as DDP
+        without bucket views does."""
+
+    def begin_step(self) -> None:
+        self._writes = True
+
+    # In backward: what ``TransientBuckets`` calls.
+
+    def launched(self, parameters: Sequence[torch.Tensor], future: torch.futures.Future[Any]) -> None:
+        record_arrival(self._sink, self._parameters.among(parameters), future)
+
+    def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._delivered = True
+        mine = self._parameters.among(parameters)
+        if self._sink.waits_for_all:
+            self._waiting += mine
+        elif mine:
+            self._step(mine)
+            _keep_alone([p for p in parameters if not self._is_applied(p)], parameters)
+
+    def _step(self, mine: Sequence[AttachedParameter]) -> None:
+        self._writes = deliver(self._sink, mine, partial(self._step_if_first, mine))
+
+    def _step_if_first(self, mine: Sequence[AttachedParameter]) -> bool:
+        # Asked only once these were offered: ``begin_step`` is called by the first offer of a step.
+        return self._writes and step_bucket(self._sink, mine)
+
+    def _is_applied(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._parameters and self._sink.is_applied(self._parameters[parameter])
+
+    # Where backward ends.
+
+    def ended(self) -> None:
+        self._delivered = False
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            deliver(self._sink, waiting, partial(step_all, self._sink, waiting))
+        # A later backward of this step has been computed with new weights. If it comes to parameters that were stepped,
+        # the offer of their gradients raises; the other parameters are left to optimizer.step().
+        self._writes = False
+        self._sink.streams.join()
+        # Not at once: an error before the end of a DDP instance in the same backward would leave the instance unusable.
+        current().at(Phase.AFTER_DDP, self._sink.raise_failure, self._sink.backward_raised)
+
+    # Where backward raises.
+
+    def failed(self, error: BaseException) -> None:
+        self._delivered = False
+        self._waiting.clear()
+        self._sink.fail(error)
+        self._sink.backward_raised()  # ``TransientBuckets`` raises the error, out of ``backward()``
+
+    def raised(self) -> None:
+        self._waiting.clear()
+        if self._delivered:  # else the backward was refused before it began, and the step of an earlier one is whole
+            self._delivered = False
+            self._sink.backward_raised()
+
+    # After detach.
+
+    def disconnect(self) -> None:
+        replicated = self._replicated()
+        if replicated is not None and replicated._buckets.receiver is self:
+            replicated._buckets.receiver = None
+
+
+def _keep_alone(left: Sequence[torch.Tensor], delivered: Sequence[torch.Tensor]) -> None:
+    """Copy the gradients ``left`` out of their bucket: the others of the bucket were freed, and a view of the bucket
+    would keep the memory of them all."""
+    if left and len(left) < len(delivered):
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in left:
+                if parameter.grad is not None and parameter.grad._is_view():
+                    parameter.grad = parameter.grad.clone()

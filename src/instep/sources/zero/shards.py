@@ -1,7 +1,10 @@
 """Which rank has which part of a parameter under ZeRO-1, and how parts are sent.
 
 Where the update is elementwise each rank has some rows of every parameter, divided as ``DTensor``'s ``Shard(0)``
-divides them. Otherwise (Muon, Adafactor, optimizers of others) each parameter is one rank's, all of it."""
+divides them: a ``RowShard``. Otherwise (Muon, Adafactor, optimizers of others) each parameter is one rank's, all of it:
+an ``OwnedParameter``. ``StateShards`` sends the gradients of each part to its rank (``ScatteredGradients``), and the
+stepped parts to all (``GatheredShards``).
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -17,14 +20,19 @@ from torch.optim import Optimizer
 
 from instep._optim.kinds import is_elementwise
 from instep._optim.parameters import AttachedParameter
-from instep._ranks.collectives import broadcast_entries, communicating
-
-Write = Callable[[], None]
-"""Writes what has arrived into the parameters."""
+from instep._ranks.collectives import broadcast_entries
+from instep._ranks.process_groups import communicating
 
 
-class Rows:
-    """This rank's rows of one parameter. A parameter without dimensions is not divided: every rank steps it."""
+class RowShard:
+    """This rank's rows of one parameter. A parameter without dimensions is not divided: every rank steps it.
+
+    Attributes:
+        size: how many rows each rank has, as long as there are enough.
+        numel: how many elements these are: each rank's place in a communication has room for them.
+        is_empty: whether this rank has no row.
+        is_shared: whether other ranks have rows of the same parameter.
+    """
 
     state_is_sharded = True
     is_owner = True
@@ -45,7 +53,7 @@ class Rows:
         self.is_shared = stop - start < self._whole[0]
 
     def range(self, rank: int) -> tuple[int, int]:
-        """The rows of ``rank``: the first of them, and the first one after them."""
+        """The number of the first row of ``rank``, and of the first one after its rows."""
         rows = self._whole[0]
         if not self._divided:
             return 0, 1
@@ -105,8 +113,8 @@ class Rows:
         )
 
 
-class Whole:
-    """One parameter that one rank steps, and sends to the others.
+class OwnedParameter:
+    """One parameter that one rank steps whole, and sends to the others.
 
     Its gradient is a ``DTensor`` of ``Partial`` placement, which is the sum over ranks, and zero on all ranks but the
     owner: so norms are right.
@@ -153,7 +161,11 @@ class Whole:
         return broadcast_entries(entry, self._mesh.get_group(), self.owner)
 
 
-RowShard = Rows | Whole
+ZeroShard = RowShard | OwnedParameter
+
+
+Write = Callable[[], None]
+"""Writes what has arrived into the parameters."""
 
 
 class StateShards:
@@ -169,21 +181,21 @@ class StateShards:
         self.mesh = DeviceMesh.from_group(self.group, ddp.device_type)
         self.world_size = dist.get_world_size(self.group)
         self._rank = dist.get_rank(self.group)
-        self._by_hand = dist.get_backend(self.group) == "gloo"
+        self._is_gloo = dist.get_backend(self.group) == "gloo"
         self._owned = [0] * self.world_size  # elements of the parameters that each rank updates alone
 
-    def shard_of(self, parameter: torch.Tensor, optimizer: Optimizer) -> RowShard:
+    def shard_of(self, parameter: torch.Tensor, optimizer: Optimizer) -> ZeroShard:
         """This rank's part. All ranks must ask for the same parameters in the same order."""
         if is_elementwise(optimizer):
-            return Rows(parameter, self.mesh)
+            return RowShard(parameter, self.mesh)
         owner = self._owned.index(min(self._owned))
         self._owned[owner] += parameter.numel()
-        return Whole(owner, self.mesh)
+        return OwnedParameter(owner, self.mesh)
 
     def scatter(
         self,
         gradients: Sequence[torch.Tensor],
-        parts: Sequence[RowShard],
+        parts: Sequence[ZeroShard],
         divisor: int,
         dtype: torch.dtype,
         room: torch.Tensor | None = None,
@@ -198,16 +210,16 @@ class StateShards:
         for owner, owned in _by_owner(gradients, parts):
             sent = torch.empty(sum(g.numel() for g in owned), dtype=dtype, device=device)
             _copy(_in_line(sent, owned))
-            sent.mul_(1.0 / divisor)
+            sent.mul_(1.0 / divisor)  # before the sum, as DDP's reducer does
             work: Any = dist.reduce(sent, self._global(owner), group=self.group, async_op=True)
             scattered.expect_whole(work, sent, mine=owner == self._rank)
-        rows = [(g, part) for g, part in zip(gradients, parts, strict=True) if isinstance(part, Rows)]
+        rows = [(g, part) for g, part in zip(gradients, parts, strict=True) if isinstance(part, RowShard)]
         if rows:  # after the others: rows may be received where the gradients are
             sent = torch.empty(self.world_size, sum(part.numel for _, part in rows), dtype=dtype, device=device)
             _copy(_in_rows(sent, rows))
             sent.mul_(1.0 / divisor)
-            received = _in_room(room, sent, sent.shape if self._by_hand else sent.shape[1:])
-            if self._by_hand:
+            received = _in_room(room, sent, sent.shape if self._is_gloo else sent.shape[1:])
+            if self._is_gloo:
                 work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
             else:
                 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -232,7 +244,7 @@ class StateShards:
         gathered = GatheredShards(self.group)
         with torch.no_grad():
             for members in kinds.values():
-                rows = [(tensor, part) for tensor, part in members if isinstance(part, Rows)]
+                rows = [(tensor, part) for tensor, part in members if isinstance(part, RowShard)]
                 if rows:
                     gathered.expect(*self._gather_rows(rows, room))
                     room = None
@@ -241,7 +253,7 @@ class StateShards:
         return gathered
 
     def _gather_rows(
-        self, members: Sequence[tuple[torch.Tensor, Rows]], room: torch.Tensor | None
+        self, members: Sequence[tuple[torch.Tensor, RowShard]], room: torch.Tensor | None
     ) -> tuple[Any, Write]:
         tensors = [tensor for tensor, _ in members]
         numel = sum(part.numel for _, part in members)
@@ -253,7 +265,7 @@ class StateShards:
             own.append((mine[offset : offset + rows.numel()].view(rows.shape), rows))
             offset += part.numel
         _copy(own)
-        if self._by_hand:
+        if self._is_gloo:
             work: Any = dist.all_gather(list(received), mine, group=self.group, async_op=True)
         else:
             gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -288,7 +300,7 @@ class ScatteredGradients:
     """The communication of a bucket whose parts go to the ranks that update them: several works, in the terms of a
     communication hook's future."""
 
-    def __init__(self, parts: Sequence[RowShard], rank: int) -> None:
+    def __init__(self, parts: Sequence[ZeroShard], rank: int) -> None:
         self._parts = parts
         self._rank = rank
         self._works: list[Any] = []
@@ -334,14 +346,14 @@ class ScatteredGradients:
     def gradients(self, parameters: Sequence[torch.Tensor]) -> list[DTensor]:
         """This rank's parts of the gradients of ``parameters``, once the communication is done."""
         rows = self._rows
-        if rows is not None and rows.dim() == 2:
+        if rows is not None and rows.dim() == 2:  # of gloo: not added up yet
             rows, *others = rows
             for other in others:
                 rows += other
             self._rows = rows
         found, next_row, next_whole = [], 0, 0
         for parameter, part in zip(parameters, self._parts, strict=True):
-            if isinstance(part, Rows):
+            if isinstance(part, RowShard):
                 assert rows is not None
                 shape = part.rows(parameter, self._rank).shape
                 found.append(part.spread(rows[next_row : next_row + shape.numel()].view(shape)))
@@ -363,11 +375,8 @@ class GatheredShards:
         self._expected: list[tuple[Any, Write]] = []
 
     def expect(self, work: Any, write: Write) -> None:
+        """``write`` may be called once ``work`` is done."""
         self._expected.append((work, write))
-
-    def done(self) -> bool:
-        """Whether all have arrived."""
-        return all(work.is_completed() for work, _ in self._expected)
 
     def wait(self) -> None:
         """Return when all have arrived, for the current stream. Nothing is written: one that does not arrive must not
@@ -383,14 +392,13 @@ class GatheredShards:
             write()
 
 
-def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(1) if tensor.dim() == 0 else tensor
+# How parts lie in one flat tensor of a communication.
 
 
 _Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
-def _in_rows(by_rank: torch.Tensor, members: Iterable[tuple[torch.Tensor, Rows]]) -> _Pairs:
+def _in_rows(by_rank: torch.Tensor, members: Iterable[tuple[torch.Tensor, RowShard]]) -> _Pairs:
     """The rows of every rank in ``by_rank`` (ranks, numel), each beside the same ones of their tensor."""
     offset = 0
     for tensor, part in members:
@@ -406,11 +414,11 @@ def _in_line(flat: torch.Tensor, tensors: Iterable[torch.Tensor]) -> _Pairs:
         offset += tensor.numel()
 
 
-def _by_owner(tensors: Sequence[torch.Tensor], parts: Sequence[RowShard]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+def _by_owner(tensors: Sequence[torch.Tensor], parts: Sequence[ZeroShard]) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """The tensors that one rank updates, for each such rank in order."""
     found: dict[int, list[torch.Tensor]] = {}
     for tensor, part in zip(tensors, parts, strict=True):
-        if isinstance(part, Whole):
+        if isinstance(part, OwnedParameter):
             found.setdefault(part.owner, []).append(tensor)
     yield from sorted(found.items())
 
@@ -420,6 +428,11 @@ def _in_room(room: torch.Tensor | None, like: torch.Tensor, shape: torch.Size) -
     if room is None or room.dtype != like.dtype or room.numel() < shape.numel():
         return like.new_empty(shape)
     return room.detach()[: shape.numel()].view(shape)
+
+
+def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """A view with a first dimension: of a tensor without dimensions, one row."""
+    return tensor.view(1) if tensor.dim() == 0 else tensor
 
 
 def _copy(pairs: _Pairs) -> None:

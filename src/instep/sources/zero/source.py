@@ -4,6 +4,9 @@ A bucket's gradients are reduced and scattered: each rank gets the mean of its o
 new values are gathered from all ranks. That sends as many bytes as DDP's all-reduce, with 1/N of the step and of the
 state on each of N ranks (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 2020, stage 1).
+
+``Zero`` is what an attachment has: it divides the optimizers' state when they are connected, and makes it whole again
+for ``state_dict()`` and after detach. ``ZeroSource`` is what an iteration sees of it.
 """
 
 import logging
@@ -21,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket
-from instep._ranks.collectives import communicating
+from instep._ranks.process_groups import communicating
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
 from instep._torch.hooks import BoundHook
@@ -29,243 +32,19 @@ from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AccumulationError, InstepError
 from instep.sources import ErrorsKept, Sink, WrappedParameters, deliver, drain
 from instep.sources.ddp.buckets import (
+    GradBucketLike,
     Reduction,
     Reductions,
     ShownBuckets,
-    SomeBucket,
     as_they_arrive,
-    bucket_parameters,
     grad_as_left,
     slices_of,
 )
-from instep.sources.ddp.reducer import before_backward, release, take
-from instep.sources.zero.shards import GatheredShards, RowShard, ScatteredGradients, StateShards
+from instep.sources.ddp.instance import bucket_parameters
+from instep.sources.ddp.reducer import before_backward, connect_listener, disconnect_listener
+from instep.sources.zero.shards import GatheredShards, ScatteredGradients, StateShards, ZeroShard
 
 _logger = logging.getLogger("instep")
-
-
-class _Sent:
-    """What one backward has sent.
-
-    Attributes:
-        rooms: where parts are received, by the number of their bucket.
-        scattered: gradients whose memory is not freed yet.
-        gathers: parts that were stepped, in the order of sending.
-        begun: whether it has come to those.
-        lost: whether a communication has failed. It is the last one that is waited for: once a rank is lost, each takes
-            as long as the process group waits.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.rooms: dict[int, torch.Tensor] = {}
-        self.scattered: list[ScatteredGradients] = []
-        self.gathers: list[tuple[AttachedParameters, GatheredShards]] = []
-        self.begun = False
-        self.lost = False
-
-    @contextmanager
-    def communicating(self) -> Iterator[None]:
-        try:
-            with communicating(self._group):
-                yield
-        except BaseException:
-            self.lost = True
-            raise
-
-
-class ZeroSource:
-    """One DDP instance whose buckets are scattered in place of being reduced on all ranks.
-
-    With ``schedule="backward"`` parts are stepped where backward ends, in the order of sending, and sent back while
-    others are stepped. With ``schedule="forward"`` their gradients are left in ``.grad``, as ``DTensor``.
-    """
-
-    def __init__(
-        self,
-        sink: Sink,
-        parameters: Sequence[AttachedParameter],
-        ddp: DistributedDataParallel,
-        shards: StateShards,
-        accumulation: Accumulation,
-        reduce_dtype: torch.dtype | None = None,
-    ) -> None:
-        self._sink = sink
-        self._ddp = weakref.ref(ddp)
-        self._shards = shards
-        self._accumulation = accumulation
-        self._reduce_dtype = reduce_dtype
-        self._parameters = WrappedParameters(parameters)
-        self._buckets = ShownBuckets(self._parameters)
-        # Whether to step after DDP's own end of backward: .grad is handed out, or other ranks may have used parameters
-        # that this one has not, which DDP's own end finds out.
-        self._steps_after_ddp = not sink.frees_gradients or ddp.find_unused_parameters or ddp.static_graph
-        self._reductions = Reductions(self._step, self._settle, self._raised)
-        # Whether parts are received in DDP's own buckets, to save memory: these are not needed once they are sent,
-        # unless DDP's own end still copies from them into .grad.
-        self._in_place = ddp.gradient_as_bucket_view or not self._steps_after_ddp
-        self._sent = _Sent(shards.group)
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        return self._buckets.in_order
-
-    def connect(self) -> None:
-        ddp = self._ddp()
-        assert ddp is not None
-        take(ddp, self, None, None, divides=True)
-
-    def disconnect(self) -> None:
-        release(self._ddp(), self)
-
-    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
-        return self._parameters.adopt(parameters, {id(a.get()) for a in parameters if isinstance(a.shard, RowShard)})
-
-    def refresh(self) -> None:
-        """DDP fixes its parameters when it is constructed."""
-
-    def begin_step(self) -> None:
-        """Nothing is counted from step to step."""
-
-    def before_backward(self) -> None:
-        """A backward begins: no gradient has changed yet."""
-        for attached in self._parameters:
-            if isinstance(attached.get().grad, DTensor):
-                raise AccumulationError(
-                    f"the gradient of {attached.spec.name!r} has been reduced and scattered already "
-                    "(shard_state=True), so that no other can be added to it. Wrap all but the last micro-batch in "
-                    "`with overlap.accumulate():` or no_sync(), and call zero_grad() after optimizer.step()"
-                )
-        before_backward(self._ddp())
-
-    def communicate(
-        self, bucket: SomeBucket, group: dist.ProcessGroup, divisor: int
-    ) -> torch.futures.Future[torch.Tensor] | None:
-        buffer = bucket.buffer()
-        if self._accumulation.is_held:
-            return None  # gradients add up, and the forward was outside of accumulate(): DDP takes its own mean
-        if self._sink.keeps_gradients:
-            # The loop is to find the mean of all ranks, and optimizer.step() steps this rank's part of that.
-            return cast_mean_allreduce(buffer, group, divisor, self._reduce_dtype)
-        if buffer.is_sparse:
-            raise InstepError("shard_state=True does not take sparse gradients: use sparse=False, or no shard_state")
-        members = bucket.parameters()
-        parts = [self._part(p) for p in members]
-        room = buffer if self._in_place else None
-        dtype = self._reduce_dtype or buffer.dtype
-        scattered = self._shards.scatter(slices_of(buffer, members), parts, divisor, dtype, room)
-        reduction = Reduction(bucket, scattered, ScatteredGradients.gradients)
-        if not self._reductions.launched(bucket, reduction):
-            raise InstepError("shard_state=True does not go with join(): ranks that have joined own rows, too")
-        if reduction.index == 0:
-            self._sent = _Sent(self._shards.group)
-        self._buckets.show(reduction.index, members)
-        if room is not None:
-            self._sent.rooms[reduction.index] = room
-        self._sent.scattered = [one for one in [*self._sent.scattered, scattered] if not one.free_if_done()]
-        # The bucket still holds this rank's own gradients. DDP copies them into .grad, and there they are replaced.
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(buffer)
-        return future
-
-    def launched(self, bucket: SomeBucket, future: torch.futures.Future[torch.Tensor]) -> None:
-        """``communicate`` has noted a bucket that is scattered. After a plain mean gradients add up."""
-
-    def _part(self, parameter: torch.Tensor) -> RowShard:
-        part = self._parameters[parameter].shard
-        assert isinstance(part, RowShard)
-        return part
-
-    def _raised(self, reductions: Sequence[Reduction]) -> None:
-        self._sink.backward_raised()
-
-    def _step(self, reductions: Sequence[Reduction]) -> None:
-        if self._steps_after_ddp:
-            return
-        deliver(self._sink, self._members(reductions), partial(self._step_each, reductions))
-        # DDP's own end is next, and goes through its buckets, in which parts are received: on the side stream.
-        self._receive()
-        self._sink.streams.join()
-
-    def _step_each(self, reductions: Sequence[Reduction]) -> bool:
-        done = True
-        for arrived in as_they_arrive(reductions, one_by_one=self._sink.by_bucket):
-            with grad_as_left([parameter for one in arrived for parameter in one.parameters]):
-                done = self._sink.apply(self._members(arrived), partial(self._fetch, arrived)) and done
-            self._send(arrived)
-        return done
-
-    def _settle(self, reductions: Sequence[Reduction]) -> None:
-        if self._steps_after_ddp:
-            self._step_together(reductions)
-        self._sink.retire(self._members(reductions))
-        self._sink.streams.join()
-        self._sent = _Sent(self._shards.group)
-        self._sink.raise_failure()
-
-    def _step_together(self, reductions: Sequence[Reduction]) -> None:
-        with ErrorsKept(self._sink):
-            self._fetch(reductions)
-            members = [a for a in self._members(reductions) if a.get().grad is not None]
-            deliver(self._sink, members, partial(self._sink.apply, members))
-        if self._sink.frees_gradients:
-            self._send(reductions)
-        self._receive()
-
-    def _send(self, reductions: Sequence[Reduction]) -> None:
-        """Send this rank's parts to the other ranks, also those that it could not step: the others wait for them."""
-        self._sent.begun = True
-        for reduction in reductions:
-            members = AttachedParameters(self._parameters[parameter] for parameter in reduction.members)
-            with self._communicating(members):
-                gathered = self._shards.gather(members, self._sent.rooms.get(reduction.index))
-                self._sent.gathers.append((members, gathered))
-
-    def _receive(self) -> None:
-        """Write the parts that other ranks have stepped into the parameters, in the order of sending.
-
-        None is written before all ranks have said that they have stepped all of theirs: of a rank that could not, what
-        arrives is no part of the step, and parameters would hold parts of two steps.
-        """
-        sent = self._sent
-        goes_on = sent.begun and self._sink.updated_on_all() and not sent.lost
-        while sent.gathers:
-            members, gathered = sent.gathers.pop(0)
-            if goes_on:
-                goes_on = self._write(members, gathered)
-            elif not sent.lost:
-                drain([gathered])  # it may arrive in DDP's bucket, which the next backward fills
-
-    def _write(self, members: AttachedParameters, gathered: GatheredShards) -> bool:
-        with self._communicating(members):
-            gathered.wait()
-        if self._sent.lost:
-            return False
-        try:
-            with self._sink.streams.on(members[0].spec.device):
-                gathered.write()
-            self._sink.received(members)
-        except BaseException as error:
-            self._sink.fail(error, members.names)
-            return False
-        return True
-
-    @contextmanager
-    def _communicating(self, members: AttachedParameters) -> Iterator[None]:
-        # On the side stream, which steps the parts that are sent, and writes those that arrive.
-        with ErrorsKept(self._sink), self._sent.communicating(), self._sink.streams.on(members[0].spec.device):
-            yield
-
-    def _fetch(self, reductions: Sequence[Reduction]) -> None:
-        for reduction in reductions:
-            with self._sent.communicating():
-                reduction.wait()
-            for parameter, gradient in zip(reduction.members, reduction.all_gradients(), strict=True):
-                if parameter.grad is not None:
-                    parameter.grad = gradient
-
-    def _members(self, reductions: Sequence[Reduction]) -> list[AttachedParameter]:
-        return [self._parameters[parameter] for reduction in reductions for parameter in reduction.members]
 
 
 class Zero:
@@ -289,7 +68,7 @@ class Zero:
         ddp: DistributedDataParallel,
         accumulation: Accumulation,
         reduce_dtype: torch.dtype | None,
-    ) -> ZeroSource:
+    ) -> "ZeroSource":
         """The source of the gradients of ``ddp``."""
         return ZeroSource(sink, parameters, ddp, self.shards, accumulation, reduce_dtype)
 
@@ -339,7 +118,7 @@ class Zero:
         state = dict(state_dict["state"])
         for number, parameter in enumerate(ordered):
             part = parts.get(id(parameter))
-            if isinstance(part, RowShard):
+            if isinstance(part, ZeroShard):
                 entry = part.give(state.get(number))
                 if entry is None:
                     state.pop(number, None)
@@ -370,7 +149,7 @@ def _shard(optimizer: Optimizer, parameters: Iterable[AttachedParameter]) -> Non
     """Keep of the optimizer's state only what belongs to this rank's parts."""
     for attached in parameters:
         entry = optimizer.state.get(attached.get())
-        if entry is not None and isinstance(attached.shard, RowShard):
+        if entry is not None and isinstance(attached.shard, ZeroShard):
             attached.shard.take(entry)
 
 
@@ -379,10 +158,256 @@ def _unshard(optimizer: Optimizer, parameters: Iterable[AttachedParameter]) -> N
     for attached in parameters:
         parameter = attached.get()
         entry = optimizer.state.get(parameter)
-        if not isinstance(attached.shard, RowShard):
+        if not isinstance(attached.shard, ZeroShard):
             continue
         whole = attached.shard.give(entry)
         if whole is None:
             optimizer.state.pop(parameter, None)
         elif entry is not None:
             entry.update(whole)
+
+
+class ZeroSource:
+    """The gradients of one DDP instance, whose buckets are scattered in place of being reduced on all ranks.
+
+    With ``schedule="backward"`` parts are stepped where backward ends, in the order of sending, and sent back while
+    others are stepped. With ``schedule="forward"`` their gradients are left in ``.grad``, as ``DTensor``.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        parameters: Sequence[AttachedParameter],
+        ddp: DistributedDataParallel,
+        shards: StateShards,
+        accumulation: Accumulation,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._sink = sink
+        self._ddp = weakref.ref(ddp)
+        self._shards = shards
+        self._accumulation = accumulation
+        self._reduce_dtype = reduce_dtype
+        self._parameters = WrappedParameters(parameters)
+        self._buckets = ShownBuckets(self._parameters)
+        # Two answers decide what DDP's own end of backward and this source's end (_settle, after it) do to .grad.
+        #
+        #   _steps_after_ddp   _in_place
+        #   no                 yes         _step comes before DDP's end. .grad is this rank's part while the optimizer
+        #                                  runs; before and after that it is what DDP's hooks have left. DDP's end may
+        #                                  copy a bucket into .grad in which parts were received by then: nobody reads
+        #                                  that, since _settle retires these gradients.
+        #   yes                no          DDP's end copies this rank's own gradients into .grad. _settle puts this
+        #                                  rank's part of the mean in the place of each, and steps it or leaves it.
+        #   yes                yes         The same. But .grad are views of DDP's buckets, so that DDP's end copies
+        #                                  nothing, and parts may be received over this rank's own gradients.
+        #
+        # Whether to step after DDP's own end: .grad is handed out, or other ranks may have used parameters that this
+        # one has not, which DDP's own end finds out.
+        self._steps_after_ddp = not sink.frees_gradients or ddp.find_unused_parameters or ddp.static_graph
+        self._reductions = Reductions(self._step, self._settle, self._raised)
+        # Whether parts are received in DDP's own buckets, to save memory: these are not needed once they are sent,
+        # unless DDP's own end copies gradients from them that this source's end still looks at.
+        self._in_place = ddp.gradient_as_bucket_view or not self._steps_after_ddp
+        self._sent = _Sent(shards.group)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return self._buckets.in_order
+
+    def connect(self) -> None:
+        ddp = self._ddp()
+        assert ddp is not None
+        connect_listener(ddp, self, None, None, divides=True)
+
+    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
+        return self._parameters.adopt(parameters, {id(a.get()) for a in parameters if isinstance(a.shard, ZeroShard)})
+
+    def refresh(self) -> None:
+        """DDP fixes its parameters when it is constructed."""
+
+    # In backward: DDP has filled a bucket.
+
+    def before_backward(self) -> None:
+        """A backward begins: no gradient has changed yet."""
+        for attached in self._parameters:
+            if isinstance(attached.get().grad, DTensor):
+                raise AccumulationError(
+                    f"the gradient of {attached.spec.name!r} has been reduced and scattered already "
+                    "(shard_state=True), so that no other can be added to it. Wrap all but the last micro-batch in "
+                    "`with overlap.accumulate():` or no_sync(), and call zero_grad() after optimizer.step()"
+                )
+        before_backward(self._ddp())
+
+    def communicate(
+        self, bucket: GradBucketLike, group: dist.ProcessGroup, divisor: int
+    ) -> torch.futures.Future[torch.Tensor] | None:
+        buffer = bucket.buffer()
+        if self._accumulation.is_held:
+            return None  # gradients add up, and the forward was outside of accumulate(): DDP takes its own mean
+        if self._sink.keeps_gradients:
+            # The loop is to find the mean of all ranks, and optimizer.step() steps this rank's part of that.
+            return cast_mean_allreduce(buffer, group, divisor, self._reduce_dtype)
+        if buffer.is_sparse:
+            raise InstepError("shard_state=True does not take sparse gradients: use sparse=False, or no shard_state")
+        members = bucket.parameters()
+        parts = [self._part(p) for p in members]
+        room = buffer if self._in_place else None
+        dtype = self._reduce_dtype or buffer.dtype
+        scattered = self._shards.scatter(slices_of(buffer, members), parts, divisor, dtype, room)
+        reduction = Reduction(bucket, scattered, ScatteredGradients.gradients)
+        if not self._reductions.launched(bucket, reduction):
+            raise InstepError("shard_state=True does not go with join(): ranks that have joined own rows, too")
+        if reduction.index == 0:
+            self._sent = _Sent(self._shards.group)
+        self._buckets.show(reduction.index, members)
+        if room is not None:
+            self._sent.rooms[reduction.index] = room
+        self._sent.scattered = [one for one in [*self._sent.scattered, scattered] if not one.free_if_done()]
+        # The bucket still holds this rank's own gradients. DDP copies them into .grad, and there they are replaced.
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(buffer)
+        return future
+
+    def _part(self, parameter: torch.Tensor) -> ZeroShard:
+        part = self._parameters[parameter].shard
+        assert isinstance(part, ZeroShard)
+        return part
+
+    def launched(self, bucket: GradBucketLike, future: torch.futures.Future[torch.Tensor]) -> None:
+        """``communicate`` has noted a bucket that is scattered. After a plain mean gradients add up."""
+
+    def begin_step(self) -> None:
+        """Nothing is counted from step to step."""
+
+    # Where backward ends, before DDP's own end.
+
+    def _step(self, reductions: Sequence[Reduction]) -> None:
+        if self._steps_after_ddp:
+            return
+        deliver(self._sink, self._members(reductions), partial(self._step_each, reductions))
+        # DDP's own end is next, and goes through its buckets, in which parts are received: on the side stream.
+        self._receive()
+        self._sink.streams.join()
+
+    def _step_each(self, reductions: Sequence[Reduction]) -> bool:
+        done = True
+        for arrived in as_they_arrive(reductions, one_by_one=self._sink.by_bucket):
+            with grad_as_left([parameter for one in arrived for parameter in one.parameters]):
+                done = self._sink.apply(self._members(arrived), partial(self._fetch, arrived)) and done
+            self._send(arrived)
+        return done
+
+    def _fetch(self, reductions: Sequence[Reduction]) -> None:
+        for reduction in reductions:
+            with self._sent.communicating():
+                reduction.wait()
+            for parameter, gradient in zip(reduction.members, reduction.all_gradients(), strict=True):
+                if parameter.grad is not None:
+                    parameter.grad = gradient
+
+    def _send(self, reductions: Sequence[Reduction]) -> None:
+        """Send this rank's parts to the other ranks, also those that it could not step: the others wait for them."""
+        self._sent.begun = True
+        for reduction in reductions:
+            members = AttachedParameters(self._parameters[parameter] for parameter in reduction.members)
+            with self._communicating(members):
+                gathered = self._shards.gather(members, self._sent.rooms.get(reduction.index))
+                self._sent.gathers.append((members, gathered))
+
+    def _receive(self) -> None:
+        """Write the parts that other ranks have stepped into the parameters, in the order of sending.
+
+        None is written before all ranks have said that they have stepped all of theirs: of a rank that could not, what
+        arrives is no part of the step, and parameters would hold parts of two steps.
+        """
+        sent = self._sent
+        goes_on = sent.begun and self._sink.updated_on_all() and not sent.lost
+        while sent.gathers:
+            members, gathered = sent.gathers.pop(0)
+            if goes_on:
+                goes_on = self._write(members, gathered)
+            elif not sent.lost:
+                drain([gathered])  # it may arrive in DDP's bucket, which the next backward fills
+
+    def _write(self, members: AttachedParameters, gathered: GatheredShards) -> bool:
+        with self._communicating(members):
+            gathered.wait()
+        if self._sent.lost:
+            return False
+        try:
+            with self._sink.streams.on(members[0].spec.device):
+                gathered.write()
+            self._sink.received(members)
+        except BaseException as error:
+            self._sink.fail(error, members.names)
+            return False
+        return True
+
+    @contextmanager
+    def _communicating(self, members: AttachedParameters) -> Iterator[None]:
+        # On the side stream, which steps the parts that are sent, and writes those that arrive.
+        with ErrorsKept(self._sink), self._sent.communicating(), self._sink.streams.on(members[0].spec.device):
+            yield
+
+    # After DDP's own end.
+
+    def _settle(self, reductions: Sequence[Reduction]) -> None:
+        if self._steps_after_ddp:
+            self._step_together(reductions)
+        self._sink.retire(self._members(reductions))
+        self._sink.streams.join()
+        self._sent = _Sent(self._shards.group)
+        self._sink.raise_failure()
+
+    def _step_together(self, reductions: Sequence[Reduction]) -> None:
+        with ErrorsKept(self._sink):
+            self._fetch(reductions)
+            members = [a for a in self._members(reductions) if a.get().grad is not None]
+            deliver(self._sink, members, partial(self._sink.apply, members))
+        if self._sink.frees_gradients:
+            self._send(reductions)
+        self._receive()
+
+    def _members(self, reductions: Sequence[Reduction]) -> list[AttachedParameter]:
+        return [self._parameters[parameter] for reduction in reductions for parameter in reduction.members]
+
+    # Where backward raises.
+
+    def _raised(self, reductions: Sequence[Reduction]) -> None:
+        self._sink.backward_raised()
+
+    # After detach.
+
+    def disconnect(self) -> None:
+        disconnect_listener(self._ddp(), self)
+
+
+class _Sent:
+    """What one backward has sent to the other ranks, and receives from them.
+
+    Attributes:
+        rooms: memory in which parts are received, by the number of their bucket.
+        scattered: gradients whose memory is not freed yet.
+        gathers: parts that were stepped, in the order of sending.
+        begun: whether this backward has come to sending stepped parts.
+        lost: whether a communication has failed. It is the last one that is waited for: once a rank is lost, each takes
+            as long as the process group waits.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rooms: dict[int, torch.Tensor] = {}
+        self.scattered: list[ScatteredGradients] = []
+        self.gathers: list[tuple[AttachedParameters, GatheredShards]] = []
+        self.begun = False
+        self.lost = False
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        try:
+            with communicating(self._group):
+                yield
+        except BaseException:
+            self.lost = True
+            raise
