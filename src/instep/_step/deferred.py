@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -39,6 +40,7 @@ from instep._step.norms import MeasuringSink
 from instep._step.schedule import InFlightBucket, Schedule
 from instep._step.state import Event, Recorder, State, StepMembers
 from instep._step.step import Agreement, RunningStep
+from instep._step.step_calls import StepCalls
 from instep._torch.engine import graph_task, is_captured
 from instep._torch.placeholders import HeldGradient
 from instep._torch.watch import GET_GRAD, SET_GRAD
@@ -395,17 +397,30 @@ def _without_landed(in_flight: InFlight, waiting: Mapping[AttachedParameter, boo
     return in_flight
 
 
-# The calls of ``optimizer.step()``, with ``schedule="forward"``: each hands buckets over, and the last one commits the
-# step.
+# The calls of ``optimizer.step()``: each hands buckets over, and the last one commits the step.
 
 
-class HandOverCalls:
-    """Of one attachment. See ``Round`` for what is kept of a call."""
+class ForwardCalls(StepCalls):
+    """``step()`` finds no gradient of the parameters that were handed over.
 
-    def __init__(self, step: RunningStep, pending: PendingBuckets, hand_over: HandOver) -> None:
-        self._step = step
+    Args:
+        observed: what ordinary steps show of what the loop could gain.
+        measuring: what has taken norms in backward.
+    """
+
+    def __init__(
+        self,
+        step: RunningStep,
+        pending: PendingBuckets,
+        hand_over: HandOver,
+        observed: Observed,
+        measuring: MeasuringSink,
+    ) -> None:
+        super().__init__(step)
         self._pending = pending
         self._hand_over = hand_over
+        self._observed = observed
+        self._measuring = measuring
 
     def drop_round(self) -> None:
         """A backward begins: no optimizer owes a step any more, unless one has called its closure once more."""
@@ -415,156 +430,116 @@ class HandOverCalls:
         if self._step.ledger.machine.state is State.OPEN:
             self._step.ledger.happened(Event.DROPPED)
 
-    def leave_to_optimizer(self, stepper: Stepper, error: object) -> None:
-        """``optimizer.step()`` is about to do otherwise than an update that is put off: this step is taken at once."""
+    def begin(self, stepper: Stepper) -> None:
+        self._observed.let_go()
+        self._hand_over.now = False
+        super().begin(stepper)
+
+    def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
+        """This step is taken at once."""
         self._hand_over.now = True
 
-    def begin(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` is called."""
-        self._step.backwards.let_go()
-        self.end_commit()
-        if self._step.round.stepper is not None:
-            self.end_raised(self._step.round.stepper)  # another call of step()
-        self._hand_over.now = False
-        stepper.called()
-
     def before_update(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` is about to update: take over the gradients that can be applied later."""
+        self._measuring.close()
+        self._observed.let_go()  # a closure has run backward in step(): nobody else watches what is watched
+        if not self._step.round.owing:
+            self._observed.step_begins()
+        super().before_update(stepper)
+
+    def _prepare(self, stepper: Stepper) -> None:
+        self._hand_over.before_update(stepper)
+
+    def _refused(self) -> None:
         step = self._step
-        if step.round.stepper is stepper:
-            return  # a closure that is called more than once
-        step.require_keys(stepper)
-        try:
-            self._hand_over.before_update(stepper)
-            step.keep_draws(stepper)
-        except BaseException:
-            if step.round.stepper is None:  # nothing has been handed over
-                self.drop_round()
-                step.round.takes_step = None
-                step.round.is_gone()
-                self._hand_over.forget_call()
-                if step.check is not None:
-                    step.check.forget()
-            raise
+        if step.round.stepper is None:  # nothing has been handed over
+            self.drop_round()
+            step.round.takes_step = None
+            step.round.is_gone()
+            self._hand_over.forget_call()
+            if step.check is not None:
+                step.check.forget()
 
     def returned(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` is about to return. Who is interrupted here begins again."""
-        if self._step.round.stepper is stepper:
-            self._pending.returned(self._step.number, stepper)
-            self._end(stepper)
-        else:
-            self.end_commit()
+        super().returned(stepper)
+        self._observed.step_returned(is_last=not self._step.round.owing)
 
-    def _end(self, stepper: Stepper) -> None:
-        round_ = self._step.round
+    def _finish(self, stepper: Stepper) -> None:
+        self._pending.returned(self._step.number, stepper)
+        self._give_stand_ins()
+        stepper.commit()
+        self._step.round.restore_settings()
+
+    def _give_stand_ins(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            for attached, gradient in round_.hidden:
+            for attached, gradient in self._step.round.hidden:
                 parameter = attached.get()
                 if GET_GRAD(parameter) is None:  # the plain loop's is still there, until the user clears it
                     SET_GRAD(parameter, self._pending.stand_in_for(parameter, gradient))
-        stepper.commit()
-        round_.restore_settings()
-        round_.has_returned(stepper, self._step.ledger)
-        self.end_commit()
 
-    def end_commit(self) -> None:
-        self._step.round.end(self._commit)
-
-    def _commit(self, stepper: Stepper, step_count: int, skip_count: int) -> None:
-        try:
-            self._count(stepper, step_count, skip_count)
-        except Exception:
-            self._step.round.owing.discard(stepper)
-            self._step.round.is_noted()
-            raise
-        self._step.round.owing.discard(stepper)
-        self._step.round.is_noted()
-
-    def _count(self, stepper: Stepper, step_count: int, skip_count: int) -> None:
-        step, round_ = self._step, self._step.round
+    def _settle(self, stepper: Stepper) -> None:
+        round_ = self._step.round
         self._pending.watch([parameter for a, _ in round_.hidden if (parameter := a.peek()) is not None])
-        round_.hidden, round_.stepper, self._hand_over.rest = [], None, []
-        step.accumulation.stepped()
+        round_.hidden, self._hand_over.rest = [], []
         self._hand_over.clipped.discard(stepper)
-        step.passes.clipping.stepped(stepper)
-        self._require_left_alone(stepper)
-        taken = round_.takes_step is not False
-        if stepper in round_.owing and taken:
-            self._require_checked(stepper)
-        if round_.owing != {stepper}:
-            others = round_.owing - {stepper}
-            step.ledger.happened(Event.STEP_RETURNS if others else Event.STEP_IN_VAIN)
-            return
-        step.ledger.happened(Event.COMMITTED)
-        if taken:
-            step.ledger.step_count = step_count
-            step.times.step_returns()
-            step.times.committed()
-            if step.check is not None:
-                step.check.stepped()
-        else:
-            step.ledger.skip_count = skip_count
-        round_.takes_step = None
-        self._hand_over.vote = None
-        step.has_gradients = False
 
-    def _require_left_alone(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` has found no gradient of the parameters that it had handed over."""
+    def _require_right(self, stepper: Stepper, *, compare: bool) -> None:
         met, self._pending.met = self._pending.met, []
         for name, parameter, version in met:
-            if version_of(parameter) != version:
-                error = writes_without_gradient(stepper.name, name)
-                try:
-                    self._tear(stepper, error)
-                    raise error
-                finally:
-                    del error  # or it would refer to itself, by way of this frame
-
-    def _require_checked(self, stepper: Stepper) -> None:
-        """Wait for the step, raise, and call it torn, if it differs from a plain one."""
-        step = self._step
-        if step.check is None or not step.check.due:
+            if version_of(parameter) != version:  # ``step()`` has found no gradient of it
+                self._tear(stepper, writes_without_gradient(stepper.name, name))
+        check = self._step.check
+        if not compare or check is None or not check.due:
             return
-        mine = step.members.of(stepper)
+        mine = self._step.members.of(stepper)
         self._pending.finish([self._pending.of(a.peek()) for a in mine])
-        step.ledger.require_whole()
-        error = step.check.error(stepper, step.number, mine)
-        try:
-            if error is not None:
+        self._step.ledger.require_whole()
+        if (error := check.error(stepper, self._step.number, mine)) is not None:
+            try:
                 self._tear(stepper, error)
-                raise error
+            finally:
+                del error  # or it would refer to itself, by way of this frame
+
+    def _tear(self, stepper: Stepper, error: InstepError) -> NoReturn:
+        ledger, number = self._step.ledger, self._step.number
+        try:
+            ledger.tear(number, [a.spec.name for a in self._step.members.of(stepper)], [], error)
+            ledger.votes.say_failed(number + 1)
+            raise error
         finally:
             del error  # or it would refer to itself, by way of this frame
 
-    def _tear(self, stepper: Stepper, error: BaseException) -> None:
-        ledger, number = self._step.ledger, self._step.number
-        ledger.tear(number, [a.spec.name for a in self._step.members.of(stepper)], [], error)
-        ledger.votes.say_failed(number + 1)
+    def _committed(self, step_count: int, *, taken: bool) -> None:
+        self._hand_over.vote = None
+        self._step.has_gradients = False
 
     def end_stopped(self) -> None:
-        """An error or Ctrl-C may have ended ``optimizer.step()``: the buckets that it has handed over stand."""
-        round_ = self._step.round
-        if self._pending.worker.is_here or round_.is_ending or not round_.was_stopped:
-            return
-        if round_.has_returned_unnoted:
-            self.end_commit()
-        elif round_.stepper is not None:
-            self.end_raised(round_.stepper)
+        """The buckets that it has handed over stand."""
+        if not self._pending.worker.is_here:
+            super().end_stopped()
 
-    def end_raised(self, stepper: Stepper) -> None:
-        """``step()`` has raised. The buckets that were handed over stand; parameters that were left to ``step()``
-        itself beside those may have been written in part."""
-        rest, ledger, check = self._hand_over.rest, self._step.ledger, self._step.check
-        handed_over = [attached.spec.name for attached, _ in self._step.round.hidden]
+    def _end_raised(self, stepper: Stepper) -> None:
+        """The buckets that were handed over stand; parameters that were left to ``step()`` itself beside those may have
+        been written in part."""
+        rest, round_, ledger, check = self._hand_over.rest, self._step.round, self._step.ledger, self._step.check
+        handed_over = [attached.spec.name for attached, _ in round_.hidden]
         if check is not None and (rest or not handed_over):
             check.forget()  # a plain step would have raised, too
         stepper.abort()
-        self._end(stepper)
+        self._give_stand_ins()
+        round_.restore_settings()
+        round_.has_returned(stepper, ledger)
+        self.end_commit()
         if rest and ledger.torn is None:
             self._pending.finish(self._pending.all())
             error = InstepError(f"{stepper.name}.step() raised")
             ledger.tear(ledger.step_count, handed_over, [], error, unsure=rest)
             ledger.votes.say_failed(ledger.step_count + 1)
+
+    def end_unless_it_evaluates_again(self) -> None:
+        """A forward begins. Unless a closure of ``step()`` runs it, a ``step()`` that runs still has raised."""
+        round_ = self._step.round
+        if round_.stepper is not None and not round_.evaluates_again:
+            self._end_raised(round_.stepper)
 
 
 # ``schedule="forward"``: ``optimizer.step()`` hands over, and returns; weights are written by the time they are read.
@@ -611,10 +586,12 @@ class ForwardSchedule(Schedule):
         self._pending = PendingBuckets(self._step, self)
         self._reading = Reading(bucket_bytes)
         self._hand_over = HandOver(self._step, self._pending, self._reading, can_wait, agreement, deferring)
-        self._calls = HandOverCalls(self._step, self._pending, self._hand_over)
         self._deferring = deferring
         self._compiles = 0  # so often torch.compile has begun while an update was due
         self.observed = Observed(self._step.members.living)
+        self.calls: ForwardCalls = ForwardCalls(
+            self._step, self._pending, self._hand_over, self.observed, self.measuring
+        )
         self._backward: int | None = None  # the last one that was seen to begin
 
     @property
@@ -661,9 +638,8 @@ class ForwardSchedule(Schedule):
         step.backwards.let_go()
         self.observed.let_go()
         self._reading.forward_begins()
-        self._calls.end_commit()
-        if step.round.stepper is not None and not step.round.evaluates_again:
-            self._calls.end_raised(step.round.stepper)
+        self.calls.end_commit()
+        self.calls.end_unless_it_evaluates_again()
         self.before_read(())
         if step.accumulation.distributed:
             # DDP may lay out its buckets anew now, and copy the gradients that are in .grad.
@@ -711,7 +687,7 @@ class ForwardSchedule(Schedule):
         self._pending.finish(self._pending.all())
         step.has_gradients = True
         step.accumulation.begin()
-        self._calls.drop_round()  # of a step that not all of its optimizers have taken
+        self.calls.drop_round()  # of a step that not all of its optimizers have taken
         if not step.accumulation.holds_next:
             self._deferring.backward_begins()
             step.ledger.votes.begin_backward(step.ledger.step_count)
@@ -723,33 +699,9 @@ class ForwardSchedule(Schedule):
         """Nothing was written in it."""
         self.observed.backward_ended()
 
-    # What optimizer.step() does.
-
-    def leave_to_optimizer(self, stepper: Stepper, error: object) -> None:
-        """``optimizer.step()`` is about to do otherwise than an update that is put off: this step is taken at once."""
-        self._calls.leave_to_optimizer(stepper, error)
-
-    def begin_step(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` is called."""
-        self.observed.let_go()
-        self._calls.begin(stepper)
-
-    def before_update(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` is about to update."""
-        self.measuring.close()
-        self.observed.let_go()  # a closure has run backward in step(): nobody else watches what is watched
-        if not self._step.round.owing:
-            self.observed.step_begins()
-        self._calls.before_update(stepper)
-
-    def commit(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` is about to return."""
-        self._calls.returned(stepper)
-        self.observed.step_returned(is_last=not self._step.round.owing)
-
     def end_stopped(self) -> None:
         """An error or Ctrl-C may have ended ``optimizer.step()``: the buckets that it has handed over stand."""
-        self._calls.end_stopped()
+        self.calls.end_stopped()
 
     # What the user asks for.
 

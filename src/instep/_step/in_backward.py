@@ -29,20 +29,20 @@ from instep._step.remedies import KEEP_ALL, MICRO_BATCHES, after_update, never_c
 from instep._step.schedule import Schedule
 from instep._step.state import Event, FirstError, Recorder, StepMembers, gradient_of
 from instep._step.step import Agreement, RunningStep
+from instep._step.step_calls import StepCalls
 from instep._step.writes import FinalWrites, Writes, owed_steps
 from instep._torch.engine import graph_task, profiled
 from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, ZERO, ZeroedGradient
 from instep.errors import AccumulationError, InstepError
 
-# The calls of ``optimizer.step()``, with ``schedule="backward"``: each completes the step for its optimizer, and the
-# last one commits it.
+# The calls of ``optimizer.step()``: each completes the step for its optimizer, and the last one commits it.
 
 
-class StepCalls:
-    """Of one attachment. See ``Round`` for what is kept of a call."""
+class BackwardCalls(StepCalls):
+    """``step()`` finds spent gradients taken off the parameters that backward has updated."""
 
     def __init__(self, step: RunningStep, writes: Writes) -> None:
-        self._step = step
+        super().__init__(step)
         self._writes = writes
 
     def require_whole(self) -> None:
@@ -53,98 +53,45 @@ class StepCalls:
 
     def require_not_torn(self) -> None:
         """The same, where no backward and no commit is under way."""
-        step = self._step
-        if step.round.stepper is not None and step.ledger.torn is None and not step.round.is_ending:
-            self._writes.step_stopped(step.round.stepper)
-        step.ledger.require_whole()
-
-    def end_stopped(self) -> None:
-        """An error or Ctrl-C may have ended ``optimizer.step()`` before its gradients were back."""
-        if self._step.round.was_stopped and not self._step.round.is_ending:
-            self.require_whole()
-
-    def begin(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` is called."""
-        self._step.backwards.let_go()
-        if self._step.round.is_under_way:
-            self.require_whole()  # another call of step(), which has raised
-        stepper.called()
+        round_ = self._step.round
+        if round_.stepper is not None and not round_.is_ending:
+            self._end_raised(round_.stepper)
+        self._step.ledger.require_whole()
 
     def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
-        """``optimizer.step()`` is about to do otherwise than backward has done: ``error`` says how."""
         if self._step.members.applied_by(stepper) and self._step.ledger.torn is None:
             try:
                 self._writes.leave_to_optimizer(error)
             finally:
                 del error  # or it would refer to itself, by way of this frame
 
-    def before_update(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` is about to update what backward left. Spent gradients are taken off the parameters."""
-        step = self._step
-        if step.round.stepper is stepper:
-            return  # a closure that is called more than once
+    def _prepare(self, stepper: Stepper) -> None:
+        step, writes = self._step, self._writes
         step.accumulation.require_reduced()
-        self._step.hear(self._writes.release, wait=True)  # for a backward that nobody has seen to begin
+        step.hear(writes.release, wait=True)  # for a backward that nobody has seen to begin
         self.require_not_torn()
-        step.require_keys(stepper)
-        self._writes.finish_rollback()
+        writes.finish_rollback()
         left = step.members.left_by(stepper)
         for attached in left:
             if attached.spent is not None and attached.get().grad is attached.spent:
                 raise never_cleared(attached.spec.name, f"{stepper.name}.step()")
         if not step.round.owing:
-            step.count_gradients(stepper, self._writes.real_gradient)
-        self._writes.before_step(stepper, left)
-        step.keep_draws(stepper)
+            step.count_gradients(stepper, writes.real_gradient)
+        writes.before_step(stepper, left)
 
-    def returned(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` returned. The step is committed when every optimizer with gradients has stepped."""
-        round_ = self._step.round
-        if round_.stepper is stepper and not round_.has_returned_unnoted:
-            self._writes.require_at_rest(stepper)
-            round_.has_returned(stepper, self._step.ledger)
-        self.end_commit()
+    def _finish(self, stepper: Stepper) -> None:
+        self._writes.require_at_rest(stepper)
 
-    def end_commit(self) -> None:
-        """Commit. Who is interrupted in it (Ctrl-C) does it again, at the next use: the step stands."""
-        self._step.round.end(self._commit)
-
-    def _commit(self, stepper: Stepper, step_count: int, skip_count: int) -> None:
+    def _settle(self, stepper: Stepper) -> None:
         step = self._step
-        round_, ledger = step.round, step.ledger
-        round_.stepper = None
         stepper.commit()
-        round_.show()
-        round_.restore_settings()
+        step.round.show()
+        step.round.restore_settings()
         applied = step.members.applied_by(stepper)
         if step.check is not None and applied:
             self._require_checked(step.check, stepper)
         # The plain loop still has its gradients here, until the user clears them.
         self._writes.committed(stepper, applied)
-        step.accumulation.stepped()
-        if step.passes.clipping.policy is not None:
-            step.passes.clipping.stepped(stepper)
-        round_.owing.discard(stepper)
-        if not step.has_gradients or round_.owing:
-            ledger.happened(Event.STEP_RETURNS if round_.owing else Event.STEP_IN_VAIN)
-            round_.is_noted()
-            return
-        ledger.happened(Event.COMMITTED)
-        if round_.takes_step is False:
-            ledger.skip_count = skip_count
-            self._writes.forget()
-            return
-        ledger.step_count = step_count
-        step.times.step_returns()
-        step.times.committed()
-        if step.check is not None:
-            step.check.stepped()
-        self._writes.forget()
-        try:
-            ledger.votes.committed(step_count)
-        except Exception as error:
-            self._writes.tear_last(error)
-            raise
 
     def _require_checked(self, check: Check, stepper: Stepper) -> None:
         """Raise, and tear the step, if it differs from a plain one."""
@@ -152,12 +99,30 @@ class StepCalls:
         error = check.error(stepper, self._step.number, members.of(stepper))
         try:
             if error is not None:
-                self._step.round.is_noted()
                 members.applied.update(a.spec.index for a in members.of(stepper) if a.spec.index in members.offered)
                 self._writes.tear(error)
                 raise error
         finally:
             del error  # or it would refer to itself, by way of this frame
+
+    def _committed(self, step_count: int, *, taken: bool) -> None:
+        self._writes.forget()
+        if not taken:
+            return
+        try:
+            self._step.ledger.votes.committed(step_count)
+        except Exception as error:
+            self._writes.tear_last(error)
+            raise
+
+    def end_stopped(self) -> None:
+        if self._step.round.was_stopped and not self._step.round.is_ending:
+            self.require_whole()
+
+    def _end_raised(self, stepper: Stepper) -> None:
+        if self._step.ledger.torn is None:
+            self._writes.step_stopped(stepper)
+        self._step.ledger.require_whole()
 
 
 # ``schedule="backward"``, as sources of gradients see it: they offer final gradients, and hand over full buckets.
@@ -435,7 +400,7 @@ class BackwardSchedule(BucketSink):
         else:
             writes = TrialWrites(step, undo, scale, Agreement(nonfinite, votes), self)
         super().__init__(step, writes)
-        self._calls = StepCalls(step, writes)
+        self.calls: BackwardCalls = BackwardCalls(step, writes)
 
     # What happens during backward.
 
@@ -508,9 +473,9 @@ class BackwardSchedule(BucketSink):
         """Before a forward: raise if the weights are not those the plain loop would read."""
         step = self._step
         step.backwards.let_go()
-        self._calls.end_commit()
+        self.calls.end_commit()
         step.hear(self._writes.release, wait=False)
-        self._calls.require_not_torn()
+        self.calls.require_not_torn()
         self._writes.before_forward()
         if self._clips and not step.members.offered:
             step.passes.clipping.begin()
@@ -519,34 +484,13 @@ class BackwardSchedule(BucketSink):
             step.ledger.happened(Event.DROPPED)
             self._writes.forget()
 
-    # What optimizer.step() does.
-
-    def begin_step(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` is called."""
-        self._calls.begin(stepper)
-
-    def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
-        """``optimizer.step()`` is about to do otherwise than backward has done: ``error`` says how."""
-        try:
-            self._calls.leave_to_optimizer(stepper, error)
-        finally:
-            del error  # or it would refer to itself, by way of this frame
-
-    def before_update(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` is about to update what backward left."""
-        self._calls.before_update(stepper)
-
-    def commit(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` returned."""
-        self._calls.returned(stepper)
-
     def require_whole(self) -> None:
         """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
-        self._calls.require_whole()
+        self.calls.require_whole()
 
     def end_stopped(self) -> None:
         """An error or Ctrl-C may have ended ``optimizer.step()`` before its gradients were back."""
-        self._calls.end_stopped()
+        self.calls.end_stopped()
 
     # What the user asks for.
 
@@ -574,7 +518,7 @@ class BackwardSchedule(BucketSink):
         is none."""
         step = self._step
         step.backwards.let_go()
-        self._calls.end_commit()
+        self.calls.end_commit()
         is_written = bool(step.members.applied) or step.round.stepper is not None
         if step.ledger.torn is None and self._writes.frees_gradients and is_written:
             self._writes.tear(InstepError("it was given up"))
@@ -598,7 +542,7 @@ class BackwardSchedule(BucketSink):
     def settle(self) -> None:
         """The interpreter is about to end, or to fork: a step on trial is not the plain loop's."""
         self._step.backwards.let_go()
-        self._calls.end_commit()
+        self.calls.end_commit()
         self._writes.settle()
 
     def abandon(self) -> None:

@@ -14,97 +14,47 @@ from instep._optim.stepper import Stepper
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
 from instep._step.schedule import Schedule
-from instep._step.state import Recorder, StepMembers
+from instep._step.state import Event, Recorder, StepMembers
 from instep._step.step import Agreement, RunningStep
+from instep._step.step_calls import StepCalls
 from instep._torch.engine import graph_task
 from instep._torch.watch import Watch
 from instep.errors import InstepError
 
 
-class PlainSchedule(Schedule):
-    """The steps of a model that would be attached, as the plain loop takes them.
+class PlainCalls(StepCalls):
+    """torch takes the whole step. With ``INSTEP_DISABLE=1`` gradients are clipped, and looked at, where it begins.
 
-    Args:
-        why: nobody but torch can take them; ``None``: nobody else is to.
-        takes_any_loop: whether nothing is asked for that needs knowledge of the loop.
+    Attributes:
+        why: nobody but torch can take these steps, and they may be of other parameters than those that are known;
+            ``None``: nobody else is to.
     """
 
-    def __init__(
-        self,
-        steppers: Sequence[Stepper],
-        votes: StepVotes,
-        accumulation: Accumulation,
-        clipping: Clipping,
-        nonfinite: Policy,
-        why: str | None = None,
-        *,
-        takes_any_loop: bool = False,
-    ) -> None:
-        super().__init__(RunningStep(StepMembers(steppers), votes, accumulation, clipping, check=None))
-        self.recorder: Recorder | None = None
-        self._why = why
-        self._takes_any_loop = takes_any_loop
-        self._agreement = Agreement(nonfinite, votes)
-        self._backward: int | None = None
+    def __init__(self, step: RunningStep, agreement: Agreement, why: str | None) -> None:
+        super().__init__(step)
+        self.why = why
+        self._agreement = agreement
         self._called: set[Stepper] = set()  # of a model that is left to torch, since the last backward
         self._watch = Watch(gradient=self._used)
 
-    @property
-    def state(self) -> str:
-        return "disabled" if self._why is None else "idle"
-
-    @property
-    def deferral(self) -> str | None:
-        return None if self._why is None else f"taken at once ({self._why})"
-
-    @property
-    def follows(self) -> bool:
-        """Only with ``INSTEP_DISABLE=1``, where gradients may be clipped and looked at: what is left to torch needs no
-        knowledge of parameters."""
-        return self._why is None
-
-    def lost(self, error: InstepError) -> None:
-        """The loop does what nobody but torch can follow: from now on nobody does."""
-        try:
-            if not self._takes_any_loop:
-                raise error
-            self._why = str(error)
-        finally:
-            del error  # or it would refer to itself, by way of this frame
-
-    def begin_backward(self) -> bool:
-        """An output of the model is about to get its gradient. Returns whether this is the first of them in the
-        running backward."""
-        if self._backward == graph_task():
-            return False
-        self._backward = graph_task()
-        self._step.accumulation.begin()
+    def drop(self) -> None:
+        """A backward begins, or the step is given up: no optimizer owes anything any more."""
         self._restore()  # of a step() that raised
         self._step.round.stepper = None
         self._step.round.owing.clear()
         self._called.clear()
-        if not self._step.accumulation.holds_next:
-            self._step.ledger.votes.begin_backward(self._step.ledger.step_count)
-        return True
+        self._step.ledger.happened(Event.DROPPED)
 
-    def begin_step(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` is called."""
-        self._restore()
-        self._step.round.stepper = None
-        stepper.called()
-
-    def before_update(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` is about to update."""
+    def _prepare(self, stepper: Stepper) -> None:
         round_, clipping = self._step.round, self._step.passes.clipping
-        if round_.stepper is stepper:
-            return  # a closure that is called more than once
-        if not self.follows:
+        if self.why is not None:
             self._begin_left_to_torch(stepper)
+            round_.begins(stepper, self._step.ledger)
             return
         self._step.accumulation.require_reduced()
         if stepper not in round_.owing:
             self._begin(stepper.optimizer())
-        round_.stepper = stepper
+        round_.begins(stepper, self._step.ledger)
         if round_.takes_step is False:
             self._leave_out(stepper)
         elif isinstance(clipping.policy, ClipValue):
@@ -119,7 +69,6 @@ class PlainSchedule(Schedule):
         is_first = not self._called and any(p.grad is not None for p in parameters)
         self._called.add(stepper)
         self._step.round.owing = {stepper} if is_first else set()
-        self._step.round.stepper = stepper
 
     def _begin(self, optimizer: Optimizer) -> None:
         """The first of the step's optimizers. The plain loop clips the gradients of all of them by their norm before
@@ -171,22 +120,74 @@ class PlainSchedule(Schedule):
         round_.show()
         self._watch.stop(hidden)
 
-    def commit(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` returned."""
-        step = self._step
-        if step.round.stepper is not stepper:
-            return
+    def _settle(self, stepper: Stepper) -> None:
         self._restore()
-        step.round.stepper = None
-        step.accumulation.stepped()
-        if stepper in step.round.owing:
-            step.round.owing.discard(stepper)
-            if not step.round.owing:
-                left_out = step.round.takes_step is False
-                step.ledger.step_count += not left_out
-                step.times.step_returns()
-                step.times.committed()
-                step.ledger.skip_count += left_out
+
+    def _end_raised(self, stepper: Stepper) -> None:
+        self._restore()
+        self._step.round.stepper = None
+        self._step.ledger.happened(Event.DROPPED)
+
+
+class PlainSchedule(Schedule):
+    """The steps of a model that would be attached, as the plain loop takes them.
+
+    Args:
+        why: nobody but torch can take them; ``None``: nobody else is to.
+        takes_any_loop: whether nothing is asked for that needs knowledge of the loop.
+    """
+
+    def __init__(
+        self,
+        steppers: Sequence[Stepper],
+        votes: StepVotes,
+        accumulation: Accumulation,
+        clipping: Clipping,
+        nonfinite: Policy,
+        why: str | None = None,
+        *,
+        takes_any_loop: bool = False,
+    ) -> None:
+        super().__init__(RunningStep(StepMembers(steppers), votes, accumulation, clipping, check=None))
+        self.recorder: Recorder | None = None
+        self._takes_any_loop = takes_any_loop
+        self._backward: int | None = None
+        self.calls: PlainCalls = PlainCalls(self._step, Agreement(nonfinite, votes), why)
+
+    @property
+    def state(self) -> str:
+        return "disabled" if self.calls.why is None else "idle"
+
+    @property
+    def deferral(self) -> str | None:
+        return None if self.calls.why is None else f"taken at once ({self.calls.why})"
+
+    @property
+    def follows(self) -> bool:
+        """Only with ``INSTEP_DISABLE=1``, where gradients may be clipped and looked at: what is left to torch needs no
+        knowledge of parameters."""
+        return self.calls.why is None
+
+    def lost(self, error: InstepError) -> None:
+        """The loop does what nobody but torch can follow: from now on nobody does."""
+        try:
+            if not self._takes_any_loop:
+                raise error
+            self.calls.why = str(error)
+        finally:
+            del error  # or it would refer to itself, by way of this frame
+
+    def begin_backward(self) -> bool:
+        """An output of the model is about to get its gradient. Returns whether this is the first of them in the
+        running backward."""
+        if self._backward == graph_task():
+            return False
+        self._backward = graph_task()
+        self._step.accumulation.begin()
+        self.calls.drop()
+        if not self._step.accumulation.holds_next:
+            self._step.ledger.votes.begin_backward(self._step.ledger.step_count)
+        return True
 
     # Nothing is put off, and no step of its own is ever torn.
 
@@ -205,11 +206,9 @@ class PlainSchedule(Schedule):
 
     def forget(self, *, gradients: bool) -> None:
         """Begin anew; with ``gradients``, clear all of them."""
-        self._restore()
+        self.calls.drop()
         for parameter in self._step.members.living() if gradients else ():
             parameter.grad = None
-        self._step.round.stepper = None
-        self._step.round.owing.clear()
         self._step.accumulation.stepped()
 
     def close(self) -> None:

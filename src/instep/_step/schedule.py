@@ -16,6 +16,7 @@ from instep._step.deferral import Gains
 from instep._step.norms import Losses
 from instep._step.state import Gather, Recorder
 from instep._step.step import RunningStep
+from instep._step.step_calls import StepCalls
 from instep.errors import InstepError
 
 
@@ -39,6 +40,7 @@ class Schedule:
     """One attachment's steps. What a schedule does not define is done as in the plain loop: nothing.
 
     Attributes:
+        calls: those of ``optimizer.step()``, which the hooks around it tell of.
         recorder: told of each bucket's step and communication; ``None`` when nobody listens.
         streams: on which buckets are stepped.
         lock: held while gradients are offered and applied.
@@ -47,6 +49,7 @@ class Schedule:
     """
 
     recorder: Recorder | None
+    calls: StepCalls
 
     def __init__(self, step: RunningStep) -> None:
         self._step = step
@@ -158,23 +161,6 @@ class Schedule:
     def let_go_of_backwards(self) -> None:
         """FSDP's state is about to be rebuilt: return once a backward that raised has ended on every device."""
         self.backwards.let_go()
-
-    # ``optimizer.step()``.
-
-    def begin_step(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` is called."""
-        raise NotImplementedError
-
-    def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
-        """This ``optimizer.step()`` computes otherwise than a bucket's step: ``error`` says how."""
-
-    def before_update(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` is about to update, after its closure."""
-        raise NotImplementedError
-
-    def commit(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` is about to return."""
-        raise NotImplementedError
 
     # What the user, a hook or a checkpoint asks, at any time.
 

@@ -571,7 +571,7 @@ class StepHooks:
         if not self._handles or is_called_by_step(optimizer):
             return None  # Ctrl-C in ``attach`` has left this hook alone; or the call has begun already
         self._votes.require_same()
-        self._schedule.begin_step(stepper)
+        self._schedule.calls.begin(stepper)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if len(args) > 2 or kwargs.keys() - {"closure"} or (closure is not None and not callable(closure)):
             self._leave(stepper, _called_with_arguments(stepper), "called with arguments")
@@ -594,7 +594,7 @@ class StepHooks:
 
     def _leave(self, stepper: Stepper, error: InstepError, how: str) -> None:
         """``step()`` is about to do otherwise than instep does."""
-        self._schedule.leave_to_optimizer(stepper, error)
+        self._schedule.calls.leave_to_optimizer(stepper, error)
         if stepper.steps_every_parameter:
             raise UnsupportedOptimizerError(
                 f"{stepper.name}.step() was {how}, and with offload='host' or random='keyed' instep takes every step: "
@@ -607,10 +607,10 @@ class StepHooks:
         if self._handles and not is_called_by_step(optimizer):
             with profiled("after update"):
                 try:
-                    self._schedule.commit(stepper)
+                    self._schedule.calls.returned(stepper)
                 except KeyboardInterrupt:
                     # The step stands. It is brought to its end before the loop clears the gradients that it finds.
-                    self._schedule.commit(stepper)
+                    self._schedule.calls.returned(stepper)
                     raise
             self._schedule.times.step_returns()
 
@@ -621,7 +621,7 @@ class StepHooks:
         if self._zero is not None:
             self._zero.require_reduced(a for a in self._schedule.parameters if a.stepper is stepper)
         with profiled("before update"):
-            self._schedule.before_update(stepper)
+            self._schedule.calls.before_update(stepper)
 
     def before_state(self, stepper: Stepper, saving: bool, *_: object) -> None:
         """The optimizer's ``state_dict()`` or ``load_state_dict()`` is called."""

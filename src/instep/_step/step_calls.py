@@ -1,0 +1,140 @@
+"""One call of ``optimizer.step()``, from its beginning to the commit: the order of events that all schedules share.
+
+    ``begin``          ``step()`` is called. A call that has raised before is brought to its end (``_end_raised``).
+    ``before_update``  Its closure has run. ``_prepare`` steps, defers or leaves out what is the schedule's, and what
+                       ``step()`` is not to find is hidden.
+    ``returned``       ``step()`` has returned (``_finish``).
+    ``end_commit``     The call is taken note of: ``_settle`` gives back what was hidden. With the last optimizer that
+                       has gradients the step is committed (``_committed``).
+    ``end_stopped``    An error or Ctrl-C has ended ``step()``, and somebody uses what it has left.
+
+Ctrl-C may come at any line. ``Round`` keeps how far a call has come, so that whoever comes next goes on there: what
+stands before ``has_returned`` may run twice, and what stands behind it runs until it has run to its end once.
+"""
+
+from instep._optim.stepper import Stepper
+from instep._step.state import Event
+from instep._step.step import RunningStep
+from instep.errors import InstepError
+
+
+class StepCalls:
+    """The calls of one attachment. See ``Round`` for what is kept of one."""
+
+    def __init__(self, step: RunningStep) -> None:
+        self._step = step
+
+    # Before the update.
+
+    def begin(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is called."""
+        self._step.backwards.let_go()
+        self.end_commit()
+        if self._step.round.stepper is not None:
+            self._end_raised(self._step.round.stepper)  # another call
+        stepper.called()
+
+    def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
+        """This ``optimizer.step()`` computes otherwise than a bucket's step: ``error`` says how."""
+
+    def before_update(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is about to update, after its closure."""
+        if self._step.round.stepper is stepper:
+            return  # a closure that is called more than once
+        self._step.require_keys(stepper)
+        try:
+            self._prepare(stepper)
+            self._step.keep_draws(stepper)
+        except BaseException:
+            self._refused()
+            raise
+
+    def _prepare(self, stepper: Stepper) -> None:
+        """Do what is to be done before ``step()`` itself updates; ``Round.begins`` right before the first write."""
+        raise NotImplementedError
+
+    def _refused(self) -> None:
+        """``_prepare`` has raised."""
+
+    # After it.
+
+    def returned(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is about to return. Who is interrupted here begins again."""
+        round_ = self._step.round
+        if round_.stepper is stepper and not round_.has_returned_unnoted:
+            self._finish(stepper)
+            round_.has_returned(stepper, self._step.ledger)
+        self.end_commit()
+
+    def _finish(self, stepper: Stepper) -> None:
+        """``step()`` has left alone what it was to leave alone: look, while that can still be seen."""
+
+    def end_commit(self) -> None:
+        """Take note of a call that has returned. Who is interrupted in it (Ctrl-C) does it again, at the next use: the
+        step stands."""
+        self._step.round.end(self._commit)
+
+    def _commit(self, stepper: Stepper, step_count: int, skip_count: int) -> None:
+        step = self._step
+        round_, ledger = step.round, step.ledger
+        round_.stepper = None
+        was_owed, taken = stepper in round_.owing, round_.takes_step is not False
+        try:
+            self._settle(stepper)
+            step.accumulation.stepped()
+            if step.passes.clipping.policy is not None:
+                step.passes.clipping.stepped(stepper)
+            self._require_right(stepper, compare=was_owed and taken)
+        except Exception:
+            round_.owing.discard(stepper)
+            round_.is_noted()
+            raise
+        others = round_.owing - {stepper}
+        if others or not was_owed:
+            ledger.happened(Event.STEP_RETURNS if others else Event.STEP_IN_VAIN)
+            round_.owing.discard(stepper)
+            round_.is_noted()
+            return
+        ledger.happened(Event.COMMITTED)
+        if taken:
+            ledger.step_count = step_count
+            step.times.step_returns()
+            step.times.committed()
+            if step.check is not None:
+                step.check.stepped()
+        else:
+            ledger.skip_count = skip_count
+        self._committed(step_count, taken=taken)
+        round_.owing.discard(stepper)
+        round_.is_noted()
+        round_.takes_step = None  # not before: who comes to this call again is to find what became of it
+
+    def _settle(self, stepper: Stepper) -> None:
+        """Give back what was hidden from ``step()``: gradients are as in the plain loop."""
+        raise NotImplementedError
+
+    def _require_right(self, stepper: Stepper, *, compare: bool) -> None:
+        """Raise, and tear the step, if ``step()`` has written what it was not to write.
+
+        Args:
+            compare: whether this optimizer has taken a step, which ``check_steps`` may compare with a plain one.
+        """
+
+    def _committed(self, step_count: int, *, taken: bool) -> None:
+        """All optimizers have stepped."""
+
+    # Calls that have raised.
+
+    def end_stopped(self) -> None:
+        """An error or Ctrl-C may have ended ``optimizer.step()`` before it was taken note of."""
+        round_ = self._step.round
+        if round_.is_ending or not round_.was_stopped:
+            return
+        if round_.has_returned_unnoted:
+            self.end_commit()
+        elif round_.stepper is not None:
+            self._end_raised(round_.stepper)
+
+    def _end_raised(self, stepper: Stepper) -> None:
+        """``step()`` has raised: put back what it has written, or tear the step."""
+        raise NotImplementedError
