@@ -38,7 +38,7 @@ def unsupported(target: Target, options: Options) -> None:
     for optimizer in target.optimizers if options.splits_steps else ():
         kind = type(optimizer).__name__
         for refuse in (_refuse_second_evaluation, _refuse_wrapper, _refuse_replaced_step):
-            refuse(optimizer, kind, options.taken_whole())
+            refuse(optimizer, kind, options.way_to_step_whole())
         _refuse_differentiable(optimizer, kind)
 
 
@@ -48,7 +48,7 @@ def without_calls_around_the_step(target: Target, options: Options) -> None:
     if options.clip is not None or options.nonfinite != "allow" or options.check_steps:
         for optimizer in target.optimizers:
             kind = type(optimizer).__name__
-            _refuse_second_evaluation(optimizer, kind, options.taken_whole("clip", "nonfinite", "check_steps"))
+            _refuse_second_evaluation(optimizer, kind, options.way_to_step_whole("clip", "nonfinite", "check_steps"))
             if not takes_hooks(optimizer):
                 raise UnsupportedOptimizerError(
                     f"{kind} was made without torch.optim.Optimizer.__init__: torch calls no hook around its step(), "
