@@ -64,6 +64,7 @@ class Randomness:
     seed: int | None = None
 
 
+# Frozen, all three: ranks compare their options once, and every part of the attachment has been chosen by them.
 @dataclass(frozen=True, slots=True)
 class Options:
     """All options of one attachment. Those that ``attach`` has are described there.
@@ -124,6 +125,7 @@ class Options:
         splitting += ["random"] if self.randomness.random is not None else []
         splitting += ["offload"] if self.offload is not None else []
         others = [*splitting, *without]
+        # ``defer=True`` alone keeps such an optimizer out. Errors of a step that is put off say it in the same words.
         if self.schedule == "forward" and self.defer is True and not others:
             return f"{ONLY_DEFER}, and calls step() as it is"
         also = "" if not others else " and without " + ", ".join(others[:-1]) + " and " * (len(others) > 1) + others[-1]

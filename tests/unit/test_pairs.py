@@ -1,5 +1,6 @@
 """Each row of the table of pairs: the refusal of the two together, and no refusal once one of them is left out."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -186,7 +187,7 @@ def test_a_pair_is_refused_and_one_of_the_two_is_not(name: str, monkeypatch: pyt
     if case.model in ON_ONE_DEVICE:
         refused_and_taken(name, case)
         return
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     with one_rank():
         refused_and_taken(name, case)
 

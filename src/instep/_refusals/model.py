@@ -24,6 +24,7 @@ from instep.target import Target, Wrapped
 
 
 def scripted(target: Target, options: Options) -> None:
+    """A compiled module runs without Python, and so without hooks of Python."""
     for name, module in target.model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise AttachError(
@@ -209,6 +210,7 @@ def without_a_shape(target: Target, options: Options) -> None:
 
 
 def stepped_in_backward(target: Target, options: Options) -> None:
+    """torch's own way to step in backward leaves this attribute on each parameter that it steps."""
     for given in _given(target):
         if getattr(given.parameter, "_in_backward_optimizers", None):
             raise AttachError(
@@ -243,6 +245,7 @@ def gradients_of_another_dtype(target: Target, options: Options) -> None:
 
 def all_frozen(target: Target, options: Options) -> None:
     given = list(_given(target))
+    # By default a loop may thaw them later. An option for a model that gets no gradient is a mistake.
     if not options.asks_for_nothing and not any(one.parameter.requires_grad for one in given):
         raise AttachError(
             f"all {len(given)} parameters of the optimizer are frozen ({given[0].name!r} and so on): none will get a "

@@ -35,7 +35,9 @@ def unlike_torchs(target: Target, options: Options) -> None:
 
 def unsupported(target: Target, options: Options) -> None:
     """Updates that cannot run apart from ``step()``. Where ``step()`` is called as it is, it may do what it likes."""
-    for optimizer in target.optimizers if options.splits_steps else ():
+    if not options.splits_steps:
+        return
+    for optimizer in target.optimizers:
         kind = type(optimizer).__name__
         for refuse in (_refuse_second_evaluation, _refuse_wrapper, _refuse_replaced_step):
             refuse(optimizer, kind, options.way_to_step_whole())
@@ -65,6 +67,7 @@ def _refuse_second_evaluation(optimizer: Optimizer, kind: str, otherwise: str) -
 
 
 def _refuse_wrapper(optimizer: Optimizer, kind: str, otherwise: str) -> None:
+    # Lookahead, SAM, ZeroRedundancyOptimizer and their like.
     inner = next(_inner_optimizers(optimizer), None)
     if inner is not None:
         attribute, wrapped = inner
@@ -86,6 +89,7 @@ def _inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
 
 
 def _refuse_replaced_step(optimizer: Optimizer, kind: str, otherwise: str) -> None:
+    # A patch that also steps single parameters can be followed, as fused optimizers of trainers have it.
     patch = replaced_step(optimizer)
     if patch is not None and (reason := cannot_follow(optimizer)) is not None:
         raise UnsupportedOptimizerError(
@@ -124,6 +128,7 @@ def spread_in_different_ways(target: Target, options: Options) -> None:
     if not options.check_steps:
         return
     shards = options.communication.shard_state
+    # With shard_state a rank steps its rows of these as plain tensors: they are all spread alike.
     in_rows = {key for ddp in target.ddps for key in bucket_parameters(ddp)} if shards else set()
     for optimizer in target.optimizers:
         mine = [p for group in optimizer.param_groups for p in group["params"]]

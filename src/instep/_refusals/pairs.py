@@ -2,8 +2,8 @@
 
 A ``Pair`` names its two ``Choice``s, says why they do not go together, and has the message of the error. It is called
 as any other rule is. ``rules.py`` says in which order, so that a row may rely on those before it, and on
-``options.py``: each value is one that its option takes. The documentation shows this table
-(``docs/features.md``). ``python -m tests.pairs`` writes it there.
+``options.py``: each value is one that its option takes. The documentation shows this table (``docs/features.md``), and
+``python -m tests.pairs`` writes it there.
 """
 
 from collections.abc import Callable
@@ -280,7 +280,7 @@ COMM_HOOK_WITHOUT_DDP = Pair(
     _COMM_HOOK,
     _NOT_ONE_DDP,
     "a hook is called with DDP's buckets",
-    lambda t, o: f"comm_hook is for a model with one DistributedDataParallel, and {_ddps(t)} in this model",
+    lambda t, o: f"comm_hook is for a model with one DistributedDataParallel, and {_count_of_ddps(t)} in this model",
 )
 PER_BUCKET_WITH_UNUSED_PARAMETERS = Pair(
     _PER_BUCKET,
@@ -310,7 +310,8 @@ TWO_PASS_WITH_PARAMETERS_OUTSIDE = Pair(
 )
 
 
-def _ddps(target: Target) -> str:
+def _count_of_ddps(target: Target) -> str:
+    """How many there are, as both messages that ask for one say it."""
     return f"there are {len(target.ddps)}" if target.ddps else "there is none"
 
 
@@ -329,8 +330,8 @@ BUCKET_BYTES_WITH_FSDP = Pair(
     _FSDP,
     "FSDP's groups are stepped as they are reduced",
     lambda t, o: (
-        f"bucket_bytes={o.bucket_bytes} does not apply to a model that {_fsdp(t)} has divided into groups, which are "
-        "stepped as they are reduced: leave it out, and shard other modules"
+        f"bucket_bytes={o.bucket_bytes} does not apply to a model that {_kind_of_fsdp(t)} has divided into groups, "
+        "which are stepped as they are reduced: leave it out, and shard other modules"
     ),
 )
 MIXED_PRECISION_WITH_FSDP = Pair(
@@ -338,8 +339,8 @@ MIXED_PRECISION_WITH_FSDP = Pair(
     _FSDP,
     "FSDP has mixed precision of its own",
     lambda t, o: (
-        f"mixed_precision is for one device and DistributedDataParallel. {_fsdp(t)} has mixed precision of its own: "
-        "fully_shard(…, mp_policy=…), FullyShardedDataParallel(…, mixed_precision=…)"
+        f"mixed_precision is for one device and DistributedDataParallel. {_kind_of_fsdp(t)} has mixed precision of its "
+        "own: fully_shard(…, mp_policy=…), FullyShardedDataParallel(…, mixed_precision=…)"
     ),
 )
 CLIP_NORM_WITH_FSDP1 = Pair(
@@ -367,7 +368,8 @@ RANDOM_WITH_FSDP1 = Pair(
 )
 
 
-def _fsdp(target: Target) -> str:
+def _kind_of_fsdp(target: Target) -> str:
+    """The wrapper that messages name. A model may have both: then it is FSDP1, which takes fewer options."""
     return "FullyShardedDataParallel" if target.fsdp1 else "fully_shard"
 
 
@@ -382,11 +384,11 @@ MIXED_PRECISION_WITH_SEVERAL_MODELS = Pair(
 )
 PARAM_DTYPE_WITH_SPARSE_GRADIENTS = Pair(
     Choice("`mixed_precision` with `param_dtype`", lambda t, o: _dtype(o, "param_dtype") is not None),
-    Choice("a module with `sparse=True`", lambda t, o: bool(_sparse(t))),
+    Choice("a module with `sparse=True`", lambda t, o: bool(_sparse_modules(t))),
     "sparse gradients do not come back through a cast",
     lambda t, o: (
-        f"mixed_precision: {_sparse(t)[0]!r} has sparse gradients, which do not come back through a cast. Build it "
-        "with sparse=False, or leave out param_dtype"
+        f"mixed_precision: {_sparse_modules(t)[0]!r} has sparse gradients, which do not come back through a cast. "
+        "Build it with sparse=False, or leave out param_dtype"
     ),
 )
 REDUCE_DTYPE_ON_ONE_DEVICE = Pair(
@@ -409,7 +411,8 @@ REDUCE_DTYPE_WITH_COMM_HOOK = Pair(
 )
 
 
-def _sparse(target: Target) -> list[str]:
+def _sparse_modules(target: Target) -> list[str]:
+    """The names of the modules that ask autograd for sparse gradients, as ``nn.Embedding(sparse=True)`` does."""
     return [name for name, module in target.model.named_modules() if getattr(module, "sparse", False)]
 
 
@@ -497,8 +500,8 @@ SHARD_STATE_WITHOUT_DDP = Pair(
     _NOT_ONE_DDP,
     "state is divided by DDP's buckets",
     lambda t, o: (
-        f"shard_state=True is for a model with one DistributedDataParallel, and {_ddps(t)} in this model. Leave it out"
-        f"{': FSDP shards the state by itself' if t.fsdp1 or t.fsdp2 else ', or wrap the model in one'}"
+        f"shard_state=True is for a model with one DistributedDataParallel, and {_count_of_ddps(t)} in this model. "
+        f"Leave it out{': FSDP shards the state by itself' if t.fsdp1 or t.fsdp2 else ', or wrap the model in one'}"
     ),
 )
 CLIP_VALUE_WITH_SHARDS_OF_WHOLE_PARAMETERS = Pair(

@@ -18,6 +18,7 @@ Rule = Callable[[Target, Options], None]
 
 OPTIONS: Sequence[Rule] = (
     optimizers.given_twice,
+    # The values that the rows below compare.
     options.invalid_schedule,
     options.invalid_defer,
     pairs.DEFER_WITH_BACKWARD,
@@ -29,6 +30,7 @@ OPTIONS: Sequence[Rule] = (
     options.invalid_scaler,
     options.invalid_undo,
     options.invalid_nonfinite,
+    # What is known when the first weight is written: these messages name a way to have all of what was asked for.
     pairs.SKIP_WITH_BACKWARD,
     pairs.SKIP_WITH_CLIP_THAT_RAISES,
     pairs.UNDO_WITH_FORWARD,
@@ -36,6 +38,7 @@ OPTIONS: Sequence[Rule] = (
     pairs.EXACT_WITH_BACKWARD,
     pairs.MODE_WITH_UNDO,
     pairs.SCALER_WITH_BACKWARD,
+    # The options that came later, each with those before it.
     options.invalid_offload,
     options.invalid_check_steps,
     pairs.CHECK_STEPS_WITH_SHARDS_OF_WHOLE_PARAMETERS,
@@ -48,6 +51,7 @@ OPTIONS: Sequence[Rule] = (
 )
 """Each option by itself, and with the others: a row that compares values comes after those that look at each."""
 MODEL: Sequence[Rule] = (
+    # No other model or wrapper would help an optimizer that cannot be split.
     optimizers.unsupported,
     optimizers.without_calls_around_the_step,
     optimizers.keyed_without_hooks,
@@ -59,6 +63,7 @@ MODEL: Sequence[Rule] = (
     pairs.MIXED_PRECISION_WITH_FSDP,
     pairs.CLIP_NORM_WITH_FSDP1,
     pairs.TWO_PASS_WITH_FULLY_SHARD,
+    # DDP and replicate. A hook is looked at by itself where there is a model to call it.
     pairs.BUCKET_BYTES_WITH_DDP,
     model.ddp_with_mixed_precision,
     pairs.COMM_HOOK_WITH_REPLICATE,
@@ -71,6 +76,7 @@ MODEL: Sequence[Rule] = (
     pairs.REDUCE_DTYPE_ON_ONE_DEVICE,
     pairs.REDUCE_DTYPE_WITH_COMM_HOOK,
     model.scripted,
+    # What stands on DDP's buckets.
     pairs.CROSS_ITERATION_WITH_BACKWARD,
     pairs.CROSS_ITERATION_WITHOUT_DDP,
     pairs.CROSS_ITERATION_WITHOUT_BUCKET_VIEWS,
@@ -103,6 +109,7 @@ PARAMETERS: Sequence[Rule] = (
     model.on_meta,
     model.gradients_of_another_dtype,
     model.all_frozen,
+    # From here on every parameter is known by its name, and can be stepped.
     pairs.OFFLOAD_ON_CPU,
     model.ddp_with_delayed_reductions,
     model.ddp_around_the_model,
