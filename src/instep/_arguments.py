@@ -1,7 +1,11 @@
-"""The arguments that many public verbs share. A wrong one is refused with what was found, and what to give instead."""
+"""The arguments that many public verbs share: models, optimizers, flags, counts and paths.
+
+Each function takes what the user gave, and the class of the verb's errors. It returns the argument in one form, or
+raises an error that says what was found, and what to give instead.
+"""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +21,14 @@ _WRAP_ONLY = frozenset({"accelerate", "lightning", "lightning_fabric", "pytorch_
 
 
 def require_model(model: object, error: Error, name: str = "model") -> nn.Module:
-    """``model``, if it is one."""
+    """Return ``model``, if it is a module."""
     if not isinstance(model, nn.Module):
         raise error(f"{name} must be a torch.nn.Module, not {_found(model)}")
     return model
 
 
 def models_of(model: object, error: Error) -> list[nn.Module]:
-    """The model, or those of a list, none of which is a part of another."""
+    """Return the model as a list, or the models of a list. None may be a part of another: it would be stepped twice."""
     if not isinstance(model, (list, tuple)):
         if not isinstance(model, nn.Module):
             raise error(f"model must be a torch.nn.Module or a list of them, not {_found(model)}")
@@ -46,10 +50,11 @@ def models_of(model: object, error: Error) -> list[nn.Module]:
 
 
 def optimizers_of(optimizer: object, error: Error, name: str = "optimizer") -> list[Optimizer]:
-    """The optimizer, or those of a list; without the wrappers that accelerate and Fabric put around one."""
+    """Return the optimizer as a list, or those of a list: the user's own, inside accelerate's and Fabric's wrappers."""
     optimizer = _unwrapped(optimizer)
     if isinstance(optimizer, Optimizer):
         return [optimizer]
+    # Python can iterate over these, too, and would say something of their first element.
     no_list = str, bytes, type, Mapping, nn.Module, torch.Tensor
     if not isinstance(optimizer, Iterable) or isinstance(optimizer, no_list):
         raise error(f"{name} must be a torch.optim.Optimizer or a list of them, not {_found(optimizer)}")
@@ -64,10 +69,9 @@ def optimizers_of(optimizer: object, error: Error, name: str = "optimizer") -> l
 
 
 def unlike_torchs(optimizer: object) -> str | None:
-    """The class of the first object that steps and clears gradients as an optimizer does, and is none of torch's kind:
-    fastai's, ``ScheduleFreeWrapper``, one that the loop has written. ``None``: there is none."""
-    values = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    for one in map(_unwrapped, values):
+    """Name the class of the first object that steps and clears gradients as an optimizer does, and is none of torch's
+    kind: fastai's, ``ScheduleFreeWrapper``, one that the loop has written. ``None``: there is none."""
+    for one in _several(optimizer):
         steps = all(callable(getattr(one, name, None)) for name in ("step", "zero_grad"))
         if steps and not isinstance(one, (Optimizer, nn.Module, type)):
             return type(one).__name__
@@ -75,33 +79,18 @@ def unlike_torchs(optimizer: object) -> str | None:
 
 
 def torchs_of(optimizer: object) -> list[Optimizer]:
-    """Those of torch's kind, of several."""
-    values = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-    return [one for one in map(_unwrapped, values) if isinstance(one, Optimizer)]
+    """Return the optimizers of torch's kind, beside others, of which ``unlike_torchs`` names the first."""
+    return [one for one in _several(optimizer) if isinstance(one, Optimizer)]
 
 
-def require_flag(name: str, value: object, error: Error) -> None:
-    """It is ``True`` or ``False``."""
-    if not isinstance(value, bool):
-        raise error(f"{name} must be True or False, not {value!r}")
-
-
-def require_count(name: str, value: object, error: Error) -> None:
-    """It is a whole number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise error(f"{name} must be a whole number, at least 1, not {value!r}")
-
-
-def path_of(path: object, error: Error) -> Path:
-    """``path`` as a ``Path``."""
-    if not isinstance(path, (str, os.PathLike)) or not isinstance(found := os.fspath(path), str):
-        raise error(f"path must be a str or an os.PathLike, not {path!r}")
-    return Path(found)
+def _several(optimizer: object) -> Iterator[Any]:
+    """The optimizer, or those of a list, unwrapped and whatever they are."""
+    return map(_unwrapped, optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """The user's own optimizer: a wrapper of these libraries steps that, and others may do more."""
-    seen = {id(optimizer)}
+    """The user's own optimizer inside a wrapper of these libraries, which steps it. Other wrappers may do more."""
+    seen = {id(optimizer)}  # a wrapper that holds itself would be unwrapped forever
     while type(optimizer).__module__.partition(".")[0] in _WRAP_ONLY:
         inner = getattr(optimizer, "optimizer", None)
         if not isinstance(inner, Optimizer) or id(inner) in seen:
@@ -111,8 +100,29 @@ def _unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
+def require_flag(name: str, value: object, error: Error) -> None:
+    """Raise unless the argument is ``True`` or ``False``."""
+    if not isinstance(value, bool):
+        raise error(f"{name} must be True or False, not {value!r}")
+
+
+def require_count(name: str, value: object, error: Error) -> None:
+    """Raise unless the argument is a whole number above 0."""
+    # ``True`` is an int to Python, and no count.
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise error(f"{name} must be a whole number, at least 1, not {value!r}")
+
+
+def path_of(path: object, error: Error) -> Path:
+    """Return ``path`` as a ``Path``."""
+    # An os.PathLike may name a file in bytes, of which Path makes nothing.
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(found := os.fspath(path), str):
+        raise error(f"path must be a str or an os.PathLike, not {path!r}")
+    return Path(found)
+
+
 def _found(value: Any) -> str:
-    """What was given, and the mistake that this usually is."""
+    """Describe what was given, and the mistake that this usually is."""
     kind = type(value).__name__
     if isinstance(value, type):
         return f"the class {value.__name__}: make an object of it, {value.__name__}(…)"

@@ -415,7 +415,7 @@ class Attachment:
         held, plan = self._parts.held, self.plan
         rows = {
             "optimizers": ", ".join(stepper.name for stepper in held.steppers),
-            **self._options.said(),
+            **self._options.given(),
             "state": self.state,
             "buckets": f"{len(plan.buckets)} of {plan.nbytes / MIB:.2f} MiB",
             **self.stats(),

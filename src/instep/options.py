@@ -1,4 +1,8 @@
-"""How a model is attached: what ``attach`` was given, once for all who ask."""
+"""The options of an attachment: all that ``attach`` was given beside the model and the optimizers.
+
+``attach`` makes one ``Options`` of its arguments, has it looked at (``_refusals``), and hands it down to all who ask.
+What several of them ask (whether steps are split, put off, or voted on) is a property, so that all get one answer.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -20,19 +24,20 @@ Schedules = Literal["backward", "forward"]
 Defer = Literal["auto"] | bool
 Offload = Literal["host"]
 DEFAULT_BUCKET_BYTES = 16 * MIB
-"""Of gradients: what ``attach`` puts into one bucket of its own unless told."""
+"""The bytes of gradients in one bucket that ``attach`` makes, if it is not given ``bucket_bytes``."""
 BY_ENVIRONMENT = "INSTEP_DISABLE is set"
+"""``left_to_torch`` of an attachment that was made with ``INSTEP_DISABLE=1``."""
 
 
 def bucket_that_frees(total: int) -> int:
-    """What to give as ``bucket_bytes`` where gradients of ``total`` bytes are to be freed in backward: the default, if
-    the model has four of those; else an eighth of it, in whole MiB."""
+    """The ``bucket_bytes`` to advise where gradients of ``total`` bytes are to be freed in backward: the default, if
+    it makes four buckets or more; else an eighth of the gradients, in whole MiB."""
     return DEFAULT_BUCKET_BYTES if total >= 4 * DEFAULT_BUCKET_BYTES else MIB * max(1, total // MIB // 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """How gradients travel, and what of the optimizer's state stays on a rank."""
+    """The options that concern ranks: how gradients travel, and which part of the optimizer's state a rank keeps."""
 
     comm_hook: CommHook | None = None
     mixed_precision: "MixedPrecisionPolicy | None" = None
@@ -41,31 +46,32 @@ class Communication:
 
     @property
     def puts_off(self) -> bool:
-        """Whether it has every step of ``schedule="forward"`` put off."""
+        """Whether these options put off every step of ``schedule="forward"``."""
         return self.cross_iteration or self.shard_state
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """What gradients are reduced in; ``None``: as they are."""
+        """The dtype in which gradients are reduced; ``None``: their own."""
         policy = self.mixed_precision
         return None if policy is None else policy.reduce_dtype or policy.param_dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Randomness:
-    """What updates draw their random numbers from."""
+    """The options about the random numbers that updates draw."""
 
     random: Literal["keyed"] | None = None
     seed: int | None = None
 
 
+# Frozen, all three: ranks compare their options once, and every part of the attachment has been chosen by them.
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of one attachment.
+    """All options of one attachment. Those that ``attach`` has are described there.
 
     Attributes:
         steps_itself: nobody calls ``optimizer.step()``: the end of each backward does.
-        left_to_torch: why torch takes every step: ``BY_ENVIRONMENT``, or nobody else can; ``None``: it does not.
+        left_to_torch: why torch takes every step: ``BY_ENVIRONMENT``, or why nobody else can; ``None``: it does not.
     """
 
     schedule: Schedules = "forward"
@@ -89,8 +95,8 @@ class Options:
 
     @property
     def puts_off_unasked(self) -> bool:
-        """Whether it is not ``defer`` that decides if a step is put off: shards of a step are sent, gradients still
-        arrive, or state is copied, when ``step()`` returns."""
+        """Whether steps are put off whatever ``defer`` says: when ``step()`` returns, shards of the step are still
+        sent, gradients still arrive, or state is still copied."""
         return self.communication.puts_off or self.offload is not None
 
     @property
@@ -109,16 +115,17 @@ class Options:
         splits = self.schedule == "backward" or self.always_puts_off
         return self.nonfinite != "allow" or (splits and not self.disabled)
 
-    def taken_whole(self, *without: str) -> str:
-        """Which options take an optimizer whose update cannot be split, in words.
+    def way_to_step_whole(self, *without: str) -> str:
+        """The advice for an optimizer whose update cannot be split: the options that call its ``step()`` as it is.
 
         Args:
-            without: options that do not go with it either.
+            without: more options to leave out.
         """
         splitting = [name for name in ("cross_iteration", "shard_state") if getattr(self.communication, name)]
         splitting += ["random"] if self.randomness.random is not None else []
         splitting += ["offload"] if self.offload is not None else []
         others = [*splitting, *without]
+        # ``defer=True`` alone keeps such an optimizer out. Errors of a step that is put off say it in the same words.
         if self.schedule == "forward" and self.defer is True and not others:
             return f"{ONLY_DEFER}, and calls step() as it is"
         also = "" if not others else " and without " + ", ".join(others[:-1]) + " and " * (len(others) > 1) + others[-1]
@@ -126,12 +133,14 @@ class Options:
 
     @property
     def takes_any_loop(self) -> bool:
-        """Whether a step may be taken at once where it cannot be put off."""
+        """Whether any loop that plain torch trains is to be taken. ``defer=True`` asks for an error where a step cannot
+        be put off."""
         return self.asks_for_nothing and self.defer is not True
 
     @property
     def asks_for_nothing(self) -> bool:
         """Whether steps may be put off, and nothing else is done to gradients, parameters or their communication."""
+        # With ``schedule="forward"``, ``scaler`` has no effect, and ``bucket_bytes`` changes no number.
         usual = Options(defer=self.defer, bucket_bytes=self.bucket_bytes, scaler=self.scaler)
         return replace(self, left_to_torch=None) == usual
 
@@ -139,38 +148,37 @@ class Options:
     def bytes_of_a_bucket(self) -> int:
         return self.bucket_bytes or DEFAULT_BUCKET_BYTES
 
-    def said(self) -> dict[str, str]:
+    def given(self) -> dict[str, str]:
         """The schedule and every option that is not the default, as ``attach`` names them."""
-        return {"schedule": repr(self.schedule), **_unlike(self, Options())}
+        usual = dict(_each(Options()))
+        return {
+            "schedule": repr(self.schedule),
+            **{name: repr(value) for name, value in _each(self) if value != usual[name]},
+        }
 
     def in_words(self) -> dict[str, str]:
         """Every option with its value, in words that are the same in all processes: ranks compare them."""
-        words = dict(_in_words(self))
+        words = {name: _in_words(name, value) for name, value in _each(self)}
         words["INSTEP_DISABLE"] = "set" if words.pop("left_to_torch") == repr(BY_ENVIRONMENT) else "not set"
         return words
 
 
-def _in_words(options: Any) -> Iterator[tuple[str, str]]:
+def _each(options: Any) -> Iterator[tuple[str, Any]]:
+    """Every option by its name in ``attach``: those of ``communication`` and ``randomness`` among the others."""
     for name in (option.name for option in fields(options)):
         value = getattr(options, name)
         if isinstance(value, (Communication, Randomness)):
-            yield from _in_words(value)
-        elif isinstance(value, GradScaler):
-            yield name, type(value).__name__
-        elif name == "comm_hook" and value is not None:
-            state, hook = value
-            kind = hook if hasattr(hook, "__qualname__") else type(hook)
-            yield name, f"({type(state).__name__}, {kind.__module__}.{kind.__qualname__})"
+            yield from _each(value)
         else:
-            yield name, repr(value)
+            yield name, value
 
 
-def _unlike(options: Any, default: Any) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name in (option.name for option in fields(options)):
-        value, usual = getattr(options, name), getattr(default, name)
-        if isinstance(value, (Communication, Randomness)):
-            found |= _unlike(value, usual)
-        elif value != usual:
-            found[name] = repr(value)
-    return found
+def _in_words(name: str, value: Any) -> str:
+    # The repr of these two has an address, which is another one in each process.
+    if isinstance(value, GradScaler):
+        return type(value).__name__
+    if name == "comm_hook" and value is not None:
+        state, hook = value
+        kind = hook if hasattr(hook, "__qualname__") else type(hook)
+        return f"({type(state).__name__}, {kind.__module__}.{kind.__qualname__})"
+    return repr(value)

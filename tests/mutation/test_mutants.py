@@ -3052,7 +3052,7 @@ MUTANTS = [
     ),
     Mutant(
         "parameters of no module are taken by every option",
-        "strangers",
+        "unknown_to_the_model",
         "(knows_some and options.asks_for_nothing)",
         "knows_some",
         "tests/parity/test_structures.py",

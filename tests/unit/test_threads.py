@@ -146,7 +146,7 @@ def test_gradients_are_counted_under_the_lock_that_applies_them(options: Any) ->
     overlap = instep.attach(model, optimizer, bucket_bytes=SMALL, **options)
     sink = source_of(overlap)._sink
     held = Held()
-    getattr(sink, "_step", sink).lock = held
+    sink.lock = getattr(sink, "_step", sink).lock = held
     seen: list[int] = []
     arrive, apply = type(sink).arrive, type(sink).apply
 

@@ -1,13 +1,30 @@
-"""Modules in which no hook runs."""
+"""What ``attach`` refuses of the model: modules without hooks, wrappers that were built in a way that instep cannot
+follow, and parameters that cannot be stepped, or not by these optimizers, or not here.
+
+Each function is a rule. Most of them refuse what plain torch trains: there the default leaves the step to torch, as
+``rules.py`` says. An option beside a kind of model is a row of ``pairs.py``.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from instep.errors import AttachError
 from instep.options import Options
-from instep.target import Target
+from instep.sources.ddp.instance import bucket_parameters
+from instep.sources.fsdp.modules import instances_of
+from instep.sources.replicate.source import Replicated, living
+from instep.target import Target, Wrapped
+
+# Modules.
 
 
 def scripted(target: Target, options: Options) -> None:
+    """A compiled module runs without Python, and so without hooks of Python."""
     for name, module in target.model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise AttachError(
@@ -25,9 +42,244 @@ def sharded_among_several(target: Target, options: Options) -> None:
         )
 
 
-def cast_among_several(target: Target, options: Options) -> None:
-    if len(target.called) > 1 and options.communication.mixed_precision is not None:
+# Wrappers: how they were built, and where they are.
+
+
+def fsdp1_with_flat_parameters(target: Target, options: Options) -> None:
+    if not all(one._use_orig_params for one in target.fsdp1):
         raise AttachError(
-            "mixed_precision casts inside the forward of one model, and model is a list. Attach each module with an "
-            "optimizer of its own, or the module that holds them all"
+            "FullyShardedDataParallel(use_orig_params=True) is needed: without, its parameters are flat ones that "
+            "no optimizer of the model's own parameters can step"
         )
+
+
+def ddp_with_mixed_precision(target: Target, options: Options) -> None:
+    if any(getattr(wrapper, "mixed_precision", None) is not None for wrapper in target.wrapped):
+        raise AttachError(
+            "DistributedDataParallel(mixed_precision=…) changes the parameters' dtype within a step and has a "
+            "communication hook of its own. Build it without, and give the policy to attach(…, mixed_precision=…)"
+        )
+
+
+def ddp_with_delayed_reductions(target: Target, options: Options) -> None:
+    if any(ddp._delay_all_reduce_params for ddp in target.ddps):
+        raise AttachError(
+            "DistributedDataParallel(delay_all_reduce_named_params=…) reduces those parameters after their "
+            "gradient hooks have run. Build it without, and attach again"
+        )
+
+
+def ddp_around_the_model(target: Target, options: Options) -> None:
+    """A module does not show a wrapper that is around it, so that all living wrappers are asked for its parameters."""
+    inside = set(target.model.modules())
+    everywhere: list[Wrapped] = [*instances_of(DistributedDataParallel), *living()]
+    for wrapper in everywhere:
+        if wrapper in inside or not any(id(p) in target.names for p in wrapper.parameters()):
+            continue
+        kind = kind_of(wrapper)
+        if target.wrapped:
+            raise AttachError(
+                f"{type(target.called[0]).__name__} shares parameters with another {kind}, which is not attached. "
+                "Where the loop calls both, attach both: attach([first, second], optimizer). Where one is from before, "
+                "drop it: nothing may refer to it"
+            )
+        raise AttachError(
+            f"{type(target.model).__name__} is wrapped in a {kind}: its own gradients are those of this rank "
+            f"alone. Attach the {kind} instead"
+        )
+
+
+def kind_of(wrapper: Wrapped) -> str:
+    """The class of the wrapper, as its users know it: DDP's subclasses are DDP."""
+    return "Replicated" if isinstance(wrapper, Replicated) else "DistributedDataParallel"
+
+
+def parameters_without_shards(target: Target, options: Options) -> None:
+    """Each parameter in DDP's buckets is divided among the ranks, and the rank that has a row must step the row."""
+    if not options.communication.shard_state:
+        return
+    (ddp,) = target.ddps
+    reduced, given = bucket_parameters(ddp), {id(p) for p in target.optimized()}
+    for name, parameter in ddp.module.named_parameters():
+        if parameter.is_complex():
+            raise AttachError(f"shard_state=True does not take complex parameters, and {name!r} is one")
+        if id(parameter) in reduced and id(parameter) not in given:
+            raise AttachError(
+                f"shard_state=True takes parameters that an attached optimizer updates, and {name!r}, whose gradient "
+                "DistributedDataParallel reduces, is in none. Freeze it (requires_grad_(False)) before "
+                "DistributedDataParallel is made, give it to an optimizer, or attach without shard_state"
+            )
+
+
+# Parameters.
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """One parameter of an optimizer, as messages name it.
+
+    Attributes:
+        where: its place in the optimizer.
+        name: of the model's; ``None``: the model has no such parameter.
+    """
+
+    parameter: torch.Tensor
+    where: str
+    name: str | None
+
+    @property
+    def description(self) -> str:
+        """The name in the model, or else the shape."""
+        if self.name is not None:
+            return self.name
+        return "without a shape yet" if is_lazy(self.parameter) else f"of shape {tuple(self.parameter.shape)}"
+
+
+def _given(target: Target) -> Iterator[_Given]:
+    """The parameters of all optimizers, in their order."""
+    for optimizer in target.optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                where = f"{type(optimizer).__name__}.param_groups[{number}]['params'][{position}]"
+                found = target.names.get(id(parameter))
+                yield _Given(parameter, where, None if found is None else found[1][0].name)
+
+
+def no_parameters(target: Target, options: Options) -> None:
+    # An optimizer that is not torch's may have parameters: nobody can ask it.
+    if target.unlike is None and next(target.optimized(), None) is None:
+        raise AttachError("the optimizer has no parameters")
+
+
+def not_a_leaf(target: Target, options: Options) -> None:
+    for given in _given(target):
+        if not given.parameter.is_leaf:
+            raise AttachError(
+                f"{given.where}, parameter {given.description!r}, is not a leaf: autograd gives it no final gradient. "
+                "Optimize the parameter it was computed from"
+            )
+
+
+def attached_already(target: Target, options: Options) -> None:
+    for given in _given(target):
+        if id(given.parameter) in target.taken:
+            raise AttachError(
+                f"parameter {given.name!r} is already attached ({target.taken[id(given.parameter)]!r}). Call "
+                "instep.attached(model).detach() first; several optimizers go into one call: "
+                "attach(model, [first, second])"
+            )
+
+
+def unknown_to_the_model(target: Target, options: Options) -> None:
+    """Where the model has some of an optimizer's parameters, and nothing is asked for, ``optimizer.step()`` steps the
+    others, at once and by itself."""
+    given = list(_given(target))
+    knows_some = any(one.name is not None for one in given)
+    stranger = next((one for one in given if one.name is None), None)
+    if stranger is None or (knows_some and options.asks_for_nothing):
+        return
+    advice = [
+        "Attach the model that owns it, or the module that holds both models",
+        "If the parameter was replaced since, build the optimizer anew on the model's parameters, then attach",
+    ]
+    if target.fsdp1 or target.fsdp2:
+        advice.append("Sharding replaces all of them: shard first, then build the optimizer, then attach")
+    if not options.takes_any_loop:
+        advice.append(f"schedule='forward' without further options leaves {'it' if knows_some else 'all'} to torch")
+    raise AttachError(f"{stranger.where}, {stranger.description}, is not a parameter of the model. {'. '.join(advice)}")
+
+
+def in_two_groups(target: Target, options: Options) -> None:
+    seen: dict[int, str] = {}
+    for given in _given(target):
+        if id(given.parameter) in seen:
+            raise AttachError(
+                f"parameter {given.name!r} is at {seen[id(given.parameter)]} and again at {given.where}: it would be "
+                "stepped twice. Give it to one optimizer, once"
+            )
+        seen[id(given.parameter)] = given.where
+
+
+def without_a_shape(target: Target, options: Options) -> None:
+    for given in _given(target):
+        if is_lazy(given.parameter):
+            raise AttachError(
+                f"parameter {given.name or given.where!r} has no shape yet (lazy module). Run one forward before the "
+                "optimizer is built, then attach"
+            )
+
+
+def stepped_in_backward(target: Target, options: Options) -> None:
+    """torch's own way to step in backward leaves this attribute on each parameter that it steps."""
+    for given in _given(target):
+        if getattr(given.parameter, "_in_backward_optimizers", None):
+            raise AttachError(
+                f"parameter {given.name!r} has optimizers of its own (apply_optimizer_in_backward): it would be "
+                "stepped twice. Attach a model without them"
+            )
+
+
+def on_meta(target: Target, options: Options) -> None:
+    for given in _given(target):
+        if given.parameter.is_meta:
+            raise AttachError(
+                f"parameter {given.name or given.where!r} is on the meta device: it has no values to be stepped. Make "
+                "them (model.to_empty(device=…), or load a checkpoint with assign=True), build the optimizer on them, "
+                "then attach"
+            )
+
+
+def gradients_of_another_dtype(target: Target, options: Options) -> None:
+    """What stands in ``.grad`` beside the gradient itself, and the aliases that later updates write, have the
+    parameter's dtype."""
+    if options.undo or (options.schedule == "forward" and options.defer is False):
+        return
+    for given in (one for one in _given(target) if one.parameter.is_leaf):
+        dtype, of_gradient = given.parameter.dtype, getattr(given.parameter, "grad_dtype", given.parameter.dtype)
+        if of_gradient != dtype:
+            raise AttachError(
+                f"parameter {given.name or given.where!r} has grad_dtype={of_gradient}, and is {dtype}: its update "
+                "runs in step() alone. Use schedule='forward' with defer=False, or undo=True"
+            )
+
+
+def all_frozen(target: Target, options: Options) -> None:
+    given = list(_given(target))
+    # By default a loop may thaw them later. An option for a model that gets no gradient is a mistake.
+    if not options.asks_for_nothing and not any(one.parameter.requires_grad for one in given):
+        raise AttachError(
+            f"all {len(given)} parameters of the optimizer are frozen ({given[0].name!r} and so on): none will get a "
+            "gradient. Set requires_grad before attach"
+        )
+
+
+def shared_memory(target: Target, options: Options) -> None:
+    """Two parameters of one memory are updated one after the other; which first decides what the second reads."""
+    if options.steps_itself:
+        return
+    # By device and storage: the first byte, the byte behind the last, and the name.
+    spans: dict[tuple[torch.device, int], list[tuple[int, int, str]]] = {}
+    for parameter, name in _in_memory(target):
+        size = parameter.element_size()
+        first = int(parameter.storage_offset()) * size
+        reach = sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True))
+        last = first + size * (1 + int(reach))
+        storage = parameter.device, parameter.untyped_storage().data_ptr()
+        spans.setdefault(storage, []).append((first, last, name))
+    for found in spans.values():
+        # Sorted by their first bytes, two that overlap anywhere have neighbors that do.
+        for (_, end, one), (start, _, other) in pairwise(sorted(found)):
+            if start < end:
+                raise AttachError(
+                    f"parameters {one!r} and {other!r} share memory (weight.data = …): their updates would depend on "
+                    "which comes first. Make them one parameter: b.weight = a.weight"
+                )
+
+
+def _in_memory(target: Target) -> Iterator[tuple[torch.Tensor, str]]:
+    """The optimizers' parameters that have elements in memory of this process."""
+    mine = {id(p) for p in target.optimized()}
+    for key, (parameter, places) in target.names.items():
+        plain = parameter.layout is torch.strided and not parameter.is_meta and type(parameter.data) is torch.Tensor
+        if key in mine and parameter.numel() > 0 and plain:
+            yield parameter, places[0].name

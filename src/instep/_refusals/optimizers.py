@@ -1,13 +1,21 @@
-"""Optimizers whose ``step()`` is more than an update of each parameter by itself."""
+"""What ``attach`` refuses of the optimizers: those whose ``step()`` is more than an update of each parameter by itself,
+or is called where no hook runs.
 
-from collections.abc import Iterator
+Each public function is a rule, apart from ``drawing_by_key``, which two rules and several rows of ``pairs.py`` ask. An
+optimizer that none of these refuses may still be one that couples parameters: the probe finds that out, when the
+attachment is made (``_optim/probe.py``).
+"""
+
+from collections.abc import Hashable, Iterator
 
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.kinds import cannot_follow, replaced_step, takes_hooks
+from instep._optim.dtensor import mesh_of, shard_of
+from instep._optim.kinds import cannot_follow, is_torchs_own, replaced_step, takes_hooks
 from instep.errors import AttachError, UnsupportedOptimizerError
 from instep.options import Options
+from instep.sources.ddp.instance import bucket_parameters
 from instep.target import Target
 
 
@@ -26,20 +34,23 @@ def unlike_torchs(target: Target, options: Options) -> None:
 
 
 def unsupported(target: Target, options: Options) -> None:
-    """Where ``step()`` is called as it is, it may do what it likes."""
-    for optimizer in target.optimizers if options.splits_steps else ():
+    """Updates that cannot run apart from ``step()``. Where ``step()`` is called as it is, it may do what it likes."""
+    if not options.splits_steps:
+        return
+    for optimizer in target.optimizers:
         kind = type(optimizer).__name__
-        for refuse in (_evaluates_again, _holds_another, _is_patched):
-            refuse(optimizer, kind, options.taken_whole())
+        for refuse in (_refuse_second_evaluation, _refuse_wrapper, _refuse_replaced_step):
+            refuse(optimizer, kind, options.way_to_step_whole())
         _refuse_differentiable(optimizer, kind)
 
 
-def asked_for_more(target: Target, options: Options) -> None:
-    """``clip`` and ``nonfinite`` come before each update, and ``check_steps`` after: calls that torch tells of."""
+def without_calls_around_the_step(target: Target, options: Options) -> None:
+    """``clip`` and ``nonfinite`` act before each update, and ``check_steps`` after it, in hooks that torch calls around
+    ``step()``. A loss that is evaluated again within ``step()`` makes gradients that those hooks do not see."""
     if options.clip is not None or options.nonfinite != "allow" or options.check_steps:
         for optimizer in target.optimizers:
             kind = type(optimizer).__name__
-            _evaluates_again(optimizer, kind, options.taken_whole("clip", "nonfinite", "check_steps"))
+            _refuse_second_evaluation(optimizer, kind, options.way_to_step_whole("clip", "nonfinite", "check_steps"))
             if not takes_hooks(optimizer):
                 raise UnsupportedOptimizerError(
                     f"{kind} was made without torch.optim.Optimizer.__init__: torch calls no hook around its step(), "
@@ -47,7 +58,7 @@ def asked_for_more(target: Target, options: Options) -> None:
                 )
 
 
-def _evaluates_again(optimizer: Optimizer, kind: str, otherwise: str) -> None:
+def _refuse_second_evaluation(optimizer: Optimizer, kind: str, otherwise: str) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedOptimizerError(
             f"{kind} evaluates the loss again within a step, and every update depends on all parameters: no part of "
@@ -55,7 +66,8 @@ def _evaluates_again(optimizer: Optimizer, kind: str, otherwise: str) -> None:
         )
 
 
-def _holds_another(optimizer: Optimizer, kind: str, otherwise: str) -> None:
+def _refuse_wrapper(optimizer: Optimizer, kind: str, otherwise: str) -> None:
+    # Lookahead, SAM, ZeroRedundancyOptimizer and their like.
     inner = next(_inner_optimizers(optimizer), None)
     if inner is not None:
         attribute, wrapped = inner
@@ -68,7 +80,7 @@ def _holds_another(optimizer: Optimizer, kind: str, otherwise: str) -> None:
 
 def _inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
     for attribute, value in vars(optimizer).items():
-        if attribute in ("param_groups", "state"):
+        if attribute in ("param_groups", "state"):  # large, and of parameters alone
             continue
         values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
         for candidate in values:
@@ -76,7 +88,8 @@ def _inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
                 yield attribute, candidate
 
 
-def _is_patched(optimizer: Optimizer, kind: str, otherwise: str) -> None:
+def _refuse_replaced_step(optimizer: Optimizer, kind: str, otherwise: str) -> None:
+    # A patch that also steps single parameters can be followed, as fused optimizers of trainers have it.
     patch = replaced_step(optimizer)
     if patch is not None and (reason := cannot_follow(optimizer)) is not None:
         raise UnsupportedOptimizerError(
@@ -91,3 +104,41 @@ def _refuse_differentiable(optimizer: Optimizer, kind: str) -> None:
             f"{kind}(differentiable=True) keeps the step in the autograd graph, which backward is just leaving. "
             "Use differentiable=False, or no instep"
         )
+
+
+def keyed_without_hooks(target: Target, options: Options) -> None:
+    for optimizer in drawing_by_key(target, options):
+        if not takes_hooks(optimizer):
+            kind = type(optimizer).__name__
+            raise UnsupportedOptimizerError(
+                f"{kind} was made without torch.optim.Optimizer.__init__: torch calls no hook before its step(), where "
+                "random='keyed' takes its place. Leave out random and seed"
+            )
+
+
+def drawing_by_key(target: Target, options: Options) -> list[Optimizer]:
+    """The optimizers that may draw by key. torch's own draw nothing, so that ``random`` changes nothing of theirs."""
+    if options.randomness.random is None:
+        return []
+    return [optimizer for optimizer in target.optimizers if not is_torchs_own(optimizer)]
+
+
+def spread_in_different_ways(target: Target, options: Options) -> None:
+    """``check_steps`` compares with the plain ``step()`` of copies, one call that must take all parameters at once."""
+    if not options.check_steps:
+        return
+    shards = options.communication.shard_state
+    # With shard_state a rank steps its rows of these as plain tensors: they are all spread alike.
+    in_rows = {key for ddp in target.ddps for key in bucket_parameters(ddp)} if shards else set()
+    for optimizer in target.optimizers:
+        mine = [p for group in optimizer.param_groups for p in group["params"]]
+        if len({None if id(p) in in_rows else _spread(p, optimizer) for p in mine}) > 1:
+            raise AttachError(
+                f"check_steps does not go with {type(optimizer).__name__} here: it holds parameters that are spread "
+                "over ranks in different ways, which its plain step() may not take in one call. Leave out check_steps"
+            )
+
+
+def _spread(parameter: torch.Tensor, optimizer: Optimizer) -> Hashable:
+    """The ranks over which it is stepped as one tensor; ``None``: each steps its part, or all of it."""
+    return None if shard_of(parameter, optimizer) is not None else mesh_of(parameter)

@@ -391,7 +391,7 @@ def _separability(optimizer: Optimizer, options: Options, *, in_backward: bool, 
     except UnsupportedOptimizerError as error:
         if not str(error).endswith(STEPPED_WHOLE):
             raise
-        otherwise = options.taken_whole(*(["check_steps"] if options.check_steps else []))
+        otherwise = options.way_to_step_whole(*(["check_steps"] if options.check_steps else []))
         raise UnsupportedOptimizerError(str(error).removesuffix(STEPPED_WHOLE) + otherwise) from error.__cause__
 
 

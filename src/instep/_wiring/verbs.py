@@ -47,7 +47,7 @@ def record_attached(
 
 
 def _described(options: Options, plan: Plan) -> Described:
-    said = options.said()
+    said = options.given()
     label = ", ".join(f"{name}={value}" for name, value in said.items())
     buckets = [[spec.name for spec in bucket.parameters] for bucket in plan.buckets]
     gradients = {spec.name: spec.nbytes for bucket in plan.buckets for spec in bucket.parameters}
