@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import instep
+from instep.attaching import attach
 
 ROOT = str(Path(instep.__file__).parent)
 WAYS: dict[str, dict[str, Any]] = {
@@ -82,7 +83,7 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.attaching = Road()
         with self.attaching.watched():
-            self.overlap = instep.attach(self.model, self.optimizer, **WAYS[way])
+            self.overlap = attach(self.model, self.optimizer, **WAYS[way])
         for _ in range(BEFORE):
             self.iterate()
 

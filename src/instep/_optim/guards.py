@@ -254,8 +254,10 @@ class Snapshot:
         they were."""
         for key, value in self.changes(group).items():
             return f"[{key!r}] changed to {SHORT.repr(value)}"
-        missing = next((key for key in self._values if key not in group), None)
-        return None if missing is None else f"[{missing!r}] was removed"
+        if self._values.keys() <= group.keys():
+            return None
+        missing = next(key for key in self._values if key not in group)
+        return f"[{missing!r}] was removed"
 
     def flags(self, group: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Of each small tensor on an accelerator, of which the host cannot know without waiting, whether it was

@@ -81,7 +81,7 @@ def separability_of(
 ) -> Separability:
     """Step made-up parameters together, one by one and in other divisions, and compare bit for bit.
 
-    torch's own optimizers are known and not asked. What was found of a class with the same options is remembered.
+    For optimizers that are not torch's own. What was found of a class with the same options is remembered.
     What could not be tried is logged, and said in the result.
 
     Args:
@@ -95,8 +95,6 @@ def separability_of(
             gradient, or fails where none is left; with ``in_backward`` also if it returns another value there, or
             updates by the loss that a closure returns; with ``on_trial`` if a step that was put back leaves a trace.
     """
-    if is_torchs_own(optimizer):
-        return Separability(type(optimizer).__name__, contained=True)
     found = _remembered(optimizer, keyed=keyed)
     if isinstance(found, str):
         raise UnsupportedOptimizerError(found)

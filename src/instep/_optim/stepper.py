@@ -75,7 +75,7 @@ class Stepper:
         self._call_is_seen = False
         self._layout = GroupLayout(self.name, ())
         self._settings = SettingsGuard(self.name)
-        self._foreign = ForeignGuard(self.name, self._settings)
+        self._foreign: ForeignGuard | None = None  # made when it is known that it is needed
         self._state_guard = StateGuard(self.name)
         self._kind = _kind_of(optimizer)
         self._running: _RunningStep | None = None
@@ -146,6 +146,7 @@ class Stepper:
         known = self._kind.is_torchs_own
         guards: list[Stage] = [self._settings]
         if not known:
+            self._foreign = self._foreign or ForeignGuard(self.name, self._settings)
             self._foreign.is_keyed = self.draws is not None
             guards.append(self._foreign)
         if self._looks_back:
@@ -190,7 +191,8 @@ class Stepper:
     @property
     def wrote_in_place(self) -> bool:
         """Whether an update has changed an object beside parameters and their state: nobody can put that back."""
-        return any(stage.wrote_in_place for stage in (self._settings, self._foreign, *self.options))
+        stages = (self._settings, self._foreign, *self.options)
+        return any(stage is not None and stage.wrote_in_place for stage in stages)
 
     @property
     def wrote_elsewhere(self) -> bool:
@@ -206,7 +208,7 @@ class Stepper:
     @property
     def gave_back(self) -> bool:
         """Whether an update of this step has given back memory of an accelerator that it has read."""
-        return self._running is not None and self._foreign.gave_back
+        return self._running is not None and self._foreign is not None and self._foreign.gave_back
 
     # The call of step().
 

@@ -106,9 +106,11 @@ class Accumulation:
         """Whether the next backward communicates. DDP asks in its forward; FSDP in backward, before which there may
         have been several forwards."""
         self.close()
+        if self.steps == 1:
+            return
         # Ranks that count in different ways would never meet. So each of them reduces the first backward, the least
         # that a step can have, and raises behind it: in optimizer.step(), or in the forward of another one.
-        self._ranks_differ = self.steps > 1 and self._votes.differ()
+        self._ranks_differ = self._votes.differ()
         if self._is_before_last:
             # What the loop's own no_sync has set, it will put back itself.
             self._held_back = [ddp for ddp in self._wrapped() if ddp.require_backward_grad_sync]

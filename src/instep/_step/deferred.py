@@ -97,7 +97,8 @@ class HandOver:
 
     def begin_norms(self) -> None:
         """More gradients: norms that were taken of the step so far are not of all."""
-        self._step.passes.clipping.begin()
+        if self._step.passes.clipping.policy is not None:
+            self._step.passes.clipping.begin()
         self.clipped.clear()
 
     def before_update(self, stepper: Stepper) -> None:
@@ -440,8 +441,9 @@ class ForwardCalls(StepCalls):
         self._hand_over.now = True
 
     def before_update(self, stepper: Stepper) -> None:
-        self._measuring.close()
-        self._observed.let_go()  # a closure has run backward in step(): nobody else watches what is watched
+        if self._step.passes.clipping.policy is not None:
+            self._measuring.close()
+        self._observed.let_go()  # a closure has run backward in step(): what is watched is to be watched no more
         if not self._step.round.owing:
             self._observed.step_begins()
         super().before_update(stepper)
@@ -637,7 +639,8 @@ class ForwardSchedule(Schedule):
         step = self._step
         step.backwards.let_go()
         self.observed.let_go()
-        self._reading.forward_begins()
+        if not self._deferring.never:
+            self._reading.forward_begins()
         self.calls.end_commit()
         self.calls.end_unless_it_evaluates_again()
         self.before_read(())
@@ -822,7 +825,7 @@ class ForwardSchedule(Schedule):
         """The model's forward has returned: wait for the buckets that this forward did not read. DDP's next backward
         writes the memory in which their gradients may lie."""
         self.synchronize()
-        self.streams.see(self.parameters[0].spec.device)
+        self.streams.see(self._step.members.all[0].spec.device)
 
     def before_gather(self, parameters: Sequence[AttachedParameter]) -> None:
         """FSDP is about to gather these parameters: wait for their buckets."""

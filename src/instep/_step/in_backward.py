@@ -620,7 +620,7 @@ class BackwardSchedule(BucketSink):
 
     def after_forward(self) -> None:
         """The model's forward has returned: its streams have read weights."""
-        self.streams.see(self.parameters[0].spec.device)
+        self.streams.see(self._step.members.all[0].spec.device)
 
     def before_gather(self, parameters: Sequence[AttachedParameter]) -> None:
         """FSDP is about to gather these parameters: raise, or roll back, if backward has updated one of them."""

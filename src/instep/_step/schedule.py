@@ -138,7 +138,7 @@ class Schedule:
     def begin_on_device(self) -> None:
         """A backward has come to an output of the model, before ``begin_backward``: on an accelerator another thread
         may run it."""
-        self.backwards.begin(self.parameters[0].spec.device)
+        self.backwards.begin(self._step.members.all[0].spec.device)
 
     def begin_backward(self) -> bool:
         """An output of the model is about to get its gradient. Returns whether this is the first of them in the

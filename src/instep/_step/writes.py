@@ -290,9 +290,8 @@ class Writes(ABC):
         if applied and not is_torchs_own(stepper.optimizer()):
             self._at_rest = applied, versions_of(applied.tensors())
 
-    def _call(self, stepper: Stepper, bucket: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor]) -> None:
+    def _call(self, stepper: Stepper, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
         """Step those of ``bucket`` that belong to this optimizer."""
-        bucket = AttachedParameters.of(bucket)
         if bucket.steppers != (stepper,):
             mine = [(a, g) for a, g in zip(bucket, gradients, strict=True) if a.stepper is stepper]
             bucket, gradients = AttachedParameters(a for a, _ in mine), [g for _, g in mine]
@@ -400,7 +399,8 @@ class FinalWrites(Writes):
     def updated(self, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
         # As they were: some optimizers replace .grad. Their memory goes back to the stream that made them, once that
         # waits for the side stream.
-        self._step.streams.hold(gradients)
+        if gradients[0].device.type != "cpu":
+            self._step.streams.hold(gradients)
 
     def retire(self, bucket: AttachedParameters) -> None:
         if not self._step.members.applied.issuperset(bucket.indices):

@@ -152,8 +152,7 @@ class Backwards:
 
     def begin(self, device: torch.device) -> None:
         """The running backward has come to something on ``device``."""
-        task = graph_task()
-        if device.type != "cpu" and task is not None:  # on the CPU the engine's thread is the loop's
+        if device.type != "cpu" and (task := graph_task()) is not None:  # on the CPU the engine's thread is the loop's
             with _making_ends:
                 self._tasks[task] = _unsaid.setdefault(task, _Unsaid())
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from instep._gradients.clipping import ClipNorm, Clipping
 from instep._gradients.scaling import LossScale
-from instep._optim.kinds import STEPPED_WHOLE, ToldStep, steps_as_tested, steps_one, takes_hooks
+from instep._optim.kinds import STEPPED_WHOLE, ToldStep, is_torchs_own, steps_as_tested, steps_one, takes_hooks
 from instep._optim.memory import in_views_of_ddp, in_views_of_replicate
 from instep._optim.offload import HostLoading, HostState, OffloadedState, Part
 from instep._optim.parameters import AttachedParameter, Plan
@@ -96,7 +96,7 @@ def choose(
     accumulation: Accumulation,
     clipping: Clipping,
     check: Check | None,
-    deferring: Deferring,
+    deferring: Callable[[], Deferring],
 ) -> Chosen:
     """The schedule that ``options`` ask for."""
     if options.disabled:
@@ -113,7 +113,9 @@ def choose(
         ]
         size = options.bytes_of_a_bucket
         agreement = Agreement(options.nonfinite, votes)
-        forward = ForwardSchedule(steppers, may_wait, votes, accumulation, clipping, size, agreement, check, deferring)
+        forward = ForwardSchedule(
+            steppers, may_wait, votes, accumulation, clipping, size, agreement, check, deferring()
+        )
         measures = isinstance(options.clip, ClipNorm)
         return Chosen(forward, forward.measuring, measures, lambda _: WaitingReaders(forward), None)
     undo = Undo(host=options.undo == "host") if options.undo else None
@@ -325,7 +327,7 @@ def build(target: Target, options: Options) -> Parts:
     check = Check(options.check_steps) if options.check_steps and not options.disabled else None
     ranks = ranks_of(target, options)
     votes.ranks, votes.voting = ranks, ranks if options.votes else None
-    deferring = deferring_of(options, held, ranks)
+    deferring = partial(deferring_of, options, held, ranks)
     chosen = choose(options, held.steppers, separability, votes, accumulation, clipping, check, deferring)
     schedule = chosen.schedule
     zero = _zero(target.ddps[0], votes) if options.communication.shard_state and not options.disabled else None
@@ -380,6 +382,8 @@ def build(target: Target, options: Options) -> Parts:
 
 
 def _separability(optimizer: Optimizer, options: Options, *, in_backward: bool, on_trial: bool) -> Separability:
+    if is_torchs_own(optimizer):
+        return Separability(type(optimizer).__name__, contained=True)  # what it reads and writes is known
     if steps_inside_step(optimizer, options):
         return not_asked(optimizer)
     try:

@@ -456,7 +456,8 @@ class BackwardHooks:
     def _end(self) -> None:
         self._threads.end_backward()
         self._schedule.end_backward()
-        self._uses.clear()
+        if self._sharding is not None:
+            self._uses.clear()
 
     def _failed(self) -> None:
         self._end()
