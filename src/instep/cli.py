@@ -19,7 +19,8 @@ from instep._version import __version__
 from instep.demo.job import DemoError, Size
 from instep.planning.job import Job, PlanError, Rates
 from instep.report.figures import by_job
-from instep.report.run import NotARecordingError, NotWrittenError, load_all, write
+from instep.report.files import NotWrittenError, write
+from instep.report.run import NotARecordingError, load_all
 
 NOT_EQUAL, CANNOT_RUN, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 

@@ -35,7 +35,7 @@ from instep.demo.job import SHAPES, Alone, DemoError, Finished, InRank, Line, Pl
 from instep.demo.loops import CONTEXT, Batches, GradientProbe, load_text, new_model, train_alone
 from instep.demo.processes import workers
 from instep.demo.run import Time, _time
-from instep.report.run import NotWrittenError
+from instep.report.files import NotWrittenError
 from tests import net
 from tests.demo import signalled
 from tests.distributed.pool import RankPool

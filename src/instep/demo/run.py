@@ -37,9 +37,9 @@ from instep.demo.job import (
 )
 from instep.demo.loops import load_text, place
 from instep.demo.processes import Workers, workers
-from instep.report.figures import Compared
-from instep.report.page import change, page
-from instep.report.run import NotWrittenError, require_writable, write
+from instep.report.figures import Compared, change
+from instep.report.files import NotWrittenError, require_writable, write
+from instep.report.page import page
 
 # The two acts: one device, where gradients are freed in backward; and two ranks, where no bucket is kept.
 

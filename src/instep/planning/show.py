@@ -14,7 +14,7 @@ from rich.table import Table
 from instep._version import __version__
 from instep.planning.job import Job
 from instep.planning.plan import plan
-from instep.report.run import require_writable, write
+from instep.report.files import require_writable, write
 from instep.report.simulate import EVERYTHING, Estimate, Offloaded, Peak, PlannedBucket, Times
 
 # What a plan comes to, in a few lines: what would be saved, what the step takes, and which line to write.

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from instep.report.spans import BUCKETS, GRADIENTS, Allocation, Memory, Span, curve, pair
+from instep.report.memory import BUCKETS, GRADIENTS, Allocation, Memory, curve, pair
+from instep.report.spans import Span
 
 # What ``torch.profiler`` saw, in the terms of a recording.
 

@@ -44,8 +44,9 @@ from instep.recording.profile import (
     storages,
     tensors_in_state,
 )
+from instep.report.memory import GRADIENTS
 from instep.report.run import Job, Rank, Run, Setup, rank_from, setup_from
-from instep.report.spans import GRADIENTS, Span, SpanRecorder, outside
+from instep.report.spans import Span, SpanRecorder, outside
 from instep.sources.fsdp.modules import fsdp1_in
 
 # When iterations, forwards and backwards of a model begin and end, by its hooks.
