@@ -15,11 +15,12 @@ from torch import nn
 from torch.profiler import record_function
 
 import instep
-from instep.planning.job import Job, PlanError, Rates
+from instep.planning.job import EVERYTHING, Job, PlanError, PlannedBucket, Rates
+from instep.planning.model import PlannedModel, optimizer_makers
 from instep.planning.plan import measured_flops, measured_memory_bytes, plan
-from instep.planning.rehearse import DryRun, LiveBytes, LiveInside, PlannedModel, optimizer_makers, order_of_gradients
+from instep.planning.rehearse import DryRun, LiveBytes, LiveInside, order_of_gradients
 from instep.planning.show import verdict
-from instep.report.simulate import EVERYTHING, Link, Machine, PlannedBucket, times
+from instep.planning.simulate import Link, Machine, times
 from tests import net
 from tests.planning import models
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.report.simulate import SCHEDULES, Host, Link, Schedule, Work, bound, exposed_seconds, iteration_seconds
+from instep.planning.simulate import SCHEDULES, Host, Link, Schedule, Work, bound, exposed_seconds, iteration_seconds
 
 ONE, TWO = Host(), Host(cores=2)
 FREE = Link(1.0, 0.0, ranks=1)
