@@ -23,7 +23,7 @@ WARM_UP_STEPS = 3
 """The first steps, which are not timed: the optimizer makes its state in them, and memory is counted."""
 RECORDED_STEPS = 4
 """Steps after all others, which are recorded for the report."""
-MIN_STEPS = WARM_UP_STEPS + 2
+MIN_STEPS = WARM_UP_STEPS + 2  # quantiles need two timed steps
 
 
 class Size(str, Enum):
@@ -42,6 +42,7 @@ class Shape:
     heads: int
 
 
+# 18 and 38 million parameters.
 SHAPES = {Size.SMALL: Shape(width=384, depth=10, heads=6), Size.MEDIUM: Shape(width=512, depth=12, heads=8)}
 SIZE_OF_RANKS = Size.SMALL
 """The model of the second act: each rank has two, and all ranks share the machine's cores and memory."""
@@ -57,6 +58,7 @@ class Line(Enum):
     @property
     def code(self) -> str:
         """The line of code that was added to the loop."""
+        # As a user would write it: with double quotes.
         given = "".join(f", {name}={value!r}" for name, value in (self.options or {}).items())
         return (
             "no line of instep's"

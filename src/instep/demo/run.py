@@ -143,6 +143,7 @@ LINES = 4
 def progress(console: Console, act: str, steps: int) -> Iterator[Callable[[int, float], None]]:
     """Yield a function to call after each step: it moves a bar on a terminal, and else prints a few lines in all."""
     print_line(console, act)
+    # A file or a pipe gets whole lines: a bar draws over itself.
     if not console.is_interactive:
         yield lambda step, loss: _line(console, step, steps, loss)
         return
@@ -197,6 +198,7 @@ def larger(shape: Shape, device: str, trained: Sequence[TrainedLoop], text: byte
     """Train the deepest model that fits in the plain loop's peak by a step in backward; ``None``: none is deeper."""
     by_line = {one.line: one.result for one in trained}
     budget, freed = by_line[Line.PLAIN].peak_bytes, by_line[Line.BACKWARD].peak_bytes
+    # A block more takes its weights, AdamW's state of them, and what it keeps for backward.
     block = by_line[Line.BACKWARD].weight_bytes / shape.depth * (1 + MOMENTS) + _activations(
         shape, by_line[Line.BACKWARD]
     )

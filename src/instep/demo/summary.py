@@ -46,6 +46,7 @@ class Time:
     @property
     def differs(self) -> bool:
         """Whether the ratio is more than chance."""
+        # Then nine pairs of ten agree on which loop is faster.
         return not self.p10 <= 1.0 <= self.p90
 
 
@@ -94,7 +95,7 @@ class OneDevice:
 
     @property
     def plain(self) -> LoopSummary:
-        return self.loops[list(Line).index(Line.PLAIN)]
+        return self.loops[list(Line).index(Line.PLAIN)]  # ``loops`` are in the order of ``Line``
 
     @property
     def backward(self) -> LoopSummary:
@@ -207,6 +208,7 @@ def _two_ranks(placement: Placement, ranks: Sequence[RankResult]) -> TwoRanks:
         parameters=first.parameters,
         tensors_compared=first.tensors,
         ddp_gradient_bytes=first.plain_gradient_bytes,
+        # The same on each rank, but for when a bucket arrives: the most of any rank counts.
         gradient_bytes=max(one.gradient_bytes for one in ranks),
         ddp_median_seconds=statistics.median(first.plain_seconds[WARM_UP_STEPS:]),
         time=_time_of(first.plain_seconds, first.seconds),
@@ -284,6 +286,7 @@ def conclusion(summary: Summary) -> Iterator[str]:
     yield f'Time: with schedule="backward" an iteration takes {times}.'
     if ranks is not None:
         yield f"On {ranks.ranks} ranks: {_time_taken(ranks.ddp_median_seconds, ranks.time)}."
+    # Otherwise the differences have been printed, and nothing is claimed.
     if not summary.differences:
         yield f"Weights: equal bit for bit in every loop, after each of {summary.steps} steps."
 
@@ -291,6 +294,7 @@ def conclusion(summary: Summary) -> Iterator[str]:
 def _memory_saved(act: OneDevice) -> Iterator[str]:
     before, after = act.plain.peak_bytes, act.backward.peak_bytes
     saved = before - after
+    # As a tiny model may have it, whose gradients are not what sets the peak.
     if saved <= 0:
         yield f"Memory: nothing was saved: {_mib(after)} at the peak, {_mib(before)} in the plain loop."
         return

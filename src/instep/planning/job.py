@@ -81,7 +81,7 @@ class Sizes:
 
     @property
     def own(self) -> int:
-        """Bytes that are there whatever the loop does: parameters, buffers and state."""
+        """The bytes that are there whatever the loop does: parameters, buffers and state."""
         return sum(sum(one.values()) for one in (self.parameters, self.buffers, self.state))
 
 
@@ -174,7 +174,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The whole plan, as ``--json`` writes it.
+    """The whole plan, as ``--json`` writes it: a field, here and in the classes above, is a name that programs read.
 
     Attributes:
         offloaded: ``None`` if it was not asked for.

@@ -223,6 +223,7 @@ class _Planning:
         speed = self._job.rates.pcie_gbytes or PCIE_GBYTES
         if self._job.rates.pcie_gbytes is None:
             self._assumptions.append(f"{speed:g} GB/s between host and device, in each direction (--pcie-gbytes)")
+        # To the device and back at the same time, beside backward, which hides as much as it lasts.
         seconds = state / (speed * 1e9)
         return Offloaded(state, seconds, None if backward is None else max(0.0, seconds - backward))
 
@@ -327,7 +328,7 @@ def _device() -> torch.device:
 
 def _seconds(work: Callable[[], object]) -> float:
     """Return the seconds of one call: the least, since other programs only take time away."""
-    best = float("inf")
+    best = float("inf")  # of one call at least, however long that takes
     end = perf_counter() + SECONDS
     while best == float("inf") or perf_counter() < end:
         _wait()

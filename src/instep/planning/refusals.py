@@ -59,6 +59,7 @@ def ask_attach(
     Every schedule is tried without any option. With ``every_option`` each option is tried by itself, with each schedule
     that was accepted.
     """
+    # By option and reason: what is refused with every schedule for one reason is one line.
     refused: dict[tuple[str, str], list[str]] = {}
     accepted = []
     with _as_trained(job) as wrap:
@@ -106,7 +107,7 @@ def _refusal(planned: PlannedModel, make: MakeOptimizer, wrap: Any, arguments: d
     optimizer = make(p for p in model.parameters() if p.requires_grad)
     wrapped = wrap(model)
     try:
-        attach(wrapped, optimizer, **arguments).detach()
+        attach(wrapped, optimizer, **arguments).detach()  # what it refuses, it refuses before it changes anything
     except AttachError as error:
         return str(error)
     return None

@@ -184,6 +184,7 @@ def _become_view(part: torch.Tensor, parameter: torch.Tensor) -> None:
 
 def _step_by_bucket(optimizer: Optimizer, buckets: Buckets, undo: bool) -> None:
     """Step as instep does behind the next forward, or as a trial, on this thread."""
+    # With instep's own parts, without its threads: the order of what is allocated and freed is the same.
     stepper, copies = Stepper(optimizer), Undo(host=False)
     for bucket in buckets:
         mine = [p for p in bucket if p.grad is not None]
@@ -302,6 +303,7 @@ class LiveInside(LiveBytes):
         return result
 
 
+# The kernels that are known to take memory inside.
 _FORWARD = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
 

@@ -108,6 +108,7 @@ def _best(peaks: Mapping[str, PlannedPeak]) -> tuple[str, int]:
         "backward, micro_batches": f"{TOGETHER} with {BACKWARD}",
     }
     found = {said: peaks[way].total for way, said in ways.items() if way in peaks} or {"": peaks["plain"].total}
+    # A plan has only the ways that the job asks for, and none of these if ``attach`` refuses: then nothing is saved.
     said = min(found, key=found.__getitem__)
     return said, found[said]
 
@@ -202,6 +203,7 @@ def _show_offloaded(console: Console, offloaded: Offloaded | None, times: Planne
 
 
 def _show_refusals(console: Console, estimate: Estimate, quiet: bool) -> None:
+    # A refusal of everything is shown always: it is the reason why a row is missing.
     refusals = [one for one in estimate.refusals if not quiet or one.options == EVERYTHING]
     if refusals:
         _print(console, "attach refuses")

@@ -95,6 +95,7 @@ def figures(run: Run) -> Figures:
         step=_work_time(rank, "step"),
         communication=_work_time(rank, "communication"),
         waiting=_median(rank, lambda window: busy(within(_of(rank, "waiting"), window))),
+        # Of the first rank's window without the spans of any thread.
         other=_median(rank, lambda window: exposed([window], intervals(rank.spans))),
         by_rank=[_median(one, lambda window: window[1] - window[0]) for one in run.ranks],
         buckets=_buckets(run),
@@ -120,6 +121,8 @@ def _work_time(rank: Rank, kind: str) -> WorkTime:
 
 def covers(rank: Rank, span: Span) -> list[Interval]:
     """Return the work behind which ``span``, a step or communication, may be hidden."""
+    # A step hides behind gradients that are on their way, too; communication behind any step. Neither hides behind
+    # itself, and waiting hides nothing.
     if span.kind == "step":
         return _of(rank, "communication") + _uninterrupted(rank, *COMPUTE, thread_is_not=span.thread)
     return _uninterrupted(rank, *COMPUTE) + _of(rank, "step")
@@ -234,6 +237,7 @@ def duration_change(runs: Sequence[Run], found: Sequence[Figures]) -> str:
         return ""
     first, last = (sorted(end - start for start, end in run.ranks[0].iterations) for run in (runs[0], runs[-1]))
     ratio = found[-1].iteration / found[0].iteration
+    # The least and the most that the ratio of two iterations can be.
     low, high = last[0] / first[-1], last[-1] / first[0]
     return change(ratio, None if low > 1 or high < 1 else (low, high))
 
@@ -246,6 +250,7 @@ def change(ratio: float, noise: tuple[float, float] | None) -> str:
         noise: the range of that ratio, if 1 lies in it.
     """
     changed = f"{abs(1 - ratio):.0%} {'shorter' if ratio < 1 else 'longer'}"
+    # Rounded: a change of less than half a per cent is none.
     if changed.startswith("0%"):
         changed = "as long"
     return changed if noise is None else f"{changed} here; too noisy to tell ({noise[0]:.2f} to {noise[1]:.2f})"

@@ -46,7 +46,7 @@ def page(jobs: Sequence[Compared]) -> str:
     environment = Environment(
         loader=PackageLoader("instep.report"),
         autoescape=True,
-        undefined=StrictUndefined,
+        undefined=StrictUndefined,  # a name that only the template has is an error, and no empty place
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -119,6 +119,7 @@ def summary(run: Run) -> dict[str, Any]:
     """Return the figures for machines: seconds and bytes."""
     found, memory = figures(run), run.ranks[0].memory
     parts = {"step": found.step, "communication": found.communication}
+    # ``hidden`` is a property, which ``asdict`` leaves out.
     hidden = {name: {**asdict(part), "hidden": part.hidden} for name, part in parts.items()}
     return {
         "setup": asdict(run.setup),
@@ -412,6 +413,7 @@ def ticks(end: float, most: int = 5) -> list[Tick]:
     """Return round numbers from 0 to ``end``: at most ``most`` steps of 1, 2 or 5 times a power of ten."""
     least = end / most
     power = 10.0 ** math.floor(math.log10(least))
+    # 1e-9: a quotient that was rounded must not cost the best step, or the last tick.
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
     return [Tick(100 * i * step / end, f"{i * step:.{digits}f}") for i in range(int(end / step * (1 + 1e-9)) + 1)]

@@ -128,6 +128,7 @@ FIRST_ROW = 1 << 24
 def _events(rank: Rank, events: Sequence[Sequence[Event]], number: int) -> list[Event]:
     """Return a rank in Chrome's trace format: in microseconds, a process for each rank with a row for each thread."""
     pid = rank.rank
+    # ``ph`` is the kind of an event: "M" names a process or a row, "X" is a span, "C" a value of a curve.
     made: list[Event] = [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {rank.rank} on {rank.host}"}},
         {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": rank.rank}},
@@ -158,6 +159,7 @@ class NotARecordingError(ValueError):
 def load_all(paths: Sequence[Path]) -> list[Run]:
     """Load recordings, with labels that tell them apart. Raises ``NotARecordingError``."""
     runs = [load(path) for path in paths]
+    # Recordings that were attached alike have the same label: then the file's name tells.
     labels = [run.setup.label for run in runs]
     return [
         replace(run, setup=replace(run.setup, label=f"{path.name}: {label}")) if labels.count(label) > 1 else run
@@ -171,6 +173,7 @@ def load(path: Path) -> Run:
         content = path.read_bytes()
     except OSError as error:
         raise NotARecordingError(f"cannot read {path}: {error.strerror}") from error
+    # gzip is known by its first two bytes, whatever the file is called.
     try:
         document = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
         found = document["instep"]

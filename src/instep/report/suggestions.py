@@ -61,6 +61,7 @@ def _time_to_gain(run: Run, found: Figures, memory: Memory) -> str | None:
     if run.job.ranks == 1 or found.communication.total == 0:
         return None
     step, late = found.step.exposed, found.communication.exposed
+    # A step can run while communication outlasts backward, and at no other time.
     if late < WORTH * found.iteration:
         return (
             f"Communication is over when backward is ({ms(late)} of it stay exposed), so there is next to nothing to "
