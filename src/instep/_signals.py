@@ -37,7 +37,7 @@ def raising() -> Iterator[None]:
 
 @contextmanager
 def waiting() -> Iterator[socket.socket]:
-    """Both signals wait for the end of this block. Then the first that came has the effect that it had before the block.
+    """Both signals wait for the end of this block. The first that came has its old effect then.
 
     Yields a socket that becomes ready for reading when a signal has come.
     """

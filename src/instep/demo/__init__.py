@@ -1,1 +1,1 @@
-"""``instep demo``: a small language model trained with instep and without, on the same text, and compared bit for bit."""
+"""``instep demo``: a small language model trained with instep and without, on the same text, and compared bitwise."""

@@ -1,8 +1,8 @@
 """What the processes of the demo are asked to do, and what they answer: plain values that cross process borders.
 
-A process gets one ``Job``. A process with an ``Alone`` is told each ``Turn`` through its pipe; it answers ``Stepped``,
-and at the end ``AloneResult``. A process with an ``InRank`` takes all steps by itself; it sends ``Progress``, and at
-the end ``RankResult``. In place of any answer a ``DemoError`` may come.
+A process gets one ``ProcessJob``. A process with an ``Alone`` is told each ``Turn`` through its pipe; it answers
+``Stepped``, and at the end ``AloneResult``. A process with an ``InRank`` takes all steps by itself; it sends
+``Progress``, and at the end ``RankResult``. In place of any answer a ``DemoError`` may come.
 """
 
 from dataclasses import dataclass
@@ -121,7 +121,7 @@ class InRank:
         return f"rank {self.rank}"
 
 
-Job = Alone | InRank
+ProcessJob = Alone | InRank
 
 
 class Turn(Enum):

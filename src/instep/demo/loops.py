@@ -176,7 +176,7 @@ def train_alone(job: Alone, text: bytes, device: torch.device, pipe: Connection)
         recorded = _recorded(loop, more) if turn is Turn.RECORD else None
         pipe.send(
             AloneResult(
-                parameters=numbers(loop.model),
+                parameters=count_numbers(loop.model),
                 weight_bytes=weight_bytes(loop.model),
                 peak_bytes=peak.nbytes,
                 resident_bytes=resident,
@@ -254,7 +254,7 @@ def train_in_lockstep(
         difference = difference or _difference(job.steps + len(more), plain.loop, other.loop)
     tell(
         RankResult(
-            parameters=numbers(plain.loop.model),
+            parameters=count_numbers(plain.loop.model),
             tensors=_count_tensors(plain.loop),
             difference=difference,
             plain_gradient_bytes=plain.probe.peak_bytes,
@@ -325,7 +325,7 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters())
 
 
-def numbers(model: nn.Module) -> int:
+def count_numbers(model: nn.Module) -> int:
     """Return how many numbers the parameters of a model hold."""
     return sum(p.numel() for p in model.parameters())
 

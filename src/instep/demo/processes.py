@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from instep._signals import STOPPING, blocked, waiting
-from instep.demo.job import Alone, Answer, DemoError, InRank, Job, RankResult, Turn
+from instep.demo.job import Alone, Answer, DemoError, InRank, ProcessJob, RankResult, Turn
 from instep.demo.loops import train_alone, train_in_lockstep
 
 TEXT_FILE = "text"
@@ -36,7 +36,7 @@ STORE_FILE = "store"
 
 
 @contextmanager
-def workers(jobs: Sequence[Job], text: bytes) -> "Iterator[Workers]":
+def workers(jobs: Sequence[ProcessJob], text: bytes) -> "Iterator[Workers]":
     """Run a process for each of ``jobs``, for as long as the block runs.
 
     However the block ends, no process and no file of theirs is left. SIGINT and SIGTERM stop the block, and have their
@@ -103,7 +103,7 @@ class Workers:
         self._signalled = signalled
         self._workers: list[_Worker] = []
 
-    def start(self, jobs: Sequence[Job], directory: Path) -> None:
+    def start(self, jobs: Sequence[ProcessJob], directory: Path) -> None:
         """Start a process for each job."""
         context = multiprocessing.get_context("spawn")
         # A terminal sends Ctrl-C to all, and must not interrupt a process that is still importing: hence ``blocked``.
@@ -207,7 +207,7 @@ GROUP_TIMEOUT = timedelta(minutes=10)
 """How long ranks wait for each other; long, for slow machines: the parent sees a rank that dies, and ends the rest."""
 
 
-def serve(job: Job, directory: Path, pipe: Connection) -> None:
+def serve(job: ProcessJob, directory: Path, pipe: Connection) -> None:
     """Do ``job`` in this process, and answer through ``pipe``; with a ``DemoError`` if it cannot be done.
 
     ``directory`` holds the text, and is where ranks meet.

@@ -27,7 +27,7 @@ from instep.planning.job import (
 from instep.planning.model import MakeOptimizer, PlannedModel, optimizer_makers
 from instep.planning.refusals import ask_attach
 from instep.planning.rehearse import DryRun, Measured, bytes_by_dtype, forward_flops, order_of_gradients
-from instep.planning.simulate import Machine, times
+from instep.planning.simulate import MachineRates, times
 from instep.sources.replicate.buckets import IN_FLIGHT, BucketSizes, as_they_arrived
 
 GBITS, LATENCY_US, PCIE_GBYTES = 100.0, 20.0, 25.0
@@ -263,7 +263,7 @@ class _Planning:
             made.append(PlannedBucket(nbytes, bucket, 3 * nbytes + 2 * self._state_of(plain, bucket)))
         return tuple(made)
 
-    def _machine(self) -> Machine:
+    def _machine(self) -> MachineRates:
         """Return the machine's rates: given, measured here, or by default. What is not given is an assumption."""
         job = self._job
         terabytes, tflops = job.rates.terabytes, job.rates.tflops
@@ -280,9 +280,9 @@ class _Planning:
             self._assumptions.append(f"{gbits:g} Gbit/s of each rank's link (--gbits)")
         if job.world_size > 1 and job.rates.latency_us is None:
             self._assumptions.append(f"{latency:g} µs from one rank to another (--latency-us)")
-        return Machine(job.world_size, (tflops or 1.0) * 1e12, terabytes * 1e12, gbits * 1e9 / 8, latency * 1e-6)
+        return MachineRates(job.world_size, (tflops or 1.0) * 1e12, terabytes * 1e12, gbits * 1e9 / 8, latency * 1e-6)
 
-    def _forward_seconds(self, machine: Machine) -> float | None:
+    def _forward_seconds(self, machine: MachineRates) -> float | None:
         """Return the seconds of all forwards of a step; ``None``: they are not known."""
         if self._job.rates.forward_ms is not None:
             return self._job.micro_batches * self._job.rates.forward_ms / 1e3

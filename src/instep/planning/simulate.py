@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from instep.planning.job import PlannedBucket, PlannedTimes, Timing
 
 Algorithm = Literal["ring", "tree"]
-Schedule = Literal["plain", "backward", "forward", "cross_iteration", "no optimizer"]
+ScheduleName = Literal["plain", "backward", "forward", "cross_iteration", "no optimizer"]
 """When buckets are stepped:
 
 - ``plain``: after backward and all communication, by the main thread.
@@ -25,7 +25,7 @@ Schedule = Literal["plain", "backward", "forward", "cross_iteration", "no optimi
   sent in the static order with which the iteration is shortest: some as backward makes them, then the shallowest first.
 - ``no optimizer``: ``plain`` with a step that costs nothing.
 """
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineRates:
     """The rates that a machine reaches, which are not those of a data sheet.
 
     Attributes:
@@ -137,7 +137,7 @@ BACKWARD_TO_FORWARD = 2.0
 """For each matrix product of the forward, backward takes two: the gradients of the inputs, and of the weights."""
 
 
-def times(buckets: Sequence[PlannedBucket], machine: Machine, forward: float | None) -> PlannedTimes:
+def times(buckets: Sequence[PlannedBucket], machine: MachineRates, forward: float | None) -> PlannedTimes:
     """Return how long an iteration takes under each schedule.
 
     Args:
@@ -160,18 +160,18 @@ def times(buckets: Sequence[PlannedBucket], machine: Machine, forward: float | N
     return PlannedTimes(forward, BACKWARD_TO_FORWARD * forward, sum(steps), communication, link.algorithm, found)
 
 
-def _quicker(sizes: Sequence[int], machine: Machine) -> Link:
+def _quicker(sizes: Sequence[int], machine: MachineRates) -> Link:
     """Return the link with the algorithm that all-reduces these buckets sooner, as backends choose it."""
     links = [Link(machine.link_bytes, machine.latency, machine.ranks, algorithm) for algorithm in get_args(Algorithm)]
     return min(links, key=lambda link: sum(map(link.allreduce, sizes)))
 
 
-def _schedules(ranks: int) -> list[Schedule]:
+def _schedules(ranks: int) -> list[ScheduleName]:
     # With one rank there is no communication that could cross into the next iteration.
     return [one for one in SCHEDULES if ranks > 1 or one != "cross_iteration"]
 
 
-def iteration_seconds(schedule: Schedule, work: Work, link: Link, host: Host) -> float:
+def iteration_seconds(schedule: ScheduleName, work: Work, link: Link, host: Host) -> float:
     """Return the seconds of an iteration in the steady state."""
     if schedule == "no optimizer":
         return iteration_seconds("plain", work.without_step(), link, host)
@@ -184,7 +184,7 @@ def iteration_seconds(schedule: Schedule, work: Work, link: Link, host: Host) ->
     return min(_period(schedule, work, link, host, order) for order in orders)
 
 
-def exposed_seconds(schedule: Schedule, work: Work, link: Link, host: Host) -> float:
+def exposed_seconds(schedule: ScheduleName, work: Work, link: Link, host: Host) -> float:
     """Return how many seconds of the step are left: by how much the iteration is longer than the plain one without an
     optimizer. The number is negative where more than the step was hidden."""
     return iteration_seconds(schedule, work, link, host) - iteration_seconds("no optimizer", work, link, host)
@@ -202,7 +202,7 @@ def bound(work: Work, link: Link, host: Host) -> float:
     return max(communication, work.main, sum(work.step))
 
 
-def _period(schedule: Schedule, work: Work, link: Link, host: Host, order: Sequence[int]) -> float:
+def _period(schedule: ScheduleName, work: Work, link: Link, host: Host, order: Sequence[int]) -> float:
     """Return the seconds from the beginning of one backward to that of the next, if buckets are sent in this order."""
     program = _Program()
     made: list[int] = []

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep.report.memory import BUCKETS, GRADIENTS, Allocation, Memory, curve, pair
+from instep.report.run import TraceEvent
 from instep.report.spans import Span
 
-Event = dict[str, Any]
 # Names of events in the profiler's file.
 NODE = "autograd::engine::evaluate_function: "
 ACCUMULATION = NODE + "torch::autograd::AccumulateGrad"
@@ -102,7 +102,7 @@ def state_beside_parameters(optimizers: Sequence[Optimizer]) -> dict[int, int]:
     return found
 
 
-class Note(NamedTuple):
+class GradientNote(NamedTuple):
     """The address of a gradient that was about to be accumulated."""
 
     time: float
@@ -113,7 +113,7 @@ class GradientNotes:
     """Notes of where gradients lie, made by hooks on parameters until ``stop``."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.notes: list[Note] = []
+        self.notes: list[GradientNote] = []
         self._handles = []
         for parameter in model.parameters():
             # FSDP sets the gradients of its shards itself, and no such hook is called.
@@ -128,10 +128,10 @@ class GradientNotes:
     def _note(self, gradient: torch.Tensor) -> None:
         if type(gradient) is torch.Tensor:
             for address, _ in storages(gradient):
-                self.notes.append(Note(perf_counter(), address))
+                self.notes.append(GradientNote(perf_counter(), address))
 
 
-class Change(NamedTuple):
+class MemoryChange(NamedTuple):
     """Memory that was allocated, or freed if ``nbytes`` is negative."""
 
     time: float
@@ -150,9 +150,9 @@ class Trace:
     def __init__(self, path: Path, offset: float) -> None:
         document = json.loads(path.read_bytes())
         self._zero = document["baseTimeNanoseconds"] / 1e9 - offset
-        self._events: list[Event] = [event for event in document["traceEvents"] if "ts" in event]
+        self._events: list[TraceEvent] = [event for event in document["traceEvents"] if "ts" in event]
 
-    def time(self, event: Event) -> float:
+    def time(self, event: TraceEvent) -> float:
         """Return when an event began."""
         return float(self._zero + event["ts"] / 1e6)
 
@@ -184,16 +184,16 @@ class Trace:
                 found.append(self._span("communication", name, event))
         return found
 
-    def memory(self) -> Iterator[Change]:
+    def memory(self) -> Iterator[MemoryChange]:
         """Yield the changes of memory, in order of time."""
         changes = []
         for event in self._events:
             if event["name"] == "[memory]":
                 found = event["args"]
-                changes.append(Change(self.time(event), found["Addr"], found["Bytes"], event["tid"]))
+                changes.append(MemoryChange(self.time(event), found["Addr"], found["Bytes"], event["tid"]))
         return iter(sorted(changes))
 
-    def shown(self, zero: float) -> list[Event]:
+    def shown(self, zero: float) -> list[TraceEvent]:
         """Return all operations, for a trace viewer, in microseconds since ``zero``."""
         kept = []
         for event in self._events:
@@ -203,10 +203,10 @@ class Trace:
                 kept.append({key: event[key] for key in ("ph", "cat", "name", "tid", "dur")} | {"ts": ts})
         return kept
 
-    def _named(self, prefix: str) -> Iterator[Event]:
+    def _named(self, prefix: str) -> Iterator[TraceEvent]:
         return (event for event in self._events if event.get("ph") == "X" and event["name"].startswith(prefix))
 
-    def _span(self, kind: str, name: str, event: Event) -> Span:
+    def _span(self, kind: str, name: str, event: TraceEvent) -> Span:
         start = self.time(event)
         return Span(kind, name, start, start + event["dur"] / 1e6, event["tid"])
 
@@ -289,7 +289,7 @@ def _category(time: float, thread: int, phases: Phases, accumulations: Phases) -
     return _MADE_IN.get(None if span is None else span.kind, "other")
 
 
-def _noted(allocations: Sequence[Allocation], notes: Sequence[Note]) -> set[int]:
+def _noted(allocations: Sequence[Allocation], notes: Sequence[GradientNote]) -> set[int]:
     """Return the numbers of the allocations that are gradients, by the notes."""
     by_address: dict[int, list[int]] = {}
     for number, allocation in enumerate(allocations):

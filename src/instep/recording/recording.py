@@ -41,7 +41,6 @@ from instep.naming import modules_of, parameters_of
 from instep.recording.profile import (
     PARAMETERS,
     STATE,
-    Event,
     GradientNotes,
     Trace,
     held_before,
@@ -51,12 +50,12 @@ from instep.recording.profile import (
     tensors_in_state,
 )
 from instep.report.memory import GRADIENTS
-from instep.report.run import Job, Rank, Run, Setup, rank_from, setup_from
+from instep.report.run import Job, Rank, Run, Setup, TraceEvent, rank_from, setup_from
 from instep.report.spans import Span, SpanRecorder, outside
 from instep.sources.fsdp.modules import fsdp1_in
 
 _logger = logging.getLogger("instep")
-Part = tuple[Setup, Rank, list[Event]]
+RankPart = tuple[Setup, Rank, list[TraceEvent]]
 """The recording of one rank."""
 Listen = Callable[[SpanRecorder | None], None]
 """Takes the recorder that is told of buckets from now on; ``None``: nobody is."""
@@ -85,7 +84,7 @@ class Recording:
         self._loop = model, list(optimizers), listen, describe
         self._steps = steps
         self._running: _Running | None = None
-        self._found: Part | None = None
+        self._found: RankPart | None = None
 
     def __enter__(self) -> "Recording":
         if self._running is not None or self._loop is None:
@@ -134,7 +133,7 @@ class Recording:
         together = self._gather()
         return None if together is None else together[0]
 
-    def _gather(self) -> "tuple[Run, list[list[Event]]] | None":
+    def _gather(self) -> "tuple[Run, list[list[TraceEvent]]] | None":
         """Return what all ranks recorded, on the first rank; ``None`` on the others."""
         if self._found is None:
             raise InstepError(
@@ -235,7 +234,7 @@ class _Running:
             self._state = state_beside_parameters(self._optimizers)
             self._weights.look()
 
-    def found(self) -> tuple[Rank, list[Event]]:
+    def found(self) -> tuple[Rank, list[TraceEvent]]:
         """Return what this rank did, in seconds of the time of day, and the operations for a trace viewer."""
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "trace.json"
@@ -273,7 +272,7 @@ class _Running:
         return [span for span in spans if span.start < self._ends]
 
 
-def _gathered(part: Part) -> list[Part] | None:
+def _gathered(part: RankPart) -> list[RankPart] | None:
     """Return the parts of all ranks, on the first rank; ``None`` on the others."""
     if not (dist.is_available() and dist.is_initialized()):
         return [part]
@@ -284,7 +283,7 @@ def _gathered(part: Part) -> list[Part] | None:
     return None if parts is None else [(setup_from(setup), rank_from(rank), events) for setup, rank, events in parts]
 
 
-def _together(parts: Sequence[Part]) -> tuple[Run, list[list[Event]]]:
+def _together(parts: Sequence[RankPart]) -> tuple[Run, list[list[TraceEvent]]]:
     """Make one run of the parts. Its times count from when the first rank began."""
     zero = min(rank.iterations[0][0] for _, rank, _ in parts)
     run = Run(parts[0][0], [_shifted(rank, -zero) for _, rank, _ in parts])

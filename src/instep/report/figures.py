@@ -198,7 +198,9 @@ class Compared:
         job = self.job
         ranks = "one rank" if job.ranks == 1 else f"{job.ranks} ranks"
         batch = f", given {' and '.join(job.batch)}" if job.batch else ""
-        said = f"{job.model}, {numbers(job.count)} of {' and '.join(job.dtypes)}, {ranks}, {job.device}{batch}"
+        said = (
+            f"{job.model}, {parameters_in_words(job.count)} of {' and '.join(job.dtypes)}, {ranks}, {job.device}{batch}"
+        )
         return f"{self.name}: {said}" if self.name else said
 
 
@@ -220,7 +222,7 @@ def mib(nbytes: float) -> str:
     return f"{nbytes / MIB:.1f} MiB"
 
 
-def numbers(count: int) -> str:
+def parameters_in_words(count: int) -> str:
     """Return how many parameters there are, counted by element, in words."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:

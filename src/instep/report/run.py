@@ -19,7 +19,7 @@ from instep.report.spans import Span
 FORMAT = 3
 """The number in a file that changes whenever ``load`` could not read an older file."""
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 """An event of a Chrome trace."""
 
 
@@ -106,7 +106,7 @@ class Run:
     def job(self) -> Job:
         return self.setup.job
 
-    def save(self, path: Path, events: Sequence[Sequence[Event]] = ()) -> None:
+    def save(self, path: Path, events: Sequence[Sequence[TraceEvent]] = ()) -> None:
         """Write the recording to ``path``, whole or not at all. A name that ends in ``.gz`` is compressed.
 
         Args:
@@ -125,11 +125,11 @@ FIRST_ROW = 1 << 24
 """The first number for a row that is no thread: Linux gives threads lower numbers."""
 
 
-def _events(rank: Rank, events: Sequence[Sequence[Event]], number: int) -> list[Event]:
+def _events(rank: Rank, events: Sequence[Sequence[TraceEvent]], number: int) -> list[TraceEvent]:
     """Return a rank in Chrome's trace format: in microseconds, a process for each rank with a row for each thread."""
     pid = rank.rank
     # ``ph`` is the kind of an event: "M" names a process or a row, "X" is a span, "C" a value of a curve.
-    made: list[Event] = [
+    made: list[TraceEvent] = [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {rank.rank} on {rank.host}"}},
         {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": rank.rank}},
         {"ph": "M", "name": "thread_name", "pid": pid, "tid": rank.main, "args": {"name": "the loop"}},
