@@ -30,8 +30,8 @@ from instep._torch.worker import Task, Worker
 from instep.demo.job import Shape
 from instep.demo.loops import ByteGPT
 from instep.planning.job import Job
+from instep.planning.model import FOR_LOOP, IMPLEMENTATIONS
 from instep.planning.plan import plan
-from instep.planning.rehearse import FOR_LOOP, IMPLEMENTATIONS
 
 BUCKET = MIB
 COUNT = "the steps that count"

@@ -1,4 +1,4 @@
-"""What would instep hide on other machines? The model in ``instep.report.simulate``, against times, and at scale.
+"""What would instep hide on other machines? The model in ``instep.planning.simulate``, against times, and at scale.
 
     python benchmarks/simulate.py --measured two_ranks.json          # from: two_ranks.py --json two_ranks.json
     python benchmarks/simulate.py --picture simulate.svg             # 8 to 4096 GPUs, 1 to 400 Gbit/s, 0.1 to 70 B
@@ -23,9 +23,9 @@ from typing import Any
 
 from measure import Spread, picture, picture_path
 
-from instep.report.simulate import SCHEDULES, Host, Link, Schedule, Work, bound, iteration_seconds
+from instep.planning.simulate import SCHEDULES, Host, Link, ScheduleName, Work, bound, iteration_seconds
 
-NAMES: dict[Schedule, str] = {schedule: schedule for schedule in SCHEDULES} | {"plain": "plain DDP"}
+NAMES: dict[ScheduleName, str] = {schedule: schedule for schedule in SCHEDULES} | {"plain": "plain DDP"}
 """What ``two_ranks.py`` calls them."""
 
 STEP_BYTES = 28
@@ -78,11 +78,11 @@ class Case:
     ranks: int
     gbits: float
     billions: float
-    seconds: dict[Schedule, float]
+    seconds: dict[ScheduleName, float]
     limit: float
     step: float
 
-    def ratio(self, schedule: Schedule) -> float:
+    def ratio(self, schedule: ScheduleName) -> float:
         return self.seconds["plain"] / self.seconds[schedule]
 
     def __str__(self) -> str:

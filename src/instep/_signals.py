@@ -1,5 +1,8 @@
 """SIGINT and SIGTERM, for the command: they end the process at once, raise, or wait.
 
+The command begins with ``end_at_once``, while it imports, and goes on in ``raising``. What must not be cut short runs
+in ``waiting``: the writing of a file, and the demo while it has processes.
+
 A signal that the process was started to ignore stays ignored: a job in the background of a shell, or under ``nohup``.
 """
 
@@ -17,7 +20,7 @@ class TerminatedError(BaseException):
 
 
 def end_at_once() -> None:
-    """From now on either of them ends this process, without a word: there is nothing to clean up.
+    """From now on either signal ends this process, without a word: there is nothing to clean up.
 
     An exception would not do while modules are imported: extensions of torch's and NumPy's swallow one.
     """
@@ -34,9 +37,9 @@ def raising() -> Iterator[None]:
 
 @contextmanager
 def waiting() -> Iterator[socket.socket]:
-    """Both wait for the end of this block. The first that came has the effect then that it had before the block.
+    """Both signals wait for the end of this block. The first that came has its old effect then.
 
-    Yields a socket that becomes ready for reading when one has come.
+    Yields a socket that becomes ready for reading when a signal has come.
     """
     came: list[int] = []
     ready, tell = socket.socketpair()
@@ -50,13 +53,14 @@ def waiting() -> Iterator[socket.socket]:
         with ready, tell, _handled_by(note):
             yield ready
     finally:
+        # The old handlers are back: the signal does now what it would have done before the block.
         for number in came[:1]:
             signal.raise_signal(number)
 
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Processes that are started in this block get neither of them, for as long as they do not ask for it."""
+    """Processes that are started in this block get neither signal, for as long as they do not ask for it."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -87,4 +91,6 @@ def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[No
 
 
 def _heard() -> list[signal.Signals]:
+    """Return the signals that this process does not ignore."""
+    # ``None``: the handler was not set from Python, and could not be put back.
     return [number for number in STOPPING if signal.getsignal(number) not in (signal.SIG_IGN, None)]

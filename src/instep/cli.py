@@ -1,4 +1,7 @@
-"""The command ``instep``.
+"""The command ``instep``: ``demo``, ``plan``, ``report`` and ``env``.
+
+Each function here is a subcommand. It takes its options, imports what does the work, and turns the outcome into an exit
+code. The imports are in the functions, since torch takes seconds to import, and ``--help`` must not wait for it.
 
 Exit codes: 0 done, and what was claimed held; 1 it did not hold; 2 it could not run; 130 and 143 stopped by SIGINT and
 SIGTERM, with a line that says so, or, while it imports and once its work is done, by the signal itself.
@@ -19,7 +22,8 @@ from instep._version import __version__
 from instep.demo.job import DemoError, Size
 from instep.planning.job import Job, PlanError, Rates
 from instep.report.figures import by_job
-from instep.report.run import NotARecordingError, NotWrittenError, load_all, write
+from instep.report.files import NotWrittenError, write
+from instep.report.run import NotARecordingError, load_all
 
 NOT_EQUAL, CANNOT_RUN, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
@@ -27,7 +31,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 
 def main() -> None:
-    """The command, with signals as they are."""
+    """Run the command, with signals as they are."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without arrows gets a question mark
     app(prog_name="instep")
@@ -83,7 +87,8 @@ def demo(
     loops see the same batches. The weights are compared after every step, bit for bit. If they differ, the exit code
     is 1.
     """
-    from instep.demo.run import run  # torch, too: a signal that comes meanwhile is not to raise
+    # Before ``_exit_codes``: modules swallow an exception while they are imported, so a signal ends the process then.
+    from instep.demo.run import run
 
     with _exit_codes("demo"):
         equal = run(model, steps, ranks, text, json, report, quiet)
@@ -107,6 +112,7 @@ def report(
     json: Annotated[bool, typer.Option("--json", help="Print a JSON list with one object for each recording.")] = False,
 ) -> None:
     """Show a recording: which work ran when, which work was hidden, what was in memory, and what to change."""
+    # The three outputs may be asked for together; text is what there is if none is.
     with _exit_codes("report"):
         runs = load_all(recordings)
         if output is not None:
@@ -212,7 +218,7 @@ def plan(
         micro_batches,
         offload,
     )
-    from instep.planning.show import run
+    from instep.planning.show import run  # before ``_exit_codes``, as in ``demo``
 
     with _exit_codes("plan"):
         run(job, refusals, json, quiet)

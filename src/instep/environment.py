@@ -1,4 +1,8 @@
-"""What ``instep env`` prints: the versions, devices and settings that a report of a bug needs."""
+"""What ``instep env`` prints: the versions, devices and settings that a report of a bug needs.
+
+``report`` asks one small function for each fact. A fact that cannot be found out says why: where torch or a driver is
+broken, that is what the report is about.
+"""
 
 import os
 import platform
@@ -24,7 +28,7 @@ BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 
 
 def report() -> str:
-    """The lines to paste, one for each fact. A fact that cannot be found out says why; this function never raises."""
+    """Return the lines to paste, one for each fact. This function never raises."""
     return "\n".join(f"{name + ':':<22}{value}" for name, value in _facts())
 
 
@@ -42,7 +46,7 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 
 def _told(find: Callable[[], str]) -> str:
-    """The fact, or the first line of the error of looking for it: a broken torch or driver is a fact, too."""
+    """Return the fact that ``find`` finds, or the first line of its error."""
     try:
         return find()
     except Exception as error:
@@ -51,6 +55,7 @@ def _told(find: Callable[[], str]) -> str:
 
 
 def _torch() -> str:
+    # Each fact imports torch for itself: if the import fails, the other lines still stand.
     import torch
 
     built = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
@@ -70,6 +75,7 @@ def _accelerators() -> str:
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
         return "none"
+    # Not every backend's module names its devices.
     name_of = getattr(torch.get_device_module(device), "get_device_name", None)
     names = [f"{device.type}:{i}" for i in range(torch.accelerator.device_count())]
     return ", ".join(name if name_of is None else f"{name} {name_of(i)}" for i, name in enumerate(names))
@@ -80,6 +86,7 @@ def _backends() -> str:
 
     if not distributed.is_available():
         return "none: this torch is built without torch.distributed"
+    # Older versions of torch do not know every backend.
     found = [name for name in BACKENDS if getattr(distributed, f"is_{name}_available", bool)()]
     return ", ".join(found) or "none"
 

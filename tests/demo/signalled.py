@@ -88,7 +88,7 @@ POINTS: dict[str, Callable[[], Any]] = {
     "imports": partial(at_import, "typer"),
     "imports torch": partial(at_import, "torch.nn"),
     "reads its text": partial(before, "instep.demo.run.load_text"),
-    "tries its files": partial(after, "instep.report.run.Path.touch"),
+    "tries its files": partial(after, "instep.report.files.Path.touch"),
     "makes its directory": partial(after, "instep.demo.processes.tempfile.mkdtemp"),
     "starts its first process": partial(after, "multiprocessing.util.spawnv_passfds"),
     "starts a process": partial(before, "multiprocessing.spawn.get_command_line"),
@@ -97,7 +97,7 @@ POINTS: dict[str, Callable[[], Any]] = {
     "shows a step": partial(before, "instep.demo.run._line"),
     "stops": again_while_it_stops,
     "makes its report": partial(before, "instep.demo.run.page"),
-    "writes its report": partial(before, "instep.report.run.os.replace"),
+    "writes its report": partial(before, "instep.report.files.os.replace"),
     "ends": partial(atexit.register, fire),
 }
 IN_PROCESS: dict[str, Callable[[], Any]] = {

@@ -25,17 +25,12 @@ from typer.testing import CliRunner
 
 import instep
 from instep.cli import app
-from instep.demo import loops as alone
-from instep.demo import loops as lockstep
-from instep.demo import loops as placement
-from instep.demo import run
-from instep.demo import run as acts
-from instep.demo import run as display
-from instep.demo.job import SHAPES, Alone, DemoError, Finished, InRank, Line, Placement, Progress, Shape, Size, Turn
+from instep.demo import loops, run
+from instep.demo.job import SHAPES, Alone, DemoError, InRank, Line, Placement, Progress, RankResult, Shape, Size, Turn
 from instep.demo.loops import CONTEXT, Batches, GradientProbe, load_text, new_model, train_alone
 from instep.demo.processes import workers
-from instep.demo.run import Time, _time
-from instep.report.run import NotWrittenError
+from instep.demo.summary import Time, _time_taken
+from instep.report.files import NotWrittenError
 from tests import net
 from tests.demo import signalled
 from tests.distributed.pool import RankPool
@@ -109,8 +104,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     for size in Size:
         monkeypatch.setitem(SHAPES, size, SMALL)
-    monkeypatch.setattr(alone, "new_model", one_at_a_time)
-    monkeypatch.setattr(acts, "workers", in_threads)
+    monkeypatch.setattr(loops, "new_model", one_at_a_time)
+    monkeypatch.setattr(run, "workers", in_threads)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -298,7 +293,7 @@ def test_sigterm_stops_the_processes(monkeypatch: pytest.MonkeyPatch, text: Path
         running.update(process.pid for process in own_children())
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(display, "_line", terminate)
+    monkeypatch.setattr(run, "_line", terminate)
     code, _, errors = invoke("--ranks", 1, "--model", "small", "--text", text)
     assert (code, errors) == (143, "instep demo: terminated\n")
     assert len(running) == len(Line)
@@ -373,7 +368,7 @@ def attach_and_spoil(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *
 @pytest.mark.usefixtures("tiny")
 def test_unequal_weights_fail_and_are_named(monkeypatch: pytest.MonkeyPatch, text: Path, tmp_path: Path) -> None:
     """One bit of one weight, once, is enough."""
-    monkeypatch.setattr(alone, "attach", attach_and_spoil)
+    monkeypatch.setattr(loops, "attach", attach_and_spoil)
     written = tmp_path / "numbers.json"
     code, output, _ = invoke("--ranks", 1, "--steps", 5, "--text", text, "--json", written)
     assert code == 1
@@ -398,7 +393,7 @@ def test_unequal_state_fails_and_is_named(monkeypatch: pytest.MonkeyPatch, text:
         optimizer.register_step_post_hook(spoil)
         return attachment
 
-    monkeypatch.setattr(alone, "attach", attach_and_spoil_state)
+    monkeypatch.setattr(loops, "attach", attach_and_spoil_state)
     code, output, _ = invoke("--ranks", 1, "--steps", 5, "--text", text)
     assert code == 1
     assert "NOT EQUAL: backward: the optimizer's state differs from the plain loop's" in " ".join(output.split())
@@ -408,9 +403,9 @@ def body_of_a_spoiled_rank() -> str | None:
     found: list[Any] = []
     job = InRank(SMALL, 5, Placement("cpu", 2), dist.get_rank())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lockstep, "attach", attach_and_spoil)
-        lockstep.train_in_lockstep(job, TEXT, torch.device("cpu"), found.append)
-    assert isinstance(found[-1], Finished)
+        patch.setattr(loops, "attach", attach_and_spoil)
+        loops.train_in_lockstep(job, TEXT, torch.device("cpu"), found.append)
+    assert isinstance(found[-1], RankResult)
     return found[-1].difference
 
 
@@ -447,7 +442,7 @@ def test_a_directory_that_cannot_be_written_costs_the_report_alone(
     ],
 )
 def test_a_ratio_agrees_with_its_times(time: Time, said: str) -> None:
-    assert _time(time.ratio * time.median_seconds, time) == said
+    assert _time_taken(time.ratio * time.median_seconds, time) == said
 
 
 @pytest.mark.usefixtures("tiny")
@@ -579,7 +574,7 @@ def test_ranks_go_to_gpus_where_there_are_enough(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    placed = placement.place(asked)
+    placed = run.place(asked)
     assert (placed.device, placed.ranks) == (device, ranks)
     assert placed.backend == (None if ranks == 1 else "nccl" if gpus else "gloo")
 
@@ -588,7 +583,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(DemoError, match="each rank takes a GPU, and there are 1"):
-        placement.place(2)
+        run.place(2)
 
 
 def test_version() -> None:

@@ -2018,13 +2018,13 @@ MUTANTS = [
     Mutant(
         "a step hides behind its own thread's backward",
         "covers",
-        "_alone(rank, *COMPUTE, thread_is_not=span.thread)",
+        "_uninterrupted(rank, *COMPUTE, thread_is_not=span.thread)",
         "intervals(s for s in rank.spans if s.kind in COMPUTE)",
         FIGURES,
     ),
     Mutant(
         "a step hides behind a thread that waits",
-        "_alone",
+        "_uninterrupted",
         "        found += outside(work, interruptions(rank, thread))",
         "        found += work",
         FIGURES,

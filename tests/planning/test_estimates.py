@@ -15,11 +15,12 @@ from torch import nn
 from torch.profiler import record_function
 
 import instep
-from instep.planning.job import Job, PlanError, Rates
+from instep.planning.job import EVERYTHING, Job, PlanError, PlannedBucket, Rates
+from instep.planning.model import PlannedModel, optimizer_makers
 from instep.planning.plan import measured_flops, measured_memory_bytes, plan
-from instep.planning.rehearse import DryRun, LiveBytes, LiveInside, PlannedModel, optimizer_makers, order_of_gradients
+from instep.planning.rehearse import DryRun, LiveBytes, LiveInside, order_of_gradients
 from instep.planning.show import verdict
-from instep.report.simulate import EVERYTHING, Link, Machine, PlannedBucket, times
+from instep.planning.simulate import Link, MachineRates, times
 from tests import net
 from tests.planning import models
 
@@ -224,7 +225,7 @@ def test_permanent_buckets() -> None:
 
 def test_times() -> None:
     buckets = [PlannedBucket(1_000_000, ("a",), 7_000_000), PlannedBucket(3_000_000, ("b",), 21_000_000)]
-    machine = Machine(ranks=8, flops=1e12, memory_bytes=1e9, link_bytes=1e8, latency=1e-5)
+    machine = MachineRates(ranks=8, flops=1e12, memory_bytes=1e9, link_bytes=1e8, latency=1e-5)
     found = times(buckets, machine, 0.004)
     link = Link(1e8, 1e-5, 8, found.algorithm)  # type: ignore[arg-type]
     assert found.communication == pytest.approx(link.allreduce(1e6) + link.allreduce(3e6))
@@ -233,7 +234,7 @@ def test_times() -> None:
     assert by_schedule["plain"].exposed == pytest.approx(0.028)
     assert by_schedule["backward"].exposed < 0.028
     assert by_schedule["cross_iteration"].iteration < by_schedule["backward"].iteration
-    alone = times(buckets, Machine(1, 1e12, 1e9, 1e8, 1e-5), None)
+    alone = times(buckets, MachineRates(1, 1e12, 1e9, 1e8, 1e-5), None)
     assert (alone.schedules, alone.communication) == ((), 0.0)
 
 

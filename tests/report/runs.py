@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from instep.report.memory import Memory
 from instep.report.run import Job, Rank, Run, Setup
-from instep.report.spans import Memory, Span
+from instep.report.spans import Span
 
 MAIN, WORKER, GLOO = 1, 2, 3
 MIB = 2**20

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from instep.report.figures import Compared, figures
-from instep.report.page import advice, advice_beside, cards
+from instep.report.page import cards
 from instep.report.run import Run
+from instep.report.suggestions import suggestions, suggestions_beside
 from tests.report.runs import GLOO, MAIN, MIB, WORKER, memory_of, run_of, span
 
 DDP = {"wrapper": "DistributedDataParallel", "ranks": 2}
@@ -153,7 +154,7 @@ BACKWARD = span("backward", 0.0, 0.5)
 )
 def test_advice(spans: list[Any], memory: dict[str, int], setup: dict[str, Any], said: list[str]) -> None:
     run = run_of(spans, memory=memory_of(**memory), **setup)
-    found = advice(run, figures(run))
+    found = suggestions(run, figures(run))
     assert len(found) == len(said), found
     for sentence, part in zip(found, said, strict=True):
         assert part in sentence
@@ -208,8 +209,8 @@ def test_advice_on_a_plain_loop_is_what_was_measured_beside_it() -> None:
         options={"schedule": "'backward'"},
     )
     runs = [plain, attached]
-    said, its = advice_beside(runs, [figures(run) for run in runs])
+    said, its = suggestions_beside(runs, [figures(run) for run in runs])
     time = "as long here; too noisy to tell (1.00 to 1.00)"
     assert said == [f"instep, as recorded here: peak memory: 7.0 MiB less; iteration: {time}."]
-    assert its == advice(attached, figures(attached))
-    assert advice_beside(runs[:1], [figures(plain)]) == [advice(plain, figures(plain))]
+    assert its == suggestions(attached, figures(attached))
+    assert suggestions_beside(runs[:1], [figures(plain)]) == [suggestions(plain, figures(plain))]

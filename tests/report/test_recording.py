@@ -14,8 +14,8 @@ from torch import nn
 
 import instep
 from instep.report.figures import figures
+from instep.report.memory import Memory
 from instep.report.run import Run, load
-from instep.report.spans import Memory
 from instep.verification import first_difference, training_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events")

@@ -15,7 +15,7 @@ import instep
 from instep.cli import app
 from instep.errors import AttachError, CheckpointError, InstepError
 from instep.planning.job import PlanError
-from instep.planning.rehearse import options_of
+from instep.planning.model import options_of
 
 
 class Given:

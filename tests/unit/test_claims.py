@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import instep
 from instep.recording.profile import Trace
-from instep.report.spans import curve, pair
+from instep.report.memory import curve, pair
 from tests.cases import Sometimes, batch, weights
 
 WIDTH, DEPTH = 256, 8

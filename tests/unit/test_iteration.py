@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.report.simulate import SCHEDULES, Host, Link, Schedule, Work, bound, exposed_seconds, iteration_seconds
+from instep.planning.simulate import (
+    SCHEDULES,
+    Host,
+    Link,
+    ScheduleName,
+    Work,
+    bound,
+    exposed_seconds,
+    iteration_seconds,
+)
 
 ONE, TWO = Host(), Host(cores=2)
 FREE = Link(1.0, 0.0, ranks=1)
@@ -35,7 +44,7 @@ def test_a_rank_alone_sends_nothing(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", STEPPING)
-def test_with_nothing_to_wait_for_one_core_does_the_same_work_in_any_order(schedule: Schedule) -> None:
+def test_with_nothing_to_wait_for_one_core_does_the_same_work_in_any_order(schedule: ScheduleName) -> None:
     work = Work([1.0, 9.0, 4.0], [0.5, 0.25, 2.0], [1.0, 0.5, 3.0], [0.125, 1.0, 0.5], overhead=0.75)
     assert iteration_seconds(schedule, work, FREE, ONE) == pytest.approx(0.75 + 2.75 + 4.5 + 1.625)
 
@@ -52,7 +61,7 @@ def test_with_nothing_to_wait_for_one_core_does_the_same_work_in_any_order(sched
         pytest.param("cross_iteration", 10 + 1 + 1, id="cross_iteration"),
     ],
 )
-def test_two_buckets_by_hand(schedule: Schedule, seconds: float) -> None:
+def test_two_buckets_by_hand(schedule: ScheduleName, seconds: float) -> None:
     work = Work(gradient_bytes=[4, 4], forward=[1, 3], backward=[1, 1], step=[1, 1])
     assert iteration_seconds(schedule, work, SECOND_PER_BYTE, ONE) == pytest.approx(seconds)
     assert exposed_seconds(schedule, work, SECOND_PER_BYTE, ONE) == pytest.approx(seconds - 13)
@@ -69,7 +78,7 @@ def test_two_buckets_by_hand(schedule: Schedule, seconds: float) -> None:
         pytest.param("forward", 7 + 2 + 2, id="forward"),
     ],
 )
-def test_communication_that_takes_time_of_the_core(schedule: Schedule, seconds: float) -> None:
+def test_communication_that_takes_time_of_the_core(schedule: ScheduleName, seconds: float) -> None:
     work = replace(ones(2), gradient_bytes=[3, 3])
     host = Host(cores=1, communication_cpu=1 / 3)
     assert iteration_seconds(schedule, work, SECOND_PER_BYTE, host) == pytest.approx(seconds)
@@ -203,11 +212,11 @@ def test_one_bucket_is_stepped_between_its_communication_and_its_forward(work: W
     size = work.gradient_bytes[0]
     communication = max(link.allreduce(size), host.communication_cpu * size)
     expected = work.backward[0] + communication + work.step[0] + work.overhead + work.forward[0]
-    at_once: tuple[Schedule, ...] = ("plain", "backward")
+    at_once: tuple[ScheduleName, ...] = ("plain", "backward")
     for schedule in at_once:
         assert iteration_seconds(schedule, work, link, host) == pytest.approx(expected)
     # The overhead may be spent while a worker steps, or the bucket is on its way.
-    deferred: tuple[Schedule, ...] = ("forward", "cross_iteration")
+    deferred: tuple[ScheduleName, ...] = ("forward", "cross_iteration")
     for schedule in deferred:
         seconds = iteration_seconds(schedule, work, link, host)
         assert expected - work.overhead - 1e-9 <= seconds <= expected + 1e-9

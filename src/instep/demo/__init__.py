@@ -1,1 +1,1 @@
-"""``instep demo``: a small language model trained twice, plain and with instep, side by side on the same text."""
+"""``instep demo``: a small language model trained with instep and without, on the same text, and compared bitwise."""

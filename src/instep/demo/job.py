@@ -1,4 +1,9 @@
-"""Why a demo stops early."""
+"""What the processes of the demo are asked to do, and what they answer: plain values that cross process borders.
+
+A process gets one ``ProcessJob``. A process with an ``Alone`` is told each ``Turn`` through its pipe; it answers
+``Stepped``, and at the end ``AloneResult``. A process with an ``InRank`` takes all steps by itself; it sends
+``Progress``, and at the end ``RankResult``. In place of any answer a ``DemoError`` may come.
+"""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -10,24 +15,19 @@ from instep.report.run import Run
 class DemoError(Exception):
     """The demo cannot run. The message is for the user: what was found and what to do, in a line or two.
 
-    It has a traceback only when a rank raised something unforeseen.
+    The message has a traceback only when a process raised something unforeseen.
     """
 
 
-# What the processes of the demo are asked to do, and what they answer: plain values that cross process borders.
-
-
 WARM_UP_STEPS = 3
-"""Steps that are not timed: the optimizer makes its state in them, and memory is counted."""
-
+"""The first steps, which are not timed: the optimizer makes its state in them, and memory is counted."""
 RECORDED_STEPS = 4
-"""Steps after the others, for the report."""
-
-MIN_STEPS = WARM_UP_STEPS + 2
+"""Steps after all others, which are recorded for the report."""
+MIN_STEPS = WARM_UP_STEPS + 2  # quantiles need two timed steps
 
 
 class Size(str, Enum):
-    """Which model is trained."""
+    """The size of the model, as the command line names it."""
 
     SMALL = "small"
     MEDIUM = "medium"
@@ -35,20 +35,21 @@ class Size(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Width and depth of a transformer."""
+    """The shape of a transformer."""
 
     width: int
     depth: int
     heads: int
 
 
+# 18 and 38 million parameters.
 SHAPES = {Size.SMALL: Shape(width=384, depth=10, heads=6), Size.MEDIUM: Shape(width=512, depth=12, heads=8)}
 SIZE_OF_RANKS = Size.SMALL
-"""Of the second act's model: each rank has two, and all ranks share the machine's cores and memory."""
+"""The model of the second act: each rank has two, and all ranks share the machine's cores and memory."""
 
 
 class Line(Enum):
-    """How a loop is attached."""
+    """How a loop of the first act is attached."""
 
     PLAIN = "plain"
     DEFAULT = "default"
@@ -56,7 +57,8 @@ class Line(Enum):
 
     @property
     def code(self) -> str:
-        """The line that was added to the loop."""
+        """The line of code that was added to the loop."""
+        # As a user would write it: with double quotes.
         given = "".join(f", {name}={value!r}" for name, value in (self.options or {}).items())
         return (
             "no line of instep's"
@@ -66,7 +68,7 @@ class Line(Enum):
 
     @property
     def options(self) -> dict[str, Any] | None:
-        """Those of ``attach``; ``None``: the loop is not attached."""
+        """The options of ``attach``; ``None``: the loop is not attached."""
         return {Line.PLAIN: None, Line.DEFAULT: {}, Line.BACKWARD: {"schedule": "backward"}}[self]
 
 
@@ -76,8 +78,8 @@ class Placement:
 
     Attributes:
         device: ``"cpu"`` for all processes, or ``"cuda"`` for one GPU for each rank.
-        ranks: of the second act; 1: there is none.
-        note: why this is not what one would expect, if so.
+        ranks: how many ranks the second act has; 1: there is no second act.
+        note: why this is not what one would expect, if it is not.
     """
 
     device: str
@@ -86,7 +88,7 @@ class Placement:
 
     @property
     def backend(self) -> str | None:
-        """What the ranks communicate over; ``None`` for one rank alone."""
+        """The backend that the ranks communicate over; ``None`` for one rank alone."""
         if self.ranks == 1:
             return None
         return "nccl" if self.device == "cuda" else "gloo"
@@ -94,7 +96,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """One loop on one device, in a process of its own. It takes a step whenever it is told to."""
+    """One loop on one device, in a process of its own, which takes a step whenever it is told to."""
 
     shape: Shape
     line: Line
@@ -107,7 +109,7 @@ class Alone:
 
 @dataclass(frozen=True, slots=True)
 class InRank:
-    """One rank of the second act: two loops side by side, DDP's and that of ``replicate``."""
+    """One rank of the second act: two loops side by side, one with DDP and one with ``replicate``."""
 
     shape: Shape
     steps: int
@@ -119,11 +121,11 @@ class InRank:
         return f"rank {self.rank}"
 
 
-Job = Alone | InRank
+ProcessJob = Alone | InRank
 
 
 class Turn(Enum):
-    """What a loop that trains alone is told."""
+    """What a loop that trains alone is told to do."""
 
     STEP = "take a step"
     RECORD = "record a few steps, and end"
@@ -135,9 +137,9 @@ class Stepped:
     """One step of a loop that trains alone.
 
     Attributes:
-        loss: before the step.
+        loss: the loss before the step.
         seconds: from the forward to the scheduler.
-        weights: a fingerprint of all weights after it.
+        weights: a fingerprint of all weights after the step.
     """
 
     loss: float
@@ -146,16 +148,16 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A loop that trained alone has ended.
+class AloneResult:
+    """What a loop that trained alone says at its end.
 
     Attributes:
         parameters: how many numbers the model has.
         weight_bytes: the size of all weights, which is that of all gradients.
         peak_bytes: the most bytes of tensors that were alive at once.
-        resident_bytes: the most memory that the process had, by the operating system; ``None`` where that is not told.
-        state: a fingerprint of the optimizer's state.
-        recorded: for the report.
+        resident_bytes: the most memory that the process had, by the operating system; ``None`` where that is not known.
+        state: a fingerprint of weights and optimizer state.
+        recorded: the recording of a few steps, if the loop was told to record.
     """
 
     parameters: int
@@ -168,30 +170,28 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The second act's loops have taken ``step`` steps."""
+    """The loops of the second act have taken ``step`` steps."""
 
     step: int
     loss: float
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """A rank of the second act has taken all steps.
+class RankResult:
+    """What a rank of the second act says at its end.
 
     Attributes:
         parameters: how many numbers the model has.
-        weight_bytes: the size of all weights.
         tensors: how many tensors were compared after every step.
         difference: the first difference, with the step and the tensor's name; ``None`` if there was none.
         plain_gradient_bytes: the most bytes of gradients that were alive at once, with DDP.
         gradient_bytes: the same, with ``replicate``.
-        plain_seconds: of each step, in turn with
-        seconds: those of ``replicate``.
-        recorded: rank 0 alone: both loops.
+        plain_seconds: the seconds of each step with DDP.
+        seconds: the seconds of each step with ``replicate``, taken in turn with DDP's.
+        recorded: the recordings of both loops, on rank 0; empty on the others.
     """
 
     parameters: int
-    weight_bytes: int
     tensors: int
     difference: str | None
     plain_gradient_bytes: int
@@ -201,11 +201,4 @@ class Finished:
     recorded: tuple[Run, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A process cannot go on. ``message`` is for the user."""
-
-    message: str
-
-
-Answer = Stepped | Held | Progress | Finished
+Answer = Stepped | AloneResult | Progress | RankResult

@@ -1,210 +1,42 @@
-"""A plan from a job: rates of this machine, what ``attach`` says to the options, buckets, times and memory."""
+"""A plan from a job: rehearse the loop, lay out the buckets, ask ``attach`` about its options, and compute the times.
 
-import copy
+``plan`` is the entry. A ``_Planning`` collects the numbers of one ``Estimate``; rates of the machine that the job does
+not give are measured here, in about two seconds.
+"""
+
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.amp import GradScaler
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.nn.parallel import DistributedDataParallel
 
-from instep._gradients.clipping import ClipNorm, ClipValue
-from instep._optim.parameters import MIB, ParameterSpec, fill_buckets
-from instep.attaching import attach
-from instep.errors import AttachError
+from instep._optim.parameters import ParameterSpec, fill_buckets
 from instep.options import DEFAULT_BUCKET_BYTES
-from instep.planning.job import Job, PlanError
-from instep.planning.rehearse import (
-    DryRun,
-    MakeOptimizer,
-    Measured,
-    PlannedModel,
-    bytes_by_dtype,
-    forward_flops,
-    optimizer_makers,
-    order_of_gradients,
+from instep.planning.job import (
+    EVERYTHING,
+    Estimate,
+    Job,
+    Offloaded,
+    PlanError,
+    PlannedBucket,
+    PlannedPeak,
+    Sizes,
 )
-from instep.report.simulate import EVERYTHING, Estimate, Machine, Offloaded, Peak, PlannedBucket, Refusal, Sizes, times
+from instep.planning.model import MakeOptimizer, PlannedModel, optimizer_makers
+from instep.planning.refusals import ask_attach
+from instep.planning.rehearse import DryRun, Measured, bytes_by_dtype, forward_flops, order_of_gradients
+from instep.planning.simulate import MachineRates, times
 from instep.sources.replicate.buckets import IN_FLIGHT
 from instep.sources.replicate.layout import BucketSizes, as_they_arrived
 
-# What this machine reaches, measured in about two seconds.
-
-
-SECONDS = 0.7
-"""For each rate, after a warm-up."""
-MATRIX_SIDE = 768
-"""Of the matrices: large enough for all cores, and quick on one."""
-ELEMENTS = 4 << 20
-"""That AdamW updates: more than fit in a CPU's caches."""
-ARRAYS = 7
-"""That AdamW reads or writes: gradient, weight and two moments, of which the last three are written, too."""
-
-
-def measured_flops() -> float:
-    """Operations a second of a product of float32 matrices."""
-    matrix = torch.ones(MATRIX_SIDE, MATRIX_SIDE, device=_device())
-    return 2 * MATRIX_SIDE**3 / _seconds(lambda: matrix @ matrix)
-
-
-def measured_memory_bytes() -> float:
-    """Bytes a second that a step of fused AdamW reads and writes."""
-    parameter = torch.nn.Parameter(torch.ones(ELEMENTS, device=_device()))
-    parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    return ARRAYS * parameter.nbytes / _seconds(optimizer.step)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    """Of one call: the least, since other programs only take time away."""
-    best = float("inf")
-    end = perf_counter() + SECONDS
-    while best == float("inf") or perf_counter() < end:
-        _wait()
-        started = perf_counter()
-        work()
-        _wait()
-        best = min(best, perf_counter() - started)
-    return best
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-# What ``attach`` says to its options in this set-up: it is asked, on a small model of the same kind.
-
-
-SIDE = 2
-SCHEDULES: Mapping[str, dict[str, Any]] = {
-    "schedule='backward'": {"schedule": "backward"},
-    "schedule='forward'": {"schedule": "forward"},
-    "undo=True": {"schedule": "backward", "undo": True},
-}
-OPTIONS: Mapping[str, dict[str, Any]] = {
-    "clip=ClipNorm(1.0)": {"clip": ClipNorm(1.0)},
-    "clip=ClipNorm(1.0, mode='two_pass')": {"clip": ClipNorm(1.0, mode="two_pass")},
-    "clip=ClipNorm(1.0, mode='per_bucket')": {"clip": ClipNorm(1.0, mode="per_bucket")},
-    "clip=ClipNorm(1.0, mode='previous_norm')": {"clip": ClipNorm(1.0, mode="previous_norm")},
-    "clip=ClipValue(1.0)": {"clip": ClipValue(1.0)},
-    "accumulation_steps=2": {"accumulation_steps": 2},
-    "scaler=GradScaler()": {"scaler": GradScaler("cpu")},
-    "nonfinite='skip'": {"nonfinite": "skip"},
-    "nonfinite='raise'": {"nonfinite": "raise"},
-    "mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16)": {
-        "mixed_precision": MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    },
-    "bucket_bytes=1048576": {"bucket_bytes": MIB},
-    "comm_hook=(None, hook)": {"comm_hook": (None, allreduce_hook)},
-    "cross_iteration=True": {"cross_iteration": True},
-    "shard_state=True": {"shard_state": True},
-}
-
-
-def try_options(planned: PlannedModel, make: MakeOptimizer, job: Job) -> tuple[tuple[Refusal, ...], tuple[str, ...]]:
-    """What is refused, with the reasons, and what is accepted.
-
-    Every option is tried with each schedule, by itself. Where a schedule is refused without any, its options are not
-    tried.
-    """
-    return _try(planned, make, job, OPTIONS)
-
-
-def try_schedules(planned: PlannedModel, make: MakeOptimizer, job: Job) -> tuple[tuple[Refusal, ...], tuple[str, ...]]:
-    """The same of the schedules alone, without any option."""
-    return _try(planned, make, job, {})
-
-
-def _try(
-    planned: PlannedModel, make: MakeOptimizer, job: Job, options: Mapping[str, dict[str, Any]]
-) -> tuple[tuple[Refusal, ...], tuple[str, ...]]:
-    refused: dict[tuple[str, str], list[str]] = {}
-    accepted = []
-    possible = []
-    with _as_trained(job) as wrap:
-        for schedule, arguments in SCHEDULES.items():
-            reason = _refusal(planned, make, wrap, arguments)
-            if reason is None:
-                possible.append(schedule)
-                accepted.append(schedule)
-            else:
-                refused.setdefault((EVERYTHING, reason), []).append(schedule)
-        for option, argument in options.items():
-            for schedule in possible:
-                reason = _refusal(planned, make, wrap, {**SCHEDULES[schedule], **argument})
-                if reason is None:
-                    accepted.append(f"{option}, {schedule}")
-                else:
-                    refused.setdefault((option, reason), []).append(schedule)
-    return tuple(
-        Refusal(option if len(where) == len(SCHEDULES) else f"{option} with {', '.join(where)}", reason)
-        for (option, reason), where in refused.items()
-    ), tuple(accepted)
-
-
-def _refusal(planned: PlannedModel, make: MakeOptimizer, wrap: Any, arguments: dict[str, Any]) -> str | None:
-    model = _small(planned)
-    optimizer = make(p for p in model.parameters() if p.requires_grad)
-    wrapped = wrap(model)
-    try:
-        attach(wrapped, optimizer, **arguments).detach()
-    except AttachError as error:
-        return str(error)
-    return None
-
-
-def _small(planned: PlannedModel) -> nn.Module:
-    """The same modules and names, with parameters of the same kinds that hold a few numbers each."""
-    memo: dict[int, Any] = {id(planned): planned}
-    for parameter in planned.model.parameters():
-        small = torch.zeros((SIDE,) * parameter.dim(), dtype=parameter.dtype)
-        memo[id(parameter)] = nn.Parameter(small, requires_grad=parameter.requires_grad)
-    for buffer in planned.model.buffers():
-        memo[id(buffer)] = torch.zeros((), dtype=buffer.dtype)
-    with planned.fakes.copying():
-        return copy.deepcopy(planned.model, memo)
-
-
-@contextmanager
-def _as_trained(job: Job) -> Iterator[Any]:
-    """What makes of the model what ``attach`` would be given. Several ranks are one that believes so."""
-    if job.world_size == 1:
-        yield lambda model: model
-        return
-    if dist.is_initialized():
-        raise PlanError("a process group is there already: plan for several ranks in a process of its own")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    stores: Any = dist  # which does not say that it has one without a network
-    dist.init_process_group("gloo", rank=0, world_size=1, store=stores.HashStore())
-    try:
-        yield lambda model: DistributedDataParallel(model, gradient_as_bucket_view=job.bucket_view)
-    finally:
-        dist.destroy_process_group()
-
-
-# A plan from a job: rehearse, lay out the buckets, ask ``attach``, and compute the times.
-
-
 GBITS, LATENCY_US, PCIE_GBYTES = 100.0, 20.0, 25.0
+"""The defaults of the rates that cannot be measured here."""
 
 
 def plan(job: Job, *, refusals: bool = False) -> Estimate:
-    """What training as ``job`` says will need and take.
+    """Return what training as ``job`` says would need and take.
 
     Nothing is trained, and no tensor of the model is made. Rates of the machine that ``job`` does not give are
     measured, which takes two seconds.
@@ -222,6 +54,7 @@ def plan(job: Job, *, refusals: bool = False) -> Estimate:
 
 
 def _require_sensible(job: Job) -> None:
+    """Refuse numbers that make no sense, and options that do not go together, before anything is built."""
     positive = ("world_size", "micro_batches", "bucket_cap_mb", "bucket_bytes")
     rates = ("gbits", "tflops", "terabytes", "forward_ms", "pcie_gbytes")
     given = {name: getattr(job, name) for name in positive} | {name: getattr(job.rates, name) for name in rates}
@@ -248,7 +81,7 @@ def _require_sensible(job: Job) -> None:
 
 
 class _Planning:
-    """One plan in the making."""
+    """One plan in the making: it collects the numbers, and the assumptions that they rest on."""
 
     def __init__(self, job: Job, planned: PlannedModel, makers: Mapping[str, MakeOptimizer]) -> None:
         self._job = job
@@ -256,16 +89,15 @@ class _Planning:
         self._makers = makers
         self._trained = {name: p for name, p in planned.model.named_parameters() if p.requires_grad}
         self._assumptions: list[str] = []
-        self._first: Measured | None = None
-        self._refused: str | None = None
+        self._first: Measured | None = None  # the plain loop with the first implementation of the optimizer
+        self._refused: str | None = None  # the reason, if the optimizer or the model is refused
 
     def estimate(self, try_all: bool) -> Estimate:
         job, model = self._job, self._planned.model
         make = next(iter(self._makers.values()))
-        asked = try_options if try_all else try_schedules
-        refusals, accepted = asked(self._planned, make, job)
+        refusals, accepted = ask_attach(self._planned, make, job, every_option=try_all)
         self._order = order_of_gradients(self._planned)
-        # The default schedule takes every optimizer: then only it has a row.
+        # The default schedule takes every optimizer, so that a refused one has a row for ``forward`` alone.
         self._refused = next((one.reason for one in refusals if one.options.startswith(EVERYTHING)), None)
         peaks = self._peaks()
         plain = self._first
@@ -297,13 +129,14 @@ class _Planning:
             assumptions=tuple(self._assumptions),
         )
 
-    def _peaks(self) -> list[Peak]:
-        found: dict[str, list[Peak]] = {}
+    def _peaks(self) -> list[PlannedPeak]:
+        """Rehearse each way to train with each implementation of the optimizer."""
+        found: dict[str, list[PlannedPeak]] = {}
         failed: list[PlanError] = []
         for implementation, make in self._makers.items():
             try:
                 for way, seen in (self._alone if self._job.world_size == 1 else self._among_ranks)(make):
-                    found.setdefault(way, []).append(Peak(way, implementation, seen.peak, seen.own))
+                    found.setdefault(way, []).append(PlannedPeak(way, implementation, seen.peak, seen.own))
             except PlanError as error:
                 failed.append(error)
         if not found:
@@ -312,6 +145,7 @@ class _Planning:
         return [peak for peaks in found.values() for peak in peaks]
 
     def _alone(self, make: MakeOptimizer) -> Iterator[tuple[str, Measured]]:
+        """Rehearse the ways to train on one device."""
         run = DryRun(self._planned, make, self._job.micro_batches)
         size = self._job.bucket_bytes
         plain = run.plain()
@@ -321,18 +155,20 @@ class _Planning:
             yield "forward", plain
             return
         attached = run.attached(size)
+        # The plain loop has no buckets: the plan shows those that ``attach`` makes.
         if not self._first.buckets:
             self._first = replace(self._first, buckets=attached.buckets)
         yield "backward", attached
-        yield from self._away("backward", attached, attached.buckets)
+        yield from self._offload("backward", attached, attached.buckets)
         if self._job.micro_batches > 1:
             yield "backward, micro_batches", run.attached(size, together=True)
         forward = run.by_bucket(self._step_buckets())
         yield "forward", forward
-        yield from self._away("forward", forward, self._named(self._step_buckets()))
+        yield from self._offload("forward", forward, self._named(self._step_buckets()))
         yield "backward, undo", run.attached(size, undo=True)
 
     def _among_ranks(self, make: MakeOptimizer) -> Iterator[tuple[str, Measured]]:
+        """Rehearse the ways to train on several ranks, of which each has the same peak."""
         run, ranks, view = DryRun(self._planned, make), self._job.world_size, self._job.bucket_view
         ddp = self._ddp_buckets()
         plain = run.plain(ddp, view=view)
@@ -344,22 +180,28 @@ class _Planning:
         transient = run.attached(self._sizes.rest)
         backward = run.by_bucket(ddp, ddp, view=view)
         yield "backward", backward
-        yield from self._away("backward", backward, self._named(ddp))
+        yield from self._offload("backward", backward, self._named(ddp))
         yield "forward", run.by_bucket(self._step_buckets(), ddp, view=view)
         yield "backward, undo", run.by_bucket(ddp, ddp, view=view, undo=True)
+        # shard_state: each rank keeps its share of the state, rounded up (-(-a // b)).
         state = sum(sum(one.values()) for one in backward.state.values())
         own = backward.own - state + -(-state // ranks)
         gradients = sum(p.nbytes for p in self._trained.values())
         for schedule, sent in (("backward", gradients), ("forward", 0)):
-            # While backward runs, all that is sent; in the step, what is sent and gathered beside what was received.
+            # While backward runs, a copy of all gradients is being sent. In the step, what is sent and gathered is
+            # there beside what was received.
             during = backward.peak - backward.own + gradients
             step = 2 * gradients + sent + 2 * -(-gradients // ranks)
             yield f"{schedule}, shard_state", replace(backward, peak=own + max(during, step), own=own)
+        # ``replicate`` keeps no bucket: at most IN_FLIGHT of them are on their way, the largest ones at worst.
         in_flight = sorted((sum(p.nbytes for p in bucket) for bucket in ddp), reverse=True)[:IN_FLIGHT]
         yield "backward, replicate", replace(transient, peak=transient.peak + sum(in_flight))
 
-    def _away(self, way: str, seen: Measured, buckets: Sequence[Sequence[str]]) -> Iterator[tuple[str, Measured]]:
-        """The same with ``offload="host"``: state of two buckets that are stepped one after the other is there."""
+    def _offload(self, way: str, seen: Measured, buckets: Sequence[Sequence[str]]) -> Iterator[tuple[str, Measured]]:
+        """Yield the same way with ``offload="host"``, if the job asks for it.
+
+        State of two buckets is on the device: while one is stepped, the next one's is copied.
+        """
         if self._job.offload is None:
             return
         of_buckets = [self._state_of(seen, bucket) for bucket in buckets]
@@ -368,6 +210,7 @@ class _Planning:
         yield f"{way}, offload", replace(seen, peak=seen.peak - away, own=seen.own - away)
 
     def _state_of(self, seen: Measured, names: Sequence[str]) -> int:
+        """Return the bytes of state that these parameters have."""
         places = {name: number for number, (name, _) in enumerate(self._planned.model.named_parameters())}
         return sum(sum(seen.state.get(places[name], {}).values()) for name in names)
 
@@ -381,6 +224,7 @@ class _Planning:
         speed = self._job.rates.pcie_gbytes or PCIE_GBYTES
         if self._job.rates.pcie_gbytes is None:
             self._assumptions.append(f"{speed:g} GB/s between host and device, in each direction (--pcie-gbytes)")
+        # To the device and back at the same time, beside backward, which hides as much as it lasts.
         seconds = state / (speed * 1e9)
         return Offloaded(state, seconds, None if backward is None else max(0.0, seconds - backward))
 
@@ -389,7 +233,7 @@ class _Planning:
         return BucketSizes.of(self._job.bucket_cap_mb)
 
     def _ddp_buckets(self) -> list[list[torch.Tensor]]:
-        """DDP's, as they are after its first backward."""
+        """Return DDP's buckets as they are after its first backward, which puts them in the order of arrival."""
         parameters = list(self._trained.values())
         numbers = {name: number for number, name in enumerate(self._trained)}
         arrived = [numbers[name] for name in self._order]
@@ -400,7 +244,7 @@ class _Planning:
         return [[parameters[number] for number in bucket] for bucket in layout.buckets]
 
     def _step_buckets(self) -> list[list[torch.Tensor]]:
-        """Those of ``schedule="forward"``: in the order in which the model has its parameters."""
+        """Return the buckets of ``schedule="forward"``: in the order in which the model has its parameters."""
         specs = [
             ParameterSpec(number, name, p.shape, p.dtype, p.device, p.nbytes)
             for number, (name, p) in enumerate(self._trained.items())
@@ -409,6 +253,7 @@ class _Planning:
         return [[self._trained[spec.name] for spec in bucket.parameters] for bucket in buckets]
 
     def _buckets(self, plain: Measured) -> tuple[PlannedBucket, ...]:
+        """Return the buckets in which backward completes gradients."""
         if self._job.world_size > 1:
             buckets = list(map(tuple, self._named(self._ddp_buckets())))
         else:
@@ -419,7 +264,8 @@ class _Planning:
             made.append(PlannedBucket(nbytes, bucket, 3 * nbytes + 2 * self._state_of(plain, bucket)))
         return tuple(made)
 
-    def _machine(self) -> Machine:
+    def _machine(self) -> MachineRates:
+        """Return the machine's rates: given, measured here, or by default. What is not given is an assumption."""
         job = self._job
         terabytes, tflops = job.rates.terabytes, job.rates.tflops
         if terabytes is None:
@@ -435,9 +281,10 @@ class _Planning:
             self._assumptions.append(f"{gbits:g} Gbit/s of each rank's link (--gbits)")
         if job.world_size > 1 and job.rates.latency_us is None:
             self._assumptions.append(f"{latency:g} µs from one rank to another (--latency-us)")
-        return Machine(job.world_size, (tflops or 1.0) * 1e12, terabytes * 1e12, gbits * 1e9 / 8, latency * 1e-6)
+        return MachineRates(job.world_size, (tflops or 1.0) * 1e12, terabytes * 1e12, gbits * 1e9 / 8, latency * 1e-6)
 
-    def _forward_seconds(self, machine: Machine) -> float | None:
+    def _forward_seconds(self, machine: MachineRates) -> float | None:
+        """Return the seconds of all forwards of a step; ``None``: they are not known."""
         if self._job.rates.forward_ms is not None:
             return self._job.micro_batches * self._job.rates.forward_ms / 1e3
         if not self._planned.runs:
@@ -450,3 +297,49 @@ class _Planning:
             self._assumptions.append("no times of an iteration: the forward has no operations that torch counts")
             return None
         return self._job.micro_batches * flops / machine.flops
+
+
+SECONDS = 0.7
+"""How long each rate is measured."""
+MATRIX_SIDE = 768
+"""The side of the matrices that are multiplied: large enough for all cores, and quick on one."""
+ELEMENTS = 4 << 20
+"""The numbers that AdamW updates: more than fit in a CPU's caches."""
+ARRAYS = 7
+"""The arrays that AdamW reads or writes: gradient, weight and two moments, of which the last three are written, too."""
+
+
+def measured_flops() -> float:
+    """Return the operations a second of a product of float32 matrices."""
+    matrix = torch.ones(MATRIX_SIDE, MATRIX_SIDE, device=_device())
+    return 2 * MATRIX_SIDE**3 / _seconds(lambda: matrix @ matrix)
+
+
+def measured_memory_bytes() -> float:
+    """Return the bytes a second that a step of fused AdamW reads and writes."""
+    parameter = torch.nn.Parameter(torch.ones(ELEMENTS, device=_device()))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    return ARRAYS * parameter.nbytes / _seconds(optimizer.step)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Return the seconds of one call: the least, since other programs only take time away."""
+    best = float("inf")  # of one call at least, however long that takes
+    end = perf_counter() + SECONDS
+    while best == float("inf") or perf_counter() < end:
+        _wait()
+        started = perf_counter()
+        work()
+        _wait()
+        best = min(best, perf_counter() - started)
+    return best
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

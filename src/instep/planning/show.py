@@ -1,4 +1,4 @@
-"""``instep plan`` from its options to its tables and its verdict."""
+"""``instep plan`` from its options to its tables and its verdict: tables on a terminal, the same words in a pipe."""
 
 import dataclasses
 import json as jsonlib
@@ -12,79 +12,32 @@ from rich.console import Console
 from rich.table import Table
 
 from instep._version import __version__
-from instep.planning.job import Job
+from instep.planning.job import EVERYTHING, Estimate, Job, Offloaded, PlannedBucket, PlannedPeak, PlannedTimes
 from instep.planning.plan import plan
-from instep.report.run import require_writable, write
-from instep.report.simulate import EVERYTHING, Estimate, Offloaded, Peak, PlannedBucket, Times
-
-# What a plan comes to, in a few lines: what would be saved, what the step takes, and which line to write.
+from instep.report.files import require_writable, write
 
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-BACKWARD, REPLICATE, TOGETHER = 'schedule="backward"', "instep.replicate", "overlap.micro_batches()"
-OFFLOAD = f'{BACKWARD}, offload="host"'
-WORTH = 0.05
-"""Of the peak: less than that is not worth a schedule that has limits."""
+def run(job: Job, refusals: bool, json: Path | None, quiet: bool) -> None:
+    """Plan, show and write what was found.
 
-
-def verdict(estimate: Estimate) -> Iterator[str]:
-    """A line each. Memory is that of the optimizer as it is built, the first column of the table."""
-    gradients = size_of(sum(estimate.sizes.gradients.values())) + " of gradients"
-    gradients += " on each rank" if estimate.ranks > 1 else ""
-    peaks = {peak.way: peak for peak in estimate.peaks if peak.implementation == estimate.peaks[0].implementation}
-    plain = peaks["plain"].total
-    way, best = _best(peaks)
-    if best < plain:
-        yield (
-            f"{gradients}. {way} would save {size_of(plain - best)}: {size_of(best)} at the peak in place of "
-            f"{size_of(plain)} ({estimate.optimizer}, {peaks['plain'].implementation})"
-        )
-    else:
-        yield f"{gradients}, of which nothing would be saved: {size_of(plain)} at the peak"
-    times = {one.schedule: one for one in estimate.times.schedules}
-    if times:
-        share = 1 - times["no optimizer"].iteration / times["plain"].iteration
-        yield f"The step takes {share:.1%} of an iteration"
-    yield f"Take {_line(estimate, way if plain - best > WORTH * plain else None)}"
-
-
-def _best(peaks: Mapping[str, Peak]) -> tuple[str, int]:
-    """Of the ways that free gradients early the one with the lowest peak, in words, and that peak."""
-    ways = {
-        "backward": BACKWARD,
-        "backward, offload": OFFLOAD,
-        "backward, replicate": f"{REPLICATE} with {BACKWARD}",
-        "backward, micro_batches": f"{TOGETHER} with {BACKWARD}",
-    }
-    found = {said: peaks[way].total for way, said in ways.items() if way in peaks} or {"": peaks["plain"].total}
-    said = min(found, key=found.__getitem__)
-    return said, found[said]
-
-
-def _line(estimate: Estimate, way: str | None) -> str:
-    refused = next((one for one in estimate.refusals if one.options.startswith(EVERYTHING)), None)
-    if refused is not None:
-        return f"instep.attach(model, optimizer). schedule='backward' is refused: {refused.reason}"
-    if way is None:
-        return "instep.attach(model, optimizer)"
-    wrap = f"model = {REPLICATE}(model), and " if REPLICATE in way else ""
-    call = f", and {TOGETHER} in place of the loop over micro-batches" if TOGETHER in way else ""
-    return f"{wrap}instep.attach(model, optimizer, {OFFLOAD if OFFLOAD in way else BACKWARD}){call}"
-
-
-def size_of(size: int) -> str:
-    """In the unit that suits it."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if abs(size) >= unit:
-            return f"{size / unit:,.2f} {name}"
-    return f"{size} B"
-
-
-# What a plan looks like: tables on a terminal, the same words in a pipe.
+    Raises:
+        PlanError: something that ``job`` names is not there, or cannot be run without data.
+        NotWrittenError: ``json`` cannot be written.
+    """
+    # Before the rehearsal, which takes seconds.
+    if json is not None:
+        require_writable("--json", json)
+    terminal = Console(stderr=True)  # stdout may be a pipe: it gets the plan alone
+    with terminal.status("rehearsing some steps without data") if terminal.is_terminal else nullcontext():
+        estimate = plan(job, refusals=refusals)
+    if json is not None:
+        versions = {"instep_version": __version__, "torch_version": torch.__version__}
+        write("--json", json, jsonlib.dumps({**versions, **dataclasses.asdict(estimate)}, indent=2) + "\n")
+    show(Console(), estimate, quiet)
 
 
 SHOWN = 12
-"""Buckets; of more, the first and the last."""
+"""The most buckets that are listed; of more, the first ones and the last."""
 
 
 def show(console: Console, estimate: Estimate, quiet: bool) -> None:
@@ -114,6 +67,64 @@ def show(console: Console, estimate: Estimate, quiet: bool) -> None:
             _print(console, f"Assumed: {assumption}")
 
 
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+# What an option that frees gradients early is called in the verdict.
+BACKWARD, REPLICATE, TOGETHER = 'schedule="backward"', "instep.replicate", "overlap.micro_batches()"
+OFFLOAD = f'{BACKWARD}, offload="host"'
+WORTH = 0.05
+"""The share of the peak below which a gain is not worth a schedule that has limits."""
+
+
+def verdict(estimate: Estimate) -> Iterator[str]:
+    """Yield a line on each: what would be saved, what the step takes, and which line to write.
+
+    Memory is that of the optimizer as it is built: the first column of the table.
+    """
+    gradients = size_of(sum(estimate.sizes.gradients.values())) + " of gradients"
+    gradients += " on each rank" if estimate.ranks > 1 else ""
+    peaks = {peak.way: peak for peak in estimate.peaks if peak.implementation == estimate.peaks[0].implementation}
+    plain = peaks["plain"].total
+    way, best = _best(peaks)
+    if best < plain:
+        yield (
+            f"{gradients}. {way} would save {size_of(plain - best)}: {size_of(best)} at the peak in place of "
+            f"{size_of(plain)} ({estimate.optimizer}, {peaks['plain'].implementation})"
+        )
+    else:
+        yield f"{gradients}, of which nothing would be saved: {size_of(plain)} at the peak"
+    times = {one.schedule: one for one in estimate.times.schedules}
+    if times:
+        share = 1 - times["no optimizer"].iteration / times["plain"].iteration
+        yield f"The step takes {share:.1%} of an iteration"
+    yield f"Take {_line(estimate, way if plain - best > WORTH * plain else None)}"
+
+
+def _best(peaks: Mapping[str, PlannedPeak]) -> tuple[str, int]:
+    """Return the way to free gradients early that has the lowest peak, in words, and that peak."""
+    ways = {
+        "backward": BACKWARD,
+        "backward, offload": OFFLOAD,
+        "backward, replicate": f"{REPLICATE} with {BACKWARD}",
+        "backward, micro_batches": f"{TOGETHER} with {BACKWARD}",
+    }
+    found = {said: peaks[way].total for way, said in ways.items() if way in peaks} or {"": peaks["plain"].total}
+    # A plan has only the ways that the job asks for, and none of these if ``attach`` refuses: then nothing is saved.
+    said = min(found, key=found.__getitem__)
+    return said, found[said]
+
+
+def _line(estimate: Estimate, way: str | None) -> str:
+    """Return the line to write for ``way``; ``None``: no way is worth it."""
+    refused = next((one for one in estimate.refusals if one.options.startswith(EVERYTHING)), None)
+    if refused is not None:
+        return f"instep.attach(model, optimizer). schedule='backward' is refused: {refused.reason}"
+    if way is None:
+        return "instep.attach(model, optimizer)"
+    wrap = f"model = {REPLICATE}(model), and " if REPLICATE in way else ""
+    call = f", and {TOGETHER} in place of the loop over micro-batches" if TOGETHER in way else ""
+    return f"{wrap}instep.attach(model, optimizer, {OFFLOAD if OFFLOAD in way else BACKWARD}){call}"
+
+
 def _sizes(estimate: Estimate) -> Table:
     sizes = estimate.sizes
     rows: dict[str, Mapping[str, int]] = {
@@ -132,9 +143,10 @@ def _sizes(estimate: Estimate) -> Table:
     return table
 
 
-def _peaks(peaks: Sequence[Peak]) -> Table:
+def _peaks(peaks: Sequence[PlannedPeak]) -> Table:
     implementations = list(dict.fromkeys(peak.implementation for peak in peaks))
     plain = {peak.implementation: peak for peak in peaks if peak.way == "plain"}
+    # Two columns for each implementation of the optimizer: the peak, and what is saved of the plain loop's.
     table = _table("", *(name for one in implementations for name in (one, "saves")))
     for way in dict.fromkeys(peak.way for peak in peaks):
         mine = {peak.implementation: peak for peak in peaks if peak.way == way}
@@ -177,7 +189,7 @@ def _show_times(console: Console, estimate: Estimate) -> None:
     console.print(table)
 
 
-def _show_offloaded(console: Console, offloaded: Offloaded | None, times: Times) -> None:
+def _show_offloaded(console: Console, offloaded: Offloaded | None, times: PlannedTimes) -> None:
     if offloaded is None:
         return
     beside = ""
@@ -191,11 +203,24 @@ def _show_offloaded(console: Console, offloaded: Offloaded | None, times: Times)
 
 
 def _show_refusals(console: Console, estimate: Estimate, quiet: bool) -> None:
+    # A refusal of everything is shown always: it is the reason why a row is missing.
     refusals = [one for one in estimate.refusals if not quiet or one.options == EVERYTHING]
     if refusals:
         _print(console, "attach refuses")
     for refusal in refusals:
         _print(console, f"  {refusal.options}: {refusal.reason}")
+
+
+def size_of(size: int) -> str:
+    """Return a size in words, in the unit that suits it."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(size) >= unit:
+            return f"{size / unit:,.2f} {name}"
+    return f"{size} B"
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:.1f} µs"
 
 
 def _table(*columns: str, left: Sequence[str] = ("", "by dtype")) -> Table:
@@ -206,29 +231,5 @@ def _table(*columns: str, left: Sequence[str] = ("", "by dtype")) -> Table:
 
 
 def _print(console: Console, line: str) -> None:
+    # Reasons and names are the user's text: brackets in them are no markup, and a pipe gets whole lines.
     console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:.2f} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:.1f} µs"
-
-
-# ``instep plan`` from its options to its tables.
-
-
-def run(job: Job, refusals: bool, json: Path | None, quiet: bool) -> None:
-    """Plan, show and write what was found.
-
-    Raises:
-        PlanError: something that ``job`` names is not there, or cannot be run without data.
-        NotWrittenError: ``json`` cannot be written.
-    """
-    if json is not None:
-        require_writable("--json", json)
-    terminal = Console(stderr=True)
-    with terminal.status("rehearsing some steps without data") if terminal.is_terminal else nullcontext():
-        estimate = plan(job, refusals=refusals)
-    if json is not None:
-        versions = {"instep_version": __version__, "torch_version": torch.__version__}
-        write("--json", json, jsonlib.dumps({**versions, **dataclasses.asdict(estimate)}, indent=2) + "\n")
-    show(Console(), estimate, quiet)

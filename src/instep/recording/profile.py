@@ -1,4 +1,9 @@
-"""What ``torch.profiler`` saw, in the terms of a recording: what ran when, and whose the memory is."""
+"""What ``torch.profiler`` saw, in the terms of a recording: what ran when, and whose the memory is.
+
+While a loop is recorded, ``held_before`` says what there was at the beginning, and ``GradientNotes`` where gradients
+lie. Afterwards ``Trace`` reads the profiler's file, and ``memory_of`` gives each allocation a category: by the span in
+which it was made, by the notes, and by the optimizers' state at the end.
+"""
 
 import json
 from bisect import bisect_right
@@ -13,21 +18,120 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from instep.report.spans import BUCKETS, GRADIENTS, Allocation, Memory, Span, curve, pair
+from instep.report.memory import BUCKETS, GRADIENTS, Allocation, Memory, curve, pair
+from instep.report.run import TraceEvent
+from instep.report.spans import Span
 
-# What ``torch.profiler`` saw, in the terms of a recording.
-
-
-Event = dict[str, Any]
-
+# Names of events in the profiler's file.
 NODE = "autograd::engine::evaluate_function: "
 ACCUMULATION = NODE + "torch::autograd::AccumulateGrad"
 STEP = "Optimizer.step#"
-
+# By the names that the profiler has for dtypes of floating-point numbers.
 _BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "c10::complex<float>": 8}
+PARAMETERS, STATE = "parameters", "optimizer state"
+_MADE_IN = {  # by the kind of the span in which memory was allocated
+    "forward": "activations",
+    "backward": "temporaries of backward",
+    "step": "temporaries of the step",
+    "waiting": "temporaries of backward",
+    None: "other",
+}
 
 
-class Change(NamedTuple):
+def held_before(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, int]:
+    """Return the bytes of the model, its gradients, and the state of its optimizers, by category."""
+    by_address: dict[int, tuple[str, int]] = {}
+    ddp_bytes, in_ddp = _buckets(model)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        _count(by_address, tensor, PARAMETERS)
+    for optimizer in optimizers:
+        for tensor in tensors_in_state(optimizer):
+            _count(by_address, tensor, STATE)
+    for parameter in model.parameters():
+        # instep's placeholders have no memory; a view of a bucket is counted with the bucket.
+        if type(parameter.grad) is torch.Tensor and id(parameter) not in in_ddp:
+            _count(by_address, parameter.grad, GRADIENTS)
+    nbytes = {BUCKETS: ddp_bytes}
+    for category, size in by_address.values():
+        nbytes[category] = nbytes.get(category, 0) + size
+    return nbytes
+
+
+def _buckets(model: nn.Module) -> tuple[int, set[int]]:
+    """Return the bytes of DDP's buckets, and the ids of the parameters whose gradients are views of them."""
+    nbytes, views = 0, set()
+    for ddp in model.modules():
+        if isinstance(ddp, DistributedDataParallel):
+            for name, parameter in ddp.module.named_parameters():
+                if parameter.requires_grad and name not in ddp.parameters_to_ignore:
+                    nbytes += parameter.numel() * parameter.element_size()
+                    if ddp.gradient_as_bucket_view:
+                        views.add(id(parameter))
+    return nbytes, views
+
+
+def _count(by_address: dict[int, tuple[str, int]], tensor: torch.Tensor, category: str) -> None:
+    for address, nbytes in storages(tensor):
+        by_address.setdefault(address, (category, nbytes))
+
+
+def tensors_in_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the tensors in the state of each parameter. Values in other containers are not looked for."""
+    for values in list(optimizer.state.values()):
+        if isinstance(values, dict):
+            yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+
+
+def storages(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Yield the address and the bytes of a tensor's memory, if it has any on this rank."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor
+    if isinstance(local, torch.Tensor) and local.layout is torch.strided and not local.is_meta:
+        storage = local.untyped_storage()
+        if storage.nbytes():
+            yield storage.data_ptr(), storage.nbytes()
+
+
+def state_beside_parameters(optimizers: Sequence[Optimizer]) -> dict[int, int]:
+    """Return the bytes of the optimizers' state that lies on the device of its parameter now, by address."""
+    found: dict[int, int] = {}
+    for optimizer in optimizers:
+        for parameter, values in list(optimizer.state.items()):
+            for tensor in values.values() if isinstance(values, dict) else ():
+                if isinstance(tensor, torch.Tensor) and tensor.device == getattr(parameter, "device", None):
+                    found.update(storages(tensor))
+    return found
+
+
+class GradientNote(NamedTuple):
+    """The address of a gradient that was about to be accumulated."""
+
+    time: float
+    address: int
+
+
+class GradientNotes:
+    """Notes of where gradients lie, made by hooks on parameters until ``stop``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.notes: list[GradientNote] = []
+        self._handles = []
+        for parameter in model.parameters():
+            # FSDP sets the gradients of its shards itself, and no such hook is called.
+            if parameter.requires_grad and parameter.is_leaf and not hasattr(parameter, "to_local"):
+                self._handles.append(parameter.register_hook(self._note))
+
+    def stop(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, gradient: torch.Tensor) -> None:
+        if type(gradient) is torch.Tensor:
+            for address, _ in storages(gradient):
+                self.notes.append(GradientNote(perf_counter(), address))
+
+
+class MemoryChange(NamedTuple):
     """Memory that was allocated, or freed if ``nbytes`` is negative."""
 
     time: float
@@ -37,34 +141,35 @@ class Change(NamedTuple):
 
 
 class Trace:
-    """Events of a trace that ``torch.profiler`` exported.
+    """The events of a trace that ``torch.profiler`` exported. Times that it gives out are ``perf_counter`` seconds.
 
     Args:
-        offset: what ``perf_counter`` is behind the time of day, in seconds. All times given out are the former's.
+        offset: the time of day less ``perf_counter``, in seconds.
     """
 
     def __init__(self, path: Path, offset: float) -> None:
         document = json.loads(path.read_bytes())
         self._zero = document["baseTimeNanoseconds"] / 1e9 - offset
-        self._events: list[Event] = [event for event in document["traceEvents"] if "ts" in event]
+        self._events: list[TraceEvent] = [event for event in document["traceEvents"] if "ts" in event]
 
-    def time(self, event: Event) -> float:
+    def time(self, event: TraceEvent) -> float:
+        """Return when an event began."""
         return float(self._zero + event["ts"] / 1e6)
 
     def nodes(self) -> list[float]:
-        """When a node of a graph began to run in a backward, in order."""
+        """Return when each node of a graph began to run in a backward, in order."""
         return sorted(self.time(event) for event in self._named(NODE))
 
     def accumulations(self) -> list[Span]:
-        """In which a gradient came to a parameter."""
+        """Return the spans in which a gradient came to a parameter."""
         return [self._span("accumulation", "", event) for event in self._named(ACCUMULATION)]
 
     def steps(self) -> list[Span]:
-        """Calls of ``optimizer.step()``."""
+        """Return the calls of ``optimizer.step()``."""
         return [self._span("step", "optimizer.step()", event) for event in self._named(STEP)]
 
     def communication(self) -> list[Span]:
-        """Collectives under way. Those of integers are left out: gradients and parameters are not."""
+        """Return the collectives under way, without those of integers: gradients and parameters are floating-point."""
         found = []
         for event in self._events:
             if event.get("ph") != "X":
@@ -79,36 +184,38 @@ class Trace:
                 found.append(self._span("communication", name, event))
         return found
 
-    def memory(self) -> Iterator[Change]:
-        """In order of time."""
+    def memory(self) -> Iterator[MemoryChange]:
+        """Yield the changes of memory, in order of time."""
         changes = []
         for event in self._events:
             if event["name"] == "[memory]":
                 found = event["args"]
-                changes.append(Change(self.time(event), found["Addr"], found["Bytes"], event["tid"]))
+                changes.append(MemoryChange(self.time(event), found["Addr"], found["Bytes"], event["tid"]))
         return iter(sorted(changes))
 
-    def shown(self, zero: float) -> list[Event]:
-        """All operations, for a trace viewer, in microseconds since ``zero``."""
+    def shown(self, zero: float) -> list[TraceEvent]:
+        """Return all operations, for a trace viewer, in microseconds since ``zero``."""
         kept = []
         for event in self._events:
+            # Only what has a thread: the rest are rows of the profiler's own.
             if event.get("ph") == "X" and event.get("cat") not in ("Trace", None) and isinstance(event["tid"], int):
                 ts = 1e6 * (self.time(event) - zero)
                 kept.append({key: event[key] for key in ("ph", "cat", "name", "tid", "dur")} | {"ts": ts})
         return kept
 
-    def _named(self, prefix: str) -> Iterator[Event]:
+    def _named(self, prefix: str) -> Iterator[TraceEvent]:
         return (event for event in self._events if event.get("ph") == "X" and event["name"].startswith(prefix))
 
-    def _span(self, kind: str, name: str, event: Event) -> Span:
+    def _span(self, kind: str, name: str, event: TraceEvent) -> Span:
         start = self.time(event)
         return Span(kind, name, start, start + event["dur"] / 1e6, event["tid"])
 
 
 def _nbytes(arguments: dict[str, Any]) -> int | None:
-    """Of what was communicated; ``None`` if none of it is of floating-point numbers."""
+    """Return the bytes that a collective communicated; ``None`` if none of them are of floating-point numbers."""
     total = None
     for kind, dims in zip(arguments.get("Input type", ()), arguments.get("Input Dims", ()), strict=False):
+        # A list of tensors has lists of names and of shapes.
         for name, shape in [(kind, dims)] if isinstance(kind, str) else zip(kind, dims, strict=False):
             if name in _BYTES:
                 total = (total or 0) + _BYTES[name] * _product(shape)
@@ -122,126 +229,6 @@ def _product(shape: Iterable[int]) -> int:
     return product
 
 
-class Phases:
-    """Which of some spans a moment lies in, by thread. Of nested ones the innermost."""
-
-    def __init__(self, spans: Iterable[Span]) -> None:
-        self._by_thread: dict[int, list[Span]] = {}
-        for span in sorted(spans, key=lambda span: span.start):
-            self._by_thread.setdefault(span.thread, []).append(span)
-        self._starts = {thread: [span.start for span in found] for thread, found in self._by_thread.items()}
-
-    def at(self, time: float, thread: int) -> Span | None:
-        spans: Sequence[Span] = self._by_thread.get(thread, ())
-        for number in range(bisect_right(self._starts.get(thread, []), time) - 1, -1, -1):
-            if spans[number].end >= time:
-                return spans[number]
-        return None
-
-
-# Whose the memory is.
-
-
-PARAMETERS, STATE = "parameters", "optimizer state"
-_MADE_IN = {
-    "forward": "activations",
-    "backward": "temporaries of backward",
-    "step": "temporaries of the step",
-    "waiting": "temporaries of backward",
-    None: "other",
-}
-
-
-def held_before(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, int]:
-    """Bytes of the model, its gradients, and the state of its optimizers. Other tensors are not counted."""
-    by_address: dict[int, tuple[str, int]] = {}
-    ddp_bytes, in_ddp = _buckets(model)
-    for tensor in [*model.parameters(), *model.buffers()]:
-        _count(by_address, tensor, PARAMETERS)
-    for optimizer in optimizers:
-        for tensor in tensors_in_state(optimizer):
-            _count(by_address, tensor, STATE)
-    for parameter in model.parameters():
-        # instep's placeholders have no memory; a view of a bucket is counted with it.
-        if type(parameter.grad) is torch.Tensor and id(parameter) not in in_ddp:
-            _count(by_address, parameter.grad, GRADIENTS)
-    nbytes = {BUCKETS: ddp_bytes}
-    for category, size in by_address.values():
-        nbytes[category] = nbytes.get(category, 0) + size
-    return nbytes
-
-
-def _buckets(model: nn.Module) -> tuple[int, set[int]]:
-    """The bytes of DDP's buckets, and the parameters whose gradients are views of them."""
-    nbytes, views = 0, set()
-    for ddp in model.modules():
-        if isinstance(ddp, DistributedDataParallel):
-            for name, parameter in ddp.module.named_parameters():
-                if parameter.requires_grad and name not in ddp.parameters_to_ignore:
-                    nbytes += parameter.numel() * parameter.element_size()
-                    if ddp.gradient_as_bucket_view:
-                        views.add(id(parameter))
-    return nbytes, views
-
-
-def tensors_in_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for values in list(optimizer.state.values()):
-        if isinstance(values, dict):
-            yield from (value for value in values.values() if isinstance(value, torch.Tensor))
-
-
-def state_beside_parameters(optimizers: Sequence[Optimizer]) -> dict[int, int]:
-    """Where the state of the optimizers lies now, on the device of its parameter, and how many bytes are there."""
-    found: dict[int, int] = {}
-    for optimizer in optimizers:
-        for parameter, values in list(optimizer.state.items()):
-            for tensor in values.values() if isinstance(values, dict) else ():
-                if isinstance(tensor, torch.Tensor) and tensor.device == getattr(parameter, "device", None):
-                    found.update(storages(tensor))
-    return found
-
-
-def _count(by_address: dict[int, tuple[str, int]], tensor: torch.Tensor, category: str) -> None:
-    for address, nbytes in storages(tensor):
-        by_address.setdefault(address, (category, nbytes))
-
-
-def storages(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor
-    if isinstance(local, torch.Tensor) and local.layout is torch.strided and not local.is_meta:
-        storage = local.untyped_storage()
-        if storage.nbytes():
-            yield storage.data_ptr(), storage.nbytes()
-
-
-class Note(NamedTuple):
-    """A gradient that was about to be accumulated."""
-
-    time: float
-    address: int
-
-
-class GradientNotes:
-    """Where gradients lie, told by hooks on parameters until ``stop``."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.notes: list[Note] = []
-        self._handles = []
-        for parameter in model.parameters():
-            # FSDP sets the gradients of its shards itself.
-            if parameter.requires_grad and parameter.is_leaf and not hasattr(parameter, "to_local"):
-                self._handles.append(parameter.register_hook(self._note))
-
-    def stop(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _note(self, gradient: torch.Tensor) -> None:
-        if type(gradient) is torch.Tensor:
-            for address, _ in storages(gradient):
-                self.notes.append(Note(perf_counter(), address))
-
-
 def memory_of(
     trace: Trace,
     spans: Sequence[Span],
@@ -250,12 +237,12 @@ def memory_of(
     state: Mapping[int, int],
     window: tuple[float, float],
 ) -> Memory:
-    """The curve of what is alive in ``window``.
+    """Return the curve of what is alive in ``window``.
 
     Args:
-        spans: in which memory is made: a category by their kind.
-        state: the optimizers' state in the end, as ``state_beside_parameters`` has it. What was made meanwhile on a
-            thread that the profiler does not follow is taken to have been there from the beginning.
+        spans: memory gets a category by the kind of the span in which it was allocated.
+        held: what there was before, by category.
+        state: the optimizers' state in the end, as ``state_beside_parameters`` has it.
     """
     phases, accumulations = Phases(spans), Phases(trace.accumulations())
     allocations = pair(
@@ -270,9 +257,29 @@ def memory_of(
         elif allocation.end is None and allocation.address in state and allocation.nbytes > 0:
             allocation = replace(allocation, category=STATE)
         known.append(allocation)
+    # State that was made on a thread that the profiler does not follow counts as there from the beginning.
     seen = sum(allocation.nbytes for allocation in known if allocation.category == STATE)
     before = held.get(STATE, 0)
     return curve(known, {**held, STATE: max(before, sum(state.values()) - seen)}, *window)
+
+
+class Phases:
+    """An index of spans by thread and time."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self._by_thread: dict[int, list[Span]] = {}
+        for span in sorted(spans, key=lambda span: span.start):
+            self._by_thread.setdefault(span.thread, []).append(span)
+        self._starts = {thread: [span.start for span in found] for thread, found in self._by_thread.items()}
+
+    def at(self, time: float, thread: int) -> Span | None:
+        """Return the innermost span of ``thread`` around ``time``; ``None``: there is none."""
+        spans: Sequence[Span] = self._by_thread.get(thread, ())
+        # Backwards from the last span that began before: of nested spans that is the innermost.
+        for number in range(bisect_right(self._starts.get(thread, []), time) - 1, -1, -1):
+            if spans[number].end >= time:
+                return spans[number]
+        return None
 
 
 def _category(time: float, thread: int, phases: Phases, accumulations: Phases) -> str:
@@ -282,8 +289,8 @@ def _category(time: float, thread: int, phases: Phases, accumulations: Phases) -
     return _MADE_IN.get(None if span is None else span.kind, "other")
 
 
-def _noted(allocations: Sequence[Allocation], notes: Sequence[Note]) -> set[int]:
-    """Which of the allocations are gradients."""
+def _noted(allocations: Sequence[Allocation], notes: Sequence[GradientNote]) -> set[int]:
+    """Return the numbers of the allocations that are gradients, by the notes."""
     by_address: dict[int, list[int]] = {}
     for number, allocation in enumerate(allocations):
         by_address.setdefault(allocation.address, []).append(number)

@@ -1,4 +1,10 @@
-"""The recording of some iterations of a loop: when they begin and end, and what is recorded of them in words."""
+"""The recording of some iterations of a loop, from ``record`` to a file.
+
+A ``Recording`` is the user's context manager. While its block runs, a ``_Running`` holds the hooks and the profiler: a
+``Clock`` notes forwards and backwards, ``Weights`` digests the parameters at both ends, and instep tells a
+``SpanRecorder`` of its buckets. At the end of the block the profiler's trace is read (``profile.py``), and all of it
+becomes this rank's part of a ``Run``. ``save`` and ``run`` gather the parts of all ranks.
+"""
 
 import hashlib
 import logging
@@ -35,7 +41,6 @@ from instep.naming import modules_of, parameters_of
 from instep.recording.profile import (
     PARAMETERS,
     STATE,
-    Event,
     GradientNotes,
     Trace,
     held_before,
@@ -44,211 +49,18 @@ from instep.recording.profile import (
     storages,
     tensors_in_state,
 )
-from instep.report.run import Job, Rank, Run, Setup, rank_from, setup_from
-from instep.report.spans import GRADIENTS, Span, SpanRecorder, outside
+from instep.report.memory import GRADIENTS
+from instep.report.run import Job, Rank, Run, Setup, TraceEvent, rank_from, setup_from
+from instep.report.spans import Span, SpanRecorder, outside
 from instep.sources.fsdp.modules import fsdp1_in
 
-# When iterations, forwards and backwards of a model begin and end, by its hooks.
-
-
-class EndOfBackward(NamedTuple):
-    """Attributes:
-    nodes: when the last node of the graph had run.
-    returned: when backward returned: what waits for communication waits between the two.
-    """
-
-    nodes: float
-    returned: float
-    thread: int
-
-
-class Clock:
-    """Watches a model until ``stop``. All times are ``perf_counter`` seconds.
-
-    Args:
-        forward_begins: called when an outermost forward is about to begin.
-
-    Attributes:
-        forwards: when each began and ended, and on which thread.
-        given: shapes and dtypes of the tensors that forwards were given, and what autocast computes in: each once.
-    """
-
-    def __init__(self, model: nn.Module, forward_begins: Callable[[], None]) -> None:
-        self.forwards: list[tuple[float, float, int]] = []
-        self.backwards: list[EndOfBackward] = []
-        self._forward_begins = forward_begins
-        self._depth = 0
-        self._began = 0.0
-        self._backward: Backward | None = None  # the last one that was seen
-        self.given: set[str] = set()
-        self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            model.register_forward_hook(self._after_forward, always_call=True),
-        ]
-
-    def stop(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
-        if self._depth == 0:
-            self._forward_begins()
-            self._note((args, kwargs))
-            self._began = perf_counter()
-        self._depth += 1
-
-    def _after_forward(self, module: nn.Module, inputs: object, output: Any) -> None:
-        self._depth = max(0, self._depth - 1)
-        if self._depth:
-            return
-        self.forwards.append((self._began, perf_counter(), threading.get_native_id()))
-        for node in nodes_of(output):
-            node.register_prehook(self._backward_runs)
-
-    def _note(self, inputs: object) -> None:
-        device = "cpu"
-        for tensor in tensors_in(inputs):
-            device = tensor.device.type
-            self.given.add(f"{tuple(tensor.shape)} {_dtype_name(tensor.dtype)}")
-        if torch.is_autocast_enabled(device):
-            self.given.add(f"autocast in {_dtype_name(torch.get_autocast_dtype(device))}")
-
-    def _backward_runs(self, gradients: object) -> None:
-        if (backward := current()) is self._backward:
-            return
-        self._backward = backward
-        nodes: list[float] = []
-        backward.at(Phase.BEFORE_DDP, lambda: nodes.append(perf_counter()))
-        backward.at(Phase.LAST, partial(self._backward_ended, nodes))
-
-    def _backward_ended(self, nodes: list[float]) -> None:
-        self.backwards.append(EndOfBackward(nodes[0], perf_counter(), threading.get_native_id()))
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-# Digests of the weights: two recordings show by them whether their loops have trained the same model.
-
-
-class Weights:
-    """This rank's part of the parameters of ``optimizers``, in the order of their groups."""
-
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self._model = model
-        self._optimizers = optimizers
-        self._digests: list[str] = []
-
-    def look(self) -> None:
-        """Take the digest of the weights as they are now."""
-        self._digests.append(self._digest())
-
-    @property
-    def digests(self) -> Sequence[str]:
-        """One of each look; none if one of the looks could not tell."""
-        return self._digests if all(self._digests) else ()
-
-    def _digest(self) -> str:
-        """SHA-256. Empty for FSDP1, whose parameters are views that it moves about, and for tensors of an unknown
-        kind."""
-        if fsdp1_in(self._model):
-            return ""
-        found = hashlib.sha256()
-        for parameter in (
-            p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
-        ):
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # a DTensor
-            known = plain_type(local) in (nn.Parameter, torch.Tensor)
-            if not known or local.layout is not torch.strided or local.is_meta:
-                return ""
-            found.update(f"{tuple(local.shape)} {local.dtype}".encode())
-            # Of a copy: once NumPy has had a parameter's own memory, nobody can tell any more whether others have it.
-            found.update(local.detach().clone().to("cpu").flatten().view(torch.uint8).numpy())
-        return found.hexdigest()
-
-
-# What is recorded, in words and bytes.
-
-
-def describe(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    batch: Sequence[str],
-    label: str,
-    options: Mapping[str, str],
-    buckets: Sequence[Sequence[str]],
-    gradients: Mapping[str, int] | None = None,
-) -> Setup:
-    """A description of what is recorded.
-
-    Args:
-        batch: what forwards were given.
-        gradients: bytes, of the names in ``buckets``; unless given, of the model's own names.
-    """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    ddps = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    state = {address: n for o in optimizers for tensor in tensors_in_state(o) for address, n in storages(tensor)}
-    return Setup(
-        job=_job(model, trained, batch),
-        label=label,
-        options=options,
-        optimizer=", ".join(_name_of_class(optimizer) for optimizer in optimizers),
-        fused=all(bool(optimizer.defaults.get("fused")) for optimizer in optimizers),
-        wrapper="DistributedDataParallel" if ddps else _sharding(model),
-        bucket_view=all(ddp.gradient_as_bucket_view for ddp in ddps),
-        buckets=buckets,
-        gradients={name: sum(n for _, n in storages(p)) for name, p in model.named_parameters() if p.requires_grad}
-        if gradients is None
-        else gradients,
-        nbytes={
-            PARAMETERS: sum(n for p in model.parameters() for _, n in storages(p)),
-            GRADIENTS: sum(n for p in trained for _, n in storages(p)),
-            STATE: sum(state.values()),
-        },
-        versions={"instep": __version__, "torch": torch.__version__, "python": platform.python_version()},
-    )
-
-
-def _job(model: nn.Module, trained: Sequence[nn.Parameter], batch: Sequence[str]) -> Job:
-    described = [f"{one.name} {tuple(one.tensor.shape)} {one.tensor.dtype}" for one in parameters_of(model)]
-    *_, inner = (module for prefix, module in modules_of(model) if not prefix)
-    device = trained[0].device if trained else torch.device("cpu")
-    return Job(
-        # FSDP2 gives a module a class of its own.
-        model=next(c.__name__ for c in type(inner).__mro__ if not c.__module__.startswith("torch.distributed.")),
-        parameters=hashlib.sha256("\n".join(described).encode()).hexdigest()[:16],
-        count=sum(p.numel() for p in trained),
-        dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),
-        batch=tuple(batch),
-        ranks=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-    )
-
-
-def _name_of_class(optimizer: Optimizer) -> str:
-    name = type(optimizer).__name__
-    for implementation in ("fused", "foreach"):
-        if optimizer.defaults.get(implementation):
-            return f"{name}({implementation}=True)"
-    return name
-
-
-def _sharding(model: nn.Module) -> str:
-    if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
-        return "DTensor"
-    return "FullyShardedDataParallel" if fsdp1_in(model) else ""
-
-
-# The recording of some iterations of a loop.
-
-
 _logger = logging.getLogger("instep")
-
-
+RankPart = tuple[Setup, Rank, list[TraceEvent]]
+"""The recording of one rank."""
 Listen = Callable[[SpanRecorder | None], None]
+"""Takes the recorder that is told of buckets from now on; ``None``: nobody is."""
 Describe = Callable[[Sequence[str]], Setup]
-"""Is given what forwards were given: see ``Clock``."""
+"""Makes the ``Setup`` of the inputs that forwards were given: see ``Clock``."""
 
 
 class Recording:
@@ -267,17 +79,17 @@ class Recording:
         listen: Listen,
     ) -> None:
         require_count("steps", steps, AttachError)
-        # What is recorded, until it has been: the result keeps nobody alive.
+        # The loop until it has been recorded: a finished recording keeps no model alive.
         self._loop: tuple[nn.Module, list[Optimizer], Listen, Describe] | None
         self._loop = model, list(optimizers), listen, describe
         self._steps = steps
         self._running: _Running | None = None
-        self._found: tuple[Setup, Rank, list[Event]] | None = None
+        self._found: RankPart | None = None
 
     def __enter__(self) -> "Recording":
         if self._running is not None or self._loop is None:
             raise InstepError("this recording has begun before: make another with record()")
-        # A second one would start all the same, and end the first. Nothing public tells.
+        # A second profiler would start all the same, and end the first. Nothing public tells whether one runs.
         if torch._C._autograd._profiler_enabled():
             raise InstepError("torch.profiler is running already: record() needs it for itself. Stop the other first")
         model, optimizers, listen, _ = self._loop
@@ -295,6 +107,7 @@ class Recording:
                 try:
                     self._found = describe(sorted(running.clock.given)), *running.found()
                 except Exception:
+                    # The loop's own error is the one to raise.
                     if error is None:
                         raise
                     _logger.exception("the loop has failed, and its recording could not be read:")
@@ -320,30 +133,32 @@ class Recording:
         together = self._gather()
         return None if together is None else together[0]
 
-    def _gather(self) -> "tuple[Run, list[list[Event]]] | None":
+    def _gather(self) -> "tuple[Run, list[list[TraceEvent]]] | None":
+        """Return what all ranks recorded, on the first rank; ``None`` on the others."""
         if self._found is None:
             raise InstepError(
                 "nothing was recorded: leave the `with` block first, and run at least one forward of the model that "
                 "was given to record() in it"
             )
-        everything = _gathered(self._found)
-        return None if everything is None else _together(everything)
+        parts = _gathered(self._found)
+        return None if parts is None else _together(parts)
 
 
 class _Iterations:
-    """When each began: with the first forward, and with the first one after each step.
+    """The iterations that are recorded. Each begins with the first forward after a step, the first one with the first
+    forward.
 
     Attributes:
-        began: times, in ``perf_counter`` seconds.
+        began: when each began, in ``perf_counter`` seconds.
     """
 
     def __init__(self, steps: int) -> None:
         self.began: list[float] = []
         self._left = steps
-        self._due = True
+        self._due = True  # the next forward begins an iteration
 
     def forward_begins(self) -> bool:
-        """``False``: all steps have been."""
+        """Note a forward. Return ``False`` if all steps have been taken before it, so that the recording is over."""
         if self._due:
             self._due = False
             if self._left == 0:
@@ -352,11 +167,18 @@ class _Iterations:
         return True
 
     def step_ended(self) -> None:
+        """Note that a step of the loop has returned."""
         self._left -= 1
         self._due = True
 
 
 class _Running:
+    """A recording while it runs: the profiler, and all hooks on the loop.
+
+    Attributes:
+        clock: the forwards and backwards that were seen.
+    """
+
     def __init__(
         self,
         model: nn.Module,
@@ -369,8 +191,10 @@ class _Running:
         self._recorder = SpanRecorder()
         self._iterations = _Iterations(steps)
         self._ends: float | None = None
+        # The profiler tells the time of day, hooks and instep ``perf_counter`` seconds.
         self._offset = time.time() - perf_counter()
         self._undo = ExitStack()
+        # The last that was begun ends first. Whatever fails in here, nothing stays on the loop.
         try:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
@@ -398,19 +222,20 @@ class _Running:
             self.stop()
 
     def _step_ended(self, optimizer: Optimizer, *_: Any) -> None:
+        # A class's ``step()`` may call the one that it inherits, and both run this hook: the inner one is no step.
         if not is_called_by_step(optimizer):
             self._iterations.step_ended()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Take the hooks off, once: the forward after the last step calls this, or else the end of the block."""
         if self._ends is None:
             self._ends = perf_counter()
             self._undo.close()
             self._state = state_beside_parameters(self._optimizers)
             self._weights.look()
 
-    def found(self) -> tuple[Rank, list[Event]]:
-        """This rank's part, in seconds of the time of day, and the operations to show."""
+    def found(self) -> tuple[Rank, list[TraceEvent]]:
+        """Return what this rank did, in seconds of the time of day, and the operations for a trace viewer."""
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "trace.json"
             self._profile.export_chrome_trace(str(path))
@@ -418,6 +243,7 @@ class _Running:
         assert self._ends is not None
         spans = self._spans(trace, self._recorder.take())
         memory = memory_of(trace, spans, self._held, self._notes, self._state, (self._began, self._ends))
+        # An iteration ends where the next one begins: so it includes loading of data.
         began = self._iterations.began
         iterations = list(zip(began, [*began[1:], self._ends], strict=True))
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -426,16 +252,19 @@ class _Running:
         return _shifted(here, self._offset), trace.shown(-self._offset)
 
     def _spans(self, trace: Trace, told: Sequence[Span]) -> list[Span]:
-        # The profiler sees communication itself; what instep tells of it is from end to end.
+        """Put the spans that instep told of, those of the profiler and those of the clock together."""
+        # The profiler sees the communication itself. What instep calls communication is from hand-over to arrival.
         spans = [span._replace(kind="flight") if span.kind == "communication" else span for span in told]
         spans += trace.steps() + trace.communication()
         spans += [Span("forward", "forward", *forward) for forward in self.clock.forwards]
         nodes = trace.nodes()
         before = self._began
         for end in self.clock.backwards:
+            # Backward begins with the first node that ran since the backward before it.
             began = next((time for time in nodes if before < time < end.nodes), end.nodes)
             spans.append(Span("backward", "backward", began, end.nodes, end.thread))
             steps = [(s.start, s.end) for s in spans if s.kind == "step" and s.thread == end.thread]
+            # Between its last node and its return backward waits, or steps buckets on its thread.
             for piece in outside([(end.nodes, end.returned)], steps):
                 spans.append(Span("waiting", "end of backward", *piece, end.thread))
             before = end.returned
@@ -443,27 +272,26 @@ class _Running:
         return [span for span in spans if span.start < self._ends]
 
 
-Part = tuple[Setup, Rank, list[Event]]
-
-
-def _gathered(part: Part) -> list[Part] | None:
-    """Those of all ranks, on the first; ``None`` on the others."""
+def _gathered(part: RankPart) -> list[RankPart] | None:
+    """Return the parts of all ranks, on the first rank; ``None`` on the others."""
     if not (dist.is_available() and dist.is_initialized()):
         return [part]
+    # As JSON: nothing that another rank sent is ever run, as a pickle would be.
     setup, rank, events = part
     assert dist.group.WORLD is not None
     parts = gather_json([asdict(setup), asdict(rank), events], dist.group.WORLD)
     return None if parts is None else [(setup_from(setup), rank_from(rank), events) for setup, rank, events in parts]
 
 
-def _together(parts: Sequence[Part]) -> tuple[Run, list[list[Event]]]:
-    """Times count from when the first rank began."""
+def _together(parts: Sequence[RankPart]) -> tuple[Run, list[list[TraceEvent]]]:
+    """Make one run of the parts. Its times count from when the first rank began."""
     zero = min(rank.iterations[0][0] for _, rank, _ in parts)
     run = Run(parts[0][0], [_shifted(rank, -zero) for _, rank, _ in parts])
     return run, [[{**event, "ts": event["ts"] - 1e6 * zero} for event in events] for _, _, events in parts]
 
 
 def _shifted(rank: Rank, by: float) -> Rank:
+    """Return ``rank`` with ``by`` seconds added to all of its times."""
     memory = rank.memory
     return Rank(
         rank.rank,
@@ -474,3 +302,200 @@ def _shifted(rank: Rank, by: float) -> Rank:
         replace(memory, times=[t + by for t in memory.times], peak_at=memory.peak_at + by),
         rank.weights,
     )
+
+
+class EndOfBackward(NamedTuple):
+    """The end of one backward.
+
+    Attributes:
+        nodes: when the last node of the graph had run.
+        returned: when backward returned. Waiting for communication lies between the two.
+    """
+
+    nodes: float
+    returned: float
+    thread: int
+
+
+class Clock:
+    """A watch on the forwards and backwards of a model, by hooks, until ``stop``. Times are ``perf_counter`` seconds.
+
+    Args:
+        forward_begins: called when an outermost forward is about to begin.
+
+    Attributes:
+        forwards: when each outermost forward began and ended, and on which thread.
+        backwards: the end of each backward.
+        given: shapes and dtypes of the tensors that forwards were given, and the dtype that autocast computes in.
+    """
+
+    def __init__(self, model: nn.Module, forward_begins: Callable[[], None]) -> None:
+        self.forwards: list[tuple[float, float, int]] = []
+        self.backwards: list[EndOfBackward] = []
+        self._forward_begins = forward_begins
+        self._depth = 0
+        self._began = 0.0
+        self._backward: Backward | None = None  # the last backward that was seen
+        self.given: set[str] = set()
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward, always_call=True),
+        ]
+
+    def stop(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
+        if self._depth == 0:
+            self._forward_begins()
+            self._note((args, kwargs))
+            self._began = perf_counter()
+        self._depth += 1
+
+    def _after_forward(self, module: nn.Module, inputs: object, output: Any) -> None:
+        # Not below 0: hooks that are put on inside of a forward see its end alone.
+        self._depth = max(0, self._depth - 1)
+        if self._depth:
+            return
+        self.forwards.append((self._began, perf_counter(), threading.get_native_id()))
+        # Whichever of these nodes the engine reaches first tells that a backward runs.
+        for node in nodes_of(output):
+            node.register_prehook(self._backward_runs)
+
+    def _note(self, inputs: object) -> None:
+        device = "cpu"
+        for tensor in tensors_in(inputs):
+            device = tensor.device.type
+            self.given.add(f"{tuple(tensor.shape)} {_dtype_name(tensor.dtype)}")
+        if torch.is_autocast_enabled(device):
+            self.given.add(f"autocast in {_dtype_name(torch.get_autocast_dtype(device))}")
+
+    def _backward_runs(self, gradients: object) -> None:
+        if (backward := current()) is self._backward:
+            return
+        self._backward = backward
+        # Two moments of one end: before DDP's own waiting, and after everything.
+        nodes: list[float] = []
+        backward.at(Phase.BEFORE_DDP, lambda: nodes.append(perf_counter()))
+        backward.at(Phase.LAST, partial(self._backward_ended, nodes))
+
+    def _backward_ended(self, nodes: list[float]) -> None:
+        self.backwards.append(EndOfBackward(nodes[0], perf_counter(), threading.get_native_id()))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class Weights:
+    """Digests of the weights: two recordings show by them whether their loops have trained the same model.
+
+    They are of this rank's part of the parameters of ``optimizers``, in the order of their groups.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._digests: list[str] = []
+
+    def look(self) -> None:
+        """Take the digest of the weights as they are now."""
+        self._digests.append(self._digest())
+
+    @property
+    def digests(self) -> Sequence[str]:
+        """The digest of each ``look``; empty if one of them could not read the weights."""
+        return self._digests if all(self._digests) else ()
+
+    def _digest(self) -> str:
+        """Return a SHA-256; empty for FSDP1, whose parameters are views that FSDP1 moves about, and for tensors of an
+        unknown kind."""
+        if fsdp1_in(self._model):
+            return ""
+        found = hashlib.sha256()
+        for parameter in (
+            p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
+        ):
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # a DTensor
+            known = plain_type(local) in (nn.Parameter, torch.Tensor)
+            if not known or local.layout is not torch.strided or local.is_meta:
+                return ""
+            found.update(f"{tuple(local.shape)} {local.dtype}".encode())
+            # Of a copy: once NumPy has had a parameter's own memory, nobody can tell any more whether others have it,
+            # and its updates are no longer put off.
+            found.update(local.detach().clone().to("cpu").flatten().view(torch.uint8).numpy())
+        return found.hexdigest()
+
+
+def describe(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    batch: Sequence[str],
+    label: str,
+    options: Mapping[str, str],
+    buckets: Sequence[Sequence[str]],
+    gradients: Mapping[str, int] | None = None,
+) -> Setup:
+    """Describe the loop that is recorded.
+
+    Args:
+        batch: the inputs that forwards were given, in words.
+        gradients: the bytes of each name in ``buckets``; ``None``: those of the model's own names.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    ddps = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    state = {address: n for o in optimizers for tensor in tensors_in_state(o) for address, n in storages(tensor)}
+    return Setup(
+        job=_job(model, trained, batch),
+        label=label,
+        options=options,
+        optimizer=", ".join(_name_of_class(optimizer) for optimizer in optimizers),
+        fused=all(bool(optimizer.defaults.get("fused")) for optimizer in optimizers),
+        wrapper="DistributedDataParallel" if ddps else _sharding(model),
+        bucket_view=all(ddp.gradient_as_bucket_view for ddp in ddps),
+        buckets=buckets,
+        gradients={name: sum(n for _, n in storages(p)) for name, p in model.named_parameters() if p.requires_grad}
+        if gradients is None
+        else gradients,
+        nbytes={
+            PARAMETERS: sum(n for p in model.parameters() for _, n in storages(p)),
+            GRADIENTS: sum(n for p in trained for _, n in storages(p)),
+            STATE: sum(state.values()),
+        },
+        versions={"instep": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    )
+
+
+def _job(model: nn.Module, trained: Sequence[nn.Parameter], batch: Sequence[str]) -> Job:
+    # Names, shapes and dtypes of the bare model: the same with each wrapper and on each rank.
+    described = [f"{one.name} {tuple(one.tensor.shape)} {one.tensor.dtype}" for one in parameters_of(model)]
+    *_, inner = (module for prefix, module in modules_of(model) if not prefix)
+    device = trained[0].device if trained else torch.device("cpu")
+    return Job(
+        # FSDP2 gives a module a class of its own.
+        model=next(c.__name__ for c in type(inner).__mro__ if not c.__module__.startswith("torch.distributed.")),
+        parameters=hashlib.sha256("\n".join(described).encode()).hexdigest()[:16],
+        count=sum(p.numel() for p in trained),
+        dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),
+        batch=tuple(batch),
+        ranks=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    )
+
+
+def _name_of_class(optimizer: Optimizer) -> str:
+    """Return the optimizer's class, with its implementation."""
+    name = type(optimizer).__name__
+    for implementation in ("fused", "foreach"):
+        if optimizer.defaults.get(implementation):
+            return f"{name}({implementation}=True)"
+    return name
+
+
+def _sharding(model: nn.Module) -> str:
+    """Return what shards the model; empty if nothing does."""
+    if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
+        return "DTensor"
+    return "FullyShardedDataParallel" if fsdp1_in(model) else ""

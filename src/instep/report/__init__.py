@@ -1,1 +1,1 @@
-"""What ran when: spans, told by a recorder, and the arithmetic on them."""
+"""``instep report``: a recording as values and as a file, its figures, what to change, and the page that shows them."""

@@ -1,26 +1,41 @@
-"""What a recording says, in numbers, beside others of the same job."""
+"""What a recording says in numbers: how long things took in an iteration, and how much of it something else hid.
+
+``figures`` measures one recording; ``by_job`` puts the recordings of one job beside each other (``Compared``). The
+functions at the end say such numbers, and how they changed, in words.
+
+Hidden is the step that ran while gradients were on their way between ranks, or while another thread computed; and the
+communication that ran while any thread computed or stepped. A step that runs inside backward, on backward's thread,
+is not hidden: backward takes longer by it.
+"""
 
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from instep.report.memory import MIB
 from instep.report.run import Job, Rank, Run
-from instep.report.spans import Interval, Span, busy, exposed, intervals, outside, title, within
-
-# What a recording says, in numbers: how long things took in an iteration, and how much of it something else hid.
-#
-# Hidden is the step that ran while gradients were on their way between ranks, or while another thread computed; and the
-# communication that ran while any thread computed or stepped. A step that runs inside backward, on its thread,
-# is not hidden: backward takes longer by it.
-
+from instep.report.spans import (
+    Interval,
+    Span,
+    busy,
+    exposed,
+    intervals,
+    outside,
+    title,
+    within,
+)
 
 COMPUTE = ("forward", "backward")
+"""The kinds of spans in which a thread computes."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """Seconds in an iteration, the median over those recorded, of rank 0 unless said."""
+class WorkTime:
+    """The seconds that one kind of work took in an iteration, and the part of them that nothing hid.
+
+    Both are medians over the recorded iterations of the first rank.
+    """
 
     total: float
     exposed: float
@@ -32,12 +47,14 @@ class Part:
 
 @dataclass(frozen=True)
 class BucketFigures:
-    """Attributes:
-    nbytes: of its gradients.
-    step: seconds of an iteration, the mean over those recorded.
-    hidden: how many of these something hid.
-    flight: seconds from when its gradients were handed over for communication to when they had come back; ``None``
-        where nobody saw it.
+    """One bucket of the plan: its size, and the seconds of an iteration that it took.
+
+    Attributes:
+        nbytes: the bytes of its gradients.
+        step: seconds of its step, the mean over the recorded iterations.
+        hidden: how many of these seconds something hid.
+        flight: seconds from when its gradients were handed over for communication to when they had come back; ``None``
+            where no communication of the bucket was seen.
     """
 
     name: str
@@ -50,18 +67,18 @@ class BucketFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """Seconds of an iteration: the median over those recorded, of the first rank; ``by_rank`` of all.
+    """The seconds of an iteration: the median over the recorded iterations of the first rank; ``by_rank`` of each rank.
 
     Attributes:
-        iteration: all of it. Nothing else adds up to it: what is hidden runs at the same time as something else.
-        other: in which the loop did none of these.
+        iteration: the whole iteration. The others do not add up to it: hidden work runs at the same time as other work.
+        other: the time in which the loop did nothing of what has a span.
     """
 
     iteration: float
     forward: float
     backward: float
-    step: Part
-    communication: Part
+    step: WorkTime
+    communication: WorkTime
     waiting: float
     other: float
     by_rank: Sequence[float]
@@ -69,14 +86,16 @@ class Figures:
 
 
 def figures(run: Run) -> Figures:
+    """Measure a recording by its first rank."""
     rank = run.ranks[0]
     return Figures(
         iteration=_median(rank, lambda window: window[1] - window[0]),
-        forward=_median(rank, lambda window: busy(within(_alone(rank, "forward"), window))),
-        backward=_median(rank, lambda window: busy(within(_alone(rank, "backward"), window))),
-        step=_part(rank, "step"),
-        communication=_part(rank, "communication"),
+        forward=_median(rank, lambda window: busy(within(_uninterrupted(rank, "forward"), window))),
+        backward=_median(rank, lambda window: busy(within(_uninterrupted(rank, "backward"), window))),
+        step=_work_time(rank, "step"),
+        communication=_work_time(rank, "communication"),
         waiting=_median(rank, lambda window: busy(within(_of(rank, "waiting"), window))),
+        # Of the first rank's window without the spans of any thread.
         other=_median(rank, lambda window: exposed([window], intervals(rank.spans))),
         by_rank=[_median(one, lambda window: window[1] - window[0]) for one in run.ranks],
         buckets=_buckets(run),
@@ -87,12 +106,34 @@ def _median(rank: Rank, seconds: Callable[[Interval], float]) -> float:
     return statistics.median(seconds((start, end)) for start, end in rank.iterations)
 
 
+def _work_time(rank: Rank, kind: str) -> WorkTime:
+    spans = [span for span in rank.spans if span.kind == kind]
+    bare: list[Interval] = []
+    # Thread by thread: a step may hide behind what other threads compute, and not behind its own thread's backward.
+    for thread in {span.thread for span in spans}:
+        here = [span for span in spans if span.thread == thread]
+        bare += outside(intervals(here), covers(rank, here[0]))
+    return WorkTime(
+        total=_median(rank, lambda window: busy(within(intervals(spans), window))),
+        exposed=_median(rank, lambda window: busy(within(bare, window))),
+    )
+
+
+def covers(rank: Rank, span: Span) -> list[Interval]:
+    """Return the work behind which ``span``, a step or communication, may be hidden."""
+    # A step hides behind gradients that are on their way, too; communication behind any step. Neither hides behind
+    # itself, and waiting hides nothing.
+    if span.kind == "step":
+        return _of(rank, "communication") + _uninterrupted(rank, *COMPUTE, thread_is_not=span.thread)
+    return _uninterrupted(rank, *COMPUTE) + _of(rank, "step")
+
+
 def _of(rank: Rank, *kinds: str) -> list[Interval]:
     return intervals(span for span in rank.spans if span.kind in kinds)
 
 
-def _alone(rank: Rank, *kinds: str, thread_is_not: int | None = None) -> list[Interval]:
-    """The work of these kinds itself: without what else its thread did or waited for meanwhile."""
+def _uninterrupted(rank: Rank, *kinds: str, thread_is_not: int | None = None) -> list[Interval]:
+    """Return when threads did work of these kinds, without the steps and the waiting inside of it."""
     found: list[Interval] = []
     for thread in {span.thread for span in rank.spans if span.kind in kinds} - {thread_is_not}:
         work = intervals(span for span in rank.spans if span.thread == thread and span.kind in kinds)
@@ -101,35 +142,17 @@ def _alone(rank: Rank, *kinds: str, thread_is_not: int | None = None) -> list[In
 
 
 def interruptions(rank: Rank, thread: int) -> list[Interval]:
-    """When a thread waited, or stepped, in the middle of something else."""
+    """Return when a thread waited, or stepped, in the middle of other work."""
     return intervals(span for span in rank.spans if span.thread == thread and span.kind in ("step", "waiting"))
 
 
-def covers(rank: Rank, span: Span) -> list[Interval]:
-    """What a step, or communication, of this thread may be hidden behind."""
-    if span.kind == "step":
-        return _of(rank, "communication") + _alone(rank, *COMPUTE, thread_is_not=span.thread)
-    return _alone(rank, *COMPUTE) + _of(rank, "step")
-
-
-def _part(rank: Rank, kind: str) -> Part:
-    spans = [span for span in rank.spans if span.kind == kind]
-    bare: list[Interval] = []
-    for thread in {span.thread for span in spans}:
-        here = [span for span in spans if span.thread == thread]
-        bare += outside(intervals(here), covers(rank, here[0]))
-    return Part(
-        total=_median(rank, lambda window: busy(within(intervals(spans), window))),
-        exposed=_median(rank, lambda window: busy(within(bare, window))),
-    )
-
-
 def _buckets(run: Run) -> list[BucketFigures]:
-    """As the plan has them. Several that were stepped together share the time by their bytes."""
+    """Return the figures of each bucket of the plan."""
     rank, iterations, sizes = run.ranks[0], len(run.ranks[0].iterations), run.setup.gradients
     number_of = {name: number for number, names in enumerate(run.setup.buckets) for name in names}
     steps, hidden, flights = (dict.fromkeys(range(len(run.setup.buckets)), 0.0) for _ in range(3))
     for span in rank.spans:
+        # Buckets that were stepped together share the time of that step by their bytes.
         whole = sum(sizes.get(name, 0) for name in span.parameters) or 1
         if span.kind == "step":
             bare = exposed([(span.start, span.end)], covers(rank, span))
@@ -146,17 +169,15 @@ def _buckets(run: Run) -> list[BucketFigures]:
     ]
 
 
-# Recordings of one job may be compared, and no others: a smaller model has a lower peak, whatever instep does.
-
-
 @dataclass(frozen=True)
 class Compared:
-    """Recordings of one job, beside each other.
+    """Recordings of one job, beside each other. Others are never compared: a smaller model has a lower peak, whatever
+    instep does.
 
     Attributes:
         name: what this job is to the reader; empty where there is nothing to say.
-        weights: what whoever made the recordings has found of their weights, in words; ``None``: they are compared by
-            the digests that were recorded.
+        weights: how the weights of the loops compare, in words, if the caller has compared them; ``None``: they are
+            compared by the digests that were recorded.
     """
 
     runs: Sequence[Run]
@@ -173,25 +194,75 @@ class Compared:
 
     @property
     def title(self) -> str:
-        """The job in words."""
+        """The job, in words."""
         job = self.job
         ranks = "one rank" if job.ranks == 1 else f"{job.ranks} ranks"
         batch = f", given {' and '.join(job.batch)}" if job.batch else ""
-        said = f"{job.model}, {numbers(job.count)} of {' and '.join(job.dtypes)}, {ranks}, {job.device}{batch}"
+        said = (
+            f"{job.model}, {parameters_in_words(job.count)} of {' and '.join(job.dtypes)}, {ranks}, {job.device}{batch}"
+        )
         return f"{self.name}: {said}" if self.name else said
 
 
 def by_job(runs: Sequence[Run]) -> list[Compared]:
-    """In the order of the first recording of each job."""
+    """Group recordings by job, in the order of the first recording of each job."""
     found: dict[Job, list[Run]] = {}
     for run in runs:
         found.setdefault(run.job, []).append(run)
     return [Compared(same) for same in found.values()]
 
 
-def numbers(count: int) -> str:
-    """How many parameters, counted by element."""
+def ms(seconds: float) -> str:
+    """Return a duration in words."""
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def mib(nbytes: float) -> str:
+    """Return a size in words."""
+    return f"{nbytes / MIB:.1f} MiB"
+
+
+def parameters_in_words(count: int) -> str:
+    """Return how many parameters there are, counted by element, in words."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.1f} {unit} parameters"
     return f"{count} parameters"
+
+
+def duration_change(runs: Sequence[Run], found: Sequence[Figures]) -> str:
+    """Return how the last recording's iteration differs from the first one's, in words; empty for one recording.
+
+    Where the two ranges of durations overlap, the difference may be chance: then the range of the ratio is said, too.
+    """
+    if len(runs) == 1:
+        return ""
+    first, last = (sorted(end - start for start, end in run.ranks[0].iterations) for run in (runs[0], runs[-1]))
+    ratio = found[-1].iteration / found[0].iteration
+    # The least and the most that the ratio of two iterations can be.
+    low, high = last[0] / first[-1], last[-1] / first[0]
+    return change(ratio, None if low > 1 or high < 1 else (low, high))
+
+
+def change(ratio: float, noise: tuple[float, float] | None) -> str:
+    """Return how a duration changed, in words.
+
+    Args:
+        ratio: the duration, divided by what it was before.
+        noise: the range of that ratio, if 1 lies in it.
+    """
+    changed = f"{abs(1 - ratio):.0%} {'shorter' if ratio < 1 else 'longer'}"
+    # Rounded: a change of less than half a per cent is none.
+    if changed.startswith("0%"):
+        changed = "as long"
+    return changed if noise is None else f"{changed} here; too noisy to tell ({noise[0]:.2f} to {noise[1]:.2f})"
+
+
+def bytes_change(values: Sequence[int]) -> str:
+    """Return how the last size differs from the first, in words; empty for one size, and where the first is 0."""
+    if len(values) == 1 or values[0] == 0:
+        return ""
+    difference = values[-1] - values[0]
+    if abs(difference) < 0.01 * values[0]:
+        return "the same"
+    return f"{mib(abs(difference))} {'less' if difference < 0 else 'more'}"
