@@ -328,7 +328,7 @@ class Attachment:
     @property
     def draws(self) -> tuple[int, int] | None:
         """With ``random="keyed"``: the seed, and the number of the next step; else ``None``."""
-        draws = self._parts.schedule.draws
+        draws = self._parts.draws
         return None if draws is None else (draws.seed, draws.number)
 
     def restore(self, step_count: int, previous_norm: torch.Tensor | None = None, drawn: int | None = None) -> None:
@@ -338,7 +338,7 @@ class Attachment:
         Args:
             drawn: with ``random="keyed"``, the number of the next step; ``None``: it stays.
         """
-        schedule, clipping, draws = self._parts.schedule, self._parts.clipping, self._parts.schedule.draws
+        schedule, clipping, draws = self._parts.schedule, self._parts.clipping, self._parts.draws
         schedule.forget(gradients=True)
         if draws is not None:
             draws.earlier = (draws.number if drawn is None else drawn) - step_count

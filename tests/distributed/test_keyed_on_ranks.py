@@ -307,7 +307,7 @@ def _resynced() -> list[str]:
     optimizer = Langevin(groups_of(model))
     with instep.attach(model, optimizer, schedule="backward", **KEYED) as overlap:
         train(model, optimizer, 2)
-        draws = overlap._parts.schedule.draws
+        draws = overlap._parts.draws
         assert draws is not None
         draws.earlier = 10 + dist.get_rank()  # as if they had loaded checkpoints of different steps
         overlap.resync_from(1)

@@ -3089,9 +3089,9 @@ MUTANTS = [
     ),
     Mutant(
         "keyed: what step() draws without a gradient is the loop's",
-        "RunningStep.keep_draws",
-        "if self.draws is not None and stepper.is_keyed:",
-        "if False:",
+        "Stepper.begin_step",
+        "        if self.draws is not None and self._is_keyed:\n",
+        "        if False:\n",
         KEYED,
     ),
     Mutant(
@@ -3161,8 +3161,8 @@ MUTANTS = [
     ),
     Mutant(
         "keyed: leave a parameter without a name to torch",
-        "RunningStep.require_keys",
-        "id(parameter) not in known and parameter.grad is not None",
+        "KeyedDraws.require_names",
+        "id(parameter) not in self._places and parameter.grad is not None",
         "False",
         KEYED,
     ),
@@ -3443,7 +3443,7 @@ MUTANTS = [
     Mutant(
         "ranks that count micro-batches in different ways reduce in different backwards",
         "Accumulation.decide",
-        "self.steps > 1 and self._votes.differ()\n",
+        "self._votes.differ()\n",
         "False\n",
         STEP_RANKS,
         "counted_apart",

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch.optim import Optimizer
 
 from instep._optim.dtensor import drawn_by_part, shard_index
 from instep._optim.local_shard import memory_of
@@ -206,6 +207,18 @@ class KeyedDraws(Stage):
         self._places: dict[int, _Place] = {} if places is None else places
 
     steps_every_parameter = True
+
+    def require_names(self, optimizer: Optimizer) -> None:
+        """Raise ``UnsupportedOptimizerError`` if ``optimizer.step()`` finds a gradient of a parameter that has no name,
+        and so no key."""
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in self._places and parameter.grad is not None:
+                    raise UnsupportedOptimizerError(
+                        f"random='keyed': {type(optimizer).__name__}.param_groups[{index}] holds a parameter of shape "
+                        f"{tuple(parameter.shape)} that is not in the model. It has no name there, and so its draws no "
+                        "key. Give it to an optimizer of its own, or put it into the model"
+                    )
 
     def around(self, update: Update) -> AbstractContextManager[None]:
         return self.drawing(type(update.optimizer).__name__, update.owned[0])

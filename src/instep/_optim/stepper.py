@@ -13,7 +13,7 @@ from instep._optim.guards import SettingsGuard, StateGuard
 from instep._optim.kinds import STEPPED_WHOLE, is_torchs_own
 from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
-from instep._optim.random_numbers import KeyedDraws
+from instep._optim.random_numbers import KeyedDraws, TorchGenerators
 from instep._optim.shadow import GroupLayout, StepCopy, how_to_step
 from instep._optim.stages import Begins, CopiedEntries, Stage, Update
 from instep._torch.hooks import is_in_step
@@ -73,6 +73,7 @@ class Stepper:
         self._optimizer = weakref.ref(optimizer)
         self._looks_back = looks_back
         self._call_is_seen = False
+        self._generators: TorchGenerators | None = None  # as the loop has left them, while step() runs
         self._layout = GroupLayout(self.name, ())
         self._settings = SettingsGuard(self.name)
         self._foreign: ForeignGuard | None = None  # made when it is known that it is needed
@@ -230,15 +231,37 @@ class Stepper:
         return self._call_is_seen and optimizer is not None and is_in_step(optimizer)
 
     @property
-    def is_keyed(self) -> bool:
-        """Whether each parameter is stepped by a call of its own, which draws by its key. torch's own never draw."""
-        return self.draws is not None and not is_torchs_own(self.optimizer())
-
-    @property
     def steps_every_parameter(self) -> bool:
         """Whether the optimizer's own ``step()`` is to find no gradient: it could not step with the state where that
         is, or draws by another key."""
-        return self.home is not None or self.is_keyed
+        return self.home is not None or self._is_keyed
+
+    @property
+    def needs_loops_thread(self) -> bool:
+        """Whether its updates on a CPU must run on the loop's own thread, whose generators they seed."""
+        return self._is_keyed
+
+    @property
+    def _is_keyed(self) -> bool:
+        """Whether each parameter is stepped by a call of its own, which draws by its key. torch's own never draw."""
+        return self.draws is not None and not is_torchs_own(self.optimizer())
+
+    def before_step(self) -> None:
+        """``step()`` is called, and nothing is written yet: raise if it finds what no update of a bucket could step."""
+        if self.draws is not None and self._is_keyed:
+            self.draws.require_names(self.optimizer())
+
+    def begin_step(self, devices: Callable[[], set[torch.device]]) -> None:
+        """``step()`` is about to run, and finds no gradient where it ``steps_every_parameter``. What it draws even so,
+        on ``devices``, is no draw of the loop's."""
+        if self.draws is not None and self._is_keyed:
+            self._generators = TorchGenerators(devices())
+
+    def end_step(self) -> None:
+        """``step()`` has returned, or raised."""
+        if self._generators is not None:
+            self._generators.restore()
+            self._generators = None
 
     def require_unchanged(self) -> None:
         """Raise ``HyperparameterChangedError`` if groups or state are not those the buckets were stepped with."""

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 from torch.optim import Optimizer
 
-from instep._gradients.clipping import Clip, Clipping
+from instep._gradients.clipping import Clip
 from instep._gradients.scaling import found_inf, take_off_here
 from instep._optim.kinds import is_torchs_own, steps_as_tested
 from instep._optim.local_shard import version_of
@@ -24,9 +24,7 @@ from instep._optim.parameters import (
 from instep._optim.probe_trials import autocast_matters, require_same_in_autocast
 from instep._optim.shadow import asks_for_state, begin_state, is_copied_whole
 from instep._optim.stepper import Stepper, writes_without_gradient
-from instep._ranks.votes import StepVotes, Vote, error_of
-from instep._step.accumulation import Accumulation
-from instep._step.checking import Check
+from instep._ranks.votes import Vote, error_of
 from instep._step.deferrable import InFlight, ReadHook, Reading, waiting_of
 from instep._step.deferral import Deferring, Gains, Observed
 from instep._step.deferred_buckets import (
@@ -38,7 +36,7 @@ from instep._step.deferred_buckets import (
 )
 from instep._step.norms import MeasuringSink
 from instep._step.schedule import InFlightBucket, Schedule
-from instep._step.state import Event, Recorder, State, StepMembers
+from instep._step.state import Event, Recorder, State
 from instep._step.step import Agreement, RunningStep
 from instep._step.step_calls import StepCalls
 from instep._torch.engine import graph_task, is_captured
@@ -263,7 +261,9 @@ class HandOver:
             and self._reading.is_alike()
             and not is_captured(self._step.members.all[0].spec.device)
             # On a CPU another thread would step, and draw from the loop's generator, which it has seeded.
-            and not (stepper.is_keyed and any(a.spec.device.type == "cpu" for a in self._step.members.of(stepper)))
+            and not (
+                stepper.needs_loops_thread and any(a.spec.device.type == "cpu" for a in self._step.members.of(stepper))
+            )
         )
 
     def _clip_of(self, stepper: Stepper, with_gradient: Sequence[AttachedParameter]) -> Clip | None:
@@ -526,6 +526,7 @@ class ForwardCalls(StepCalls):
         handed_over = [attached.spec.name for attached, _ in round_.hidden]
         if check is not None and (rest or not handed_over):
             check.forget()  # a plain step would have raised, too
+        stepper.end_step()
         stepper.abort()
         self._give_stand_ins()
         round_.restore_settings()
@@ -573,18 +574,14 @@ class ForwardSchedule(Schedule):
 
     def __init__(
         self,
-        steppers: Sequence[Stepper],
+        step: RunningStep,
         can_wait: Iterable[Stepper],
-        votes: StepVotes,
-        accumulation: Accumulation,
-        clipping: Clipping,
         bucket_bytes: int,
         agreement: Agreement,
-        check: Check | None,
         deferring: Deferring,
     ) -> None:
-        super().__init__(RunningStep(StepMembers(steppers), votes, accumulation, clipping, check))
-        self.measuring = MeasuringSink(accumulation, clipping)
+        super().__init__(step)
+        self.measuring = MeasuringSink(step.accumulation, step.passes.clipping)
         self._pending = PendingBuckets(self._step, self)
         self._reading = Reading(bucket_bytes)
         self._hand_over = HandOver(self._step, self._pending, self._reading, can_wait, agreement, deferring)

@@ -8,7 +8,6 @@ from typing import cast
 
 import torch
 
-from instep._gradients.clipping import Clipping
 from instep._gradients.scaling import LossScale, Policy
 from instep._optim.parameters import (
     GRADIENT,
@@ -20,14 +19,13 @@ from instep._optim.parameters import (
 )
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
-from instep._ranks.votes import StepVotes, error_of
-from instep._step.accumulation import Accumulation
+from instep._ranks.votes import error_of
 from instep._step.checking import Check
 from instep._step.norms import Losses
 from instep._step.on_trial import TrialWrites
 from instep._step.remedies import KEEP_ALL, MICRO_BATCHES, after_update, never_cleared, while_measuring
 from instep._step.schedule import Schedule
-from instep._step.state import Event, FirstError, Recorder, StepMembers, gradient_of
+from instep._step.state import Event, FirstError, Recorder, gradient_of
 from instep._step.step import Agreement, RunningStep
 from instep._step.step_calls import StepCalls
 from instep._step.writes import FinalWrites, Writes, owed_steps
@@ -385,20 +383,15 @@ class BackwardSchedule(BucketSink):
 
     def __init__(
         self,
-        steppers: Sequence[Stepper],
-        votes: StepVotes,
-        accumulation: Accumulation,
-        clipping: Clipping,
+        step: RunningStep,
         undo: Undo | None = None,
         scale: LossScale | None = None,
         nonfinite: Policy = "allow",
-        check: Check | None = None,
     ) -> None:
-        step = RunningStep(StepMembers(steppers), votes, accumulation, clipping, check)
         if undo is None:
             writes: Writes = FinalWrites(step, nonfinite)
         else:
-            writes = TrialWrites(step, undo, scale, Agreement(nonfinite, votes), self)
+            writes = TrialWrites(step, undo, scale, Agreement(nonfinite, step.ledger.votes), self)
         super().__init__(step, writes)
         self.calls: BackwardCalls = BackwardCalls(step, writes)
 

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from instep._gradients.clipping import ClipNorm, Clipping, ClipValue
+from instep._gradients.clipping import ClipNorm, ClipValue
 from instep._gradients.scaling import Policy, found_inf, take_off_here
 from instep._optim.stepper import Stepper
-from instep._ranks.votes import StepVotes
-from instep._step.accumulation import Accumulation
 from instep._step.schedule import Schedule
-from instep._step.state import Event, Recorder, StepMembers
+from instep._step.state import Event, Recorder
 from instep._step.step import Agreement, RunningStep
 from instep._step.step_calls import StepCalls
 from instep._torch.engine import graph_task
@@ -139,20 +137,17 @@ class PlainSchedule(Schedule):
 
     def __init__(
         self,
-        steppers: Sequence[Stepper],
-        votes: StepVotes,
-        accumulation: Accumulation,
-        clipping: Clipping,
+        step: RunningStep,
         nonfinite: Policy,
         why: str | None = None,
         *,
         takes_any_loop: bool = False,
     ) -> None:
-        super().__init__(RunningStep(StepMembers(steppers), votes, accumulation, clipping, check=None))
+        super().__init__(step)
         self.recorder: Recorder | None = None
         self._takes_any_loop = takes_any_loop
         self._backward: int | None = None
-        self.calls: PlainCalls = PlainCalls(self._step, Agreement(nonfinite, votes), why)
+        self.calls: PlainCalls = PlainCalls(step, Agreement(nonfinite, step.ledger.votes), why)
 
     @property
     def state(self) -> str:

@@ -3,14 +3,12 @@ iteration. ``BackwardSchedule``, ``ForwardSchedule`` and ``PlainSchedule`` say w
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from instep._optim.memory import Owners
 from instep._optim.parameters import AttachedParameter, Bucket
-from instep._optim.random_numbers import KeyedDraws
 from instep._optim.stepper import Stepper
 from instep._step.deferral import Gains
 from instep._step.norms import Losses
@@ -77,17 +75,6 @@ class Schedule:
     @gather.setter
     def gather(self, gather: Gather | None) -> None:
         self._step.gather = gather
-
-    def draw_by(self, seed: int) -> None:
-        """From now on each update draws by its key, with this seed."""
-        self._step.draws = KeyedDraws(seed, partial(getattr, self._step.ledger, "step_count"))
-        for stepper in self._step.members.steppers:
-            stepper.draws = self._step.draws
-
-    @property
-    def draws(self) -> KeyedDraws | None:
-        """With ``random="keyed"``: what updates draw from."""
-        return self._step.draws
 
     def read_by(self, streams: Callable[[], Iterable[torch.Stream]]) -> None:
         """FSDP2 reads shards on these streams."""

@@ -12,7 +12,6 @@ import torch
 from instep._optim import local_shard as parts
 from instep._optim.guards import remember_settings
 from instep._optim.parameters import AttachedParameter, AttachedParameters
-from instep._optim.random_numbers import TorchGenerators
 from instep._optim.stepper import Stepper
 from instep._ranks.votes import StepVotes
 from instep._torch.engine import graph_task
@@ -428,7 +427,6 @@ class Round:
         # The call that has returned, with the numbers of steps that are to be once that has been taken note of. Ctrl-C
         # in the middle of taking note leaves it here, and it is done again: the step stands.
         self._returned: tuple[Stepper, int, int] | None = None
-        self._draws: TorchGenerators | None = None  # as the loop has left them
         self._settings: Callable[[], None] | None = None  # puts back what a step that is left out writes
         self._settings_before: Callable[[], None] | None = None  # the same, of a step that is stopped
 
@@ -498,16 +496,9 @@ class Round:
                 settings()
         self._settings = self._settings_before = None
 
-    def keep_draws(self, devices: set[torch.device]) -> None:
-        """What ``step()`` draws is no draw of the loop's."""
-        self._draws = TorchGenerators(devices)
-
     # How it ends.
 
     def has_returned(self, stepper: Stepper, ledger: Ledger) -> None:
-        if self._draws is not None:
-            self._draws.restore()
-            self._draws = None
         if ledger.machine.state not in (State.STEPPING, State.REDOING, State.TORN):
             ledger.happened(Event.STEP_BEGINS)  # Ctrl-C has come in ``begins``
         self._returned = stepper, ledger.step_count + 1, ledger.skip_count + 1
@@ -528,7 +519,7 @@ class Round:
 
     def is_gone(self) -> None:
         """No call runs any more, nor is one to be taken note of. Others may still be owed."""
-        self.stepper = self._returned = self._draws = self._settings = self._settings_before = None
+        self.stepper = self._returned = self._settings = self._settings_before = None
         self.hidden = []
 
     def forget(self) -> None:

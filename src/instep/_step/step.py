@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 from instep._gradients.clipping import Clipping
 from instep._gradients.scaling import Named, Policy, ask_if_finite, nonfinite_error
-from instep._optim.random_numbers import KeyedDraws
 from instep._optim.shadow import asks_for_state
 from instep._optim.stepper import Stepper
 from instep._ranks.votes import StepVotes
@@ -15,7 +14,7 @@ from instep._step.norms import Passes
 from instep._step.state import Gather, GradientOf, Ledger, Round, StepMembers, StepTimes
 from instep._step.streams import StepStreams
 from instep._torch.engine import Backwards
-from instep.errors import StepMismatchError, UnsupportedOptimizerError
+from instep.errors import StepMismatchError
 
 # Whether a step is taken, where its gradients may hold NaN or infinity: all ranks give one answer.
 
@@ -62,7 +61,6 @@ class RunningStep:
         freed_bytes: of gradients that backward has freed before ``optimizer.step()``, in all steps.
         has_gradients: whether sources have offered gradients since the last step, or, with ``schedule="forward"``, a
             backward was seen to begin.
-        draws: with ``random="keyed"``: what updates draw from.
         gather: with ``shard_state``, where each rank steps its own shard of parameters: gets the others' shards.
         lock: held while gradients are offered and applied. On accelerators the engine runs one thread per device, each
             of which may complete a bucket.
@@ -90,7 +88,6 @@ class RunningStep:
         self.times = StepTimes()
         self.freed_bytes = 0
         self.has_gradients = False
-        self.draws: KeyedDraws | None = None
         self.gather: Gather | None = None
         self.lock = threading.RLock()
 
@@ -135,25 +132,6 @@ class RunningStep:
         if self.has_gradients or not asks_for_state(stepper.optimizer(), (g for _, g in found), first=first):
             self.has_gradients = bool(found)
             self.round.owing.update(one for one, _ in found)
-
-    def require_keys(self, stepper: Stepper) -> None:
-        """With ``random="keyed"``: raise if ``optimizer.step()`` finds a gradient of a parameter that has no key."""
-        if self.draws is None or not stepper.is_keyed:
-            return
-        known = {id(a.peek()) for a in self.members.of(stepper)}
-        for index, group in enumerate(stepper.optimizer().param_groups):
-            for parameter in group["params"]:
-                if id(parameter) not in known and parameter.grad is not None:
-                    raise UnsupportedOptimizerError(
-                        f"random='keyed': {stepper.name}.param_groups[{index}] holds a parameter of shape "
-                        f"{tuple(parameter.shape)} that is not in the model. It has no name there, and so its draws no "
-                        "key. Give it to an optimizer of its own, or put it into the model"
-                    )
-
-    def keep_draws(self, stepper: Stepper) -> None:
-        """With ``random="keyed"``: ``optimizer.step()`` is about to run, and finds no gradient. Some draw even so."""
-        if self.draws is not None and stepper.is_keyed:
-            self.round.keep_draws({a.spec.device for a in self.members.of(stepper)})
 
     def forget(self) -> None:
         """The step is over, or was none."""

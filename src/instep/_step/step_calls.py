@@ -41,10 +41,10 @@ class StepCalls:
         """``optimizer.step()`` is about to update, after its closure."""
         if self._step.round.stepper is stepper:
             return  # a closure that is called more than once
-        self._step.require_keys(stepper)
+        stepper.before_step()
         try:
             self._prepare(stepper)
-            self._step.keep_draws(stepper)
+            stepper.begin_step(lambda: {a.spec.device for a in self._step.members.of(stepper)})
         except BaseException:
             self._refused()
             raise
@@ -63,6 +63,7 @@ class StepCalls:
         round_ = self._step.round
         if round_.stepper is stepper and not round_.has_returned_unnoted:
             self._finish(stepper)
+            stepper.end_step()
             round_.has_returned(stepper, self._step.ledger)
         self.end_commit()
 

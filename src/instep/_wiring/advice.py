@@ -59,10 +59,10 @@ def _joins(held: Held) -> str | None:
 
 
 def _unknown(held: Held) -> str | None:
-    keyed = any(stepper.draws is not None for stepper in held.steppers)
+    by_parameter = any(stepper.steps_every_parameter for stepper in held.steppers)
     for optimizer in held.optimizers():
         if not not_asked(optimizer).contained:
-            kind, how = type(optimizer).__name__, "by parameter" if keyed else "as a whole"
+            kind, how = type(optimizer).__name__, "by parameter" if by_parameter else "as a whole"
             return f"{kind} is stepped {how}, and only torch's own updates of a bucket are put off unasked"
     return None
 

@@ -18,6 +18,7 @@ from instep._optim.memory import in_views_of_ddp, in_views_of_replicate
 from instep._optim.offload import HostLoading, HostState, OffloadedState, Part
 from instep._optim.parameters import AttachedParameter, Plan
 from instep._optim.probe import Separability, not_asked, separability_of
+from instep._optim.random_numbers import KeyedDraws
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
 from instep._ranks.votes import StepVotes
@@ -29,8 +30,8 @@ from instep._step.in_backward import BackwardSchedule
 from instep._step.norms import MeasuringSink
 from instep._step.plain import PlainSchedule
 from instep._step.schedule import InFlightBucket, Schedule
-from instep._step.state import Recorder
-from instep._step.step import Agreement
+from instep._step.state import Recorder, StepMembers
+from instep._step.step import Agreement, RunningStep
 from instep._torch.engine import Traced, graph_task
 from instep._torch.hooks import BoundHook, PlainPickles, UntracedHook, first_of_post_hooks, last_of_pre_hooks
 from instep._torch.lifetime import Owners, weakly
@@ -90,19 +91,16 @@ class Chosen(NamedTuple):
 
 def choose(
     options: Options,
-    steppers: Sequence[Stepper],
+    step: RunningStep,
     separability: Sequence[Separability],
-    votes: StepVotes,
-    accumulation: Accumulation,
-    clipping: Clipping,
-    check: Check | None,
     deferring: Callable[[], Deferring],
 ) -> Chosen:
     """The schedule that ``options`` ask for."""
+    steppers, votes = step.members.steppers, step.ledger.votes
     if options.disabled:
         why = None if options.left_to_torch == BY_ENVIRONMENT else options.left_to_torch
         any_loop = options.takes_any_loop
-        plain = PlainSchedule(steppers, votes, accumulation, clipping, options.nonfinite, why, takes_any_loop=any_loop)
+        plain = PlainSchedule(step, options.nonfinite, why, takes_any_loop=any_loop)
         return Chosen(plain, None, False, lambda _: NoReaders(), None)
     if options.schedule == "forward":
         # An update that runs later raises elsewhere: of a step() that is the user's own, the loop expects it there.
@@ -113,15 +111,13 @@ def choose(
         ]
         size = options.bytes_of_a_bucket
         agreement = Agreement(options.nonfinite, votes)
-        forward = ForwardSchedule(
-            steppers, may_wait, votes, accumulation, clipping, size, agreement, check, deferring()
-        )
+        forward = ForwardSchedule(step, may_wait, size, agreement, deferring())
         measures = isinstance(options.clip, ClipNorm)
         return Chosen(forward, forward.measuring, measures, lambda _: WaitingReaders(forward), None)
     undo = Undo(host=options.undo == "host") if options.undo else None
     votes.asks_first = undo is not None and options.nonfinite != "allow"
     scale = None if options.scaler is None else LossScale(options.scaler)
-    backward = BackwardSchedule(steppers, votes, accumulation, clipping, undo, scale, options.nonfinite, check)
+    backward = BackwardSchedule(step, undo, scale, options.nonfinite)
     frees = undo is None and not options.steps_itself
     readers = partial(CheckedReaders, backward, on_trial=undo is not None)
     return Chosen(backward, backward, True, readers, backward.error_for_use if frees else None)
@@ -283,6 +279,7 @@ class Parts:
     """
     Attributes:
         zero: with ``shard_state``: the shards of the state.
+        draws: with ``random="keyed"``: what updates draw from.
         sharding: of a model that FSDP has divided into groups.
         handles: what was put on the model and the optimizers; empty before it is connected, and once it is detached.
     """
@@ -295,6 +292,7 @@ class Parts:
     votes: StepVotes
     planned: Planned
     zero: "Zero | None"
+    draws: KeyedDraws | None
     sharding: Sharding | None
     late: LateParameters
     threads: Threads
@@ -328,14 +326,18 @@ def build(target: Target, options: Options) -> Parts:
     ranks = ranks_of(target, options)
     votes.ranks, votes.voting = ranks, ranks if options.votes else None
     deferring = partial(deferring_of, options, held, ranks)
-    chosen = choose(options, held.steppers, separability, votes, accumulation, clipping, check, deferring)
+    step = RunningStep(StepMembers(held.steppers), votes, accumulation, clipping, check)
+    chosen = choose(options, step, separability, deferring)
     schedule = chosen.schedule
     zero = _zero(target.ddps[0], votes) if options.communication.shard_state and not options.disabled else None
     if zero is not None:
         schedule.gather = zero.shards.gather
+    draws: KeyedDraws | None = None
     if options.randomness.seed is not None and not options.disabled:
-        schedule.draw_by(options.randomness.seed)
-    gathering = Gathering(target, held, zero, schedule.draws, chosen.error_for_use)
+        draws = KeyedDraws(options.randomness.seed, partial(getattr, step.ledger, "step_count"))
+        for stepper in held.steppers:
+            stepper.draws = draws
+    gathering = Gathering(target, held, zero, None if draws is None else draws.name, chosen.error_for_use)
     schedule.parameters = gathering.gather(target.optimizers, target.names)
 
     uses = ForwardCounts()
@@ -372,6 +374,7 @@ def build(target: Target, options: Options) -> Parts:
         votes,
         Planned(options, schedule, sources, separability, check),
         zero,
+        draws,
         sharding,
         late,
         threads,

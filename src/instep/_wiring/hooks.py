@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from instep._optim.dtensor import is_sharded, local_numel, mesh_of, shard_of
 from instep._optim.local_shard import LocalShard
 from instep._optim.parameters import AttachedParameter, Attribute, ParameterSpec, require_unchanged
-from instep._optim.random_numbers import KeyedDraws
 from instep._optim.stepper import Stepper
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
@@ -159,7 +158,7 @@ class Gathering:
     """
     Args:
         zero: with ``shard_state``: knows the rows of this rank.
-        draws: with ``random="keyed"``: are told the parameters' names.
+        told: is called with each of the model's parameters, and its name in the bare model; ``None``: nobody asks.
         error_for_use: what the use of a gradient that was applied raises; ``None``: nothing is put in its place.
     """
 
@@ -168,23 +167,23 @@ class Gathering:
         target: Target,
         held: Held,
         zero: "Zero | None",
-        draws: KeyedDraws | None,
+        told: Callable[[torch.Tensor, str], None] | None,
         error_for_use: ErrorForUse | None,
     ) -> None:
         self._held = held
         self._groups = target.groups
         self._in_fsdp1 = bool(target.fsdp1)
         self._zero = zero
-        self._draws = draws
+        self._told = told
         self._error_for_use = error_for_use
 
     def gather(
         self, optimizers: Sequence[Optimizer], names: Names, first_index: int = 0
     ) -> tuple[AttachedParameter, ...]:
         """Those of ``names`` that one of the attached ``optimizers`` has, numbered from ``first_index``."""
-        if self._draws is not None and (model := self._held.model()) is not None:
+        if self._told is not None and (model := self._held.model()) is not None:
             for named in parameters_of(model):
-                self._draws.name(named.tensor, named.name)
+                self._told(named.tensor, named.name)
         owner = {
             id(p): stepper
             for optimizer, stepper in zip(optimizers, self._held.steppers, strict=True)

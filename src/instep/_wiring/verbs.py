@@ -82,7 +82,7 @@ def resync_from(parts: Parts, rank: int) -> None:
     ranks = dist.get_process_group_ranks(group)
     if rank not in ranks:
         raise InstepError(f"resync_from({rank!r}): the ranks that share this model are {ranks}")
-    draws = parts.schedule.draws
+    draws = parts.draws
     told = [parts.schedule.last_complete_step(), None if draws is None else draws.earlier]
     step, earlier = broadcast_json(told, group, ranks.index(rank))
     if step is None:
