@@ -58,7 +58,7 @@ MUTANTS = [
     _mutant(
         "a forward's stream is not seen",
         "BackwardSchedule.after_forward",
-        "        self.streams.see(self.parameters[0].spec.device)\n",
+        "        self.streams.see(self._step.members.all[0].spec.device)\n",
         "        pass\n",
         MAKERS,
         "joined_after and Evaluated and backward",

@@ -58,7 +58,6 @@ class SettingsGuard(Stage):
         self.layout = layout
         self._switches = switches()
         self._last, self._groups = self._groups or self._last, {}
-        self.writes.clear()
 
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
@@ -144,7 +143,7 @@ class SharedWrites:
         self.in_place = False
 
     def clear(self) -> None:
-        """A step begins, or is over. What was changed in place stays so."""
+        """The step is over. What was changed in place stays so."""
         self._groups.clear()
         self._state = self._attributes = None
 
