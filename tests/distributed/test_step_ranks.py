@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep._ranks import comparison, step_ranks
+from instep._ranks.comparison import Comparison
 from instep._ranks.process_groups import store_of_world
 from instep._ranks.step_ranks import StepRanks, neighbours_of
 from instep.errors import InstepError, NonFiniteGradientError, StepMismatchError, TornStepError
@@ -26,6 +27,7 @@ from tests.cases import Blocks, batch
 from tests.devices import here
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import apart, hsdp, mesh, nested, three_d, two_d
+from tests.parity.interrupts import once
 from tests.parity.lockstep import WAYS
 
 DEFAULT: dict[str, Any] = {}
@@ -610,6 +612,39 @@ def test_state_that_was_divided_before_ranks_differed(two_ranks: RankPool) -> No
     one, other = two_ranks.run(divided_before)
     assert one == ["StepMismatchError", "StepMismatchError"]
     assert other == ["StepMismatchError", "NoneType"]
+
+
+def interrupted_while_telling(name: str, way: str) -> list[float]:
+    """Ctrl-C on all ranks in the first forward, where they say what they train, and the loop goes on."""
+    model, optimizer = made(ddp)
+    with instep.attach(model, optimizer, **TELLING[way]) as overlap:
+        with patch.object(Comparison, name, once(getattr(Comparison, name))), pytest.raises(KeyboardInterrupt):
+            model(batch(0)[0])
+        for i in range(3):
+            iterate(model, optimizer, i)
+        overlap.synchronize()
+        ranks = overlap._parts.votes.ranks
+        assert isinstance(ranks, StepRanks)
+        assert ranks.mismatch is None
+        ranks.look()
+        assert ranks._all_heard
+    return [float(p.detach().double().sum()) for p in model.parameters()]
+
+
+def alone_and_plainly() -> list[float]:
+    model, optimizer = made(ddp)
+    for i in range(3):
+        iterate(model, optimizer, i)
+    return [float(p.detach().double().sum()) for p in model.parameters()]
+
+
+TELLING: Mapping[str, Mapping[str, Any]] = {"default": {}, "backward": {"schedule": "backward"}}
+
+
+@pytest.mark.parametrize("way", list(TELLING))
+@pytest.mark.parametrize("name", ["__init__", "say"])
+def test_ranks_that_were_interrupted_say_it_again(two_ranks: RankPool, name: str, way: str) -> None:
+    assert two_ranks.run(interrupted_while_telling, name, way) == two_ranks.run(alone_and_plainly)
 
 
 class Renamed(Blocks):

@@ -76,16 +76,17 @@ def failing(loop: Loop, bucket: int, moment: str) -> Iterator[list[str]]:
     """The update of one bucket raises. Yields a list of the names of its parameters, once it has."""
     real, begun, calls = Stepper.step, list[str](), iter(range(100))
 
-    def step(self: Stepper, tensors: Any, parameters: list[torch.Tensor], shards: Any) -> None:
+    def step(self: Stepper, tensors: Any, parameters: list[torch.Tensor], shards: Any, begins: Any) -> None:
         if next(calls) != bucket:
-            real(self, tensors, parameters, shards)
+            real(self, tensors, parameters, shards, begins)
             return
         begun.extend(loop.names(parameters))
         if moment == "in":
             with _At():
-                real(self, tensors, parameters, shards)
+                real(self, tensors, parameters, shards, begins)
         if moment == "after":
-            real(self, tensors, parameters, shards)
+            real(self, tensors, parameters, shards, begins)
+        begins()
         raise ZeroDivisionError("the update")
 
     with patch.object(Stepper, "step", step):

@@ -57,12 +57,12 @@ def torn(whole: int = 0) -> Iterator[None]:
     """The update of a bucket fails half way, after that of so many others."""
     step, calls = Stepper.step, count()
 
-    def fail_half_way(stepper: Stepper, parameters: Any, in_place_of: Any = None, parts: Any = None) -> None:
+    def fail_half_way(stepper: Stepper, tensors: Any, parameters: Any, shards: Any, begins: Any) -> None:
         if next(calls) < whole:
-            step(stepper, parameters, in_place_of, parts)
+            step(stepper, tensors, parameters, shards, begins)
             return
-        some = slice(0, -(-len(parameters) // 2))
-        step(stepper, parameters[some], in_place_of and in_place_of[some], parts and parts[some])
+        some = slice(0, -(-len(tensors) // 2))
+        step(stepper, tensors[some], parameters[some], shards and shards[some], begins)
         raise ValueError("the update failed")
 
     with patch.object(Stepper, "step", fail_half_way):

@@ -25,10 +25,12 @@ class _Kind(NamedTuple):
 
     Attributes:
         step: of its class; ``None``: the object has one of its own, and is to be asked each time.
+        update: what ``step`` wraps, without the calls of hooks.
         step_copy: how a copy of it is stepped.
     """
 
     step: Callable[..., Any] | None
+    update: Callable[..., Any] | None
     is_torchs_own: bool
     step_copy: StepCopy
 
@@ -140,7 +142,9 @@ class Stepper:
 
     def _begin(self, optimizer: Optimizer) -> _RunningStep:
         """A step begins: choose the stages of its updates."""
-        if type(optimizer).step is not self._kind.step or "step" in vars(optimizer):
+        step = type(optimizer).step
+        as_before = step is self._kind.step and getattr(step, "__wrapped__", None) is self._kind.update
+        if not as_before or "step" in vars(optimizer):
             self._kind = _kind_of(optimizer)  # a trainer has replaced it since, that of the object or of the class
         if not self._layout.is_of(optimizer.param_groups):
             self._layout = GroupLayout(self.name, optimizer.param_groups)
@@ -316,7 +320,7 @@ class Stepper:
 
 def _kind_of(optimizer: Optimizer) -> _Kind:
     own = None if "step" in vars(optimizer) else type(optimizer).step
-    return _Kind(own, is_torchs_own(optimizer), how_to_step(optimizer))
+    return _Kind(own, getattr(own, "__wrapped__", None), is_torchs_own(optimizer), how_to_step(optimizer))
 
 
 def _through(stages: Iterator[Stage], update: Update, run: Callable[[], None]) -> None:

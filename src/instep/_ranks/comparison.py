@@ -60,14 +60,22 @@ class Comparison:
         self._same: set[int] = {self._rank}  # the ranks that are known to say the same
         for other in self._place.others.values():
             other.begins_anew()
-        text = json.dumps([list(words.items()) for words in mine])
-        self._digest = digest_of(text)
-        self._counter = f"same/{len(self._place.said)}/{self._digest}"
-        self._place.said.append(self._digest)
+        self._text = json.dumps([list(words.items()) for words in mine])
+        self._digest = digest_of(self._text)
+        self._number = len(self._place.said)
+        self._counter = f"same/{self._number}/{self._digest}"
+        self._is_counted = False
+
+    def say(self) -> None:
+        """Tell the other ranks. Who is interrupted here does it again."""
+        if len(self._place.said) == self._number:
+            self._place.said.append(self._digest)
         # In this order: who finds the digest finds the words, and who has counted this rank finds the digest.
-        self._store.set(f"words/{self._digest}", text)
+        self._store.set(f"words/{self._digest}", self._text)
         self._store.set(f"said/{self._rank}", json.dumps(self._place.said))
-        self._store.add(self._counter, 1)
+        if not self._is_counted:
+            self._is_counted = True  # before: a rank that is not counted is asked for its words, and none counts twice
+            self._store.add(self._counter, 1)
 
     def all_say_the_same(self, ranks: Sequence[int]) -> bool:
         """Whether all of ``ranks`` have said by now what this one says: one question, however many there are."""

@@ -134,15 +134,17 @@ class StepRanks:
         """The first forward begins: say what this rank trains, before anything waits for the others. Whoever waits for
         this rank may be needed in its forward, for DDP's buffers, and where its backward begins, by FSDP's own hooks.
         """
-        self.has_told = True
         place = f"steps/{digest_of(self._ranks or self._model)}"
         try:
-            if self._ranks is None:
-                self._neighbours_in_store().set(str(dist.get_rank()), json.dumps(self._neighbours.ranks))
-            self._comparison = Comparison(place, self._mine)
+            if self._comparison is None:
+                if self._ranks is None:
+                    self._neighbours_in_store().set(str(dist.get_rank()), json.dumps(self._neighbours.ranks))
+                self._comparison = Comparison(place, self._mine)
+            self._comparison.say()
         except RuntimeError:  # the process that keeps the store has ended
             if self._waits:
                 raise
+        self.has_told = True  # not before: after Ctrl-C the next forward, or its backward, does it again
 
     def meet(self) -> None:
         """The first backward begins that reduces gradients over all ranks. If this rank waits, ``mismatch`` is known
