@@ -1,10 +1,12 @@
 """The road of one bucket, of an iteration and of ``attach``: which functions of instep's run, in which files.
 
-``python -m tests.journeys`` prints the road of one bucket for a schedule; ``docs/architecture.md`` follows it.
+``python -m tests.journeys`` prints the road of one bucket, ``python -m tests.journeys undo`` that of an iteration with
+``undo``; ``docs/architecture.md`` follows these roads (``WAYS``, and ``ddp``: one rank).
 """
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +14,9 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.attaching import attach
@@ -75,11 +79,16 @@ def name_of(code: CodeType) -> str:
 
 
 class Loop:
-    """Three layers, AdamW, one device."""
+    """Three layers, AdamW, one device.
 
-    def __init__(self, way: str) -> None:
+    Args:
+        wraps: in a ``DistributedDataParallel``, of the process group that there is.
+    """
+
+    def __init__(self, way: str, *, wraps: bool = False) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        layers: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.model = DistributedDataParallel(layers) if wraps else layers
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.attaching = Road()
         with self.attaching.watched():
@@ -107,6 +116,22 @@ def of_a_bucket() -> Road:
         return loop.road("_bucket_accumulated", "freed")
 
 
+def of_an_iteration(way: str) -> Road:
+    """``way``: of ``WAYS``, or ``"ddp"``."""
+    if way != "ddp":
+        loop = Loop(way)
+        with loop.overlap:
+            return loop.road()
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
+        try:
+            loop = Loop("backward", wraps=True)
+            with loop.overlap:
+                return loop.road()
+        finally:
+            dist.destroy_process_group()
+
+
 def show(calls: Sequence[Call]) -> None:
     at = ""
     for call in calls:
@@ -117,14 +142,9 @@ def show(calls: Sequence[Call]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.journeys")
-    parser.add_argument("way", nargs="?", choices=["bucket", *WAYS], default="bucket")
+    parser.add_argument("way", nargs="?", choices=["bucket", *WAYS, "ddp"], default="bucket")
     given = parser.parse_args()
-    if given.way == "bucket":
-        show(of_a_bucket().calls)
-    else:
-        loop = Loop(given.way)
-        with loop.overlap:
-            show(loop.road().calls)
+    show((of_a_bucket() if given.way == "bucket" else of_an_iteration(given.way)).calls)
 
 
 if __name__ == "__main__":

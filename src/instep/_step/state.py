@@ -1,4 +1,41 @@
-"""What has become of each step: its states, the errors that are kept, the parameters and how far each has come."""
+"""The state of a step, and what is kept of it: states, the torn step, the parameters, and the calls of ``step()``.
+
+The theory, before the table.
+
+A *step* is what the plain loop does between two calls of ``optimizer.zero_grad()``: gradients are accumulated, and
+``optimizer.step()`` writes parameters and state. instep moves the writes: ahead, into backward, or behind, into the
+next forward. So a step is written by several hands, on several threads, over some time, and it may be ended in the
+middle: by an error in an update, by another rank, by Ctrl-C between any two lines. Everything here serves one
+promise: at each moment somebody can say which parameters hold the old values, which hold the new ones, and what the
+plain loop would have.
+
+Three objects say how far a step has come. ``Machine`` has its *state*, one of six; ``TRANSITIONS`` is the whole of
+its behaviour. ``StepMembers`` has, for each parameter, whether its final gradient was *offered* by a source, whether
+it was *applied* by backward, and with which version counter its update left it. ``Round`` has the calls of
+``optimizer.step()`` that make up the step, one for each optimizer with gradients.
+
+A step opens with the first gradient that is offered (``OFFERED``), and ends when the last optimizer that has
+gradients has returned from ``step()`` (``COMMITTED``). In between:
+
+- With ``schedule="backward"`` buckets are applied while the step is ``OPEN``. Until the commit nobody may see that: a
+  forward, a read of a weight or of its gradient would find what the plain loop does not have yet. Such a use raises,
+  or, with ``undo``, rolls the step back (``ROLLED_BACK``): to ``REDO``, from which ``step()`` does all of it,
+  plainly.
+- With ``schedule="forward"`` nothing is written while the step is ``OPEN``. ``step()`` takes the gradients of
+  deferred buckets off, and commits. A deferred bucket is not a state: the next step may open while it waits, and
+  whoever needs one of its parameters waits for the bucket (``deferred_buckets``).
+
+A step is *torn* where it stands on some parameters and cannot be completed or put back, or where it stands on this
+rank and is not known to stand on the others. ``Ledger.tear`` is the only place that declares it; ``Torn`` keeps which
+parameters were updated, which were not, and of which nobody knows. From then on nothing is written, and every use
+says so, until the loop accepts the weights as they are, or loads others.
+
+Ctrl-C decides the order of lines. It may come between any two of them, and whoever comes next must find the truth or
+something that is safe to do again. So: an update is noted as *begun* before its first write, and as applied after its
+last one. Versions are noted before the parameters they are of count as applied. ``Round.has_returned`` notes the
+numbers that the step will have before anything is counted, so that counting twice counts once. What takes note of a
+call says so with its last line (``is_noted``), and an event that leaves a state as it is may happen twice.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
