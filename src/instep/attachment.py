@@ -387,7 +387,7 @@ class Attachment:
             parts.schedule.close()
         finally:
             for stepper in parts.held.steppers:
-                stepper.bring_home()
+                stepper.restore_to_device()
             if not parts.threads.in_backward:
                 parts.planned.keep()
                 for attached in parts.schedule.parameters:

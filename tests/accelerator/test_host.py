@@ -275,9 +275,9 @@ def test_what_the_engine_s_own_thread_drops_is_told_on_the_loop_s() -> None:
     backwards, told = Backwards(), list[str]()
     _drop(backwards, [partial(told.append, name) for name in "ab"], by_engine=True)
     assert told == []
-    backwards.let_go()
+    backwards.drain_failed()
     assert told == ["a", "b"]
-    backwards.let_go()
+    backwards.drain_failed()
     assert told == ["a", "b"]
 
 
@@ -294,10 +294,10 @@ def test_what_is_told_late_may_let_go_again() -> None:
 
     def failed(name: str) -> None:
         told.append(name)
-        backwards.let_go()
+        backwards.drain_failed()
 
     _drop(backwards, [partial(failed, name) for name in "ab"], by_engine=True)
-    backwards.let_go()
+    backwards.drain_failed()
     assert told == ["a", "b"]
 
 
@@ -312,6 +312,6 @@ def test_ctrl_c_in_what_is_told_late_has_it_told_again() -> None:
 
     _drop(backwards, [failed], by_engine=True)
     with pytest.raises(KeyboardInterrupt):
-        backwards.let_go()
-    backwards.let_go()
+        backwards.drain_failed()
+    backwards.drain_failed()
     assert told == [0, 1]

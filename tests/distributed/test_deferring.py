@@ -57,7 +57,7 @@ def trial(gains: list[bool], view: bool) -> tuple[str | None, list[bool], str]:
         gains: of each rank, whether its iterations are shorter with the step put off.
     """
     plain, attached = both(view)
-    made = deferring.Trial
+    made = deferring.DeferralTrial
     ticks = count()
 
     def clock() -> float:
@@ -75,7 +75,7 @@ def trial(gains: list[bool], view: bool) -> tuple[str | None, list[bool], str]:
     put_off, difference = [], None
     with (
         patch.multiple(deferring, WARM_UP=1, PAIRS=PAIRS, LEAST_WINS=PAIRS),
-        patch("instep._wiring.advice.Trial", make),
+        patch("instep._wiring.advice.DeferralTrial", make),
         instep.attach(*attached) as overlap,
     ):
         for i in range(STEPS):

@@ -81,7 +81,7 @@ MUTANTS = [
     ),
     _mutant(
         "the streams of gradients are not seen",
-        "Makers.saw",
+        "ProducerStreams.saw",
         "            self._streams.setdefault(device, set()).add(torch.accelerator.current_stream(device))\n",
         "            pass\n",
         MAKERS,
@@ -233,7 +233,7 @@ MUTANTS = [
     ),
     _mutant(
         "gradients that were handed over go where the host has stepped them",
-        "PendingBucket.apply",
+        "DeferredBucket.apply",
         '        if self.device.type == "cpu":\n',
         "        if True:\n",
         SOURCES,
@@ -241,7 +241,7 @@ MUTANTS = [
     ),
     _mutant(
         "a mark is recorded before the update",
-        "PendingBuckets.finished",
+        "DeferredBuckets.finished",
         "        with self.on_side(bucket):\n"
         "            bucket.finish()\n"
         "        bucket.look()\n"
@@ -263,7 +263,7 @@ MUTANTS = [
     ),
     _mutant(
         "forward: nobody waits before memory that an update has given back is given out",
-        "PendingBuckets.on_side",
+        "DeferredBuckets.on_side",
         "            self._step.streams.let_go(bucket.device)\n",
         "            pass\n",
         GIVEN_BACK,
@@ -271,7 +271,7 @@ MUTANTS = [
     ),
     _mutant(
         "memory that is given back: not where a tensor is resized, or has other data",
-        "Places.were_left",
+        "StorageAddresses.were_left",
         "any(_place(t) != place for t, place in self._all) or ",
         "",
         GIVEN_BACK,
@@ -279,7 +279,7 @@ MUTANTS = [
     ),
     _mutant(
         "memory that is given back: not where state is replaced",
-        "Places.were_left",
+        "StorageAddresses.were_left",
         " or any(id(t) not in now for t in self._in_state)",
         "",
         GIVEN_BACK,
@@ -287,7 +287,7 @@ MUTANTS = [
     ),
     _mutant(
         "memory that is given back: not that of weights and gradients",
-        "Places.__init__",
+        "StorageAddresses.__init__",
         "(*parameters, *gradients, *self._in_state)",
         "self._in_state",
         GIVEN_BACK,
@@ -295,7 +295,7 @@ MUTANTS = [
     ),
     _mutant(
         "nobody is told of a write that raced with the update",
-        "PendingBuckets._run",
+        "DeferredBuckets._run",
         "                    bucket.require_left_alone()\n",
         "                    pass\n",
         "tests/accelerator/test_limits.py",
@@ -303,7 +303,7 @@ MUTANTS = [
     ),
     _mutant(
         "a step that was written into while it was under way is a whole one",
-        "Outcome.is_in_doubt",
+        "StepOutcome.is_in_doubt",
         "        self.applied = [name for name in self.applied if name not in names]\n",
         "",
         "tests/accelerator/test_limits.py",
@@ -383,7 +383,7 @@ MUTANTS = [
     ),
     _mutant(
         "do not wait for the engine to let go of a backward that raised",
-        "Backwards.let_go",
+        "Backwards.drain_failed",
         "        if not self._tasks or graph_task() is not None:\n",
         "        if True:\n",
         ORDERS,
@@ -399,8 +399,8 @@ MUTANTS = [
     ),
     _mutant(
         "nobody tells what the engine's own thread has dropped",
-        "Backwards.let_go",
-        "            unsaid.say()\n",
+        "Backwards.drain_failed",
+        "            unsaid.run()\n",
         "            pass\n",
         HOST,
         "test_what_the_engine_s_own_thread",
@@ -415,7 +415,7 @@ MUTANTS = [
     ),
     _mutant(
         "what Ctrl-C has cut short is not told again",
-        "_Unsaid.say",
+        "_FailureCallbacks.run",
         "                self.failed.insert(0, failed)  # what",
         "                pass  # what",
         HOST,
@@ -471,7 +471,7 @@ MUTANTS = [
     ),
     _mutant(
         "nobody waits for the steps of optimizers that are gone",
-        "PendingBuckets.abandon",
+        "DeferredBuckets.abandon",
         "                self._step.streams.wait(bucket.mark)\n",
         "                pass\n",
         ORDERS,
@@ -487,7 +487,7 @@ MUTANTS = [
     ),
     _mutant(
         "forward: parts are sent on the loop's stream",
-        "HandOver._begin",
+        "UpdateDeferral._begin",
         "                with pending.on_side(bucket):\n                    bucket.send(",
         "                if True:\n                    bucket.send(",
         ZERO,
@@ -495,7 +495,7 @@ MUTANTS = [
     ),
     _mutant(
         "forward: buckets are finished on the loop's stream",
-        "PendingBuckets.finished",
+        "DeferredBuckets.finished",
         "        with self.on_side(bucket):\n            bucket.finish()\n",
         "        bucket.finish()\n",
         ONE_DEVICE,
@@ -663,7 +663,7 @@ MUTANTS = [
     ),
     _mutant(
         "offload: state of the loop's goes back to its stream at once",
-        "LentEntries._lent",
+        "DeviceEntries._lent",
         "                    self.others.append(value)\n",
         "                    pass\n",
         OFFLOAD,
@@ -687,7 +687,7 @@ MUTANTS = [
     ),
     _mutant(
         "offload: state may share memory",
-        "LentEntries._moved",
+        "DeviceEntries._moved",
         "        self._memory.add(memory.data_ptr())\n",
         "",
         OFFLOAD,

@@ -174,7 +174,7 @@ def test_every_line_of_what_comes_before_and_after(way: str, act: Callable[[Loop
     ("owner", "name", "skips"),
     [
         # A gradient was offered, and nobody has asked for the end of backward.
-        (WritingBackwards, "may_write", True),
+        (WritingBackwards, "accepts_update", True),
         # step() has returned, and its gradients are not back.
         (Round, "show", False),
     ],

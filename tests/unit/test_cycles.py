@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._step.deferred_buckets import PendingBucket
+from instep._step.deferred_buckets import DeferredBucket
 from instep.errors import InstepError, TornStepError
 from tests.inside import schedule_of
 from tests.living import no_gc
@@ -70,13 +70,13 @@ class Nothing:
 def buckets(monkeypatch: pytest.MonkeyPatch) -> list["weakref.ref[Any]"]:
     """All that are handed over, and their gradients."""
     made: list[weakref.ref[Any]] = []
-    init = PendingBucket.__init__
+    init = DeferredBucket.__init__
 
-    def noted(self: PendingBucket, *args: Any) -> None:
+    def noted(self: DeferredBucket, *args: Any) -> None:
         init(self, *args)
         made.extend([weakref.ref(self), weakref.ref(self.step), *map(weakref.ref, self.gradients)])
 
-    monkeypatch.setattr(PendingBucket, "__init__", noted)
+    monkeypatch.setattr(DeferredBucket, "__init__", noted)
     return made
 
 

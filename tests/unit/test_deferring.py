@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from instep._step.deferral import ASKED, PAIRS, WARM_UP, Always, Never, Others, Trial
+from instep._step.deferral import ASKED, PAIRS, WARM_UP, Always, DeferralTrial, Never, Others
 
 OF_ONE_RANK = WARM_UP + 2 * PAIRS + 2
 
@@ -30,7 +30,7 @@ class Loop:
         self.now = 0.0
         self.put_off: list[bool] = []
         self._seconds = seconds
-        self.trial = Trial(prevented, others, lambda: self.now)
+        self.trial = DeferralTrial(prevented, others, lambda: self.now)
 
     def run(self, steps: int = OF_ONE_RANK) -> "Loop":
         for _ in range(steps):

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from instep._optim.guards import SettingsGuard, UsedSettings
 from instep._optim.kinds import STEPPED_WHOLE, beside_parameters, read_by_update
 from instep._optim.local_shard import memory_of, version_of
-from instep._optim.memory import Places
+from instep._optim.memory import StorageAddresses
 from instep._optim.overrides import MANAGER, moved, places_in_bucket
 from instep._optim.random_numbers import Generators
 from instep._optim.shadow import GroupLayout
 from instep._optim.stages import Stage, Update
-from instep._optim.values import alike, fingerprint, is_immutable, private, reached_from
+from instep._optim.values import alike, fingerprint, is_immutable, private, reachable_values
 from instep.errors import UnsupportedOptimizerError
 
 
@@ -57,7 +57,7 @@ class ForeignGuard(Stage):
         self.gave_back = False
         self._seen = {}
         self._containers = [name for name, value in read.items() if name != "defaults" and not is_immutable(value)]
-        found = list(reached_from([read, shared, *({**group, "params": None} for group in optimizer.param_groups)]))
+        found = list(reachable_values([read, shared, *({**group, "params": None} for group in optimizer.param_groups)]))
         self._reached = [value for value in found if layout.holds(value)]
         held = (tensor for value in found if isinstance(value, torch.nn.Module) for tensor in _tensors_of(value))
         self._in_modules = [tensor for tensor in held if not layout.holds(tensor)]
@@ -69,7 +69,7 @@ class ForeignGuard(Stage):
         _give_overrides(update)
         attributes = {name: (value := vars(optimizer)[name], fingerprint(value)) for name in self._containers}
         # Of a CPU nobody reads later what was given back.
-        places = None if device.type == "cpu" else Places(update.tensors, _entries_of(update))
+        places = None if device.type == "cpu" else StorageAddresses(update.tensors, _entries_of(update))
         owners = [read_by_update(optimizer), beside_parameters(optimizer.state), *optimizer.param_groups]
         generators = Generators({device}, owners)
         entries = {id(t): version_of(t) for _, t in _state_tensors(update.owned, list(_entries_of(update)))}
@@ -155,7 +155,7 @@ def parameters_reached_by(optimizer: Optimizer, layout: GroupLayout) -> list[tor
     does with them."""
     groups = ({**group, "params": None} for group in optimizer.param_groups)
     owners = [read_by_update(optimizer), beside_parameters(optimizer.state), *groups]
-    return [value for value in reached_from(owners) if layout.holds(value)]
+    return [value for value in reachable_values(owners) if layout.holds(value)]
 
 
 def draws_in_step(optimizer: str) -> UnsupportedOptimizerError:

@@ -60,7 +60,7 @@ _IS_TORCHS = methodcaller("resizable")  # memory of NumPy's, of a mapped file or
 _IS_SHARED = methodcaller("is_shared")  # with another process, on a CPU; elsewhere always true
 
 
-Owners = Callable[[int], int]
+OwnerCount = Callable[[int], int]
 """How many owners memory has that so many tensors share, beside the storage's own object in Python."""
 
 
@@ -84,7 +84,7 @@ def in_shards_of_fsdp2(tensors: int) -> int:
     return 3 * tensors
 
 
-def have_other_owners(tensors: Sequence[torch.Tensor], owners: Owners = by_themselves) -> list[bool]:
+def have_other_owners(tensors: Sequence[torch.Tensor], owners: OwnerCount = by_themselves) -> list[bool]:
     """Of each plain strided tensor: whether its memory has an owner that is not one of ``tensors``."""
     if not tensors:
         return []
@@ -153,7 +153,7 @@ def _state_has_other_owners(tensors: Sequence[torch.Tensor]) -> list[bool]:
     return in_two_parts(memory, from_local, in_views_of_replicate)
 
 
-def in_two_parts(tensors: Sequence[torch.Tensor], are_special: Sequence[bool], owners: Owners) -> list[bool]:
+def in_two_parts(tensors: Sequence[torch.Tensor], are_special: Sequence[bool], owners: OwnerCount) -> list[bool]:
     """``have_other_owners``, of which the special ones have so many."""
     if not any(are_special):
         return have_other_owners(tensors)
@@ -204,7 +204,7 @@ def _known() -> _Known:
 StateEntries = Iterable[Mapping[str, Any] | None]
 
 
-class Places:
+class StorageAddresses:
     """Where some parameters lie, their gradients, and all tensors in their entries of the optimizer's state."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], entries: StateEntries) -> None:

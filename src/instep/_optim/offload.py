@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from instep._optim.local_shard import LocalShard, are_plain, memory_of, shard_of_entry, version_of, whole_of_entry
 from instep._optim.memory import on_stream
 from instep._optim.stages import Stage, Update
-from instep._optim.values import reached_from
+from instep._optim.values import reachable_values
 from instep._torch.engine import is_captured
 from instep.errors import UnsupportedOptimizerError
 
@@ -99,7 +99,7 @@ def is_at_home(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.numel() > 1
 
 
-class LentEntries:
+class DeviceEntries:
     """Copies of ``entries`` on ``device``, made on the current stream.
 
     Args:
@@ -180,7 +180,7 @@ class LentEntries:
             if type(value) is list:
                 kept[:] = found
             return kept if list(map(id, kept)) == list(map(id, found)) else tuple(found)
-        if any(isinstance(one, torch.Tensor) and one.numel() > 1 for one in reached_from([value])):
+        if any(isinstance(one, torch.Tensor) and one.numel() > 1 for one in reachable_values([value])):
             raise self._refusal(key, f"holds tensors in a {type(value).__name__}")
         return value
 
@@ -246,7 +246,7 @@ class _Ahead(NamedTuple):
     """
 
     call: _Call
-    lent: LentEntries
+    lent: DeviceEntries
     there: torch.Event
     found: Sequence[tuple[torch.Tensor, int]]
 
@@ -273,7 +273,7 @@ class HostState:
         owned: Sequence[torch.Tensor],
         shards: Sequence[LocalShard | None] | None,
         entries: Sequence[Entry | None],
-    ) -> LentEntries:
+    ) -> DeviceEntries:
         """Copy ``entries``, the state of ``owned``, to the device, for a step on the current stream.
 
         Args:
@@ -298,10 +298,10 @@ class HostState:
         return ahead.lent
 
     def take_back(
-        self, lent: LentEntries, stepped: Sequence[Entry | None], beside: Sequence[torch.Tensor]
+        self, lent: DeviceEntries, stepped: Sequence[Entry | None], beside: Sequence[torch.Tensor]
     ) -> list[Entry | None]:
-        """The entries that were lent have been stepped: copy them to the host. Returns them there. See ``LentEntries``
-        for the arguments."""
+        """The entries that were lent have been stepped: copy them to the host. Returns them there. For the arguments
+        see ``DeviceEntries``."""
         self._others += lent.others
         return self._copies_of(lent.device).send(lambda: lent.take_back(stepped, beside), lent.used)
 
@@ -323,7 +323,7 @@ class HostState:
     def _bring(self, call: _Call, entries: Sequence[Entry | None], device: torch.device) -> _Ahead:
         name = type(call.optimizer()).__name__
         found = [(tensor, version_of(tensor)) for tensor in tensors_in(entries)]
-        lent, there = self._copies_of(device).bring(lambda: LentEntries(name, entries, device))
+        lent, there = self._copies_of(device).bring(lambda: DeviceEntries(name, entries, device))
         return _Ahead(call, lent, there, found)
 
     def _taken(self, call: _Call, entries: Sequence[Entry | None]) -> _Ahead | None:
@@ -429,7 +429,7 @@ class OffloadedState(Stage):
         """
         for parameter, entry, shard in self._entries():
             stepped = shard_of_entry(entry, shard)
-            lent = LentEntries(self._name, (), parameter.device)
+            lent = DeviceEntries(self._name, (), parameter.device)
             lent.are_at_home([stepped])
             (kept,) = lent.take_back([stepped], [parameter])
             torch.accelerator.current_stream(parameter.device).synchronize()
@@ -444,7 +444,7 @@ class OffloadedState(Stage):
         """Move the state to the device, where the optimizer's own ``step()`` finds it."""
         self.finish()
         for parameter, entry, shard in self._entries():
-            lent = LentEntries(self._name, [shard_of_entry(entry, shard)], parameter.device)
+            lent = DeviceEntries(self._name, [shard_of_entry(entry, shard)], parameter.device)
             self._put(entry, lent.entries[0], shard)
 
     @property

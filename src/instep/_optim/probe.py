@@ -16,10 +16,10 @@ from instep._optim.random_numbers import Generators
 from instep._optim.shadow import parameters_of, step_plainly
 from instep._optim.synthetic import (
     DIVISIONS,
-    WEATHERS,
-    MadeUpRuns,
+    GRADIENT_PATTERNS,
+    GradientPattern,
     Spec,
-    Weather,
+    SyntheticRuns,
     in_short,
     options_of,
     raises_without_gradients,
@@ -209,7 +209,7 @@ class _Probe:
     def __init__(self, optimizer: Optimizer, *, keyed: bool) -> None:
         self._optimizer = optimizer
         self._name = type(optimizer).__name__
-        self._runs = MadeUpRuns(optimizer, specs_for(optimizer), keyed=keyed)
+        self._runs = SyntheticRuns(optimizer, specs_for(optimizer), keyed=keyed)
         self._untried: list[str] = []
 
     def run(self) -> Separability:
@@ -235,11 +235,11 @@ class _Probe:
     def _divided(self) -> DivisionTrial | KeyedTrial:
         if self._runs.keyed:
             keyed = KeyedTrial(self._runs)
-            for weather in WEATHERS:
+            for weather in GRADIENT_PATTERNS:
                 keyed.run(weather)
             return keyed
         trial = DivisionTrial(self._runs)
-        first, *others = WEATHERS
+        first, *others = GRADIENT_PATTERNS
         trial.run(first, DIVISIONS)
         for weather in others:
             trial.run(weather, ["one by one"])
@@ -261,7 +261,7 @@ class _Probe:
         except Exception:
             return None  # said below
         if given:
-            run.give(self._runs.gradients(WEATHERS[1], 0))
+            run.give(self._runs.gradients(GRADIENT_PATTERNS[1], 0))
         try:
             step_plainly(run.twin, *closure)
         except Exception as error:
@@ -294,7 +294,7 @@ class _Probe:
 
     def _fails(self, specs: Sequence[Sequence[Spec]]) -> str | None:
         """Why two plain steps do."""
-        weather = Weather((1.0, 1.0))
+        weather = GradientPattern((1.0, 1.0))
         try:
             run = self._runs.anew(specs)
             for step in range(2):

@@ -10,17 +10,17 @@ from torch.optim import Optimizer
 
 from instep._optim.foreign import draws_in_step, draws_out_of_sight
 from instep._optim.kinds import STEPPED_WHOLE
-from instep._optim.offload import LentEntries
+from instep._optim.offload import DeviceEntries
 from instep._optim.random_numbers import Generators, TorchGenerators
-from instep._optim.shadow import autocast_of, different, parameters_of, step_plainly
+from instep._optim.shadow import autocast_of, parameters_of, step_plainly, values_differ
 from instep._optim.synthetic import (
     DIVISIONS,
+    GRADIENT_PATTERNS,
     STEPS,
-    WEATHERS,
-    MadeUpRun,
-    MadeUpRuns,
+    GradientPattern,
     Spec,
-    Weather,
+    SyntheticRun,
+    SyntheticRuns,
     in_short,
     is_finite,
     one_by_one,
@@ -78,9 +78,9 @@ def _differs(optimizer: Optimizer, specs: list[list[Spec]], dtype: torch.dtype) 
     """``None``: made-up parameters cannot be stepped."""
     generators = TorchGenerators(spec.device for mine in specs for spec in mine)
     try:
-        outside, inside = MadeUpRun(optimizer, specs), MadeUpRun(optimizer, specs)
+        outside, inside = SyntheticRun(optimizer, specs), SyntheticRun(optimizer, specs)
         for step in range(STEPS):
-            gradients = WEATHERS[1].gradients([spec for mine in specs for spec in mine], step)
+            gradients = GRADIENT_PATTERNS[1].gradients([spec for mine in specs for spec in mine], step)
             outside.give(gradients)
             inside.give(gradients)
             generators.seed(step)
@@ -107,7 +107,7 @@ class CannotBeTriedError(Exception):
     """The plain ``step()`` fails on made-up parameters."""
 
 
-class Trial:
+class ProbeTrial:
     """What the trials of an optimizer find, step after step.
 
     Args:
@@ -119,7 +119,7 @@ class Trial:
         returns: whether ``step()`` returned other values than when it updated all parameters.
     """
 
-    def __init__(self, runs: MadeUpRuns) -> None:
+    def __init__(self, runs: SyntheticRuns) -> None:
         self._runs = runs
         self._name = runs.name
         self.untried: list[str] = []
@@ -130,19 +130,19 @@ class Trial:
         if reason not in self.untried:
             self.untried.append(reason)
 
-    def _fails(self, weather: Weather, error: CannotBeTriedError) -> None:
+    def _fails(self, weather: GradientPattern, error: CannotBeTriedError) -> None:
         if not weather.odd:  # else so does the loop's
             self._could_not(f"step() fails with {weather} ({error})")
 
-    def _require_finite(self, weather: Weather, parameters: Iterable[torch.Tensor]) -> None:
+    def _require_finite(self, weather: GradientPattern, parameters: Iterable[torch.Tensor]) -> None:
         if not weather.odd and not all(map(is_finite, parameters)):
             self._could_not(f"with {weather} it makes parameters NaN or infinite")
 
 
-class DivisionTrial(Trial):
+class DivisionTrial(ProbeTrial):
     """Steps parameters together, and beside that divided into buckets: the results must be the same."""
 
-    def run(self, weather: Weather, divisions: Iterable[str]) -> None:
+    def run(self, weather: GradientPattern, divisions: Iterable[str]) -> None:
         """Take the steps of ``weather`` together, and divided in each of these ways.
 
         Raises:
@@ -167,13 +167,15 @@ class DivisionTrial(Trial):
                 run.give(gradients)
                 step_divided(self._name, run, how)
                 self._require_same(together, run, weather, step, how)
-                self.returns |= different(together.returned, run.returned)
+                self.returns |= values_differ(together.returned, run.returned)
         self.contained = self.contained and all(run.contained for run in divided.values())
         if set(drawn) != {"no"}:
             self._could_not(_BUSY)
         self._require_finite(weather, together.parameters)
 
-    def _require_same(self, together: MadeUpRun, run: MadeUpRun, weather: Weather, step: int, how: str) -> None:
+    def _require_same(
+        self, together: SyntheticRun, run: SyntheticRun, weather: GradientPattern, step: int, how: str
+    ) -> None:
         if (what := run.differs_from(together)) is None:
             return
         if self._differs_from_itself(weather, step):
@@ -184,7 +186,7 @@ class DivisionTrial(Trial):
             f"{STEPPED_WHOLE}"
         )
 
-    def _differs_from_itself(self, weather: Weather, last: int) -> bool:
+    def _differs_from_itself(self, weather: GradientPattern, last: int) -> bool:
         """Whether two runs of the plain ``step()`` come out differently: as of one that draws from a generator which
         nothing that it holds refers to."""
         one, other = self._runs.anew(), self._runs.anew()
@@ -194,7 +196,7 @@ class DivisionTrial(Trial):
         return one.differs_from(other) is not None
 
 
-def step_together(name: str, run: MadeUpRun, gradients: Sequence[torch.Tensor | None]) -> None:
+def step_together(name: str, run: SyntheticRun, gradients: Sequence[torch.Tensor | None]) -> None:
     """Call the plain ``step()`` of the optimizer called ``name``, and look at what that has done.
 
     Raises:
@@ -214,14 +216,14 @@ def step_together(name: str, run: MadeUpRun, gradients: Sequence[torch.Tensor | 
                 f"{name} keeps the state of a parameter as a {type(entry).__name__}. instep takes dicts there, as "
                 f"torch's own optimizers have: state[p] = {{...}}. {STEPPED_WHOLE}"
             )
-    if any(map(different, idle, before)):
+    if any(map(values_differ, idle, before)):
         raise UnsupportedOptimizerError(
             f"{name}.step() changes parameters that have no gradient (weight decay of all parameters?): it would "
             f"change them once with each bucket, and once more in step(). {STEPPED_WHOLE}"
         )
 
 
-def step_divided(name: str, run: MadeUpRun, how: str) -> None:
+def step_divided(name: str, run: SyntheticRun, how: str) -> None:
     """Step as an attached loop does, divided in this way.
 
     Raises:
@@ -238,11 +240,11 @@ def step_divided(name: str, run: MadeUpRun, how: str) -> None:
         ) from error
 
 
-def reads_loss(runs: MadeUpRuns) -> bool:
+def reads_loss(runs: SyntheticRuns) -> bool:
     """Whether steps with a closure, whose loss changes from step to step, update otherwise than steps without."""
     without, given = runs.anew(), runs.anew()
     for step in range(STEPS):
-        gradients = runs.gradients(WEATHERS[1], step)
+        gradients = runs.gradients(GRADIENT_PATTERNS[1], step)
         loss = partial(torch.tensor, 10.0 ** (step % 4))
         try:
             without.give(gradients)
@@ -254,11 +256,11 @@ def reads_loss(runs: MadeUpRuns) -> bool:
     return given.differs_from(without) is not None
 
 
-def takes_aliases(runs: MadeUpRuns) -> bool:
+def takes_aliases(runs: SyntheticRuns) -> bool:
     """Whether the optimizer steps other tensors of the same memory alike. Some know a parameter by the object."""
     together, aliased = runs.anew(), runs.anew()
     for step in range(STEPS):
-        gradients = runs.gradients(WEATHERS[0], step)
+        gradients = runs.gradients(GRADIENT_PATTERNS[0], step)
         together.give(gradients)
         aliased.give(gradients)
         try:
@@ -273,12 +275,12 @@ def takes_aliases(runs: MadeUpRuns) -> bool:
     return not aliased.replaces_gradients and aliased.differs_from(together) is None
 
 
-def what_is_kept(runs: MadeUpRuns) -> str | None:
+def what_is_kept(runs: SyntheticRuns) -> str | None:
     """What a step that was put back leaves anywhere, in words; ``None``: nothing. Some steps are put back and taken
     again, beside a run in which each is taken once."""
     once, again = runs.anew(), runs.anew()
     for step in range(KEPT):
-        gradients = runs.gradients(WEATHERS[0], step)
+        gradients = runs.gradients(GRADIENT_PATTERNS[0], step)
         once.give(gradients)
         again.give(gradients)
         try:
@@ -302,10 +304,10 @@ def what_is_kept(runs: MadeUpRuns) -> str | None:
     return None
 
 
-def what_stays(runs: MadeUpRuns) -> str | None:
+def what_stays(runs: SyntheticRuns) -> str | None:
     """State of one step that cannot live in host memory, in words; ``None``: none. It is tried on an accelerator."""
     run = runs.anew()
-    run.give(runs.gradients(WEATHERS[0], 0))
+    run.give(runs.gradients(GRADIENT_PATTERNS[0], 0))
     try:
         run.step()
     except Exception:
@@ -315,7 +317,7 @@ def what_stays(runs: MadeUpRuns) -> str | None:
             continue
         beside = [tensor for tensor in (parameter, parameter.grad) if tensor is not None]
         try:
-            LentEntries(runs.name, (), parameter.device).take_back([run.twin.state.get(parameter)], beside)
+            DeviceEntries(runs.name, (), parameter.device).take_back([run.twin.state.get(parameter)], beside)
         except UnsupportedOptimizerError as error:
             return str(error)
     return None
@@ -327,10 +329,10 @@ def what_stays(runs: MadeUpRuns) -> str | None:
 # from generators in the same state. Each kind of parameter is in first place once.
 
 
-class KeyedTrial(Trial):
+class KeyedTrial(ProbeTrial):
     """Steps a parameter by itself, by its plain ``step()`` and as an attached loop does, and together with others."""
 
-    def run(self, weather: Weather) -> None:
+    def run(self, weather: GradientPattern) -> None:
         """Take the steps of ``weather`` with each kind of parameter in first place.
 
         Raises:
@@ -341,7 +343,7 @@ class KeyedTrial(Trial):
             for spec in dict.fromkeys(mine):
                 self._try(weather, number, spec, [spec, next((one for one in mine if one != spec), spec)])
 
-    def _step_all(self, weather: Weather) -> None:
+    def _step_all(self, weather: GradientPattern) -> None:
         """What calls write beside parameters and their state must be the same for all of them."""
         plain, stepped = self._runs.anew(), self._runs.anew()
         for step in range(len(weather.scales)):
@@ -355,7 +357,7 @@ class KeyedTrial(Trial):
             step_divided(self._name, stepped, "one by one")
         self.contained = self.contained and stepped.contained
 
-    def _try(self, weather: Weather, number: int, spec: Spec, others: Sequence[Spec]) -> None:
+    def _try(self, weather: GradientPattern, number: int, spec: Spec, others: Sequence[Spec]) -> None:
         """
         Args:
             number: of the group.
@@ -375,7 +377,7 @@ class KeyedTrial(Trial):
                 return
             stepped.give(gradients[:1])
             step_divided(self._name, stepped, "one by one")
-            self.returns |= different(plain.returned, stepped.returned)
+            self.returns |= values_differ(plain.returned, stepped.returned)
             when = f"step {step + 1} with {weather}"
             if (what := stepped.differs_from(plain)) is not None:
                 raise UnsupportedOptimizerError(
@@ -391,11 +393,11 @@ class KeyedTrial(Trial):
         self._require_finite(weather, plain.parameters)
 
 
-def _first_differs(together: MadeUpRun, alone: MadeUpRun) -> str | None:
+def _first_differs(together: SyntheticRun, alone: SyntheticRun) -> str | None:
     mine, its = together.parameters[0], alone.parameters[0]
     what = f"a parameter of shape {tuple(mine.shape)}"
-    if different(mine, its):
+    if values_differ(mine, its):
         return what
-    if different(together.twin.state.get(mine), alone.twin.state.get(its)):
+    if values_differ(together.twin.state.get(mine), alone.twin.state.get(its)):
         return f"the state of {what}"
     return None

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from instep._optim.dtensor import drawn_by_part, shard_index
 from instep._optim.local_shard import memory_of
 from instep._optim.stages import Stage, Update
-from instep._optim.values import reached_from
+from instep._optim.values import reachable_values
 from instep._torch.engine import graph_task, is_captured, is_of_backward
 from instep._torch.worker import NAME
 from instep.errors import UnsupportedOptimizerError
@@ -168,7 +168,7 @@ def _held_by(owners: Iterable[object]) -> Iterator[Any]:
     kinds: tuple[type, ...] = (torch.Generator, random.Random)
     if numpy is not None:
         kinds += (numpy.random.Generator, numpy.random.RandomState)
-    return (value for value in reached_from(owners) if isinstance(value, kinds))
+    return (value for value in reachable_values(owners) if isinstance(value, kinds))
 
 
 def _same(now: Any, before: Any) -> bool:

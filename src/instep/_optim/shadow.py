@@ -178,7 +178,7 @@ def is_copied_whole(optimizer: Optimizer) -> bool:
 _LIVE = ("param_groups", "state", "step")
 
 
-def twin_of(
+def clone_of(
     optimizer: Optimizer,
     groups: Iterable[dict[str, Any]],
     state: Mapping[Any, Any],
@@ -232,15 +232,15 @@ def shared_state(optimizer: Optimizer) -> dict[Any, Any]:
     return beside_parameters(optimizer.state)
 
 
-def different(a: Any, b: Any) -> bool:
+def values_differ(a: Any, b: Any) -> bool:
     """Whether two values differ, tensors in any bit but that NaN equals NaN; of what is spread over ranks, this rank's
     part. Objects of unknown kinds do not count."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return not _same_bits(memory_of(a), memory_of(b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() != b.keys() or any(different(a[key], b[key]) for key in a)
+        return a.keys() != b.keys() or any(values_differ(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) != len(b) or any(map(different, a, b))
+        return len(a) != len(b) or any(map(values_differ, a, b))
     if isinstance(a, float) and isinstance(b, float):
         return a != b and not (a != a and b != b)
     if isinstance(a, _PLAIN) or isinstance(b, _PLAIN):

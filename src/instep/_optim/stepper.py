@@ -311,7 +311,7 @@ class Stepper:
         if self.home is not None:
             self.home.finish()
 
-    def bring_home(self) -> None:
+    def restore_to_device(self) -> None:
         """From now on the state is on the parameters' device."""
         home, self.home = self.home, None
         if home is not None:

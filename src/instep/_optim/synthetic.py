@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from instep._optim.kinds import STEPPED_WHOLE
 from instep._optim.random_numbers import KeyedDraws
-from instep._optim.shadow import alias_of, different, parameters_of, shared_state, step_plainly, twin_of
+from instep._optim.shadow import alias_of, clone_of, parameters_of, shared_state, step_plainly, values_differ
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo, UndoCopies
 from instep.errors import UnsupportedOptimizerError
@@ -60,7 +60,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Weather:
+class GradientPattern:
     """The gradients of some steps.
 
     Attributes:
@@ -90,12 +90,12 @@ class Weather:
         return made
 
 
-WEATHERS = (
-    Weather((1.0, 1e-3, 30.0, 1e3, 1e-2, 1.0, 1e-3, 1e3, 0.1, 5.0, 1e3, 1e-3, 1.0, 1.0), gaps=True),
-    Weather((1.0,) * STEPS),
-    Weather((1e-3,) * STEPS),
-    Weather((1e3,) * STEPS),
-    Weather((1.0,) * 6, odd={1: 1e10, 3: math.inf, 4: math.nan}),
+GRADIENT_PATTERNS = (
+    GradientPattern((1.0, 1e-3, 30.0, 1e3, 1e-2, 1.0, 1e-3, 1e3, 0.1, 5.0, 1e3, 1e-3, 1.0, 1.0), gaps=True),
+    GradientPattern((1.0,) * STEPS),
+    GradientPattern((1e-3,) * STEPS),
+    GradientPattern((1e3,) * STEPS),
+    GradientPattern((1.0,) * 6, odd={1: 1e10, 3: math.inf, 4: math.nan}),
 )
 
 
@@ -180,7 +180,7 @@ DIVISIONS: dict[str, Divide] = {
 }
 
 
-class MadeUpRun:
+class SyntheticRun:
     """A copy of one optimizer over made-up parameters.
 
     Attributes:
@@ -203,7 +203,7 @@ class MadeUpRun:
         for number, (group, theirs) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
             if "param_names" in theirs:
                 group["param_names"] = [f"made_up.{number}.{at}" for at in range(len(group["params"]))]
-        self.twin = twin_of(optimizer, groups, shared_state(optimizer), {id(p): p for p in parameters_of(optimizer)})
+        self.twin = clone_of(optimizer, groups, shared_state(optimizer), {id(p): p for p in parameters_of(optimizer)})
         self.parameters = list(parameters_of(self.twin))
         self._steps = 0  # so many have been taken
         draws = KeyedDraws(0, self._count)
@@ -275,21 +275,21 @@ class MadeUpRun:
             return nullcontext()
         return self._draws.drawing(type(self.twin).__name__, self.parameters[0])
 
-    def differs_from(self, other: "MadeUpRun") -> str | None:
+    def differs_from(self, other: "SyntheticRun") -> str | None:
         """The first difference from ``other``, in words; ``None``: all is equal bit for bit."""
         for mine, its in zip(self.parameters, other.parameters, strict=True):
-            if different(mine, its):
+            if values_differ(mine, its):
                 return f"a parameter of shape {tuple(mine.shape)}"
-            if different(self.twin.state.get(mine), other.twin.state.get(its)):
+            if values_differ(self.twin.state.get(mine), other.twin.state.get(its)):
                 return f"the state of a parameter of shape {tuple(mine.shape)}"
-        if different(*map(shared_state, (self.twin, other.twin))):
+        if values_differ(*map(shared_state, (self.twin, other.twin))):
             return "what it keeps in its state beside parameters"
-        if different(*map(_options, (self.twin, other.twin))):
+        if values_differ(*map(_options, (self.twin, other.twin))):
             return "what it keeps in its param_groups"
         return None
 
 
-class MadeUpRuns:
+class SyntheticRuns:
     """Makes the runs of one probe, and keeps them until its end: an optimizer may remember parameters by their ids.
 
     Attributes:
@@ -301,17 +301,17 @@ class MadeUpRuns:
     def __init__(self, optimizer: Optimizer, specs: list[list[Spec]], *, keyed: bool) -> None:
         self._optimizer = optimizer
         self.keyed = keyed
-        self._made: list[MadeUpRun] = []
+        self._made: list[SyntheticRun] = []
         self.name = type(optimizer).__name__
         self.specs = specs
 
-    def anew(self, specs: Sequence[Sequence[Spec]] | None = None) -> MadeUpRun:
+    def anew(self, specs: Sequence[Sequence[Spec]] | None = None) -> SyntheticRun:
         """A run that has not been stepped. ``specs``: for parameters other than ``self.specs``."""
-        run = MadeUpRun(self._optimizer, self.specs if specs is None else specs, keyed=self.keyed)
+        run = SyntheticRun(self._optimizer, self.specs if specs is None else specs, keyed=self.keyed)
         self._made.append(run)
         return run
 
-    def gradients(self, weather: Weather, step: int) -> list[torch.Tensor | None]:
+    def gradients(self, weather: GradientPattern, step: int) -> list[torch.Tensor | None]:
         return weather.gradients([spec for mine in self.specs for spec in mine], step)
 
     @property

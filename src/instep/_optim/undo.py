@@ -13,13 +13,13 @@ from instep._optim.foreign import parameters_reached_by
 from instep._optim.kinds import held_by_classes, is_torchs_own, read_by_update
 from instep._optim.shadow import GroupLayout
 from instep._optim.stages import Stage, Update
-from instep._optim.values import PER_PARAMETER, Contents, Elsewhere, Restore, copy_of, restore, same_bits
+from instep._optim.values import PER_PARAMETER, Contents, OutsideState, Restore, copy_of, restore, same_bits
 from instep.errors import UnsupportedOptimizerError
 
 # Gradients that are lent to an update on trial: some optimizers write or replace the gradient in their ``step()``.
 
 
-class Lent:
+class LentGradient:
     """A copy that stands in a parameter's ``.grad`` while it is updated, and what the update makes of it."""
 
     __slots__ = ("_given", "_like", "_parameter", "_version")
@@ -34,16 +34,16 @@ class Lent:
     def given(self) -> torch.Tensor:
         return self._given
 
-    def outcome(self) -> "Outcome | None":
+    def outcome(self) -> "GradientOutcome | None":
         """``None``: the update left it as it was."""
         now = self._parameter.grad
         written = self._given._version != self._version or not _is_known_equal(self._given, self._like)
         if now is self._given and not written:
             return None
-        return Outcome(self._given if written else None, now is not self._given, now)
+        return GradientOutcome(self._given if written else None, now is not self._given, now)
 
 
-class Outcome:
+class GradientOutcome:
     """What an update made of its gradient: what it wrote into it, and what it put in its place."""
 
     __slots__ = ("_now", "_replaced", "_values")
@@ -130,12 +130,12 @@ class UndoCopies(Stage):
             self.wrote_in_place |= not whole
             raise self._refusal(self._kept_in)
 
-    def _look_outside(self, update: Update) -> Elsewhere:
+    def _look_outside(self, update: Update) -> OutsideState:
         optimizer = update.optimizer
         places = {f"its attribute {name!r}": value for name, value in read_by_update(optimizer).items()}
         for index, group in enumerate(optimizer.param_groups):
             places |= {f"param_groups[{index}][{k!r}]": v for k, v in group.items() if k not in PER_PARAMETER}
-        before = Elsewhere(places | held_by_classes(optimizer), update.owned)
+        before = OutsideState(places | held_by_classes(optimizer), update.owned)
         self._kept_in = self._kept_in or before.kept
         if self._kept_in is not None:
             raise self._refusal(self._kept_in)

@@ -21,7 +21,7 @@ _NUMBERS = frozenset({bool, int, float, str, type(None)})
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def reached_from(owners: Iterable[object]) -> Iterator[Any]:
+def reachable_values(owners: Iterable[object]) -> Iterator[Any]:
     """``owners`` and all that they refer to through containers, attributes, and what functions of theirs enclose.
     Numbers are left out; tensors and classes are not looked into, nor is what a module holds but parameters."""
     seen: set[int] = set()
@@ -448,7 +448,7 @@ def _function(held: FunctionType, enclosed: list[Restore | None]) -> Restore:
 # What an optimizer keeps of single parameters outside of its ``state``: nobody puts that back after a trial.
 
 
-class Elsewhere:
+class OutsideState:
     """Looks before a trial, and after, at mappings by parameter and at attributes of the parameters.
 
     Args:
@@ -488,7 +488,7 @@ class Elsewhere:
 
     def _mappings(self) -> Iterator[tuple[str, MutableMapping[Any, Any]]]:
         for name, value in self._places.items():
-            found = list(reached_from([value]))
+            found = list(reachable_values([value]))
             states = {id(one.state) for one in found if isinstance(one, Optimizer)}
             for one in found:
                 if isinstance(one, MutableMapping) and id(one) not in states and _by_parameter(one):

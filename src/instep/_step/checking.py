@@ -18,7 +18,7 @@ from instep._optim.kinds import STEPPED_WHOLE
 from instep._optim.local_shard import LocalShard, memory_of
 from instep._optim.parameters import AttachedParameter, calls_of
 from instep._optim.random_numbers import Generators
-from instep._optim.shadow import autocast_of, different, parameters_of, shared_state, step_plainly, twin_of
+from instep._optim.shadow import autocast_of, clone_of, parameters_of, shared_state, step_plainly, values_differ
 from instep._optim.stages import Stage, Update
 from instep._optim.stepper import Stepper
 from instep._torch.watch import plain_type
@@ -45,7 +45,7 @@ class _Step:
         own = {id(p): p for p in parameters_of(optimizer)}
         # In the place of parameters their ids: what stands in for them is made bucket by bucket.
         groups = [{**group, "params": list(map(id, group["params"]))} for group in optimizer.param_groups]
-        self._before = twin_of(optimizer, groups, shared_state(optimizer), own)
+        self._before = clone_of(optimizer, groups, shared_state(optimizer), own)
         self._stepped: Optimizer | None = None
         self.autocast: torch.dtype | None = None
         self.drew = False
@@ -92,7 +92,7 @@ class _Step:
     def _make(self) -> Optimizer:
         tensors = {key: one.tensor for key, one in self.copies.items()}
         groups = [{**group, "params": [tensors[key] for key in group["params"]]} for group in self._before.param_groups]
-        twin = twin_of(self._before, groups, self._before.state, tensors)
+        twin = clone_of(self._before, groups, self._before.state, tensors)
         twin.state.update((one.tensor, one.state) for one in self.copies.values() if one.state is not None)
         return twin
 
@@ -260,7 +260,7 @@ def _difference(
         parameter = attached.get()
         if (one := step.copies.get(id(parameter))) is None:
             continue
-        if different(parameter if one.shard is None else one.shard.of(parameter), one.tensor):
+        if values_differ(parameter if one.shard is None else one.shard.of(parameter), one.tensor):
             return f"parameter {attached.spec.name!r}"
         entry, its = optimizer.state.get(parameter) or {}, plain.state.get(one.tensor) or {}
         if one.shard is not None:
@@ -279,7 +279,7 @@ def _difference(
 
 def _different_keys(mine: Mapping[Any, Any], its: Mapping[Any, Any]) -> Iterator[Any]:
     for key in dict.fromkeys([*mine, *its]):
-        if key not in mine or key not in its or different(mine[key], its[key]):
+        if key not in mine or key not in its or values_differ(mine[key], its[key]):
             yield key
 
 

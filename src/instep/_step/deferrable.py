@@ -11,7 +11,7 @@ from instep._optim.guards import DEFAULT_DTYPE, switched, switches
 from instep._optim.kinds import refuses_dense_gradients
 from instep._optim.local_shard import are_plain, memory_of
 from instep._optim.memory import (
-    Owners,
+    OwnerCount,
     are_kept,
     by_themselves,
     entries_are_kept,
@@ -59,7 +59,7 @@ class ReadHook:
             before_read(self.parameters)
 
 
-class Reading:
+class ReadOrder:
     """
     Attributes:
         hooks: of the modules that read parameters.
@@ -122,14 +122,14 @@ _IN_GRAPH = attrgetter("requires_grad")  # made by backward(create_graph=True)
 InFlight = Mapping[AttachedParameter, InFlightBucket]
 
 
-def waiting_of(
+def which_can_defer(
     stepper: Stepper,
     mine: AttachedParameters,
     everybody: AttachedParameters,
     in_flight: InFlight,
     unseen: Container[int],
     *,
-    in_views: Owners | None,
+    in_views: OwnerCount | None,
 ) -> dict[AttachedParameter, bool]:
     """Of each parameter of ``mine`` whether its update can wait.
 
@@ -174,7 +174,7 @@ def _exposed(
     everybody: AttachedParameters,
     on_their_way: Collection[AttachedParameter],
     *,
-    in_views: Owners | None,
+    in_views: OwnerCount | None,
 ) -> set[AttachedParameter]:
     """Those of ``mine`` whose values, gradient or state others have got hold of, who may read or write them after
     ``step()``; all of an optimizer that raises at such gradients as can wait. Called before anything else refers to the
@@ -203,7 +203,7 @@ def _have_other_owners(mine: AttachedParameters, tensors: Sequence[torch.Tensor]
 
 
 def _gradients_have_other_owners(
-    tensors: Sequence[torch.Tensor], everybody: AttachedParameters, *, in_views: Owners | None
+    tensors: Sequence[torch.Tensor], everybody: AttachedParameters, *, in_views: OwnerCount | None
 ) -> list[bool]:
     """Of each of ``tensors``, which have one: whether its gradient has."""
     gradients = [gradient for gradient in map(GRADIENT, tensors) if gradient is not None]

@@ -213,7 +213,7 @@ class Never:
     def must_not(self, reason: str) -> None: ...
 
 
-class Trial:
+class DeferralTrial:
     """``defer="auto"``.
 
     Args:

@@ -11,7 +11,7 @@ from instep._gradients.clipping import Clip
 from instep._gradients.scaling import found_inf, take_off_here
 from instep._optim.kinds import is_torchs_own, steps_as_tested
 from instep._optim.local_shard import version_of
-from instep._optim.memory import Owners
+from instep._optim.memory import OwnerCount
 from instep._optim.parameters import (
     GRADIENT,
     AttachedParameter,
@@ -25,12 +25,12 @@ from instep._optim.probe_trials import autocast_matters, require_same_in_autocas
 from instep._optim.shadow import asks_for_state, begin_state, is_copied_whole
 from instep._optim.stepper import Stepper, writes_without_gradient
 from instep._ranks.votes import Vote, error_of
-from instep._step.deferrable import InFlight, ReadHook, Reading, waiting_of
+from instep._step.deferrable import InFlight, ReadHook, ReadOrder, which_can_defer
 from instep._step.deferral import Deferring, Gains, Observed
 from instep._step.deferred_buckets import (
-    HandedOverStep,
-    PendingBucket,
-    PendingBuckets,
+    DeferredBucket,
+    DeferredBuckets,
+    DeferredStep,
     in_grad,
     in_grad_if_any,
 )
@@ -49,7 +49,7 @@ from instep.errors import InstepError
 # done at once.
 
 
-class HandOver:
+class UpdateDeferral:
     """
     Args:
         can_wait: the optimizers whose update can be put off. The others are stepped at once, by torch.
@@ -69,19 +69,19 @@ class HandOver:
     def __init__(
         self,
         step: RunningStep,
-        pending: PendingBuckets,
-        reading: Reading,
+        pending: DeferredBuckets,
+        reading: ReadOrder,
         can_wait: Iterable[Stepper],
         agreement: Agreement,
         deferring: Deferring,
     ) -> None:
         self.in_flight: Callable[[], Sequence[InFlightBucket]] = lambda: ()
-        self.owners_in_views: Owners | None = None
+        self.owners_in_views: OwnerCount | None = None
         self.at_once: Callable[[], bool] = lambda: False
         self.now = False
         self.clipped: set[Stepper] = set()
         self._step = step
-        self._pending = pending
+        self._deferred = pending
         self._reading = reading
         self._can_wait = frozenset(can_wait)
         self._agreement = agreement
@@ -101,19 +101,19 @@ class HandOver:
 
     def before_update(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to update: take over the gradients that can be applied later."""
-        step, pending = self._step, self._pending
+        step, pending = self._step, self._deferred
         step.accumulation.require_reduced()
         mine = step.members.of(stepper)
         pending.finish([pending.of(a.peek()) for a in mine] if pending else ())
         step.ledger.require_whole()
-        if not step.round.owing:
+        if not step.round.steppers_left:
             self._deferring.step_begins()
         if self._is_torchs:
             self._leave(stepper, mine)
             return
         with_gradient = _with_gradient(mine)
         in_loop = self._in_loop(stepper.optimizer(), with_gradient)
-        if in_loop and not step.round.owing:
+        if in_loop and not step.round.steppers_left:
             self._begin_round(stepper)
         clip = self._clip_of(stepper, with_gradient)
         if in_loop and step.round.takes_step is False:
@@ -137,8 +137,10 @@ class HandOver:
     def _leave(self, stepper: Stepper, mine: AttachedParameters) -> None:
         """``optimizer.step()`` steps all of it. Of the parameters no more is asked than which optimizers will."""
         step = self._step
-        if not step.round.owing and (step.has_gradients or self._in_loop(stepper.optimizer(), _with_gradient(mine))):
-            step.round.owing = {one for one in step.members.steppers if _finds_gradient(one.optimizer())}
+        if not step.round.steppers_left and (
+            step.has_gradients or self._in_loop(stepper.optimizer(), _with_gradient(mine))
+        ):
+            step.round.steppers_left = {one for one in step.members.steppers if _finds_gradient(one.optimizer())}
             step.round.takes_step = True
         step.round.begins(stepper, step.ledger)
 
@@ -152,13 +154,13 @@ class HandOver:
         waiting = dict.fromkeys(with_gradient, False)
         if may_wait:
             unseen, in_views = self._reading.unseen(), self.owners_in_views
-            waiting = waiting_of(stepper, with_gradient, step.members.all, in_flight, unseen, in_views=in_views)
+            waiting = which_can_defer(stepper, with_gradient, step.members.all, in_flight, unseen, in_views=in_views)
         in_flight = _without_landed(in_flight, waiting)
         later, here = with_gradient, AttachedParameters()
         if not all(waiting.values()):
             later = AttachedParameters(a for a, wait in waiting.items() if wait or a.is_divided)
             here = AttachedParameters(a for a, wait in waiting.items() if not (wait or a.is_divided))
-        self._pending.leave(step.number, stepper, here)
+        self._deferred.leave(step.number, stepper, here)
         if here:
             self._require_agreement()
             if clip is not None:
@@ -178,7 +180,7 @@ class HandOver:
         if not stepper.optimizer().state and not is_torchs_own(stepper.optimizer()):
             at_once.insert(0, later[0])  # one bucket makes state, see begin_state
         self._put_off(stepper, later, in_flight, clip)
-        self._pending.finish([self._pending.of(attached.get()) for attached in at_once])
+        self._deferred.finish([self._deferred.of(attached.get()) for attached in at_once])
         if here:
             self._step_here(stepper, here)
 
@@ -198,8 +200,8 @@ class HandOver:
             step.hear(_nothing, wait=True)
             self.begin_norms()
         mine = {stepper: step.members.of(stepper).tensors() for stepper in step.members.steppers}
-        step.round.owing = {one for one, tensors in mine.items() if not none_there(map(GRADIENT, tensors))}
-        is_left_to_kernel = not step.round.owing or found_inf(stepper.optimizer())
+        step.round.steppers_left = {one for one, tensors in mine.items() if not none_there(map(GRADIENT, tensors))}
+        is_left_to_kernel = not step.round.steppers_left or found_inf(stepper.optimizer())
         step.round.takes_step = is_left_to_kernel or self._takes_step()
 
     def _takes_step(self) -> bool:
@@ -222,7 +224,7 @@ class HandOver:
 
     def _hide(self, gradients: Sequence[tuple[AttachedParameter, torch.Tensor]]) -> None:
         """Until ``step()`` is over, whoever asks these parameters for their gradients is not to find them gone."""
-        self._pending.watch_in_step.start(attached.get() for attached, _ in gradients)
+        self._deferred.watch_in_step.start(attached.get() for attached, _ in gradients)
         self._step.round.hide(gradients)
 
     def _require_agreement(self) -> None:
@@ -290,7 +292,7 @@ class HandOver:
     ) -> None:
         tensors = parameters.tensors()
         gradients = list(map(GRADIENT, tensors))
-        step, pending = self._step, self._pending
+        step, pending = self._step, self._deferred
         try:
             pending.begin()
             buckets = self._take_over(stepper, parameters, in_flight, clip)
@@ -314,17 +316,17 @@ class HandOver:
 
     def _take_over(
         self, stepper: Stepper, parameters: AttachedParameters, in_flight: InFlight, clip: Clip | None
-    ) -> list[PendingBucket]:
+    ) -> list[DeferredBucket]:
         """Take the gradients off."""
-        step, pending, optimizer = self._step, self._pending, stepper.optimizer()
+        step, pending, optimizer = self._step, self._deferred, stepper.optimizer()
         outcomes = pending.outcomes_of(step.number)
-        handed_over = HandedOverStep(
+        deferred_step = DeferredStep(
             stepper, parameters, step.number, self.vote, pending.recorder, step.times, outcomes
         )
         begin_state(optimizer, parameters.tensors())
         buckets = []
         for members, flight in self._buckets_of(parameters, in_flight):
-            bucket = PendingBucket(members, handed_over, clip, flight)
+            bucket = DeferredBucket(members, deferred_step, clip, flight)
             pending.add(bucket)
             self._hide(list(zip(members, bucket.gradients, strict=True)))
             buckets.append(bucket)
@@ -346,9 +348,9 @@ class HandOver:
         # Shards are sent in the same order on all ranks.
         return self._reading.buckets_of(parameters, as_read=self._step.gather is None)
 
-    def _begin(self, buckets: Sequence[PendingBucket], parameters: Sequence[AttachedParameter]) -> None:
+    def _begin(self, buckets: Sequence[DeferredBucket], parameters: Sequence[AttachedParameter]) -> None:
         """Start all that need not be asked for."""
-        pending = self._pending
+        pending = self._deferred
         if self._step.gather is not None:
             by_id = {id(attached.get()): attached for attached in parameters}
             for bucket in (one for one in buckets if not one.sent):
@@ -412,14 +414,14 @@ class ForwardCalls(StepCalls):
     def __init__(
         self,
         step: RunningStep,
-        pending: PendingBuckets,
-        hand_over: HandOver,
+        pending: DeferredBuckets,
+        hand_over: UpdateDeferral,
         observed: Observed,
         measuring: MeasuringSink,
     ) -> None:
         super().__init__(step)
-        self._pending = pending
-        self._hand_over = hand_over
+        self._deferred = pending
+        self._update_deferral = hand_over
         self._observed = observed
         self._measuring = measuring
 
@@ -427,29 +429,29 @@ class ForwardCalls(StepCalls):
         """A backward begins: no optimizer owes a step any more, unless one has called its closure once more."""
         if self._step.round.evaluates_again:
             return
-        self._step.round.owing.clear()
+        self._step.round.steppers_left.clear()
         if self._step.ledger.machine.state is State.OPEN:
             self._step.ledger.happened(Event.DROPPED)
 
     def begin(self, stepper: Stepper) -> None:
         self._observed.let_go()
-        self._hand_over.now = False
+        self._update_deferral.now = False
         super().begin(stepper)
 
     def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
         """This step is taken at once."""
-        self._hand_over.now = True
+        self._update_deferral.now = True
 
     def before_update(self, stepper: Stepper) -> None:
         if self._step.passes.clipping.policy is not None:
             self._measuring.close()
         self._observed.let_go()  # a closure has run backward in step(): what is watched is to be watched no more
-        if not self._step.round.owing:
+        if not self._step.round.steppers_left:
             self._observed.step_begins()
         super().before_update(stepper)
 
     def _prepare(self, stepper: Stepper) -> None:
-        self._hand_over.before_update(stepper)
+        self._update_deferral.before_update(stepper)
 
     def _refused(self) -> None:
         step = self._step
@@ -457,16 +459,16 @@ class ForwardCalls(StepCalls):
             self.drop_round()
             step.round.takes_step = None
             step.round.is_gone()
-            self._hand_over.forget_call()
+            self._update_deferral.forget_call()
             if step.check is not None:
                 step.check.forget()
 
     def returned(self, stepper: Stepper) -> None:
         super().returned(stepper)
-        self._observed.step_returned(is_last=not self._step.round.owing)
+        self._observed.step_returned(is_last=not self._step.round.steppers_left)
 
     def _finish(self, stepper: Stepper) -> None:
-        self._pending.returned(self._step.number, stepper)
+        self._deferred.returned(self._step.number, stepper)
         self._give_stand_ins()
         stepper.commit()
         self._step.round.restore_settings()
@@ -476,16 +478,16 @@ class ForwardCalls(StepCalls):
             for attached, gradient in self._step.round.hidden:
                 parameter = attached.get()
                 if GET_GRAD(parameter) is None:  # the plain loop's is still there, until the user clears it
-                    SET_GRAD(parameter, self._pending.stand_in_for(parameter, gradient))
+                    SET_GRAD(parameter, self._deferred.stand_in_for(parameter, gradient))
 
     def _settle(self, stepper: Stepper) -> None:
         round_ = self._step.round
-        self._pending.watch([parameter for a, _ in round_.hidden if (parameter := a.peek()) is not None])
-        round_.hidden, self._hand_over.rest = [], []
-        self._hand_over.clipped.discard(stepper)
+        self._deferred.watch([parameter for a, _ in round_.hidden if (parameter := a.peek()) is not None])
+        round_.hidden, self._update_deferral.rest = [], []
+        self._update_deferral.clipped.discard(stepper)
 
     def _require_right(self, stepper: Stepper, *, compare: bool) -> None:
-        met, self._pending.met = self._pending.met, []
+        met, self._deferred.met = self._deferred.met, []
         for name, parameter, version in met:
             if version_of(parameter) != version:  # ``step()`` has found no gradient of it
                 self._tear(stepper, writes_without_gradient(stepper.name, name))
@@ -493,7 +495,7 @@ class ForwardCalls(StepCalls):
         if not compare or check is None or not check.due:
             return
         mine = self._step.members.of(stepper)
-        self._pending.finish([self._pending.of(a.peek()) for a in mine])
+        self._deferred.finish([self._deferred.of(a.peek()) for a in mine])
         self._step.ledger.require_whole()
         if (error := check.error(stepper, self._step.number, mine)) is not None:
             try:
@@ -511,20 +513,20 @@ class ForwardCalls(StepCalls):
             del error  # or it would refer to itself, by way of this frame
 
     def _committed(self, step_count: int, *, taken: bool) -> None:
-        self._hand_over.vote = None
+        self._update_deferral.vote = None
         self._step.has_gradients = False
 
     def end_stopped(self) -> None:
         """The buckets that it has handed over stand."""
-        if not self._pending.worker.is_here:
+        if not self._deferred.worker.is_here:
             super().end_stopped()
 
     def _end_raised(self, stepper: Stepper) -> None:
         """The buckets that were handed over stand; parameters that were left to ``step()`` itself beside those may have
         been written in part."""
-        rest, round_, ledger, check = self._hand_over.rest, self._step.round, self._step.ledger, self._step.check
-        handed_over = [attached.spec.name for attached, _ in round_.hidden]
-        if check is not None and (rest or not handed_over):
+        rest, round_, ledger, check = self._update_deferral.rest, self._step.round, self._step.ledger, self._step.check
+        deferred_step = [attached.spec.name for attached, _ in round_.hidden]
+        if check is not None and (rest or not deferred_step):
             check.forget()  # a plain step would have raised, too
         stepper.end_step()
         stepper.abort()
@@ -533,9 +535,9 @@ class ForwardCalls(StepCalls):
         round_.has_returned(stepper, ledger)
         self.end_commit()
         if rest and ledger.torn is None:
-            self._pending.finish(self._pending.all())
+            self._deferred.finish(self._deferred.all())
             error = InstepError(f"{stepper.name}.step() raised")
-            ledger.tear(ledger.step_count, handed_over, [], error, unsure=rest)
+            ledger.tear(ledger.step_count, deferred_step, [], error, unsure=rest)
             ledger.votes.say_failed(ledger.step_count + 1)
 
     def end_unless_it_evaluates_again(self) -> None:
@@ -582,14 +584,16 @@ class ForwardSchedule(Schedule):
     ) -> None:
         super().__init__(step)
         self.measuring = MeasuringSink(step.accumulation, step.passes.clipping)
-        self._pending = PendingBuckets(self._step, self)
-        self._reading = Reading(bucket_bytes)
-        self._hand_over = HandOver(self._step, self._pending, self._reading, can_wait, agreement, deferring)
+        self._deferred = DeferredBuckets(self._step, self)
+        self._reading = ReadOrder(bucket_bytes)
+        self._update_deferral = UpdateDeferral(
+            self._step, self._deferred, self._reading, can_wait, agreement, deferring
+        )
         self._deferring = deferring
         self._compiles = 0  # so often torch.compile has begun while an update was due
         self.observed = Observed(self._step.members.living)
         self.calls: ForwardCalls = ForwardCalls(
-            self._step, self._pending, self._hand_over, self.observed, self.measuring
+            self._step, self._deferred, self._update_deferral, self.observed, self.measuring
         )
         self._backward: int | None = None  # the last one that was seen to begin
 
@@ -597,7 +601,7 @@ class ForwardSchedule(Schedule):
     def follows(self) -> bool:
         """Whether it must know of parameters that are replaced or added, and of threads: not where no step is put off,
         and nothing is done to gradients."""
-        return self._hand_over.acts_in_each_step or not self._deferring.never
+        return self._update_deferral.acts_in_each_step or not self._deferring.never
 
     @property
     def deferral(self) -> str:
@@ -612,8 +616,8 @@ class ForwardSchedule(Schedule):
     def lost(self, error: InstepError) -> None:
         """The loop does what a step that is put off cannot follow: no further one is, unless that was asked for."""
         try:
-            if self._hand_over.acts_in_each_step or not self._deferring.gives_up:
-                if self._deferring.otherwise is not None and not self._hand_over.acts_in_each_step:
+            if self._update_deferral.acts_in_each_step or not self._deferring.gives_up:
+                if self._deferring.otherwise is not None and not self._update_deferral.acts_in_each_step:
                     error.args = (f"{error}. {self._deferring.otherwise}",)
                 raise error
             self._deferring.cannot(str(error))
@@ -623,8 +627,8 @@ class ForwardSchedule(Schedule):
     def before_compile(self) -> None:
         """torch.compile is about to trace a function. Of parameters and gradients whose update is due it would make
         another one, or none, and compute with other kernels than in the plain loop. They are made plain before."""
-        if self._pending and not self._pending.worker.is_here:
-            self._pending.give_to_compiler()
+        if self._deferred and not self._deferred.worker.is_here:
+            self._deferred.give_to_compiler()
             self._compiles += 1
             if self._compiles == COMPILES:
                 self._deferring.must_not("torch.compile traces a function again and again while updates are due")
@@ -634,7 +638,7 @@ class ForwardSchedule(Schedule):
     def before_forward(self) -> None:
         """The model is about to run."""
         step = self._step
-        step.backwards.let_go()
+        step.backwards.drain_failed()
         self.observed.let_go()
         if not self._deferring.never:
             self._reading.forward_begins()
@@ -643,12 +647,12 @@ class ForwardSchedule(Schedule):
         self.before_read(())
         if step.accumulation.distributed:
             # DDP may lay out its buckets anew now, and copy the gradients that are in .grad.
-            held = (b for b in self._pending.all() if any(isinstance(t.grad, HeldGradient) for t in b.tensors))
-            self._pending.finish(held)
+            held = (b for b in self._deferred.all() if any(isinstance(t.grad, HeldGradient) for t in b.tensors))
+            self._deferred.finish(held)
 
     def before_read(self, parameters: Sequence[AttachedParameter]) -> None:
         """These parameters are about to be read."""
-        step, pending = self._step, self._pending
+        step, pending = self._step, self._deferred
         if self._deferring.never and not pending:
             step.ledger.require_whole()
             return
@@ -664,9 +668,9 @@ class ForwardSchedule(Schedule):
 
     def synchronize(self) -> None:
         """Wait for everything that is due."""
-        self._step.backwards.let_go()
+        self._step.backwards.drain_failed()
         self.end_stopped()
-        self._pending.finish(self._pending.all())
+        self._deferred.finish(self._deferred.all())
         self._step.streams.follow()
         self._step.ledger.require_whole()
 
@@ -684,7 +688,7 @@ class ForwardSchedule(Schedule):
             return False
         self._backward = task
         # A graph that was made before the last step() may have saved weights, which the plain loop has written by now.
-        self._pending.finish(self._pending.all())
+        self._deferred.finish(self._deferred.all())
         step.has_gradients = True
         step.accumulation.begin()
         self.calls.drop_round()  # of a step that not all of its optimizers have taken
@@ -692,7 +696,7 @@ class ForwardSchedule(Schedule):
             self._deferring.backward_begins()
             step.ledger.votes.begin_backward(step.ledger.step_count)
             step.hear(_nothing, wait=True)
-        self._hand_over.begin_norms()
+        self._update_deferral.begin_norms()
         return True
 
     def end_backward(self) -> None:
@@ -739,8 +743,8 @@ class ForwardSchedule(Schedule):
 
     def forget(self, *, gradients: bool) -> None:
         """Let go of a torn step; with ``gradients``, clear all of them."""
-        step, pending = self._step, self._pending
-        step.backwards.let_go()
+        step, pending = self._step, self._deferred
+        step.backwards.drain_failed()
         for bucket in pending.all():
             pending.wait(bucket)
         for parameter in step.members.living() if gradients else ():
@@ -751,17 +755,17 @@ class ForwardSchedule(Schedule):
         step.ledger.give_up()
         if step.check is not None:
             step.check.forget()
-        self._hand_over.forget_call()
-        self._hand_over.begin_norms()
+        self._update_deferral.forget_call()
+        self._update_deferral.begin_norms()
         step.accumulation.stepped()
 
     def settle(self) -> None:
         """The interpreter is about to end, or to fork."""
-        self._pending.finish(self._pending.all())
+        self._deferred.finish(self._deferred.all())
 
     def abandon(self) -> None:
         """The optimizers are gone."""
-        self._pending.abandon()
+        self._deferred.abandon()
 
     def close(self) -> None:
         """Finish what is due, and end the thread."""
@@ -769,16 +773,16 @@ class ForwardSchedule(Schedule):
             self.measuring.close()
             self.observed.let_go()
             self.end_stopped()
-            self._pending.close()
+            self._deferred.close()
         finally:
-            self._pending.worker.stop()
+            self._deferred.worker.stop()
 
     # What others ask of the step.
 
     @property
     def state(self) -> str:
         """``"idle"``, ``"pending"`` or ``"torn"``."""
-        return "torn" if self._step.ledger.torn is not None else "pending" if self._pending else "idle"
+        return "torn" if self._step.ledger.torn is not None else "pending" if self._deferred else "idle"
 
     @property
     def readers(self) -> list[ReadHook]:
@@ -788,11 +792,11 @@ class ForwardSchedule(Schedule):
     @property
     def recorder(self) -> Recorder | None:
         """Told of each bucket's step and communication; ``None`` when nobody listens."""
-        return self._pending.recorder
+        return self._deferred.recorder
 
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
-        self._pending.recorder = self.measuring.recorder = recorder
+        self._deferred.recorder = self.measuring.recorder = recorder
 
     # What the attachment asks.
 
@@ -803,11 +807,11 @@ class ForwardSchedule(Schedule):
         others = (
             a for a in self.parameters if a.spec.index not in inside and (p := a.peek()) is not None and p.requires_grad
         )
-        return *sent, *self._hand_over.buckets_of(others)
+        return *sent, *self._update_deferral.buckets_of(others)
 
-    def divides(self, owners_in_views: Owners) -> None:
+    def divides(self, owners_in_views: OwnerCount) -> None:
         """Gradients may be views of buckets, whose memory has so many owners."""
-        self._hand_over.owners_in_views = owners_in_views
+        self._update_deferral.owners_in_views = owners_in_views
 
     def read_by(self, streams: Callable[[], Iterable[torch.Stream]]) -> None:
         """``streams``: on which parameters are read, beside the one that is current."""
@@ -816,7 +820,7 @@ class ForwardSchedule(Schedule):
     def crosses(self, in_flight: Callable[[], Sequence[InFlightBucket]], at_once: Callable[[], bool]) -> None:
         """With ``cross_iteration``: the buckets that may still be on their way, and whether nothing is to be put off at
         present, since that would take more time than it saves."""
-        self._hand_over.in_flight, self._hand_over.at_once = in_flight, at_once
+        self._update_deferral.in_flight, self._update_deferral.at_once = in_flight, at_once
 
     def after_forward(self) -> None:
         """The model's forward has returned: wait for the buckets that this forward did not read. DDP's next backward

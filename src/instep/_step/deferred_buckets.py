@@ -87,7 +87,7 @@ _ALONE = next(map(sys.getrefcount, [object()]))
 # ``schedule="forward"``: what becomes of a step that was handed over, here and on the other ranks.
 
 
-class Outcome:
+class StepOutcome:
     """What has become of a step that was handed over.
 
     Attributes:
@@ -146,7 +146,7 @@ class Outcome:
         self.failure = without_frames(self.failure)
 
 
-Outcomes = dict[tuple[int, bool], Outcome]
+StepOutcomes = dict[tuple[int, bool], StepOutcome]
 """By the stepper's id, and whether the parameters were put off: an optimizer may put off some, and step others."""
 
 
@@ -160,7 +160,7 @@ class Ranks:
         know: whether the others were told how the updates of this rank's shards went.
     """
 
-    def __init__(self, number: int, vote: Vote | None, outcome: Outcome) -> None:
+    def __init__(self, number: int, vote: Vote | None, outcome: StepOutcome) -> None:
         self.know = False
         self._number = number
         self._vote = vote
@@ -214,7 +214,7 @@ class Shards:
             self._shared = [name for name, shard in shards if shard is not None and shard.is_shared]
             self.whole = [name for name in self.whole if name not in self._shared]
 
-    def receive(self, ranks: Ranks, outcome: Outcome) -> None:
+    def receive(self, ranks: Ranks, outcome: StepOutcome) -> None:
         """Write the parts that other ranks have updated: all of this bucket, or nothing. Of a step that has failed on
         any rank, or of which a communication was lost, nothing is waited for."""
         gathered, self.gathered = self.gathered, None
@@ -240,7 +240,7 @@ class Shards:
 # Nothing here refers to the attachment, which may be dropped while a thread applies a bucket.
 
 
-class _Circumstances:
+class _ConditionsAtStep:
     """Under which ``step()`` was called.
 
     Attributes:
@@ -274,7 +274,7 @@ class _Circumstances:
         return None if self.known else switched(self.switches, but=(DEFAULT_DTYPE, MKLDNN))
 
 
-class HandedOverStep:
+class DeferredStep:
     """An optimizer as it was when its ``step()`` was called.
 
     Args:
@@ -301,7 +301,7 @@ class HandedOverStep:
         vote: Vote | None,
         recorder: Recorder | None,
         times: StepTimes,
-        outcomes: Outcomes,
+        outcomes: StepOutcomes,
     ) -> None:
         optimizer = stepper.optimizer()
         self.number = number
@@ -309,12 +309,12 @@ class HandedOverStep:
         self.entries_before = len(optimizer.state)
         self._frozen = snapshot_of(optimizer)  # held here: the stepper holds it weakly
         self.stepper = stepper.of_copy(self._frozen)
-        self.circumstances = _Circumstances(optimizer)
-        self.outcome = Outcome(parameters)
+        self.circumstances = _ConditionsAtStep(optimizer)
+        self.outcome = StepOutcome(parameters)
         self.outcomes = outcomes
         outcomes[id(stepper), True] = self.outcome
-        self.unapplied: list[PendingBucket] = []
-        self.outstanding: list[PendingBucket] = []
+        self.unapplied: list[DeferredBucket] = []
+        self.outstanding: list[DeferredBucket] = []
         self.recorder = recorder
         self.times = times
         self.ranks = Ranks(number, vote, self.outcome)
@@ -342,7 +342,7 @@ class HandedOverStep:
         return [parameter for parameter in here if parameter is not None]
 
 
-class _AsLeft:
+class _VersionsAtStep:
     """The parameters, gradients and state of a bucket as ``step()`` has left them: nobody else is to write them before
     the update has."""
 
@@ -392,7 +392,7 @@ class _AsLeft:
         return [-1 if tensor is None else tensor._version for tensor in self._memory]
 
 
-class PendingBucket:
+class DeferredBucket:
     """One bucket of a step that was handed over.
 
     Attributes:
@@ -408,7 +408,7 @@ class PendingBucket:
     def __init__(
         self,
         parameters: AttachedParameters,
-        step: HandedOverStep,
+        step: DeferredStep,
         clip: Clip | None,
         flight: InFlightBucket | None,
     ) -> None:
@@ -428,7 +428,7 @@ class PendingBucket:
         if step.circumstances.counts_writes:
             # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
             torch.autograd.graph.increment_version(self.tensors)
-        self._as_left: _AsLeft | None = _AsLeft(self.tensors, self.gradients, step.state)
+        self._as_left: _VersionsAtStep | None = _VersionsAtStep(self.tensors, self.gradients, step.state)
         step.unapplied.append(self)
         step.outstanding.append(self)
 
@@ -571,14 +571,14 @@ def in_grad_if_any(attached: AttachedParameter) -> torch.Tensor | None:
 # ``schedule="forward"``: the buckets that were handed over and are still due. Whoever needs one waits for it here.
 
 
-class Owner(Unsettled, Compiles, Protocol):
+class DeferringSchedule(Unsettled, Compiles, Protocol):
     """The schedule that hands buckets over."""
 
     def end_stopped(self) -> None:
         """Bring a ``step()`` that an error or Ctrl-C has ended to its end."""
 
 
-class PendingBuckets:
+class DeferredBuckets:
     """
     Args:
         owner: held weakly, for it has this.
@@ -592,15 +592,15 @@ class PendingBuckets:
         watch_in_step: of parameters whose ``.grad`` the running ``step()`` does not find.
     """
 
-    def __init__(self, step: RunningStep, owner: Owner) -> None:
+    def __init__(self, step: RunningStep, owner: DeferringSchedule) -> None:
         self.recorder: Recorder | None = None
         self.worker = Worker()
         self.is_beginning = False
         self.met: list[tuple[str, torch.Tensor, int]] = []
         self._step = step
         self._owner = weakref.ref(owner)
-        self._due: dict[int, PendingBucket] = {}  # by the parameter's id
-        self._outcomes: tuple[int, Outcomes] = 0, {}  # of the step with this number
+        self._due: dict[int, DeferredBucket] = {}  # by the parameter's id
+        self._outcomes: tuple[int, StepOutcomes] = 0, {}  # of the step with this number
         self._watch = Watch(values=self._used)
         self.watch_in_step = Watch(values=self._used, gradient=self._used_in_step)
         self._gradient_watch = Watch(values=self._used_spread_gradient)
@@ -610,10 +610,10 @@ class PendingBuckets:
     def __bool__(self) -> bool:
         return bool(self._due)
 
-    def all(self) -> list[PendingBucket]:
+    def all(self) -> list[DeferredBucket]:
         return list(dict.fromkeys(self._due.values()))
 
-    def of(self, parameter: torch.Tensor | None) -> PendingBucket | None:
+    def of(self, parameter: torch.Tensor | None) -> DeferredBucket | None:
         return self._due.get(id(parameter))
 
     # What is handed over.
@@ -625,7 +625,7 @@ class PendingBuckets:
             listen(owner)
         self.worker.start()
 
-    def outcomes_of(self, number: int) -> Outcomes:
+    def outcomes_of(self, number: int) -> StepOutcomes:
         """What becomes of the parameters of the optimizers whose ``step()`` is called in this step."""
         if self._outcomes[0] != number:
             self._outcomes = number, {}
@@ -635,7 +635,7 @@ class PendingBuckets:
         """``step()`` begins. These are not put off, and updated before it returns."""
         outcomes = self.outcomes_of(number)
         outcomes.pop((id(stepper), True), None)  # of a call that has raised, and handed nothing over
-        outcome = outcomes[id(stepper), False] = Outcome(parameters)
+        outcome = outcomes[id(stepper), False] = StepOutcome(parameters)
         outcome.begun.update(dict.fromkeys(parameters.names))
 
     def returned(self, number: int, stepper: Stepper) -> None:
@@ -644,7 +644,7 @@ class PendingBuckets:
         if outcome is not None:
             outcome.applied = outcome.pending
 
-    def add(self, bucket: PendingBucket) -> None:
+    def add(self, bucket: DeferredBucket) -> None:
         self._due.update(zip(map(id, bucket.tensors), repeat(bucket), strict=False))
 
     def take_back(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -674,7 +674,7 @@ class PendingBuckets:
 
     # Waiting.
 
-    def finish(self, buckets: Iterable[PendingBucket | None]) -> None:
+    def finish(self, buckets: Iterable[DeferredBucket | None]) -> None:
         """Wait for these buckets. Raises what stopped one of them, once."""
         if self.worker.is_here:
             return  # an update that comes upon the model or its optimizer: who waits for it has the lock
@@ -687,12 +687,12 @@ class PendingBuckets:
                         self._raise_failure(bucket.step)
                     self._let_go(bucket)
 
-    def wait(self, bucket: PendingBucket) -> None:
+    def wait(self, bucket: DeferredBucket) -> None:
         """Return when it was applied, or has failed. Nobody waits for it any more."""
         self._run(bucket)
         self._let_go(bucket)
 
-    def _run(self, bucket: PendingBucket) -> None:
+    def _run(self, bucket: DeferredBucket) -> None:
         """Return when it was applied, or has failed."""
         if bucket.device.type != "cpu":
             self._step.streams.wait(bucket.mark or self.finished(bucket))
@@ -711,7 +711,7 @@ class PendingBuckets:
                 if self.recorder is not None:
                     self.recorder("waiting", bucket.names, started, perf_counter())
 
-    def finished(self, bucket: PendingBucket) -> Mark:
+    def finished(self, bucket: DeferredBucket) -> Mark:
         """Launch all that is left of it on the side stream."""
         with self.on_side(bucket):
             bucket.finish()
@@ -719,13 +719,13 @@ class PendingBuckets:
         return self._step.streams.mark(bucket.device)
 
     @contextmanager
-    def on_side(self, bucket: PendingBucket) -> Iterator[None]:
+    def on_side(self, bucket: DeferredBucket) -> Iterator[None]:
         with self._step.streams.on(bucket.device):
             yield
         if bucket.step.stepper.gave_back:
             self._step.streams.let_go(bucket.device)
 
-    def _let_go(self, bucket: PendingBucket) -> None:
+    def _let_go(self, bucket: DeferredBucket) -> None:
         """It has been applied, or has failed."""
         self._watch.stop(bucket.tensors)
         for tensor in reversed(bucket.tensors):  # the first one last: finish() asks for that one, if Ctrl-C comes here
@@ -742,7 +742,7 @@ class PendingBuckets:
         if not step.outstanding:
             self._end(step)
 
-    def _end(self, step: HandedOverStep) -> None:
+    def _end(self, step: DeferredStep) -> None:
         """All its buckets were waited for."""
         if (optimizer := step.optimizer()) is not None:
             self._state_watch.stop(optimizer)
@@ -757,7 +757,7 @@ class PendingBuckets:
         if not self._due and (owner := self._owner()) is not None:
             settled(owner)
 
-    def _tear(self, step: HandedOverStep) -> None:
+    def _tear(self, step: DeferredStep) -> None:
         buckets = self.all()
         for bucket in buckets:
             self._run(bucket)
@@ -778,7 +778,7 @@ class PendingBuckets:
         for bucket in buckets:
             self._let_go(bucket)
 
-    def _raise_failure(self, step: HandedOverStep) -> None:
+    def _raise_failure(self, step: DeferredStep) -> None:
         """Nothing keeps the error that is raised here: its frames refer to the model."""
         torn, outcome = self._step.ledger.torn, step.outcome
         assert torn is not None

@@ -45,7 +45,7 @@ class BackwardCalls(StepCalls):
 
     def require_whole(self) -> None:
         """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
-        self._step.backwards.let_go()
+        self._step.backwards.drain_failed()
         self.end_commit()
         self.require_not_torn()
 
@@ -73,7 +73,7 @@ class BackwardCalls(StepCalls):
         for attached in left:
             if attached.spent is not None and attached.get().grad is attached.spent:
                 raise never_cleared(attached.spec.name, f"{stepper.name}.step()")
-        if not step.round.owing:
+        if not step.round.steppers_left:
             step.count_gradients(stepper, writes.real_gradient)
         writes.before_step(stepper, left)
 
@@ -195,7 +195,7 @@ class BucketSink(Schedule):
             self._seen.gives_gradients(graph_task())
             step.backwards.begin(parameters[0].spec.device)
             self._offer(AttachedParameters.of(parameters))
-            return self._writes.may_write(seen=self._seen.running is not None)
+            return self._writes.accepts_update(seen=self._seen.running is not None)
 
     def _open(self) -> None:
         if self._clips and self._step.passes.running is None:
@@ -216,9 +216,9 @@ class BucketSink(Schedule):
                 finally:
                     del error  # or it would refer to itself, by way of this frame
             offered.add(attached.spec.index)
-            round_.owing.add(attached.stepper)
+            round_.steppers_left.add(attached.stepper)
         offered.update(parameters.indices)
-        round_.owing.update(parameters.steppers)
+        round_.steppers_left.update(parameters.steppers)
 
     def apply(
         self, bucket: Sequence[AttachedParameter], fetch: Callable[[], None] | None = None, *, final: bool = True
@@ -265,7 +265,7 @@ class BucketSink(Schedule):
                 self.recorder("step", [attached.spec.name for attached in members], started, perf_counter())
             return True
 
-    def freed(self, bucket: Sequence[AttachedParameter]) -> None:
+    def count_freed(self, bucket: Sequence[AttachedParameter]) -> None:
         """Of those that were applied nobody has the gradients any more."""
         step, bucket = self._step, AttachedParameters.of(bucket)
         if not self.frees_gradients:
@@ -465,7 +465,7 @@ class BackwardSchedule(BucketSink):
     def before_forward(self) -> None:
         """Before a forward: raise if the weights are not those the plain loop would read."""
         step = self._step
-        step.backwards.let_go()
+        step.backwards.drain_failed()
         self.calls.end_commit()
         step.hear(self._writes.release, wait=False)
         self.calls.require_not_torn()
@@ -490,7 +490,7 @@ class BackwardSchedule(BucketSink):
     def forget(self, *, gradients: bool) -> None:
         """Go back to IDLE from any state, and take spent gradients, or all of them, off the parameters."""
         step = self._step
-        step.backwards.let_go()
+        step.backwards.drain_failed()
         self._writes.release()
         for attached in step.members.all:
             parameter = attached.peek()
@@ -503,14 +503,14 @@ class BackwardSchedule(BucketSink):
 
     def last_complete_step(self) -> int | None:
         """The number of the last step if all of it was applied here, else ``None``."""
-        self._step.backwards.let_go()
+        self._step.backwards.drain_failed()
         return self._step.ledger.last_complete_step(is_open=bool(self._step.members.applied))
 
     def accept(self) -> bool:
         """Go on from a step that is torn, or open with weights written, as if it had been committed. ``False``: there
         is none."""
         step = self._step
-        step.backwards.let_go()
+        step.backwards.drain_failed()
         self.calls.end_commit()
         is_written = bool(step.members.applied) or step.round.stepper is not None
         if step.ledger.torn is None and self._writes.frees_gradients and is_written:
@@ -534,7 +534,7 @@ class BackwardSchedule(BucketSink):
 
     def settle(self) -> None:
         """The interpreter is about to end, or to fork: a step on trial is not the plain loop's."""
-        self._step.backwards.let_go()
+        self._step.backwards.drain_failed()
         self.calls.end_commit()
         self._writes.settle()
 
@@ -547,7 +547,7 @@ class BackwardSchedule(BucketSink):
                 stepper.abort()
 
     def synchronize(self) -> None:
-        self._step.backwards.let_go()
+        self._step.backwards.drain_failed()
         self._step.streams.join_all()
         for stepper in self._step.members.steppers:
             stepper.settle()
@@ -556,7 +556,7 @@ class BackwardSchedule(BucketSink):
     def before_state(self, stepper: Stepper, *, saving: bool) -> None:
         """The optimizer's state is about to be saved or loaded: the plain loop's is that of before this step. What is
         torn may be loaded anew, and not be saved."""
-        self._step.backwards.let_go()
+        self._step.backwards.drain_failed()
         if saving:
             self.before_save()
         if self._step.round.stepper is None and self._step.members.applied_by(stepper):
@@ -564,14 +564,14 @@ class BackwardSchedule(BucketSink):
 
     def before_save(self) -> None:
         """The model or its optimizer's state is about to be saved: not a step that is torn, here or on another rank."""
-        self._step.backwards.let_go()
+        self._step.backwards.drain_failed()
         self.end_stopped()
         self._step.hear(self._writes.release, wait=True)
         self._step.ledger.require_whole()
 
     def before_load(self, model: str) -> None:
         """The model's ``load_state_dict()`` is called, which would name each parameter that it may not write."""
-        self._step.backwards.let_go()
+        self._step.backwards.drain_failed()
         self._writes.before_load(model)
 
     def rollback(self) -> None:
@@ -608,7 +608,7 @@ class BackwardSchedule(BucketSink):
     @property
     def state(self) -> str:
         """``"idle"``, ``"open"`` or ``"torn"``."""
-        self._step.backwards.let_go()
+        self._step.backwards.drain_failed()
         return "torn" if self._step.ledger.torn is not None else "open" if self._step.members.offered else "idle"
 
     def after_forward(self) -> None:

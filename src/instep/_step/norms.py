@@ -224,7 +224,7 @@ class MeasuringSink:
                 self._measured[id(parameter)] = attached, parameter.grad, version_of(parameter.grad)
                 self._watch.start([parameter])
 
-    def freed(self, bucket: object) -> None: ...
+    def count_freed(self, bucket: object) -> None: ...
 
     def is_applied(self, attached: AttachedParameter) -> bool:
         return self._clipping.is_measured(attached)

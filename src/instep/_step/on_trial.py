@@ -12,7 +12,7 @@ from instep._optim.kinds import is_torchs_own
 from instep._optim.local_shard import version_of
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.stepper import Stepper
-from instep._optim.undo import Lent, Outcome, Undo, UndoCopies
+from instep._optim.undo import GradientOutcome, LentGradient, Undo, UndoCopies
 from instep._step.remedies import WRITE_LATER
 from instep._step.state import Event, StepMembers, gradient_of, versions_of
 from instep._step.step import Agreement, RunningStep
@@ -38,7 +38,7 @@ class KeptGradients:
 
     def __init__(self) -> None:
         self._gradients: dict[int, tuple[torch.Tensor, int]] = {}
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, GradientOutcome] = {}
 
     def __bool__(self) -> bool:
         return bool(self._gradients)
@@ -65,7 +65,7 @@ class KeptGradients:
             for gradient, version in (self._gradients[attached.spec.index] for attached in applied)
         )
 
-    def written(self, attached: AttachedParameter, outcome: Outcome) -> None:
+    def written(self, attached: AttachedParameter, outcome: GradientOutcome) -> None:
         """The update has written the gradient that it was lent."""
         self._outcomes[attached.spec.index] = outcome
 
@@ -98,7 +98,7 @@ class KeptGradients:
 # ``undo``: parameters and state go back to the copies that were taken before a trial wrote them.
 
 
-class Owner(Unsettled, Protocol):
+class TrialOwner(Unsettled, Protocol):
     """The schedule that writes on trial."""
 
     def end_stopped(self) -> None:
@@ -125,7 +125,7 @@ class Rollback:
         copies: Undo,
         kept: KeptGradients,
         watches: Sequence[Watch],
-        owner: "weakref.ref[Owner]",
+        owner: "weakref.ref[TrialOwner]",
     ) -> None:
         self.copies = copies
         self._step = step
@@ -246,7 +246,7 @@ def _lost(written: str | None, overwritten: Sequence[str]) -> InstepError | None
 # is to find.
 
 
-class Judgement:
+class TrialValidation:
     """
     Args:
         kept: the gradients of parameters that the trial has written.
@@ -380,7 +380,7 @@ class TrialWrites(Writes):
     frees_gradients = False
 
     def __init__(
-        self, step: RunningStep, copies: Undo, scale: LossScale | None, agreement: Agreement, owner: Owner
+        self, step: RunningStep, copies: Undo, scale: LossScale | None, agreement: Agreement, owner: TrialOwner
     ) -> None:
         super().__init__(step)
         for stepper in step.members.steppers:
@@ -394,7 +394,7 @@ class TrialWrites(Writes):
         self._when_used = WeakMethod(self._used_gradient)
         watches = self._watch, self._watch_in_step
         self._rollback = Rollback(step, copies, self._kept, watches, self._owner)
-        self._judgement = Judgement(step, self._kept, self._rollback, scale, agreement)
+        self._validation = TrialValidation(step, self._kept, self._rollback, scale, agreement)
         self._raises = False  # whether the update has raised on trial
 
     # In backward.
@@ -413,7 +413,7 @@ class TrialWrites(Writes):
         self._rollback.if_applied()
         return None
 
-    def may_write(self, *, seen: bool) -> bool:
+    def accepts_update(self, *, seen: bool) -> bool:
         """Not in a backward that nobody has seen to begin, either: another one may follow that goes through the same
         weights, and comes to them unseen."""
         return seen and not self._step.ledger.redoes
@@ -465,10 +465,10 @@ class TrialWrites(Writes):
 
     def _lend(
         self, bucket: Sequence[AttachedParameter], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> dict[AttachedParameter, Lent]:
+    ) -> dict[AttachedParameter, LentGradient]:
         """On trial an update must leave the plain loop's gradients alone. torch's own optimizers do."""
         return {
-            attached: Lent(parameter, gradient)
+            attached: LentGradient(parameter, gradient)
             for attached, parameter, gradient in zip(bucket, parameters, gradients, strict=True)
             if not is_torchs_own(attached.stepper.optimizer())
         }
@@ -512,10 +512,10 @@ class TrialWrites(Writes):
         """The first weight that is written puts the step back."""
 
     def real_gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
-        return self._judgement.real_gradient(attached)
+        return self._validation.real_gradient(attached)
 
     def rollback_if_any(self) -> None:
-        self._step.backwards.let_go()
+        self._step.backwards.drain_failed()
         if self._rollback.copies.devices or self._rollback.has_begun:
             self._rollback()
 
@@ -540,7 +540,7 @@ class TrialWrites(Writes):
 
     def _used(self, parameter: torch.Tensor, func: Any) -> None:
         """An applied parameter, or its gradient, is about to be read or written."""
-        self._step.backwards.let_go()
+        self._step.backwards.drain_failed()
         if self._step.ledger.torn is not None:
             return  # there to be read
         if func == GET_GRAD and self._scale is not None and not self._scale.taken_off:
@@ -570,9 +570,9 @@ class TrialWrites(Writes):
         rest: list[AttachedParameter] = []
         try:
             self._watch_in_step.take_from(self._watch, (a.get() for a in step.members.applied_by(stepper)))
-            taken = self._judgement.takes_step(stepper)
+            taken = self._validation.takes_step(stepper)
             if taken:
-                self._judgement.validate(stepper)
+                self._validation.validate(stepper)
                 rest = self._prepare(stepper, step.members.left_by(stepper))
             else:
                 step.round.leave_out(stepper)
@@ -653,7 +653,7 @@ class TrialWrites(Writes):
     def forget(self) -> None:
         super().forget()
         self._kept.forget_all()
-        self._judgement.forget()
+        self._validation.forget()
         self._raises = False
         self._rollback.forget()
 

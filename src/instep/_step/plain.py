@@ -39,7 +39,7 @@ class PlainCalls(StepCalls):
         """A backward begins, or the step is given up: no optimizer owes anything any more."""
         self._restore()  # of a step() that raised
         self._step.round.stepper = None
-        self._step.round.owing.clear()
+        self._step.round.steppers_left.clear()
         self._called.clear()
         self._step.ledger.happened(Event.DROPPED)
 
@@ -50,7 +50,7 @@ class PlainCalls(StepCalls):
             round_.begins(stepper, self._step.ledger)
             return
         self._step.accumulation.require_reduced()
-        if stepper not in round_.owing:
+        if stepper not in round_.steppers_left:
             self._begin(stepper.optimizer())
         round_.begins(stepper, self._step.ledger)
         if round_.takes_step is False:
@@ -66,7 +66,7 @@ class PlainCalls(StepCalls):
         parameters = (p for group in stepper.optimizer().param_groups for p in group["params"])
         is_first = not self._called and any(p.grad is not None for p in parameters)
         self._called.add(stepper)
-        self._step.round.owing = {stepper} if is_first else set()
+        self._step.round.steppers_left = {stepper} if is_first else set()
 
     def _begin(self, optimizer: Optimizer) -> None:
         """The first of the step's optimizers. The plain loop clips the gradients of all of them by their norm before
@@ -81,7 +81,7 @@ class PlainCalls(StepCalls):
             if isinstance(step.passes.clipping.policy, ClipNorm):
                 take_off_here(optimizer, [g for a, g in found if a.stepper.optimizer() is optimizer])
                 self._clip([a.get() for a, _ in found])
-        step.round.owing = {a.stepper for a, _ in found}
+        step.round.steppers_left = {a.stepper for a, _ in found}
 
     def _clip(self, parameters: Sequence[torch.Tensor]) -> None:
         clipping = self._step.passes.clipping
@@ -190,7 +190,7 @@ class PlainSchedule(Schedule):
 
     def begin_on_device(self) -> None: ...
 
-    def let_go_of_backwards(self) -> None: ...
+    def drain_failed_backwards(self) -> None: ...
 
     def last_complete_step(self) -> int:
         return self._step.ledger.step_count

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from instep._optim.memory import Owners
+from instep._optim.memory import OwnerCount
 from instep._optim.parameters import AttachedParameter, Bucket
 from instep._optim.stepper import Stepper
 from instep._step.deferral import Gains
@@ -79,7 +79,7 @@ class Schedule:
     def read_by(self, streams: Callable[[], Iterable[torch.Stream]]) -> None:
         """FSDP2 reads shards on these streams."""
 
-    def divides(self, owners_in_views: Owners) -> None:
+    def divides(self, owners_in_views: OwnerCount) -> None:
         """Under DDP and ``replicate``: gradients may be views of buckets, whose memory has so many owners."""
 
     def crosses(self, in_flight: Callable[[], Sequence[InFlightBucket]], at_once: Callable[[], bool]) -> None:
@@ -145,9 +145,9 @@ class Schedule:
         finally:
             del error  # or it would refer to itself, by way of this frame
 
-    def let_go_of_backwards(self) -> None:
+    def drain_failed_backwards(self) -> None:
         """FSDP's state is about to be rebuilt: return once a backward that raised has ended on every device."""
-        self.backwards.let_go()
+        self.backwards.drain_failed()
 
     # What the user, a hook or a checkpoint asks, at any time.
 

@@ -34,7 +34,7 @@ Ctrl-C decides the order of lines. It may come between any two of them, and whoe
 something that is safe to do again. So: an update is noted as *begun* before its first write, and as applied after its
 last one. Versions are noted before the parameters they are of count as applied. ``Round.has_returned`` notes the
 numbers that the step will have before anything is counted, so that counting twice counts once. What takes note of a
-call says so with its last line (``is_noted``), and an event that leaves a state as it is may happen twice.
+call says so with its last line (``is_recorded``), and an event that leaves a state as it is may happen twice.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -445,7 +445,7 @@ def first_written(members: AttachedParameters, versions: Sequence[int]) -> Attac
 class Round:
     """
     Attributes:
-        owing: the optimizers with gradients of this step whose ``step()`` has not returned.
+        steppers_left: the optimizers with gradients of this step whose ``step()`` has not returned.
         stepper: of the optimizer whose ``step()`` runs, or was ended by an error that nobody has noticed yet.
         thread: on which that runs. Other threads may read parameters meanwhile.
         takes_step: whether the step is taken; ``None``: not known yet.
@@ -455,7 +455,7 @@ class Round:
     """
 
     def __init__(self) -> None:
-        self.owing: set[Stepper] = set()
+        self.steppers_left: set[Stepper] = set()
         self.stepper: Stepper | None = None
         self.thread: int | None = None
         self.takes_step: bool | None = None
@@ -542,7 +542,7 @@ class Round:
 
     def end(self, take_note: Callable[[Stepper, int, int], None]) -> None:
         """Take note of a call that has returned, if there is one, with the numbers of the step. ``take_note`` says
-        ``is_noted`` when it has; where Ctrl-C ends it before, it is called again at the next use."""
+        ``is_recorded`` when it has; where Ctrl-C ends it before, it is called again at the next use."""
         if self._returned is None or self.is_ending:
             return
         try:
@@ -551,7 +551,7 @@ class Round:
         finally:
             self.is_ending = False
 
-    def is_noted(self) -> None:
+    def is_recorded(self) -> None:
         self._returned = None
 
     def is_gone(self) -> None:
@@ -561,7 +561,7 @@ class Round:
 
     def forget(self) -> None:
         """The step is over."""
-        self.owing.clear()
+        self.steppers_left.clear()
         self.takes_step = None
         self.is_gone()
 

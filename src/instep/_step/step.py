@@ -131,7 +131,7 @@ class RunningStep:
         first = self.ledger.step_count == 0
         if self.has_gradients or not asks_for_state(stepper.optimizer(), (g for _, g in found), first=first):
             self.has_gradients = bool(found)
-            self.round.owing.update(one for one, _ in found)
+            self.round.steppers_left.update(one for one, _ in found)
 
     def forget(self) -> None:
         """The step is over, or was none."""

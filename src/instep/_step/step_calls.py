@@ -28,7 +28,7 @@ class StepCalls:
 
     def begin(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is called."""
-        self._step.backwards.let_go()
+        self._step.backwards.drain_failed()
         self.end_commit()
         if self._step.round.stepper is not None:
             self._end_raised(self._step.round.stepper)  # another call
@@ -79,7 +79,7 @@ class StepCalls:
         step = self._step
         round_, ledger = step.round, step.ledger
         round_.stepper = None
-        was_owed, taken = stepper in round_.owing, round_.takes_step is not False
+        was_owed, taken = stepper in round_.steppers_left, round_.takes_step is not False
         try:
             self._settle(stepper)
             step.accumulation.stepped()
@@ -87,14 +87,14 @@ class StepCalls:
                 step.passes.clipping.stepped(stepper)
             self._require_right(stepper, compare=was_owed and taken)
         except Exception:
-            round_.owing.discard(stepper)
-            round_.is_noted()
+            round_.steppers_left.discard(stepper)
+            round_.is_recorded()
             raise
-        others = round_.owing - {stepper}
+        others = round_.steppers_left - {stepper}
         if others or not was_owed:
             ledger.happened(Event.STEP_RETURNS if others else Event.STEP_IN_VAIN)
-            round_.owing.discard(stepper)
-            round_.is_noted()
+            round_.steppers_left.discard(stepper)
+            round_.is_recorded()
             return
         ledger.happened(Event.COMMITTED)
         if taken:
@@ -106,8 +106,8 @@ class StepCalls:
         else:
             ledger.skip_count = skip_count
         self._committed(step_count, taken=taken)
-        round_.owing.discard(stepper)
-        round_.is_noted()
+        round_.steppers_left.discard(stepper)
+        round_.is_recorded()
         round_.takes_step = None  # not before: who comes to this call again is to find what became of it
 
     def _settle(self, stepper: Stepper) -> None:

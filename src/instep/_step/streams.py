@@ -38,7 +38,7 @@ class Mark(NamedTuple):
             stream.wait_event(self.event)
 
 
-class Makers:
+class ProducerStreams:
     """The streams of each device that make gradients, and use weights: on which a forward, a gradient's own hook, the
     end of a backward or a step was seen. Nobody tells which of them a gradient was made on, or has its memory from:
     who waits for one waits for all."""
@@ -68,7 +68,7 @@ _NONE: Set[torch.Stream] = frozenset()
 class _Side:
     """The side stream of one device."""
 
-    def __init__(self, stream: torch.Stream, makers: Makers) -> None:
+    def __init__(self, stream: torch.Stream, makers: ProducerStreams) -> None:
         self.stream = stream
         self._makers = makers
         self.ordered: Mark | None = None  # the latest that the makers have waited for
@@ -110,7 +110,7 @@ class StepStreams:
 
     def __init__(self, given: torch.Stream | None = None) -> None:
         self.readers: Callable[[], Iterable[torch.Stream]] = lambda: ()
-        self.makers = Makers()
+        self.makers = ProducerStreams()
         self._sides: dict[torch.device, _Side] = {}
         if given is not None and given.device.type != "cpu":
             self._sides[given.device] = _Side(given, self.makers)

@@ -70,7 +70,7 @@ class Writes(ABC):
         """A parameter gets another gradient in the same step: the error to raise, if the step cannot be taken so."""
 
     @abstractmethod
-    def may_write(self, *, seen: bool) -> bool:
+    def accepts_update(self, *, seen: bool) -> bool:
         """Whether a bucket may be written now.
 
         Args:
@@ -320,8 +320,8 @@ def require_settings_as_left(stepper: Stepper) -> None:
 
 def owed_steps(step: RunningStep) -> str:
     """The calls that the running step waits for: ``"AdamW.step()"``."""
-    owing = [stepper.name for stepper in step.members.steppers if stepper in step.round.owing]
-    return " and ".join(f"{name}.step()" for name in owing) or "optimizer.step()"
+    steppers_left = [stepper.name for stepper in step.members.steppers if stepper in step.round.steppers_left]
+    return " and ".join(f"{name}.step()" for name in steppers_left) or "optimizer.step()"
 
 
 # ``schedule="backward"`` without ``undo``: an update in backward stays, and its gradients are freed.
@@ -366,7 +366,7 @@ class FinalWrites(Writes):
             f"checkpointing that visits a parameter twice needs use_reentrant=False. {KEEP_ALL}"
         )
 
-    def may_write(self, *, seen: bool) -> bool:
+    def accepts_update(self, *, seen: bool) -> bool:
         return True
 
     def update(
@@ -471,7 +471,7 @@ class FinalWrites(Writes):
 
     def _used(self, parameter: torch.Tensor, func: object) -> None:
         """An applied parameter is about to be read or written."""
-        self._step.backwards.let_go()
+        self._step.backwards.drain_failed()
         if self._step.ledger.torn is not None:
             return  # there to be read
         name, call = self._step.members.name_of(parameter), user_call(getattr(func, "__name__", str(func)))
@@ -542,7 +542,7 @@ class FinalWrites(Writes):
         mine = [a for a in living if a.spec.index in members.offered or gradient_of(a) is not None]
         # Those that instep itself has stepped before step() began, and those whose optimizer's step() has returned.
         done = [attached for attached, _ in round_.hidden]
-        done += [a for a in mine if a.stepper is not stepper and a.stepper not in round_.owing]
+        done += [a for a in mine if a.stepper is not stepper and a.stepper not in round_.steppers_left]
         members.applied.update(attached.spec.index for attached in done)
         unsure = [a.spec.name for a in mine if a.stepper is stepper and not members.is_applied(a)]
         self.tear(InstepError(f"{stepper.name}.step() raised"), unsure)

@@ -116,7 +116,7 @@ _LET_GO_SECONDS = 10.0
 """How long a backward is waited for that another thread of the loop's may be running: a mistake, told of later."""
 
 
-class _Unsaid:
+class _FailureCallbacks:
     """What is to be done for one backward that raised, of which nobody but the loop's thread may do it."""
 
     __slots__ = ("__weakref__", "failed")
@@ -124,9 +124,9 @@ class _Unsaid:
     def __init__(self) -> None:
         self.failed: list[Callable[[], None]] = []
 
-    def say(self) -> None:
+    def run(self) -> None:
         while self.failed:
-            failed = self.failed.pop(0)  # before: what is done may come to let_go() again
+            failed = self.failed.pop(0)  # before: what is done may come to drain_failed() again
             try:
                 failed()
             except KeyboardInterrupt:
@@ -134,7 +134,7 @@ class _Unsaid:
                 raise
 
 
-_unsaid: "weakref.WeakValueDictionary[int, _Unsaid]" = weakref.WeakValueDictionary()
+_failure_callbacks: "weakref.WeakValueDictionary[int, _FailureCallbacks]" = weakref.WeakValueDictionary()
 """By number of each backward that a ``Backwards`` has seen to begin on an accelerator."""
 _making_ends = threading.Lock()
 
@@ -144,19 +144,19 @@ class Backwards:
 
     On an accelerator each device has a thread of the engine's, which may let go of a backward that raised only when
     the exception has reached the loop. The loop may be clearing gradients by then, and torch does not bear two threads
-    at one ``.grad``: what is left to be done waits for ``let_go``.
+    at one ``.grad``: what is left to be done waits for ``drain_failed``.
     """
 
     def __init__(self) -> None:
-        self._tasks: dict[int, _Unsaid] = {}
+        self._tasks: dict[int, _FailureCallbacks] = {}
 
     def begin(self, device: torch.device) -> None:
         """The running backward has come to something on ``device``."""
         if device.type != "cpu" and (task := graph_task()) is not None:  # on the CPU the engine's thread is the loop's
             with _making_ends:
-                self._tasks[task] = _unsaid.setdefault(task, _Unsaid())
+                self._tasks[task] = _failure_callbacks.setdefault(task, _FailureCallbacks())
 
-    def let_go(self) -> None:
+    def drain_failed(self) -> None:
         """Return when nothing will be heard of them any more, unless one is running. Ends that the engine's own thread
         has dropped are told here that they failed."""
         if not self._tasks or graph_task() is not None:
@@ -165,7 +165,7 @@ class Backwards:
         while not self._tasks.keys().isdisjoint(_expected.copy().values()) and time.monotonic() < last:
             time.sleep(0.0001)
         for unsaid in list(self._tasks.values()):
-            unsaid.say()
+            unsaid.run()
         self._tasks.clear()
 
 
@@ -175,8 +175,8 @@ class EndOfBackward:
 
     Whatever keeps it must be freed by the engine together with the backward. On CPU the engine frees a failed
     backward's callbacks before the exception reaches Python, so ``failed`` has run by the time the user's ``except``
-    clause does. On an accelerator ``Backwards.let_go`` waits for that, and calls it where the engine's own thread was
-    the last to have the callbacks.
+    clause does. On an accelerator ``Backwards.drain_failed`` waits for that, and calls it where the engine's own
+    thread was the last to have the callbacks.
     """
 
     __slots__ = ("_end", "_failed")
@@ -208,7 +208,7 @@ class EndOfBackward:
         if failed is None:
             return
         try:
-            unsaid = _unsaid.get(_expected.get(id(self), _NO_GRAPH_TASK))
+            unsaid = _failure_callbacks.get(_expected.get(id(self), _NO_GRAPH_TASK))
             if unsaid is not None and is_of_backward(threading.get_native_id()):
                 unsaid.failed.append(failed)
             else:

@@ -12,17 +12,17 @@ from instep._gradients.clipping import ClipNorm
 from instep._optim.kinds import steps_as_tested
 from instep._optim.parameters import MIB
 from instep._optim.probe import not_asked
-from instep._step.deferral import Always, Deferring, Gains, Never, Others, Trial
+from instep._step.deferral import Always, DeferralTrial, Deferring, Gains, Never, Others
 from instep._step.schedule import Schedule
 from instep._wiring.ranks import in_join
-from instep._wiring.weak_refs import Held
+from instep._wiring.weak_refs import WeakRefs
 from instep.options import DEFAULT_BUCKET_BYTES, Options, bucket_that_frees
 from instep.sources.ddp.instance import exposed_communication
 
 # Whether the steps of ``schedule="forward"`` are put off, and what keeps them from gaining by that.
 
 
-def deferring_of(options: Options, held: Held, others: Others | None) -> Deferring:
+def deferring_of(options: Options, held: WeakRefs, others: Others | None) -> Deferring:
     """Decides of each step.
 
     Args:
@@ -35,7 +35,7 @@ def deferring_of(options: Options, held: Held, others: Others | None) -> Deferri
         return Always(alone=options.defer is True and not options.puts_off_unasked)
     if options.defer is False:
         return Never()
-    return Trial(partial(_prevented, held), others)
+    return DeferralTrial(partial(_prevented, held), others)
 
 
 def steps_inside_step(optimizer: Optimizer, options: Options) -> bool:
@@ -45,20 +45,20 @@ def steps_inside_step(optimizer: Optimizer, options: Options) -> bool:
     return options.defer is True and not splits and not steps_as_tested(optimizer)
 
 
-def _prevented(held: Held) -> str | None:
+def _prevented(held: WeakRefs) -> str | None:
     """Why putting a step off cannot be faster here; ``None``: it can."""
-    reasons: Sequence[Callable[[Held], str | None]] = (_joins, _unknown, _unfused, _one_core, _compiled)
+    reasons: Sequence[Callable[[WeakRefs], str | None]] = (_joins, _unknown, _unfused, _one_core, _compiled)
     return next((found for reason in reasons if (found := reason(held)) is not None), None)
 
 
-def _joins(held: Held) -> str | None:
+def _joins(held: WeakRefs) -> str | None:
     ddps = (one for one in held.living_wrappers() if isinstance(one, nn.parallel.DistributedDataParallel))
     if any(map(in_join, ddps)):
         return "the loop is in DDP's join(), in which ranks that have no data left cannot be asked"
     return None
 
 
-def _unknown(held: Held) -> str | None:
+def _unknown(held: WeakRefs) -> str | None:
     by_parameter = any(stepper.steps_every_parameter for stepper in held.steppers)
     for optimizer in held.optimizers():
         if not not_asked(optimizer).contained:
@@ -67,21 +67,21 @@ def _unknown(held: Held) -> str | None:
     return None
 
 
-def _unfused(held: Held) -> str | None:
+def _unfused(held: WeakRefs) -> str | None:
     for optimizer in held.optimizers():
         if _is_on_cpu(optimizer) and not all(group.get("fused") for group in optimizer.param_groups):
             return f"on a CPU only fused kernels run beside the loop, and {type(optimizer).__name__} has fused=False"
     return None
 
 
-def _one_core(held: Held) -> str | None:
+def _one_core(held: WeakRefs) -> str | None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if cores < 2 and any(map(_is_on_cpu, held.optimizers())):
         return "there is one CPU core, which the step and the loop would share"
     return None
 
 
-def _compiled(held: Held) -> str | None:
+def _compiled(held: WeakRefs) -> str | None:
     called = held.called()
     if not called:
         return "the model is gone"

@@ -38,12 +38,12 @@ from instep._torch.lifetime import Owners, weakly
 from instep._torch.mixed_precision import LowPrecision
 from instep._wiring.advice import deferring_of, steps_inside_step
 from instep._wiring.hooks import (
+    AddedParameters,
     BackwardHooks,
     CheckedReaders,
     ErrorForUse,
     ForwardHooks,
     Gathering,
-    LateParameters,
     NoReaders,
     PlainHooks,
     Readers,
@@ -54,7 +54,7 @@ from instep._wiring.hooks import (
     WaitingReaders,
 )
 from instep._wiring.ranks import Joining, communicates, rank, ranks_of, stand_aside
-from instep._wiring.weak_refs import Handles, Held, living_parameters
+from instep._wiring.weak_refs import Handles, WeakRefs, living_parameters
 from instep.errors import UnsupportedOptimizerError
 from instep.options import BY_ENVIRONMENT, Communication, Options
 from instep.sources import Sink, Source
@@ -284,7 +284,7 @@ class Parts:
         handles: what was put on the model and the optimizers; empty before it is connected, and once it is detached.
     """
 
-    held: Held
+    held: WeakRefs
     schedule: Schedule
     sources: list[Source]
     accumulation: Accumulation
@@ -294,7 +294,7 @@ class Parts:
     zero: "Zero | None"
     draws: KeyedDraws | None
     sharding: Sharding | None
-    late: LateParameters
+    late: AddedParameters
     threads: Threads
     forwards: ForwardHooks | PlainHooks
     steps: StepHooks
@@ -312,7 +312,7 @@ def build(target: Target, options: Options) -> Parts:
     Raises:
         UnsupportedOptimizerError: an optimizer was tried, and its update couples parameters.
     """
-    held = Held(target)
+    held = WeakRefs(target)
     clipping, votes = Clipping(options.clip), StepVotes(rank)
     is_sharded = bool(target.groups)
     accumulation = Accumulation(options.accumulation_steps, _synced(held.wrapped, target), votes, sharded=is_sharded)
@@ -357,7 +357,7 @@ def build(target: Target, options: Options) -> Parts:
     if chosen.sink is not None:
         stepping_ask = [] if stepping is None else [weakref.WeakMethod(stepping.ask)]
         chosen.sink.at_open = [*stepping_ask, *(weakref.WeakMethod(source.begin_step) for source in sources)]
-    late = LateParameters(held, schedule, sources, gathering, chosen.readers(backwards), handles)
+    late = AddedParameters(held, schedule, sources, gathering, chosen.readers(backwards), handles)
     forwards: ForwardHooks | PlainHooks
     if options.disabled:
         forwards = PlainHooks(schedule, accumulation, votes, handles, is_sharded=is_sharded)

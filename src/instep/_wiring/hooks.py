@@ -38,7 +38,7 @@ from instep._torch.hooks import (
 )
 from instep._torch.lifetime import weakly
 from instep._torch.placeholders import SpentGradient
-from instep._wiring.weak_refs import Handles, Held, living_parameters
+from instep._wiring.weak_refs import Handles, WeakRefs, living_parameters
 from instep.errors import (
     ConcurrentBackwardError,
     HyperparameterChangedError,
@@ -165,7 +165,7 @@ class Gathering:
     def __init__(
         self,
         target: Target,
-        held: Held,
+        held: WeakRefs,
         zero: "Zero | None",
         told: Callable[[torch.Tensor, str], None] | None,
         error_for_use: ErrorForUse | None,
@@ -224,20 +224,20 @@ class Gathering:
 # Parameters that are added to an optimizer after ``attach``, or taken out of it.
 
 
-Owner = tuple[nn.Module, list[AttachedParameter]]
+ModuleParameters = tuple[nn.Module, list[AttachedParameter]]
 
 
 class Readers(Protocol):
     """What is done before a module reads its parameters: chosen with the schedule."""
 
-    def watch(self, model: nn.Module, owners: Sequence[Owner], handles: Handles) -> None:
+    def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
         """Hooks on the modules that hold attached parameters themselves."""
 
     def watch_fsdp1(self, wrapper: nn.Module, mine: Sequence[AttachedParameter], handles: Handles) -> None:
         """Hooks before a ``FullyShardedDataParallel`` gathers these parameters."""
 
 
-class LateParameters:
+class AddedParameters:
     """
     Attributes:
         readers: what is done before a module reads its parameters.
@@ -245,7 +245,7 @@ class LateParameters:
 
     def __init__(
         self,
-        held: Held,
+        held: WeakRefs,
         schedule: Schedule,
         sources: Sequence[Source],
         gathering: Gathering,
@@ -267,7 +267,7 @@ class LateParameters:
             for place in attached.places:
                 if (owner := place.module()) is not None:
                     owners.setdefault(owner, []).append(attached)
-        self.readers.watch(model, list[Owner](owners.items()), self._handles)
+        self.readers.watch(model, list[ModuleParameters](owners.items()), self._handles)
 
     def adopt(self) -> None:
         """Between steps: take in the model's parameters that were added to an optimizer (``add_param_group``) since."""
@@ -347,7 +347,7 @@ class Sharding:
             else:
                 before = BoundHook(functools.partial(self._before_gather, number, mine))
                 handles.append(module.register_forward_pre_hook(before, prepend=True))
-        handles.extend(self._after_errors.connect(weakly(self._schedule.let_go_of_backwards)))
+        handles.extend(self._after_errors.connect(weakly(self._schedule.drain_failed_backwards)))
 
     def reduces_once(self) -> None:
         """The next backward reduces each group's gradients once, however many forwards it is of."""
@@ -469,12 +469,12 @@ class BackwardHooks:
 class ForwardHooks:
     def __init__(
         self,
-        held: Held,
+        held: WeakRefs,
         schedule: Schedule,
         sources: Sequence[Source],
         accumulation: Accumulation,
         threads: Threads,
-        late: LateParameters,
+        late: AddedParameters,
         backwards: BackwardHooks,
         votes: StepVotes,
         *,
@@ -552,7 +552,7 @@ class StepHooks:
         self,
         schedule: Schedule,
         votes: StepVotes,
-        late: LateParameters,
+        late: AddedParameters,
         zero: "Zero | None",
         forwards: ForwardHooks | PlainHooks,
         handles: Handles,
@@ -677,7 +677,7 @@ class CheckedReaders:
         self._backwards = backwards
         self._on_trial = on_trial
 
-    def watch(self, model: nn.Module, owners: Sequence[Owner], handles: Handles) -> None:
+    def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
         for owner, mine in owners:
             if owner is not model:
                 hook = BoundHook(functools.partial(self._before_read, mine))
@@ -716,7 +716,7 @@ class WaitingReaders:
     def __init__(self, schedule: ForwardSchedule) -> None:
         self._schedule = schedule
 
-    def watch(self, model: nn.Module, owners: Sequence[Owner], handles: Handles) -> None:
+    def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
         schedule = self._schedule
         # torch.compile runs the hooks of what it wraps only once, when it traces. Its own wrapper's run each time.
         compiled = _compiled_in(model)
@@ -738,7 +738,7 @@ class WaitingReaders:
 class NoReaders:
     """``INSTEP_DISABLE=1``: weights are written in ``optimizer.step()`` alone."""
 
-    def watch(self, model: nn.Module, owners: Sequence[Owner], handles: Handles) -> None: ...
+    def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None: ...
 
     def watch_fsdp1(self, wrapper: nn.Module, mine: Sequence[AttachedParameter], handles: Handles) -> None: ...
 

@@ -25,7 +25,7 @@ Handles = list[Handle]
 """Of one attachment; empty once it is detached."""
 
 
-class Held:
+class WeakRefs:
     """The model, its wrappers and the optimizers.
 
     Attributes:

@@ -97,7 +97,7 @@ class Sink(Protocol):
     def retire(self, bucket: Iterable[AttachedParameter]) -> None:
         """Nobody but instep needs ``.grad`` of these any more: free the gradients of those that were applied."""
 
-    def freed(self, bucket: Sequence[AttachedParameter]) -> None:
+    def count_freed(self, bucket: Sequence[AttachedParameter]) -> None:
         """Count the memory of applied gradients that ``retire`` has freed, as nobody else keeps them."""
 
     def updated_on_all(self) -> bool:
@@ -162,7 +162,7 @@ def step_bucket(sink: Sink, gradients: Sequence[AttachedParameter]) -> bool:
     """The ``step`` of gradients that nothing but instep needs any more: step them in one call, and free them."""
     done = sink.apply(gradients)
     sink.retire(gradients)
-    sink.freed(gradients)
+    sink.count_freed(gradients)
     return done
 
 

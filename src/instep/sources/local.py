@@ -163,16 +163,16 @@ class LocalSource:
         # Five fields decide: the running backward is compared with _began and _backwards.open_in, the gradient with
         # _arrived and _to_offer, the bucket with _missing.
         #
-        #   first      (open_in is None) offered alone: the first of a step opens it. may_write() makes this backward
-        #              open_in.
+        #   first      (open_in is None) offered alone: the first of a step opens it. accepts_update() makes this
+        #              backward open_in.
         #   in order   (task == open_in) waits in _to_offer until its bucket is full: one offer for all of them.
         #   nested     (reentrant checkpointing; task != open_in) those that wait are offered first, then this one
-        #              alone. may_write() makes the nested backward open_in, and its end clears that again. So the
+        #              alone. accepts_update() makes the nested backward open_in, and its end clears that again. So the
         #              outer one goes on as with its first gradient.
         #   again      (in _arrived already) offered alone, now, and not where the bucket is full: a sink that does not
         #              take a second gradient raises before anything more is written.
-        #   late       (after the end of a backward that wrote) may_write() says no. Each is offered alone: the sink
-        #              raises if the parameter was applied; else its gradient is left to optimizer.step().
+        #   late       (after the end of a backward that wrote) accepts_update() says no. Each is offered alone: the
+        #              sink raises if the parameter was applied; else its gradient is left to optimizer.step().
         #   unseen     (task != _began: no output of the model has begun it) as the others, but no order is learned
         #              from it: hooks stay on every parameter.
         if not self._takes_gradient(attached):
@@ -195,7 +195,7 @@ class LocalSource:
             return  # unfrozen since the buckets were made, within this very forward: left to optimizer.step()
         self._layout.observed.append(attached)
         self._missing[number] -= 1
-        if (can_wait or self._backwards.may_write()) and self._missing[number] == 0 and self._offer():
+        if (can_wait or self._backwards.accepts_update()) and self._missing[number] == 0 and self._offer():
             step_bucket(self._sink, self._layout.members[number])
 
     def _takes_gradient(self, attached: AttachedParameter) -> bool:
@@ -232,7 +232,7 @@ class LocalSource:
         self._offered.update(members.indices)
         if not self._sink.arrive(members):
             self._in_order &= self._sink.keeps_gradients
-        elif self._backwards.may_write() and self._in_order:
+        elif self._backwards.accepts_update() and self._in_order:
             step_bucket(self._sink, members)
 
     # Where backward ends: one that may write, before DDP's own end; and, with one hook for each bucket, after it.
@@ -407,7 +407,7 @@ class WritingBackwards:
         self._late.clear()
         self._ended = False
 
-    def may_write(self) -> bool:
+    def accepts_update(self) -> bool:
         """Whether the running backward may write. If so, its end is asked for."""
         task = graph_task()
         if task is None or task in self._late:

@@ -90,7 +90,7 @@ class FSDP1Source:
         applied = list(self._applied.values())
         self._applied.clear()
         self._sink.retire(applied)
-        self._sink.freed(applied)
+        self._sink.count_freed(applied)
         self._sink.streams.join()
         self._sink.raise_failure()
 

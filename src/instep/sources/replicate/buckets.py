@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from instep._ranks.collectives import broadcast
 from instep._ranks.process_groups import communicating
-from instep._step.streams import Makers
+from instep._step.streams import ProducerStreams
 from instep._torch.engine import Phase, current, runs
 from instep._torch.hooks import UntracedHook, nodes_of
 from instep._torch.lifetime import weakly
@@ -173,7 +173,7 @@ class TransientBuckets:
         self._trainable: tuple[int, ...] = ()
         self._reduces = False
         self._backward: _BackwardProgress | None = None
-        self._makers = Makers()
+        self._makers = ProducerStreams()
         # The parameters whose .grad holds a gradient of this rank that was not averaged yet: also one that was
         # accumulated in no_sync.
         self._fresh: set[int] = set()
@@ -352,9 +352,9 @@ class TransientBuckets:
         if bucket.unused:
             backward.held.append(bucket)
         else:
-            self._hand_over(bucket, bucket.numbers)
+            self._update_deferral(bucket, bucket.numbers)
 
-    def _hand_over(self, bucket: TransientBucket, used: Sequence[int]) -> None:
+    def _update_deferral(self, bucket: TransientBucket, used: Sequence[int]) -> None:
         """The mean is put into ``.grad`` of the parameters that any rank has used; of the others it stays as it was."""
         bucket.put_means(set(used))
         self._fresh.difference_update(used)
@@ -397,7 +397,7 @@ class TransientBuckets:
         if backward.held:
             somewhere = use_counts.value()[0].tolist()
             for bucket in backward.held:
-                self._hand_over(bucket, [number for number in bucket.numbers if somewhere[number]])
+                self._update_deferral(bucket, [number for number in bucket.numbers if somewhere[number]])
 
     def _agree_on_order(self, backward: _BackwardProgress) -> None:
         """The first backward with these parameters ends: from now on all ranks fill buckets in the order in which
