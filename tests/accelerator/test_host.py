@@ -221,7 +221,7 @@ def test_divided_state(two_emulated_ranks: RankPool, schedule: str) -> None:
     options = {"schedule": schedule, "defer": schedule == "forward", "shard_state": True}
     for waits, queries in two_emulated_ranks.run(_ranks_body, "ddp", options, False, 3, 6):
         assert waits == []
-        assert all("state_shards.py" in query for query in queries), "\n".join(queries)
+        assert all("zero/shards.py" in query for query in queries), "\n".join(queries)
 
 
 def test_across_the_iteration(two_emulated_ranks: RankPool) -> None:
