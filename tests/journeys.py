@@ -113,7 +113,7 @@ def of_a_bucket() -> Road:
     """From the hook of a bucket's last gradient until the gradients are freed."""
     loop = Loop("backward")
     with loop.overlap:
-        return loop.road("_bucket_accumulated", "freed")
+        return loop.road("_bucket_accumulated", "count_freed")
 
 
 def of_an_iteration(way: str) -> Road:

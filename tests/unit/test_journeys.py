@@ -5,6 +5,7 @@ bounds are what was counted last: they only ever go down.
 """
 
 import io
+import re
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import instep
-from tests.journeys import WAYS, Loop, Road, of_a_bucket
+from tests.journeys import WAYS, Loop, Road, of_a_bucket, of_an_iteration
 
 BOUNDS = {
     # Files, calls.
@@ -49,6 +50,31 @@ def test_attach(way: str) -> None:
     loop = Loop(way)
     loop.overlap.detach()
     assert 30 < len(loop.attaching.files) <= ATTACH[way], loop.attaching.files
+
+
+ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
+ROADS = {
+    '`schedule="backward"`, one device': "backward",
+    '`schedule="backward"`, `DistributedDataParallel`': "ddp",
+    '`schedule="backward", undo=True`': "undo",
+    '`schedule="forward", defer=True`': "forward",
+    "The default, where torch takes the step": "default",
+}
+"""The headings of the roads in ``docs/architecture.md``."""
+STATION = re.compile(r"^\d+\. `([\w.]+)` \(`([\w/.]+)`\): ", re.MULTILINE)
+
+
+@pytest.mark.parametrize("heading", list(ROADS))
+def test_the_page_follows_the_trace(heading: str) -> None:
+    """Every station of a road is on it, in this order, in this file."""
+    _, _, text = ARCHITECTURE.read_text(encoding="utf-8").partition(f"### {heading}\n")
+    stations = STATION.findall(re.split("^##", text, maxsplit=1, flags=re.MULTILINE)[0])
+    assert len(stations) > 2
+    road = iter(of_an_iteration(ROADS[heading]).calls)
+    for function, file in stations:
+        # Python 3.10 knows the names of functions alone.
+        names = (function, function.rpartition(".")[2])
+        assert any(call.file == file and call.function in names for call in road), f"{function} does not come here"
 
 
 CORE = ["_torch", "_optim", "_gradients", "_step", "sources", "_wiring", "_micro_batches"]
