@@ -19,8 +19,8 @@ BOUNDS = {
     # Files, calls.
     "bucket": (15, 113),
     "backward": (26, 420),
-    "forward": (30, 774),
-    "default": (18, 223),
+    "forward": (30, 776),
+    "default": (18, 225),
     "undo": (31, 922),
 }
 ATTACH = {"backward": 39, "forward": 42, "default": 43, "undo": 40}

@@ -39,7 +39,7 @@ from instep._step.schedule import InFlightBucket, Schedule
 from instep._step.state import Event, Recorder, State
 from instep._step.step import Agreement, RunningStep
 from instep._step.step_calls import StepCalls
-from instep._torch.engine import graph_task, is_captured
+from instep._torch.engine import is_captured
 from instep._torch.placeholders import HeldGradient
 from instep._torch.watch import GET_GRAD, SET_GRAD
 from instep._torch.worker import ending
@@ -595,7 +595,6 @@ class ForwardSchedule(Schedule):
         self.calls: ForwardCalls = ForwardCalls(
             self._step, self._deferred, self._update_deferral, self.observed, self.measuring
         )
-        self._backward: int | None = None  # the last one that was seen to begin
 
     @property
     def follows(self) -> bool:
@@ -683,10 +682,9 @@ class ForwardSchedule(Schedule):
     def begin_backward(self) -> bool:
         """An output of the model is about to get its gradient. Returns whether this is the first of them in the
         running backward."""
-        step, task = self._step, graph_task()
-        if self._backward == task:
+        step = self._step
+        if not step.backwards.is_new():
             return False
-        self._backward = task
         # A graph that was made before the last step() may have saved weights, which the plain loop has written by now.
         self._deferred.finish(self._deferred.all())
         step.has_gradients = True
@@ -701,6 +699,7 @@ class ForwardSchedule(Schedule):
 
     def end_backward(self) -> None:
         """Nothing was written in it."""
+        super().end_backward()
         self.observed.backward_ended()
 
     def end_stopped(self) -> None:

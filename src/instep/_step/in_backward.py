@@ -126,32 +126,6 @@ class BackwardCalls(StepCalls):
 # ``schedule="backward"``, as sources of gradients see it: they offer final gradients, and hand over full buckets.
 
 
-class SeenBackwards:
-    """The running backward, and those nested in it by reentrant checkpointing, by the number of their graph task.
-
-    Attributes:
-        running: the one that was seen to begin last, at an output of the model; ``None``: it is over.
-    """
-
-    def __init__(self) -> None:
-        self.running: int | None = None
-        self._of_step: set[int | None] = set()
-
-    def begins(self, task: int | None) -> bool:
-        """Whether this is the first of it."""
-        if task == self.running:
-            return False
-        self.running = task
-        return task not in self._of_step
-
-    def steps(self, task: int | None) -> None:
-        """It is the first of its step."""
-        self._of_step = {task}
-
-    def gives_gradients(self, task: int | None) -> None:
-        self._of_step.add(task)
-
-
 class BucketSink(Schedule):
     """
     Attributes:
@@ -165,7 +139,6 @@ class BucketSink(Schedule):
         self.at_open: Sequence[weakref.ref[Callable[[], None]]] = ()
         self._clips = step.passes.clipping.policy is not None
         self._writes = writes
-        self._seen = SeenBackwards()
         self._failure = FirstError()  # raised where the running backward ends
 
     def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
@@ -192,10 +165,10 @@ class BucketSink(Schedule):
                     return False
             if not step.members.offered:
                 self._open()
-            self._seen.gives_gradients(graph_task())
+            step.backwards.gives_gradients()
             step.backwards.begin(parameters[0].spec.device)
             self._offer(AttachedParameters.of(parameters))
-            return self._writes.accepts_update(seen=self._seen.running is not None)
+            return self._writes.accepts_update(seen=step.backwards.running is not None)
 
     def _open(self) -> None:
         if self._clips and self._step.passes.running is None:
@@ -404,8 +377,8 @@ class BackwardSchedule(BucketSink):
         Raises ``AccumulationError``, before anything is written or reduced, if an earlier backward of this step has
         already updated weights. Some outputs lie deep in the graph: in the same backward they are met later.
         """
-        task, step = graph_task(), self._step
-        if not self._seen.begins(task):
+        step = self._step
+        if not step.backwards.is_new():
             return False
         self._writes.before_backward()
         step.accumulation.begin()
@@ -418,12 +391,8 @@ class BackwardSchedule(BucketSink):
                 f"a second backward began before {owed_steps(step)}, but the first has already updated the weights. "
                 f"{MICRO_BATCHES}, or add the losses and call backward() once. {KEEP_ALL}"
             )
-        self._seen.steps(task)
+        step.backwards.begins_step()
         return True
-
-    def end_backward(self) -> None:
-        """The backward that ``begin_backward`` told of is over."""
-        self._seen.running = None
 
     def backward_failed(self) -> None:
         """Ctrl-C may have come when a gradient was offered, and before its source had asked for the end of backward. If

@@ -15,7 +15,6 @@ from instep._step.schedule import Schedule
 from instep._step.state import Event, Recorder
 from instep._step.step import Agreement, RunningStep
 from instep._step.step_calls import StepCalls
-from instep._torch.engine import graph_task
 from instep._torch.watch import Watch
 from instep.errors import InstepError
 
@@ -146,7 +145,6 @@ class PlainSchedule(Schedule):
         super().__init__(step)
         self.recorder: Recorder | None = None
         self._takes_any_loop = takes_any_loop
-        self._backward: int | None = None
         self.calls: PlainCalls = PlainCalls(step, Agreement(nonfinite, step.ledger.votes), why)
 
     @property
@@ -175,9 +173,8 @@ class PlainSchedule(Schedule):
     def begin_backward(self) -> bool:
         """An output of the model is about to get its gradient. Returns whether this is the first of them in the
         running backward."""
-        if self._backward == graph_task():
+        if not self.backwards.is_new():
             return False
-        self._backward = graph_task()
         self._step.accumulation.begin()
         self.calls.drop()
         if not self._step.accumulation.holds_next:

@@ -134,6 +134,7 @@ class Schedule:
 
     def end_backward(self) -> None:
         """The backward has ended, or raised."""
+        self.backwards.running = None
 
     def backward_failed(self) -> None:
         """The backward that ``begin_backward`` told of has raised."""

@@ -140,15 +140,40 @@ _making_ends = threading.Lock()
 
 
 class Backwards:
-    """Those of one attachment that were seen to begin.
+    """The backwards of one attachment that were seen to begin, at an output of the model.
+
+    One may run inside another (reentrant checkpointing), and the outputs of both are met in any order: each is known by
+    the number of its graph task.
 
     On an accelerator each device has a thread of the engine's, which may let go of a backward that raised only when
     the exception has reached the loop. The loop may be clearing gradients by then, and torch does not bear two threads
     at one ``.grad``: what is left to be done waits for ``drain_failed``.
+
+    Attributes:
+        running: the graph task of the one that was seen to begin last; ``None``: it is over.
     """
 
     def __init__(self) -> None:
+        self.running: int | None = None
+        self._of_step: set[int | None] = set()  # tasks that have given gradients to the running step
         self._tasks: dict[int, _FailureCallbacks] = {}
+
+    def is_new(self) -> bool:
+        """An output of the model is about to get its gradient. Whether that is the first one in the running backward,
+        and the backward is none that has been in this step before."""
+        task = graph_task()
+        if task == self.running:
+            return False
+        self.running = task
+        return task not in self._of_step
+
+    def begins_step(self) -> None:
+        """The running backward is the first of its step."""
+        self._of_step = {self.running}
+
+    def gives_gradients(self) -> None:
+        """The running backward has given gradients to the step: also one that nobody has seen to begin."""
+        self._of_step.add(graph_task())
 
     def begin(self, device: torch.device) -> None:
         """The running backward has come to something on ``device``."""
