@@ -287,9 +287,7 @@ class Parts:
     held: WeakRefs
     schedule: Schedule
     sources: list[Source]
-    accumulation: Accumulation
-    clipping: Clipping
-    votes: StepVotes
+    step: RunningStep
     planned: Planned
     zero: "Zero | None"
     draws: KeyedDraws | None
@@ -299,6 +297,18 @@ class Parts:
     forwards: ForwardHooks | PlainHooks
     steps: StepHooks
     handles: Handles
+
+    @property
+    def accumulation(self) -> Accumulation:
+        return self.step.accumulation
+
+    @property
+    def clipping(self) -> Clipping:
+        return self.step.passes.clipping
+
+    @property
+    def votes(self) -> StepVotes:
+        return self.step.ledger.votes
 
     def abandon(self) -> None:
         """Model and optimizers are gone: whoever keeps this keeps nothing of them."""
@@ -369,9 +379,7 @@ def build(target: Target, options: Options) -> Parts:
         held,
         schedule,
         sources,
-        accumulation,
-        clipping,
-        votes,
+        step,
         Planned(options, schedule, sources, separability, check),
         zero,
         draws,
