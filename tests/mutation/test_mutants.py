@@ -3456,6 +3456,28 @@ MUTANTS = [
         STEP_RANKS,
         "divided_before",
     ),
+    Mutant(
+        "ranks that Ctrl-C has cut short while they said what they train have said it",
+        "StepRanks.tell",
+        '        place = f"steps/',
+        '        self.has_told = True\n        place = f"steps/',
+        STEP_RANKS,
+        "say_it_again",
+    ),
+    Mutant(
+        "a step that a class has got since is not looked for",
+        "Stepper._begin",
+        '        if not as_before or "step" in vars(optimizer):\n',
+        "        if False:\n",
+        ODD_OPTIMIZERS,
+    ),
+    Mutant(
+        "settings of the step before are those of this one",
+        "Snapshot.is_of",
+        "all(map(is_, map(group.get, values), values.values()))",
+        "True",
+        ODD_OPTIMIZERS,
+    ),
 ]
 
 
