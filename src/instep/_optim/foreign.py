@@ -145,6 +145,12 @@ class ForeignGuard(Stage):
         """Whether an update that raised has changed an object in ``state`` that the optimizer's own holds, too."""
         return any(value is self._shared_state.get(key) for key, value in self._changed_state(update).items())
 
+    def forget(self) -> None:
+        # Attributes may refer to the model, which this guard must not keep.
+        self._attributes.forget()
+        self._shared.forget()
+        self._shared_state, self._containers, self._reached, self._in_modules, self._seen = {}, [], [], [], {}
+
     def require_unchanged(self, optimizer: Optimizer) -> None:
         self._attributes.require_same(read_by_update(optimizer))
         self._shared.require_same(beside_parameters(optimizer.state))

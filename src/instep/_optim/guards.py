@@ -46,7 +46,8 @@ class SettingsGuard(Stage):
         self.layout = GroupLayout(name, ())
         self._switches: dict[str, Any] = {}
         self._groups: dict[int, Snapshot] = {}
-        self._last: dict[int, Snapshot] = {}  # of the step before
+        # Snapshots of earlier steps, to be taken again. None that can be changed: it may refer to the model.
+        self._known: dict[int, Snapshot] = {}
         self._on_device = WrittenOnDevice(name)
         self.writes = SharedWrites(name)
 
@@ -57,7 +58,6 @@ class SettingsGuard(Stage):
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         self.layout = layout
         self._switches = switches()
-        self._last, self._groups = self._groups or self._last, {}
 
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
@@ -96,8 +96,13 @@ class SettingsGuard(Stage):
         return given
 
     def _snapshot_of(self, index: int, group: Mapping[str, Any]) -> "Snapshot":
-        last = self._last.get(index)
-        return last if last is not None and last.is_of(group) else Snapshot(group)
+        known = self._known.get(index)
+        if known is not None and known.is_of(group):
+            return known
+        snapshot = Snapshot(group)
+        if snapshot.is_plain:
+            self._known[index] = snapshot
+        return snapshot
 
     def require_unchanged(self, optimizer: Optimizer) -> None:
         if self.layout.were_moved(optimizer.param_groups):
@@ -121,6 +126,7 @@ class SettingsGuard(Stage):
         self.writes.put_into(optimizer)
 
     def forget(self) -> None:
+        self._groups = {}
         self.writes.clear()
 
 
@@ -217,6 +223,11 @@ class Snapshot:
         mutable = {k: self._values[k] for k in self._mutable}
         self._on_device = {k: v.detach().clone() for k, v in mutable.items() if waits_for_host(v)}
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether none of the values can be changed in place, or refers to anything."""
+        return not self._mutable
+
     def is_of(self, group: Mapping[str, Any]) -> bool:
         """Whether ``group`` holds the very same values, none of which can be changed in place."""
         values = self._values
@@ -288,6 +299,9 @@ class UsedSettings:
 
     def begin(self, settings: Mapping[Any, Any]) -> None:
         self._before = Snapshot(settings)
+
+    def forget(self) -> None:
+        self._before = Snapshot({})
 
     def changes(self, now: Mapping[Any, Any]) -> dict[Any, Any]:
         return self._before.changes(now)

@@ -120,6 +120,9 @@ class UndoCopies(Stage):
         self._is_foreign = not is_torchs_own(optimizer)
         self._reached = parameters_reached_by(optimizer, layout) if self._is_foreign else []
 
+    def forget(self) -> None:
+        self._reached = []
+
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
         outside = self._look_outside(update) if self._is_foreign else None
