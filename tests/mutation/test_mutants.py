@@ -153,7 +153,7 @@ MUTANTS = [
     ),
     Mutant(
         "put off what has owners that are not known",
-        "_exposed",
+        "_reachable_by_others",
         "        found = _either(found, _have_other_owners(mine, tensors))\n",
         "",
         ALIASES,
@@ -161,7 +161,7 @@ MUTANTS = [
     ),
     Mutant(
         "put off the update from a gradient that the loop has kept",
-        "_exposed",
+        "_reachable_by_others",
         "            found = _either(found, are_kept(list(map(GRADIENT, tensors))))\n",
         "",
         ALIASES,
@@ -169,7 +169,7 @@ MUTANTS = [
     ),
     Mutant(
         "put off the update from a gradient of which the loop has an alias",
-        "_exposed",
+        "_reachable_by_others",
         "            found = _either(found, _gradients_have_other_owners(tensors, everybody, in_views=in_views))\n",
         "",
         ALIASES,
@@ -177,7 +177,7 @@ MUTANTS = [
     ),
     Mutant(
         "put off updates while the loop has the optimizer's state",
-        "_exposed",
+        "_reachable_by_others",
         "if state_is_kept(optimizer):",
         "if False:",
         ALIASES,
@@ -185,7 +185,7 @@ MUTANTS = [
     ),
     Mutant(
         "put off updates while the loop has entries of the state",
-        "_exposed",
+        "_reachable_by_others",
         "found = entries_are_kept(list(map(optimizer.state.get, tensors)))",
         "found = [False] * len(tensors)",
         ALIASES,
@@ -1232,7 +1232,7 @@ MUTANTS = [
     ),
     Mutant(
         "hold on to a bucket that was handed over",
-        "TransientBuckets._update_deferral",
+        "TransientBuckets._hand_over",
         "        bucket.put_means(set(used))\n",
         "        self.last = [*getattr(self, 'last', []), bucket.communication]\n        bucket.put_means(set(used))\n",
         REPLICATED_LIFE,

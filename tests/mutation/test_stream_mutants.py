@@ -34,7 +34,7 @@ MUTANTS = [
     _mutant(
         "the side stream waits for the last gradient of a bucket alone",
         "StepStreams.on",
-        "        for stream in side.makers:\n            side.stream.wait",
+        "        for stream in side.producers:\n            side.stream.wait",
         "        for stream in {torch.accelerator.current_stream(device)}:\n            side.stream.wait",
         MAKERS,
         "towers and one and backward",
@@ -42,7 +42,7 @@ MUTANTS = [
     _mutant(
         "gradients are let go without those that have made them",
         "_Side.let_go",
-        "            held[0].order(*self.makers)\n",
+        "            held[0].order(*self.producers)\n",
         "            held[0].order()\n",
         MAKERS,
         "layers and backward",
@@ -50,7 +50,7 @@ MUTANTS = [
     _mutant(
         "forward: gradients are let go without those that have made them",
         "StepStreams.wait",
-        "*readers, *side.makers)",
+        "*readers, *side.producers)",
         "*readers)",
         MAKERS,
         "branch and forward",
@@ -66,7 +66,7 @@ MUTANTS = [
     _mutant(
         "the streams of modules that only read are not seen",
         "CheckedReaders._before_read",
-        "        schedule.streams.makers.saw(mine[0].spec.device)\n",
+        "        schedule.streams.producers.note_current(mine[0].spec.device)\n",
         "        pass\n",
         MAKERS,
         "joined_after and Monitored",
@@ -74,14 +74,14 @@ MUTANTS = [
     _mutant(
         "the streams of modules are not seen",
         "ForwardSchedule.before_read",
-        "            step.streams.makers.saw(parameters[0].spec.device)\n",
+        "            step.streams.producers.note_current(parameters[0].spec.device)\n",
         "            pass\n",
         MAKERS,
         "branch and forward",
     ),
     _mutant(
         "the streams of gradients are not seen",
-        "ProducerStreams.saw",
+        "ProducerStreams.note_current",
         "            self._streams.setdefault(device, set()).add(torch.accelerator.current_stream(device))\n",
         "            pass\n",
         MAKERS,
@@ -90,7 +90,7 @@ MUTANTS = [
     _mutant(
         "norms are taken on the stream of a bucket's last gradient",
         "MeasuringSink.apply",
-        "                    self.streams.makers.gather(device)\n",
+        "                    self.streams.producers.gather(device)\n",
         "                    pass\n",
         MAKERS,
         "towers and clipped and forward",
@@ -98,7 +98,7 @@ MUTANTS = [
     _mutant(
         "replicated: a bucket is filled on the stream of its last gradient",
         "TransientBuckets._send",
-        "        self._makers.gather(members[0].device)\n",
+        "        self._producers.gather(members[0].device)\n",
         "",
         MAKERS,
         "replicated",
@@ -122,7 +122,7 @@ MUTANTS = [
     _mutant(
         "synchronize: the others do not wait",
         "StepStreams.join_all",
-        "{torch.accelerator.current_stream(device), *side.makers}",
+        "{torch.accelerator.current_stream(device), *side.producers}",
         "{torch.accelerator.current_stream(device)}",
         ORDERS,
         "test_put_back_by",
@@ -130,7 +130,7 @@ MUTANTS = [
     _mutant(
         "a read: the others do not wait",
         "StepStreams.wait",
-        "*readers, *side.makers)",
+        "*readers, *side.producers)",
         "*readers)",
         ORDERS,
         "test_step_on_another or test_two_streams",
@@ -138,16 +138,16 @@ MUTANTS = [
     _mutant(
         "the stream of a step is not seen",
         "StepStreams.on",
-        "        self.makers.saw(device)\n        for stream in side.makers:\n            side",
-        "        for stream in side.makers:\n            side",
+        "        self.producers.note_current(device)\n        for stream in side.producers:\n            side",
+        "        for stream in side.producers:\n            side",
         ORDERS,
         "test_step_on_another",
     ),
     _mutant(
         "synchronize: the current stream does not wait",
         "StepStreams.join_all",
-        "{torch.accelerator.current_stream(device), *side.makers}",
-        "side.makers",
+        "{torch.accelerator.current_stream(device), *side.producers}",
+        "side.producers",
         ORDERS,
         "test_synchronize_on",
     ),
@@ -202,7 +202,7 @@ MUTANTS = [
     _mutant(
         "what is held is let go before it was waited for",
         "_Side.let_go",
-        "            held[0].order(*self.makers)\n",
+        "            held[0].order(*self.producers)\n",
         "            pass\n",
         ONE_DEVICE,
         "test_accumulation and blocks and backward",
@@ -303,7 +303,7 @@ MUTANTS = [
     ),
     _mutant(
         "a step that was written into while it was under way is a whole one",
-        "StepOutcome.is_in_doubt",
+        "StepOutcome.doubt",
         "        self.applied = [name for name in self.applied if name not in names]\n",
         "",
         "tests/accelerator/test_limits.py",

@@ -58,7 +58,7 @@ ROADS = {
     '`schedule="backward"`, `DistributedDataParallel`': "ddp",
     '`schedule="backward", undo=True`': "undo",
     '`schedule="forward", defer=True`': "forward",
-    "The default, where torch takes the step": "default",
+    '`schedule="forward", defer=False`, where torch takes the step': "default",
 }
 """The headings of the roads in ``docs/architecture.md``."""
 STATION = re.compile(r"^\d+\. `([\w.]+)` \(`([\w/.]+)`\): ", re.MULTILINE)

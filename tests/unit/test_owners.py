@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from instep._optim import memory as owners
-from instep._optim.memory import are_kept, by_themselves, entries_are_kept, have_other_owners, state_is_kept
+from instep._optim import owners
+from instep._optim.owners import are_kept, by_themselves, entries_are_kept, have_other_owners, state_is_kept
 
 
 class Trained:
@@ -102,7 +102,7 @@ def test_parameters_of_one_memory_know_each_other() -> None:
 
 
 def test_torch_still_counts_the_owners_of_a_storage() -> None:
-    """Private: ``instep._optim.memory`` is the one place that asks."""
+    """Private: ``instep._optim.owners`` is the one place that asks."""
     tensor = torch.zeros(3)
     storage = tensor.untyped_storage()  # kept: torch 2.6 counts the Python object that another call makes
     alone = owners._OWNERS(storage._cdata)

@@ -4,7 +4,7 @@ What torch's own optimizers read and write is known. Of any other, each update i
 wrote beside its parameters would be written once for each bucket, and what it drew would go to other parameters.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -15,12 +15,11 @@ from torch.optim import Optimizer
 from instep._optim.guards import SettingsGuard, UsedSettings
 from instep._optim.kinds import STEPPED_WHOLE, beside_parameters, read_by_update
 from instep._optim.local_shard import memory_of, version_of
-from instep._optim.memory import StorageAddresses
 from instep._optim.overrides import MANAGER, moved, places_in_bucket
 from instep._optim.random_numbers import Generators
 from instep._optim.shadow import GroupLayout
 from instep._optim.stages import Stage, Update
-from instep._optim.values import alike, fingerprint, is_immutable, private, reachable_values
+from instep._optim.values import alike, fingerprint, held_in, is_immutable, private, reachable_values
 from instep.errors import UnsupportedOptimizerError
 
 
@@ -223,3 +222,32 @@ def _state_tensors(
         for value in (entry or {}).values():
             if isinstance(value, torch.Tensor) and value.layout is torch.strided and memory_of(value).numel():
                 yield own, value
+
+
+_Entries = Iterable[Mapping[str, Any] | None]
+
+
+class StorageAddresses:
+    """Where some parameters lie, their gradients, and all tensors in their entries of the optimizer's state. They tell
+    whether an update has given memory of an accelerator back: it is the next tensor's at once, and the side stream may
+    still be reading it."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], entries: _Entries) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        self._in_state = _tensors_in(entries)
+        self._all = [(tensor, _place(tensor)) for tensor in (*parameters, *gradients, *self._in_state)]
+
+    def were_left(self, entries: _Entries) -> bool:
+        """Whether one of them lies elsewhere by now, or is in the entries no more."""
+        now = set(map(id, _tensors_in(entries)))
+        return any(_place(t) != place for t, place in self._all) or any(id(t) not in now for t in self._in_state)
+
+
+def _tensors_in(entries: _Entries) -> list[torch.Tensor]:
+    return [memory_of(t) for entry in entries if entry for t in held_in(dict(entry), (torch.Tensor,))]
+
+
+def _place(tensor: torch.Tensor) -> int:
+    memory = memory_of(tensor)
+    is_plain = type(memory) in (torch.Tensor, torch.nn.Parameter) and memory.layout is torch.strided
+    return memory.data_ptr() if is_plain else 0

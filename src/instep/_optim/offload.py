@@ -9,10 +9,9 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.local_shard import LocalShard, are_plain, memory_of, shard_of_entry, version_of, whole_of_entry
-from instep._optim.memory import on_stream
 from instep._optim.stages import Stage, Update
 from instep._optim.values import reachable_values
-from instep._torch.engine import is_captured
+from instep._torch.engine import is_captured, on_stream
 from instep.errors import UnsupportedOptimizerError
 
 # Copies between pinned host memory and one accelerator, on two streams of their own: in and out.

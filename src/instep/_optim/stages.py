@@ -112,11 +112,13 @@ class Stage:
             state where that is, or would draw by another key.
         wrote_in_place: whether an update has changed an object beside parameters and their state: nobody can put that
             back. It stays so.
+        place: among the stages of options: those with a lower number are entered first.
         gave_back: whether an update of this step has given back memory of an accelerator that it has read.
     """
 
     steps_every_parameter = False
     wrote_in_place = False
+    place = 0
     gave_back = False
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:

@@ -106,6 +106,10 @@ class Stepper:
         later.draws = None if self.draws is None else self.draws.of_this_step()
         return later
 
+    def add(self, option: Stage) -> None:
+        """From now on updates that run apart from ``optimizer.step()`` enter this stage of an option."""
+        self.options = sorted([*self.options, option], key=lambda stage: stage.place)
+
     # A bucket.
 
     def step(
@@ -123,8 +127,9 @@ class Stepper:
         Args:
             in_place_of: the optimizer's own parameters, where ``parameters`` are aliases of them.
             shards: this rank's shards, of those parameters of which ``parameters`` holds an alias of the shard.
-            begins: of an update that runs apart from ``optimizer.step()``, which the options' stages are for: called
-                when they are entered, and the update is about to begin.
+            begins: ``None`` inside of ``optimizer.step()``: the stages of options are skipped then, for the caller has
+                kept what they would keep (``Writes._keep_for_check``, ``TrialWrites._save_rest``). Otherwise they are
+                entered first, and then this is called, right before the update.
 
         Raises:
             HyperparameterChangedError: a group was changed since another bucket of this step.

@@ -252,7 +252,7 @@ class SyntheticRun:
         parameters = [p for p in self.parameters if p.grad is not None]
         if not parameters:
             return
-        stepper.options.append(UndoCopies(stepper.name, undo))
+        stepper.add(UndoCopies(stepper.name, undo))
         stepper.step(parameters, begins=_nothing)
         for device in undo.devices:
             undo.restore(device)

@@ -227,11 +227,6 @@ def same(a: Any, b: Any) -> bool:
     return isinstance(a, (*_IMMUTABLE, set)) and type(a) is type(b) and bool(a == b)
 
 
-def changes(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What ``now`` has in place of, or on top of, ``before``."""
-    return {k: v for k, v in now.items() if not same(v, before.get(k, ABSENT))}
-
-
 def _items_of(value: Any) -> dict[Any, Any] | None:
     """What a value holds, by name or number; ``None`` if nothing is known of that."""
     if isinstance(value, dict):

@@ -232,6 +232,8 @@ class CheckedSteps(Stage):
         stepper: of the user's own optimizer, which has this; held weakly.
     """
 
+    place = 1  # after the copies of ``undo``
+
     def __init__(self, check: Check, stepper: Stepper) -> None:
         self._check = check
         self._stepper = weakref.ref(stepper)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from instep._optim.guards import DEFAULT_DTYPE, switched, switches
 from instep._optim.kinds import refuses_dense_gradients
 from instep._optim.local_shard import are_plain, memory_of
-from instep._optim.memory import (
+from instep._optim.owners import (
     OwnerCount,
     are_kept,
     by_themselves,
@@ -140,7 +140,7 @@ def which_can_defer(
         unseen: the indices of those whose readers do not wait.
         in_views: the owners of the buckets of which gradients are views; ``None``: they are none.
     """
-    seen = _exposed(stepper.optimizer(), mine, everybody, in_flight, in_views=in_views)
+    seen = _reachable_by_others(stepper.optimizer(), mine, everybody, in_flight, in_views=in_views)
     if not in_flight and not unseen and _are_usual(mine):
         return {**dict.fromkeys(mine, True), **dict.fromkeys(seen, False)}
     return {a: a not in seen and _can_wait_alone(a, in_flight.get(a), unseen) for a in mine}
@@ -168,7 +168,7 @@ def _can_wait_alone(attached: AttachedParameter, flight: InFlightBucket | None, 
     )
 
 
-def _exposed(
+def _reachable_by_others(
     optimizer: Optimizer,
     mine: AttachedParameters,
     everybody: AttachedParameters,

@@ -11,7 +11,7 @@ from instep._gradients.clipping import Clip
 from instep._gradients.scaling import found_inf, take_off_here
 from instep._optim.kinds import is_torchs_own, steps_as_tested
 from instep._optim.local_shard import version_of
-from instep._optim.memory import OwnerCount
+from instep._optim.owners import OwnerCount
 from instep._optim.parameters import (
     GRADIENT,
     AttachedParameter,
@@ -298,7 +298,7 @@ class UpdateDeferral:
             buckets = self._take_over(stepper, parameters, in_flight, clip)
         except BaseException:  # such as Ctrl-C: nothing has been handed over
             if step.round.stepper is not None:
-                step.round.is_refused(step.ledger)
+                step.round.refuse(step.ledger)
             pending.watch_in_step.stop(tensors)
             pending.take_back(tensors)
             for tensor, gradient in zip(tensors, gradients, strict=True):
@@ -458,7 +458,7 @@ class ForwardCalls(StepCalls):
         if step.round.stepper is None:  # nothing has been handed over
             self.drop_round()
             step.round.takes_step = None
-            step.round.is_gone()
+            step.round.drop_call()
             self._update_deferral.forget_call()
             if step.check is not None:
                 step.check.forget()
@@ -525,19 +525,19 @@ class ForwardCalls(StepCalls):
         """The buckets that were handed over stand; parameters that were left to ``step()`` itself beside those may have
         been written in part."""
         rest, round_, ledger, check = self._update_deferral.rest, self._step.round, self._step.ledger, self._step.check
-        deferred_step = [attached.spec.name for attached, _ in round_.hidden]
-        if check is not None and (rest or not deferred_step):
+        handed_over = [attached.spec.name for attached, _ in round_.hidden]
+        if check is not None and (rest or not handed_over):
             check.forget()  # a plain step would have raised, too
         stepper.end_step()
         stepper.abort()
         self._give_stand_ins()
         round_.restore_settings()
-        round_.has_returned(stepper, ledger)
+        round_.note_return(stepper, ledger)
         self.end_commit()
         if rest and ledger.torn is None:
             self._deferred.finish(self._deferred.all())
             error = InstepError(f"{stepper.name}.step() raised")
-            ledger.tear(ledger.step_count, deferred_step, [], error, unsure=rest)
+            ledger.tear(ledger.step_count, handed_over, [], error, unsure=rest)
             ledger.votes.say_failed(ledger.step_count + 1)
 
     def end_unless_it_evaluates_again(self) -> None:
@@ -657,7 +657,7 @@ class ForwardSchedule(Schedule):
             return
         if torch.is_grad_enabled() and parameters:
             self._reading.reads(parameters)
-            step.streams.makers.saw(parameters[0].spec.device)
+            step.streams.producers.note_current(parameters[0].spec.device)
         if pending:
             # Without gradients some modules choose a fused path, for which they read the parameters of others.
             some = torch.is_grad_enabled()

@@ -136,12 +136,12 @@ class StepOutcome:
     def untouched(self) -> list[str]:
         return [name for name in self.pending if name not in self.begun]
 
-    def is_in_doubt(self, names: Sequence[str], error: BaseException) -> None:
+    def doubt(self, names: Sequence[str], error: BaseException) -> None:
         """These were updated, and nobody knows what they hold now."""
         self.fails(error)
         self.applied = [name for name in self.applied if name not in names]
 
-    def is_over(self) -> None:
+    def close(self) -> None:
         """Nobody raises the error any more. The frames that it was raised in refer to the buckets, and these to it."""
         self.failure = without_frames(self.failure)
 
@@ -497,7 +497,7 @@ class DeferredBucket:
 
     def raced(self, error: BaseException) -> None:
         """Somebody has, while the update was under way."""
-        self.step.outcome.is_in_doubt(self.names, error)
+        self.step.outcome.doubt(self.names, error)
 
     def _update(self) -> None:
         self.require_left_alone()
@@ -762,7 +762,7 @@ class DeferredBuckets:
         for bucket in buckets:
             self._run(bucket)
             if bucket.step is not step:
-                bucket.step.outcome.is_over()
+                bucket.step.outcome.close()
         step.stepper.settle()
         outcome, ledger = step.outcome, self._step.ledger
         outcomes = step.outcomes.values()

@@ -210,7 +210,7 @@ class MeasuringSink:
                 # One that was frozen after the forward is announced, and has none.
                 found = [(a, g) for a in bucket if (g := a.get().grad) is not None]
                 for device in {g.device for _, g in found}:
-                    self.streams.makers.gather(device)
+                    self.streams.producers.gather(device)
                 self._clipping.measure([a for a, _ in found], [g for _, g in found])
         except BaseException as error:
             self.fail(error)

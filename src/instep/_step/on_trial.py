@@ -384,7 +384,7 @@ class TrialWrites(Writes):
     ) -> None:
         super().__init__(step)
         for stepper in step.members.steppers:
-            stepper.options.insert(0, UndoCopies(stepper.name, copies))
+            stepper.add(UndoCopies(stepper.name, copies))
         self._scale = scale
         self._owner = weakref.ref(owner)
         self._kept = KeptGradients()
@@ -579,7 +579,7 @@ class TrialWrites(Writes):
                 self._hide([(a, g) for a in step.members.of(stepper) if (g := gradient_of(a)) is not None])
         except Exception:
             self._watch.take_from(self._watch_in_step, (a.get() for a in step.members.applied_by(stepper)))
-            step.round.is_refused(step.ledger)
+            step.round.refuse(step.ledger)
             raise
         if taken:  # what raises here has written, as step() itself may
             applied = step.members.applied_by(stepper)
@@ -635,7 +635,7 @@ class TrialWrites(Writes):
             step.passes.clipping.begin()  # what was clipped is what is measured, and clipped, if step() is called again
             step.ledger.happened(Event.STEP_STOPPED)
             step.round.takes_step = None
-            step.round.is_gone()
+            step.round.drop_call()
         finally:
             step.round.is_ending = False
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from instep._optim.memory import OwnerCount
+from instep._optim.owners import OwnerCount
 from instep._optim.parameters import AttachedParameter, Bucket
 from instep._optim.stepper import Stepper
 from instep._step.deferral import Gains

@@ -32,9 +32,9 @@ says so, until the loop accepts the weights as they are, or loads others.
 
 Ctrl-C decides the order of lines. It may come between any two of them, and whoever comes next must find the truth or
 something that is safe to do again. So: an update is noted as *begun* before its first write, and as applied after its
-last one. Versions are noted before the parameters they are of count as applied. ``Round.has_returned`` notes the
+last one. Versions are noted before the parameters they are of count as applied. ``Round.note_return`` notes the
 numbers that the step will have before anything is counted, so that counting twice counts once. What takes note of a
-call says so with its last line (``is_recorded``), and an event that leaves a state as it is may happen twice.
+call says so with its last line (``mark_recorded``), and an event that leaves a state as it is may happen twice.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -474,7 +474,7 @@ class Round:
         self.stepper = stepper  # before the event: who is interrupted in between is known to run
         ledger.happened(Event.STEP_BEGINS)
 
-    def is_refused(self, ledger: Ledger) -> None:
+    def refuse(self, ledger: Ledger) -> None:
         """instep raises in it, and nothing was written."""
         ledger.happened(Event.STEP_REFUSED)
         self.stepper = None
@@ -535,14 +535,14 @@ class Round:
 
     # How it ends.
 
-    def has_returned(self, stepper: Stepper, ledger: Ledger) -> None:
+    def note_return(self, stepper: Stepper, ledger: Ledger) -> None:
         if ledger.machine.state not in (State.STEPPING, State.REDOING, State.TORN):
             ledger.happened(Event.STEP_BEGINS)  # Ctrl-C has come in ``begins``
         self._returned = stepper, ledger.step_count + 1, ledger.skip_count + 1
 
     def end(self, take_note: Callable[[Stepper, int, int], None]) -> None:
         """Take note of a call that has returned, if there is one, with the numbers of the step. ``take_note`` says
-        ``is_recorded`` when it has; where Ctrl-C ends it before, it is called again at the next use."""
+        ``mark_recorded`` when it has; where Ctrl-C ends it before, it is called again at the next use."""
         if self._returned is None or self.is_ending:
             return
         try:
@@ -551,10 +551,10 @@ class Round:
         finally:
             self.is_ending = False
 
-    def is_recorded(self) -> None:
+    def mark_recorded(self) -> None:
         self._returned = None
 
-    def is_gone(self) -> None:
+    def drop_call(self) -> None:
         """No call runs any more, nor is one to be taken note of. Others may still be owed."""
         self.stepper = self._returned = self._settings = self._settings_before = None
         self.hidden = []
@@ -563,7 +563,7 @@ class Round:
         """The step is over."""
         self.steppers_left.clear()
         self.takes_step = None
-        self.is_gone()
+        self.drop_call()
 
 
 # What others do in a step.

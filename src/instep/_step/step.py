@@ -84,7 +84,7 @@ class RunningStep:
         self.check = check
         if check is not None:
             for stepper in members.steppers:
-                stepper.options.append(CheckedSteps(check, stepper))
+                stepper.add(CheckedSteps(check, stepper))
         self.times = StepTimes()
         self.freed_bytes = 0
         self.has_gradients = False

@@ -9,7 +9,7 @@
     ``end_stopped``    An error or Ctrl-C has ended ``step()``, and somebody uses what it has left.
 
 Ctrl-C may come at any line. ``Round`` keeps how far a call has come, so that whoever comes next goes on there: what
-stands before ``has_returned`` may run twice, and what stands behind it runs until it has run to its end once.
+stands before ``note_return`` may run twice, and what stands behind it runs until it has run to its end once.
 """
 
 from instep._optim.stepper import Stepper
@@ -64,7 +64,7 @@ class StepCalls:
         if round_.stepper is stepper and not round_.has_returned_unnoted:
             self._finish(stepper)
             stepper.end_step()
-            round_.has_returned(stepper, self._step.ledger)
+            round_.note_return(stepper, self._step.ledger)
         self.end_commit()
 
     def _finish(self, stepper: Stepper) -> None:
@@ -88,13 +88,13 @@ class StepCalls:
             self._require_right(stepper, compare=was_owed and taken)
         except Exception:
             round_.steppers_left.discard(stepper)
-            round_.is_recorded()
+            round_.mark_recorded()
             raise
         others = round_.steppers_left - {stepper}
         if others or not was_owed:
             ledger.happened(Event.STEP_RETURNS if others else Event.STEP_IN_VAIN)
             round_.steppers_left.discard(stepper)
-            round_.is_recorded()
+            round_.mark_recorded()
             return
         ledger.happened(Event.COMMITTED)
         if taken:
@@ -107,7 +107,7 @@ class StepCalls:
             ledger.skip_count = skip_count
         self._committed(step_count, taken=taken)
         round_.steppers_left.discard(stepper)
-        round_.is_recorded()
+        round_.mark_recorded()
         round_.takes_step = None  # not before: who comes to this call again is to find what became of it
 
     def _settle(self, stepper: Stepper) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from instep._optim.memory import on_stream
+from instep._torch.engine import on_stream
 
 
 class Mark(NamedTuple):
@@ -46,7 +46,7 @@ class ProducerStreams:
     def __init__(self) -> None:
         self._streams: dict[torch.device, set[torch.Stream]] = {}
 
-    def saw(self, device: torch.device) -> None:
+    def note_current(self, device: torch.device) -> None:
         """The device's current stream is one of them."""
         if device.type != "cpu":
             self._streams.setdefault(device, set()).add(torch.accelerator.current_stream(device))
@@ -56,9 +56,9 @@ class ProducerStreams:
 
     def gather(self, device: torch.device) -> None:
         """Have the device's current stream wait for all of them."""
-        if makers := self.of(device):
+        if producers := self.of(device):
             current = torch.accelerator.current_stream(device)
-            for stream in makers - {current}:
+            for stream in producers - {current}:
                 current.wait_stream(stream)
 
 
@@ -68,10 +68,10 @@ _NONE: Set[torch.Stream] = frozenset()
 class _Side:
     """The side stream of one device."""
 
-    def __init__(self, stream: torch.Stream, makers: ProducerStreams) -> None:
+    def __init__(self, stream: torch.Stream, producers: ProducerStreams) -> None:
         self.stream = stream
-        self._makers = makers
-        self.ordered: Mark | None = None  # the latest that the makers have waited for
+        self._producers = producers
+        self.ordered: Mark | None = None  # the latest that the producers have waited for
         self._marks = 0
         self._held: tuple[Mark, Sequence[torch.Tensor]] | None = None
 
@@ -86,11 +86,11 @@ class _Side:
     def let_go(self) -> None:
         held, self._held = self._held, None
         if held is not None:
-            held[0].order(*self.makers)
+            held[0].order(*self.producers)
 
     @property
-    def makers(self) -> Set[torch.Stream]:
-        return self._makers.of(self.stream.device)
+    def producers(self) -> Set[torch.Stream]:
+        return self._producers.of(self.stream.device)
 
     def drop(self) -> None:
         """Let go where nothing has to wait."""
@@ -105,20 +105,20 @@ class StepStreams:
 
     Attributes:
         readers: the streams, beside the one that is current, on which parameters are about to be read.
-        makers: those that make gradients, and use weights.
+        producers: those that make gradients, and use weights.
     """
 
     def __init__(self, given: torch.Stream | None = None) -> None:
         self.readers: Callable[[], Iterable[torch.Stream]] = lambda: ()
-        self.makers = ProducerStreams()
+        self.producers = ProducerStreams()
         self._sides: dict[torch.device, _Side] = {}
         if given is not None and given.device.type != "cpu":
-            self._sides[given.device] = _Side(given, self.makers)
+            self._sides[given.device] = _Side(given, self.producers)
 
     def see(self, device: torch.device) -> None:
         """A forward was on the current streams of this device, and of the others that were stepped."""
         for one in {device, *self._sides}:
-            self.makers.saw(one)
+            self.producers.note_current(one)
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
@@ -129,12 +129,12 @@ class StepStreams:
             return
         side = self._sides.get(device)
         if side is None:
-            side = self._sides[device] = _Side(torch.Stream(device), self.makers)
+            side = self._sides[device] = _Side(torch.Stream(device), self.producers)
         if torch.accelerator.current_stream(device) == side.stream:
             yield
             return
-        self.makers.saw(device)
-        for stream in side.makers:
+        self.producers.note_current(device)
+        for stream in side.producers:
             side.stream.wait_stream(stream)
         with on_stream(side.stream):
             yield
@@ -155,7 +155,7 @@ class StepStreams:
         """Have the stream that was current before wait for the side stream at once: an update has given back memory
         that it has read, and the next tensor that is made there may get it."""
         if (side := self._sides.get(device)) is not None:
-            side.mark().order(*side.makers)
+            side.mark().order(*side.producers)
 
     def mark(self, device: torch.device) -> Mark:
         """All that the side stream of this device, which is none of the CPU's, holds by now."""
@@ -163,15 +163,15 @@ class StepStreams:
 
     def wait(self, mark: Mark) -> None:
         """Order after what was marked: the device's current stream, which is about to read; ``readers``; and the
-        makers, of whose reads nobody hears any more. The memory of gradients that were handed over is theirs, too."""
+        producers, whose later reads call no hook. The memory of gradients that were handed over is theirs, too."""
         side = self._sides[mark.device]
         readers = (stream for stream in self.readers() if stream.device == mark.device)
-        mark.order(torch.accelerator.current_stream(mark.device), *readers, *side.makers)
+        mark.order(torch.accelerator.current_stream(mark.device), *readers, *side.producers)
         if side.ordered is None or side.ordered.number < mark.number:
             side.ordered = mark
 
     def follow(self) -> None:
-        """Order the current streams after what the makers have waited for."""
+        """Order the current streams after what the producers have waited for."""
         for device, side in self._sides.items():
             if side.ordered is not None:
                 torch.accelerator.current_stream(device).wait_event(side.ordered.event)
@@ -180,15 +180,15 @@ class StepStreams:
         """Backward ends: order the current stream of each device, which is the loop's, and those that make gradients,
         after everything stepped."""
         for device, side in self._sides.items():
-            self.makers.saw(device)
-            for stream in side.makers:
+            self.producers.note_current(device)
+            for stream in side.producers:
                 stream.wait_stream(side.stream)
             side.drop()
 
     def join_all(self) -> None:
         """The same at any other time, when the current stream need not be one that makes gradients."""
         for device, side in self._sides.items():
-            for stream in {torch.accelerator.current_stream(device), *side.makers}:
+            for stream in {torch.accelerator.current_stream(device), *side.producers}:
                 stream.wait_stream(side.stream)
             side.drop()
 

@@ -30,10 +30,6 @@ from instep.errors import (
     UncommittedStepError,
 )
 
-# How an update in backward stands until ``optimizer.step()``: for good (``final_writes``), or on trial
-# (``trial_writes``). Here: that which both do alike.
-
-
 GIVE_UP = "To give this step up, as after an interrupt: overlap.accept_torn(), and then load a checkpoint"
 
 

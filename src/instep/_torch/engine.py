@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, IntEnum, auto
 from pathlib import Path
 from types import CodeType, FrameType
@@ -51,6 +51,29 @@ class Traced:
 def is_captured(device: torch.device) -> bool:
     """Whether a CUDA graph is being recorded: all that is launched for a step is to be in it, on the loop's stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def on_stream(stream: torch.Stream) -> Iterator[None]:
+    """Make ``stream`` current on its device, and its device, which may not be the loop's."""
+    before = torch.accelerator.current_stream(stream.device)
+    index = torch.accelerator.current_device_index()
+    try:
+        torch.accelerator.set_stream(stream)
+        yield
+    finally:
+        try:
+            _go_on(before, index)
+        except BaseException:  # Ctrl-C: the loop is to go on where it was
+            _go_on(before, index)
+            raise
+
+
+def _go_on(stream: torch.Stream, device_index: int) -> None:
+    """Make ``stream`` current on its device, and that device current."""
+    torch.accelerator.set_stream(stream)
+    if device_index != stream.device.index:
+        torch.accelerator.set_device_index(device_index)
 
 
 class Compiles(Protocol):

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from instep._gradients.clipping import ClipNorm, Clipping
 from instep._gradients.scaling import LossScale
 from instep._optim.kinds import STEPPED_WHOLE, ToldStep, is_torchs_own, steps_as_tested, steps_one, takes_hooks
-from instep._optim.memory import in_views_of_ddp, in_views_of_replicate
 from instep._optim.offload import HostLoading, HostState, OffloadedState, Part
+from instep._optim.owners import in_views_of_ddp, in_views_of_replicate
 from instep._optim.parameters import AttachedParameter, Plan
 from instep._optim.probe import Separability, not_asked, separability_of
 from instep._optim.random_numbers import KeyedDraws

@@ -690,7 +690,7 @@ class CheckedReaders:
         schedule = self._schedule
         if torch.compiler.is_compiling() or graph_task() is not None:
             return
-        schedule.streams.makers.saw(mine[0].spec.device)
+        schedule.streams.producers.note_current(mine[0].spec.device)
         if self._backwards.in_forward:
             return  # the model's own, in which this has been asked already
         if any(map(schedule.is_applied, mine)):

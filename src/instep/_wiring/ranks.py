@@ -24,8 +24,6 @@ from instep.sources.ddp.reducer import forget_comm_hook
 from instep.target import Target
 
 if TYPE_CHECKING:
-    import weakref
-
     from instep.sources import Source
 
 

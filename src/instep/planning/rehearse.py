@@ -187,7 +187,7 @@ def _step_by_bucket(optimizer: Optimizer, buckets: Buckets, undo: bool) -> None:
     # With instep's own parts, without its threads: the order of what is allocated and freed is the same.
     stepper = Stepper(optimizer)
     if undo:
-        stepper.options.append(UndoCopies(stepper.name, Undo(host=False)))
+        stepper.add(UndoCopies(stepper.name, Undo(host=False)))
     for bucket in buckets:
         mine = [p for p in bucket if p.grad is not None]
         if not mine:

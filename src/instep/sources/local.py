@@ -155,7 +155,7 @@ class LocalSource:
 
     def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
         with self._sink.lock:  # the gradients of another device arrive on a thread of their own
-            self._sink.streams.makers.saw(parameter.device)
+            self._sink.streams.producers.note_current(parameter.device)
             self._count(self._hooks.parameters[index])
 
     def _count(self, attached: AttachedParameter) -> None:
@@ -216,7 +216,7 @@ class LocalSource:
 
     def _bucket_accumulated(self, number: int, last: int, parameter: torch.Tensor) -> None:
         with self._sink.lock:
-            self._sink.streams.makers.saw(parameter.device)
+            self._sink.streams.producers.note_current(parameter.device)
             self._count_bucket(number, last)
 
     def _count_bucket(self, number: int, last: int) -> None:

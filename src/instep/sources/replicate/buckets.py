@@ -173,7 +173,7 @@ class TransientBuckets:
         self._trainable: tuple[int, ...] = ()
         self._reduces = False
         self._backward: _BackwardProgress | None = None
-        self._makers = ProducerStreams()
+        self._producers = ProducerStreams()
         # The parameters whose .grad holds a gradient of this rank that was not averaged yet: also one that was
         # accumulated in no_sync.
         self._fresh: set[int] = set()
@@ -245,7 +245,7 @@ class TransientBuckets:
     def _accumulated(self, number: int, parameter: torch.Tensor) -> None:
         if not parameter.requires_grad:
             return  # frozen since the forward: its gradient was not accumulated
-        self._makers.saw(parameter.device)
+        self._producers.note_current(parameter.device)
         self._fresh.add(number)
         if not self._reduces:
             return
@@ -284,7 +284,7 @@ class TransientBuckets:
         members = [self._parameters[number] for number in numbers]
         unused = frozenset(i for i in numbers if i not in self._fresh or _gradient(self._parameters[i]) is None)
         # On the stream of the gradient that came last: the others may have been made on other streams.
-        self._makers.gather(members[0].device)
+        self._producers.gather(members[0].device)
         with torch.no_grad():
             work = None if numbers[0] in self._sparse else self._reduce(numbers, unused)
             future = self._reduce_sparse(numbers[0], unused) if work is None else _future_of(work)
@@ -352,9 +352,9 @@ class TransientBuckets:
         if bucket.unused:
             backward.held.append(bucket)
         else:
-            self._update_deferral(bucket, bucket.numbers)
+            self._hand_over(bucket, bucket.numbers)
 
-    def _update_deferral(self, bucket: TransientBucket, used: Sequence[int]) -> None:
+    def _hand_over(self, bucket: TransientBucket, used: Sequence[int]) -> None:
         """The mean is put into ``.grad`` of the parameters that any rank has used; of the others it stays as it was."""
         bucket.put_means(set(used))
         self._fresh.difference_update(used)
@@ -397,7 +397,7 @@ class TransientBuckets:
         if backward.held:
             somewhere = use_counts.value()[0].tolist()
             for bucket in backward.held:
-                self._update_deferral(bucket, [number for number in bucket.numbers if somewhere[number]])
+                self._hand_over(bucket, [number for number in bucket.numbers if somewhere[number]])
 
     def _agree_on_order(self, backward: _BackwardProgress) -> None:
         """The first backward with these parameters ends: from now on all ranks fill buckets in the order in which

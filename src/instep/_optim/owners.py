@@ -1,8 +1,16 @@
-"""Memory: who else has that of a parameter or of state, whether it was written, and whether it was given back."""
+"""Who else has the memory of parameters, gradients and state, by reference counts.
+
+Whoever uses one of these tensors itself is noticed (``_torch/watch.py``). Another tensor of the same memory, a NumPy
+array, a kept storage or an entry of the state that was taken earlier is not: its owner may read at any time, and would
+find an old value while an update is deferred. But each of them counts among the owners of the memory, and the owners
+that belong to the tensors themselves are known. So a count above the known one means: do not defer.
+
+torch has no public name for the number of a storage's owners. ``tests/unit/test_owners.py`` fails clearly when the
+private one changes.
+"""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from operator import attrgetter, methodcaller
@@ -12,47 +20,8 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.local_shard import are_plain, memory_of
-from instep._optim.values import held_in
-
-# Which stream of an accelerator is current: the one that kernels are launched on.
-
-
-@contextmanager
-def on_stream(stream: torch.Stream) -> Iterator[None]:
-    """Make ``stream`` current on its device, and its device, which may not be the loop's."""
-    before = torch.accelerator.current_stream(stream.device)
-    index = torch.accelerator.current_device_index()
-    try:
-        torch.accelerator.set_stream(stream)
-        yield
-    finally:
-        try:
-            _go_on(before, index)
-        except BaseException:  # Ctrl-C: the loop is to go on where it was
-            _go_on(before, index)
-            raise
-
-
-def _go_on(stream: torch.Stream, device_index: int) -> None:
-    """Make ``stream`` current on its device, and that device current."""
-    torch.accelerator.set_stream(stream)
-    if device_index != stream.device.index:
-        torch.accelerator.set_device_index(device_index)
-
 
 _VALUES = methodcaller("values")
-
-
-# Who else has the memory of parameters, gradients and state.
-#
-# Whoever uses one of these tensors itself is noticed (``_torch/watch.py``). Another tensor of the same memory, a
-# NumPy array, a kept storage or an entry of the state that was taken earlier is not. But each of them counts among the
-# owners of the memory, and the owners that belong to the tensors themselves are known.
-#
-# torch has no public name for the number of a storage's owners. ``tests/unit/test_owners.py`` fails clearly when the
-# private one changes.
-
-
 _OWNERS: Callable[[int], int] = torch._C._storage_Use_Count
 _STORAGE = torch.Tensor.untyped_storage
 _ADDRESS = attrgetter("_cdata")
@@ -195,34 +164,3 @@ class _Stateful:
 @cache
 def _known() -> _Known:
     return _Known()
-
-
-# Where tensors lie, to find out whether an update has given memory back: it is the next tensor's at once, and an
-# accelerator may still be reading it.
-
-
-StateEntries = Iterable[Mapping[str, Any] | None]
-
-
-class StorageAddresses:
-    """Where some parameters lie, their gradients, and all tensors in their entries of the optimizer's state."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor], entries: StateEntries) -> None:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        self._in_state = _tensors_in(entries)
-        self._all = [(tensor, _place(tensor)) for tensor in (*parameters, *gradients, *self._in_state)]
-
-    def were_left(self, entries: StateEntries) -> bool:
-        """Whether one of them lies elsewhere by now, or is in the entries no more."""
-        now = set(map(id, _tensors_in(entries)))
-        return any(_place(t) != place for t, place in self._all) or any(id(t) not in now for t in self._in_state)
-
-
-def _tensors_in(entries: StateEntries) -> list[torch.Tensor]:
-    return [memory_of(t) for entry in entries if entry for t in held_in(dict(entry), (torch.Tensor,))]
-
-
-def _place(tensor: torch.Tensor) -> int:
-    memory = memory_of(tensor)
-    is_plain = type(memory) in (torch.Tensor, torch.nn.Parameter) and memory.layout is torch.strided
-    return memory.data_ptr() if is_plain else 0
