@@ -3478,6 +3478,14 @@ MUTANTS = [
         "True",
         ODD_OPTIMIZERS,
     ),
+    Mutant(
+        "what was looked at in an optimizer is kept, and with it the model",
+        "ForeignGuard.forget",
+        "        self._attributes.forget()\n",
+        "        pass\n",
+        "tests/unit/test_life.py",
+        "looked_at",
+    ),
 ]
 
 

@@ -58,6 +58,26 @@ def test_a_dropped_model_is_freed_by_reference_count(way: str | None, point: str
     assert survivors(lambda: make(way, fused=True), point, keep=keep) == []
 
 
+class KnowsModel(torch.optim.SGD):
+    """An optimizer of somebody's own, whose attributes and groups refer to the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__([{"params": list(model.parameters()), "of": {"model": model}}], lr=1e-2, momentum=0.9)
+        self.models = [model]
+
+
+@pytest.mark.parametrize("way", ["backward", "undo"])
+def test_nor_does_what_was_looked_at_in_an_optimizer_keep_it(way: str) -> None:
+    with no_gc():
+        model = Blocks()
+        optimizer = KnowsModel(model)
+        instep.attach(model, optimizer, bucket_bytes=SMALL, **OPTIONS[way])
+        train((model, optimizer, None))
+        seen = weakref.ref(model)
+        del model, optimizer
+        assert seen() is None
+
+
 class Fails(torch.optim.SGD):
     failing = False
 
