@@ -351,10 +351,24 @@ MUTANTS = [
         PATCHED,
     ),
     Mutant(
-        "what an update that raises has changed in place is not looked at",
+        "what an update that raises has changed in place in a group is not looked at",
         "SettingsGuard.around",
         "            self.writes.in_place |= update.shadow is not None and _wrote_shared(update, given)\n",
         "            pass\n",
+        "tests/parity/test_undo.py",
+    ),
+    Mutant(
+        "what an update that raises has changed in place is not looked at",
+        "ForeignGuard.around",
+        "                self.wrote_in_place |= in_place or self._wrote_shared_state(update)\n",
+        "                pass\n",
+        "tests/parity/test_undo.py",
+    ),
+    Mutant(
+        "what an update that raises has changed in place in its state is not looked at",
+        "ForeignGuard.around",
+        "in_place or self._wrote_shared_state(update)",
+        "in_place",
         "tests/parity/test_undo.py",
     ),
     Mutant(

@@ -399,16 +399,40 @@ def test_an_error_in_the_update(
     assert_same(model, optimizer, plain)
 
 
+class Box:
+    """No copy is made of it: an update's group has the very object. Nobody puts back what it holds."""
+
+    def __init__(self) -> None:
+        self.raised = 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Box)
+
+    def __hash__(self) -> int:
+        return 0
+
+
 class Counts(Fails):
     """Changes an object in place, and then raises."""
 
     def __init__(self, parameters: Any, what: str) -> None:
         super().__init__(parameters, lr=0.1)
-        self.counts: Any = {"dict": {"raised": 0}, "list": [], "tensor": torch.zeros(1)}[what]
+        box, kinds = Box(), {"dict": {"raised": 0}, "list": [], "tensor": torch.zeros(1)}
+        self.counts: Any = kinds.get(what)
+        if what == "group":
+            self.param_groups[0]["counts"] = box
+        elif what == "state":
+            state: Any = self.state
+            state["counts"] = box
 
     def step(self, closure: Any = None) -> Any:
         if Fails.failing:
-            if isinstance(self.counts, dict):
+            if self.counts is None:
+                holders: list[Any] = [self.param_groups[0], self.state]
+                for holder in holders:
+                    if "counts" in holder:
+                        holder["counts"].raised += 1
+            elif isinstance(self.counts, dict):
                 self.counts["raised"] += 1
             elif isinstance(self.counts, list):
                 self.counts.append(1)
@@ -418,7 +442,7 @@ class Counts(Fails):
 
 
 @in_undo
-@pytest.mark.parametrize("what", ["dict", "list", "tensor"])
+@pytest.mark.parametrize("what", ["dict", "list", "tensor", "group", "state"])
 def test_an_update_that_cannot_be_put_back_raises_in_backward(way: str, what: str, failing: type[Fails]) -> None:
     """Done again, it would change that object a second time."""
     model = Blocks(depth=2)
