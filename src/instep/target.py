@@ -39,7 +39,8 @@ def called_in(model: nn.Module) -> list[nn.Module]:
 
 
 class Target:
-    """
+    """The model that is attached, with its wrappers and named parameters, and the optimizers.
+
     Attributes:
         called: the modules that the loop calls: the model, or each of several.
         wrapped: the instances of ``DistributedDataParallel`` and ``Replicated`` in the model.

@@ -1,6 +1,9 @@
-"""Sizes that keep the code readable: of files, of classes, of what a class keeps. Ruff looks at functions (C901)."""
+"""What keeps the code readable: sizes of files, of classes, of what a class keeps, and words. Ruff looks at functions
+(C901)."""
 
 import ast
+import io
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import instep
 ROOT = Path(instep.__file__).parent
 FOLDERS = sorted({path.parent for path in ROOT.rglob("*.py")})
 LINES_OF_A_FILE, LINES_OF_A_CLASS, FIELDS = 1000, 400, 14
+COMMENTS = 4  # lines, for each 100 of code
 
 
 def fields_of(cls: ast.ClassDef) -> set[str]:
@@ -83,3 +87,30 @@ class A:
     (cls,) = ast.parse(source).body
     assert isinstance(cls, ast.ClassDef)
     assert fields_of(cls) == {"x", "y", "z"}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_class_begins_with_a_sentence(folder: Path) -> None:
+    """It says what the class is, before its arguments."""
+    classes = [
+        (path, cls)
+        for path in folder.glob("*.py")
+        for cls in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(cls, ast.ClassDef)
+    ]
+    bare = [f"{path}: {cls.name}" for path, cls in classes if not _has_sentence(cls)]
+    assert not bare
+
+
+def _has_sentence(cls: ast.ClassDef) -> bool:
+    text = ast.get_docstring(cls)
+    return text is not None and not text.startswith(("Args:", "Attributes:"))
+
+
+def test_reasons_stand_beside_the_code() -> None:
+    comments = code = 0
+    for path in ROOT.rglob("*.py"):
+        tokens = list(tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline))
+        comments += len({token.start[0] for token in tokens if token.type == tokenize.COMMENT})
+        code += len({token.start[0] for token in tokens if token.type in (tokenize.NAME, tokenize.OP)})
+    assert 100 * comments / code >= COMMENTS

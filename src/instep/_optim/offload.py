@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 
 class Copies:
-    """
+    """Copies of state between pinned host memory and one accelerator, on a stream for each direction.
+
     Attributes:
         is_under_way: whether the host has to wait for copies before it reads or writes what they read or write.
     """

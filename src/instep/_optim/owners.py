@@ -157,6 +157,8 @@ class _Known:
 
 
 class _Stateful:
+    """An object with a ``state``, as an optimizer has, to which nobody else refers."""
+
     def __init__(self) -> None:
         self.state: dict[Any, Any] = {}
 

@@ -60,7 +60,8 @@ class ReadHook:
 
 
 class ReadOrder:
-    """
+    """The order in which forwards read parameters, and the switches under which the last one ran.
+
     Attributes:
         hooks: of the modules that read parameters.
     """

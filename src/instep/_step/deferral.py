@@ -35,7 +35,8 @@ class Gains(NamedTuple):
 
 
 class Observed:
-    """
+    """What a few ordinary steps show of what the loop could gain by another schedule.
+
     Args:
         living: the parameters that are still there.
 
@@ -134,7 +135,8 @@ class Others(Protocol):
 
 
 class Deferring(Protocol):
-    """
+    """The decision, for each step, whether it is put off. ``Always``, ``Never`` and ``DeferralTrial`` make it.
+
     Attributes:
         puts_off: whether the running step is put off.
         never: whether no further step will be put off.

@@ -50,7 +50,8 @@ from instep.errors import InstepError
 
 
 class UpdateDeferral:
-    """
+    """Decides, in each ``optimizer.step()``, which updates are put off, and puts them off; the others are done at once.
+
     Args:
         can_wait: the optimizers whose update can be put off. The others are stepped at once, by torch.
         agreement: whether a step is taken.

@@ -579,7 +579,8 @@ class DeferringSchedule(Unsettled, Compiles, Protocol):
 
 
 class DeferredBuckets:
-    """
+    """The buckets that are put off and not applied yet, and everything that waits for one of them.
+
     Args:
         owner: held weakly, for it has this.
 

@@ -33,101 +33,12 @@ from instep._torch.engine import graph_task, profiled
 from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, ZERO, ZeroedGradient
 from instep.errors import AccumulationError, InstepError
 
-# The calls of ``optimizer.step()``: each completes the step for its optimizer, and the last one commits it.
-
-
-class BackwardCalls(StepCalls):
-    """``step()`` finds spent gradients taken off the parameters that backward has updated."""
-
-    def __init__(self, step: RunningStep, writes: Writes) -> None:
-        super().__init__(step)
-        self._writes = writes
-
-    def require_whole(self) -> None:
-        """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
-        self._step.backwards.drain_failed()
-        self.end_commit()
-        self.require_not_torn()
-
-    def require_not_torn(self) -> None:
-        """The same, where no backward and no commit is under way."""
-        round_ = self._step.round
-        if round_.stepper is not None and not round_.is_ending:
-            self._end_raised(round_.stepper)
-        self._step.ledger.require_whole()
-
-    def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
-        if self._step.members.applied_by(stepper) and self._step.ledger.torn is None:
-            try:
-                self._writes.leave_to_optimizer(error)
-            finally:
-                del error  # or it would refer to itself, by way of this frame
-
-    def _prepare(self, stepper: Stepper) -> None:
-        step, writes = self._step, self._writes
-        step.accumulation.require_reduced()
-        step.hear(writes.release, wait=True)  # for a backward that nobody has seen to begin
-        self.require_not_torn()
-        writes.finish_rollback()
-        left = step.members.left_by(stepper)
-        for attached in left:
-            if attached.spent is not None and attached.get().grad is attached.spent:
-                raise never_cleared(attached.spec.name, f"{stepper.name}.step()")
-        if not step.round.steppers_left:
-            step.count_gradients(stepper, writes.real_gradient)
-        writes.before_step(stepper, left)
-
-    def _finish(self, stepper: Stepper) -> None:
-        self._writes.require_at_rest(stepper)
-
-    def _settle(self, stepper: Stepper) -> None:
-        step = self._step
-        stepper.commit()
-        step.round.show()
-        step.round.restore_settings()
-        applied = step.members.applied_by(stepper)
-        if step.check is not None and applied:
-            self._require_checked(step.check, stepper)
-        # The plain loop still has its gradients here, until the user clears them.
-        self._writes.committed(stepper, applied)
-
-    def _require_checked(self, check: Check, stepper: Stepper) -> None:
-        """Raise, and tear the step, if it differs from a plain one."""
-        members = self._step.members
-        error = check.error(stepper, self._step.number, members.of(stepper))
-        try:
-            if error is not None:
-                members.applied.update(a.spec.index for a in members.of(stepper) if a.spec.index in members.offered)
-                self._writes.tear(error)
-                raise error
-        finally:
-            del error  # or it would refer to itself, by way of this frame
-
-    def _committed(self, step_count: int, *, taken: bool) -> None:
-        self._writes.forget()
-        if not taken:
-            return
-        try:
-            self._step.ledger.votes.committed(step_count)
-        except Exception as error:
-            self._writes.tear_last(error)
-            raise
-
-    def end_stopped(self) -> None:
-        if self._step.round.was_stopped and not self._step.round.is_ending:
-            self.require_whole()
-
-    def _end_raised(self, stepper: Stepper) -> None:
-        if self._step.ledger.torn is None:
-            self._writes.step_stopped(stepper)
-        self._step.ledger.require_whole()
-
-
 # ``schedule="backward"``, as sources of gradients see it: they offer final gradients, and hand over full buckets.
 
 
 class BucketSink(Schedule):
-    """
+    """Takes final gradients from the sources, and steps full buckets while backward runs.
+
     Attributes:
         recorder: told of each bucket's step and communication; ``None`` when nobody listens.
         at_open: what is called when a step opens, as far as it is still there.
@@ -606,3 +517,93 @@ def _zeros(attached: AttachedParameter, *, lasting: bool) -> torch.Tensor:
         if lasting or attached.mesh is not None:
             return torch.zeros_like(parameter)
         return ZeroedGradient(parameter)
+
+
+# The calls of ``optimizer.step()``: each completes the step for its optimizer, and the last one commits it.
+
+
+class BackwardCalls(StepCalls):
+    """``step()`` finds spent gradients taken off the parameters that backward has updated."""
+
+    def __init__(self, step: RunningStep, writes: Writes) -> None:
+        super().__init__(step)
+        self._writes = writes
+
+    def require_whole(self) -> None:
+        """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
+        self._step.backwards.drain_failed()
+        self.end_commit()
+        self.require_not_torn()
+
+    def require_not_torn(self) -> None:
+        """The same, where no backward and no commit is under way."""
+        round_ = self._step.round
+        if round_.stepper is not None and not round_.is_ending:
+            self._end_raised(round_.stepper)
+        self._step.ledger.require_whole()
+
+    def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
+        if self._step.members.applied_by(stepper) and self._step.ledger.torn is None:
+            try:
+                self._writes.leave_to_optimizer(error)
+            finally:
+                del error  # or it would refer to itself, by way of this frame
+
+    def _prepare(self, stepper: Stepper) -> None:
+        step, writes = self._step, self._writes
+        step.accumulation.require_reduced()
+        step.hear(writes.release, wait=True)  # for a backward that nobody has seen to begin
+        self.require_not_torn()
+        writes.finish_rollback()
+        left = step.members.left_by(stepper)
+        for attached in left:
+            if attached.spent is not None and attached.get().grad is attached.spent:
+                raise never_cleared(attached.spec.name, f"{stepper.name}.step()")
+        if not step.round.steppers_left:
+            step.count_gradients(stepper, writes.real_gradient)
+        writes.before_step(stepper, left)
+
+    def _finish(self, stepper: Stepper) -> None:
+        self._writes.require_at_rest(stepper)
+
+    def _settle(self, stepper: Stepper) -> None:
+        step = self._step
+        stepper.commit()
+        step.round.show()
+        step.round.restore_settings()
+        applied = step.members.applied_by(stepper)
+        if step.check is not None and applied:
+            self._require_checked(step.check, stepper)
+        # The plain loop still has its gradients here, until the user clears them.
+        self._writes.committed(stepper, applied)
+
+    def _require_checked(self, check: Check, stepper: Stepper) -> None:
+        """Raise, and tear the step, if it differs from a plain one."""
+        members = self._step.members
+        error = check.error(stepper, self._step.number, members.of(stepper))
+        try:
+            if error is not None:
+                members.applied.update(a.spec.index for a in members.of(stepper) if a.spec.index in members.offered)
+                self._writes.tear(error)
+                raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame
+
+    def _committed(self, step_count: int, *, taken: bool) -> None:
+        self._writes.forget()
+        if not taken:
+            return
+        try:
+            self._step.ledger.votes.committed(step_count)
+        except Exception as error:
+            self._writes.tear_last(error)
+            raise
+
+    def end_stopped(self) -> None:
+        if self._step.round.was_stopped and not self._step.round.is_ending:
+            self.require_whole()
+
+    def _end_raised(self, stepper: Stepper) -> None:
+        if self._step.ledger.torn is None:
+            self._writes.step_stopped(stepper)
+        self._step.ledger.require_whole()

@@ -30,7 +30,8 @@ Losses = torch.Tensor | Sequence[torch.Tensor]
 
 
 class Passes:
-    """
+    """The two backwards of ``ClipNorm(mode="two_pass")``: the first one measures, the second one steps.
+
     Attributes:
         clipping: by whose norm gradients are clipped.
         running: ``"measuring"``: gradients are measured and freed; ``"stepping"``: the norm is known; ``"all"``: it is

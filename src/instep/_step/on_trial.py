@@ -108,7 +108,8 @@ class TrialOwner(Unsettled, Protocol):
 
 
 class Rollback:
-    """
+    """Puts a step that was written on trial back: parameters and state are as they were before it.
+
     Args:
         copies: of parameters and their state.
         kept: the gradients of parameters that a trial has written.
@@ -247,7 +248,8 @@ def _lost(written: str | None, overwritten: Sequence[str]) -> InstepError | None
 
 
 class TrialValidation:
-    """
+    """Decides in ``optimizer.step()`` whether a trial is what the plain loop would do now.
+
     Args:
         kept: the gradients of parameters that the trial has written.
         rollback: of a trial that is not what the plain loop does.
@@ -369,7 +371,8 @@ class TrialValidation:
 
 
 class TrialWrites(Writes):
-    """
+    """Writes of a step with ``undo``: each can be put back until ``optimizer.step()`` has let it stand.
+
     Args:
         copies: of parameters and state, from before the step.
         scale: the loop's loss scale, if it has one.

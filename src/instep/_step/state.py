@@ -159,7 +159,8 @@ def drawing() -> str:
 
 
 class FirstError:
-    """
+    """The first error of a backward, kept until raising it does no harm.
+
     Attributes:
         error: the error that is kept; ``None``: nothing has gone wrong.
     """
@@ -191,7 +192,8 @@ class FirstError:
 
 @dataclass(frozen=True, slots=True)
 class Torn:
-    """
+    """A step that does not stand on every parameter, or is not known to stand on every rank.
+
     Attributes:
         step: its number, counted from 1.
         applied: names of the parameters that were updated.
@@ -313,7 +315,8 @@ class Ledger:
 
 
 class StepMembers:
-    """
+    """The attached parameters, and how far the running step has come with each of them.
+
     Attributes:
         steppers: one of each optimizer.
         all: the attached parameters, in the model's order.
@@ -443,7 +446,8 @@ def first_written(members: AttachedParameters, versions: Sequence[int]) -> Attac
 
 
 class Round:
-    """
+    """The calls of ``optimizer.step()``, one for each optimizer with gradients, that make up one step.
+
     Attributes:
         steppers_left: the optimizers with gradients of this step whose ``step()`` has not returned.
         stepper: of the optimizer whose ``step()`` runs, or was ended by an error that nobody has noticed yet.

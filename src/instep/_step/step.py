@@ -20,7 +20,8 @@ from instep.errors import StepMismatchError
 
 
 class Agreement:
-    """
+    """Decides for all ranks whether a step is taken whose gradients may hold NaN or infinity.
+
     Attributes:
         policy: ``"allow"`` asks nobody.
     """
@@ -47,7 +48,8 @@ class Agreement:
 
 
 class RunningStep:
-    """
+    """The step that runs in one attachment, with everything that takes part in it.
+
     Attributes:
         members: the parameters, and how far the step has come with each.
         ledger: its state, and what became of the steps before it.

@@ -37,7 +37,8 @@ _NONE: tuple[AttachedParameters, list[int]] = AttachedParameters(), []
 
 
 class Writes(ABC):
-    """
+    """How updates in backward stand until ``optimizer.step()``: ``FinalWrites`` for good, ``TrialWrites`` on trial.
+
     Attributes:
         frees_gradients: whether applied gradients are not needed any more.
         begun: parameters of the running bucket whose update has begun to write.
@@ -324,7 +325,8 @@ def owed_steps(step: RunningStep) -> str:
 
 
 class FinalWrites(Writes):
-    """
+    """Writes of a step without ``undo``: an update stands, its gradients are freed, and an error tears the step.
+
     Args:
         nonfinite: ``"raise"``: a bucket with NaN or infinity is not written.
     """

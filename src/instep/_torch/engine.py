@@ -77,6 +77,8 @@ def _go_on(stream: torch.Stream, device_index: int) -> None:
 
 
 class Compiles(Protocol):
+    """Something that must know before torch.compile traces a function."""
+
     def before_compile(self) -> None:
         """torch.compile is about to trace a function, whose arguments it has, and has not looked at yet."""
 

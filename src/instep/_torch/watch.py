@@ -216,6 +216,8 @@ _WATCHED_GRAD = property(_get_grad, _set_grad, _delete_grad)
 
 
 class _Watched(torch.Tensor):
+    """A parameter whose uses are told, until nobody watches it any more."""
+
     _plain: type
     _watch: Callable[[], Watch | None]
 
@@ -322,6 +324,8 @@ def class_of(optimizer: Optimizer) -> type[Optimizer]:
 
 
 class _Waiting:
+    """An optimizer whose ``state`` is waited for, until nobody watches it any more."""
+
     _plain: Any
     _used: Any
 

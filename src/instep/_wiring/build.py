@@ -74,7 +74,8 @@ if TYPE_CHECKING:
 
 
 class Chosen(NamedTuple):
-    """
+    """A schedule, with what goes with it.
+
     Attributes:
         sink: what the sources tell; ``None``: there are none.
         tells_all: whether the sink is told of every gradient, and not only where a source communicates for itself.
@@ -228,7 +229,8 @@ def _parts_of(schedule: "weakref.ref[Schedule]", stepper: "weakref.ref[Stepper]"
 
 
 class Planned:
-    """
+    """The plan of an attachment: its buckets, and the optimizers that are not proven.
+
     Args:
         separability: of each optimizer.
     """
@@ -276,7 +278,8 @@ class Planned:
 
 @dataclass(frozen=True)
 class Parts:
-    """
+    """The parts of an attachment.
+
     Attributes:
         zero: with ``shard_state``: the shards of the state.
         draws: with ``random="keyed"``: what updates draw from.

@@ -72,7 +72,8 @@ def this_thread() -> int:
 
 
 class Threads:
-    """
+    """One thread trains a model: raises where another one begins a forward or a backward meanwhile.
+
     Attributes:
         in_backward: whether a backward of the model is running.
     """
@@ -118,6 +119,8 @@ class Threads:
 
 
 class SteppingItself:
+    """Calls ``optimizer.step()`` where each backward ends, for loops that have no such call."""
+
     def __init__(self, optimizers: Sequence[Optimizer], schedule: Schedule, sources: Sequence[Source]) -> None:
         self._optimizers = list(optimizers)  # nobody else need hold one whose step() nobody calls
         self._schedule = schedule
@@ -155,7 +158,8 @@ ErrorForUse = Callable[[ParameterSpec, str], InstepError | None]
 
 
 class Gathering:
-    """
+    """Makes an ``AttachedParameter`` of each parameter of the model that an attached optimizer has.
+
     Args:
         zero: with ``shard_state``: knows the rows of this rank.
         told: is called with each of the model's parameters, and its name in the bare model; ``None``: nobody asks.
@@ -238,7 +242,8 @@ class Readers(Protocol):
 
 
 class AddedParameters:
-    """
+    """Takes in parameters that ``add_param_group`` has added to an attached optimizer.
+
     Attributes:
         readers: what is done before a module reads its parameters.
     """
@@ -322,7 +327,8 @@ _PARAMS = itemgetter("params")
 
 
 class Sharding:
-    """
+    """Hooks around the groups into which FSDP has divided a model: before a group is gathered, and after errors.
+
     Args:
         uses: told of each group's forwards.
 
@@ -399,7 +405,8 @@ class PlainHooks:
 
 
 class BackwardHooks:
-    """
+    """What torch calls where a backward of the model begins and ends.
+
     Attributes:
         in_forward: whether the model's own forward is running.
     """
@@ -467,6 +474,8 @@ class BackwardHooks:
 
 
 class ForwardHooks:
+    """What torch calls around the model's forward."""
+
     def __init__(
         self,
         held: WeakRefs,
@@ -548,6 +557,8 @@ class ForwardHooks:
 
 
 class StepHooks:
+    """What torch calls around ``optimizer.step()``, and before state or weights are saved or loaded."""
+
     def __init__(
         self,
         schedule: Schedule,
