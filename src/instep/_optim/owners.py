@@ -30,7 +30,8 @@ _IS_SHARED = methodcaller("is_shared")  # with another process, on a CPU; elsewh
 
 
 OwnerCount = Callable[[int], int]
-"""How many owners memory has that so many tensors share, beside the storage's own object in Python."""
+"""Given the number of tensors in one storage: the owners that the storage has when nobody else uses it, not counting
+its own object in Python."""
 
 
 def by_themselves(tensors: int) -> int:
@@ -123,7 +124,8 @@ def _state_has_other_owners(tensors: Sequence[torch.Tensor]) -> list[bool]:
 
 
 def in_two_parts(tensors: Sequence[torch.Tensor], are_special: Sequence[bool], owners: OwnerCount) -> list[bool]:
-    """``have_other_owners``, of which the special ones have so many."""
+    """As ``have_other_owners``, but special tensors are compared with ``owners``, and all others with one owner
+    each."""
     if not any(are_special):
         return have_other_owners(tensors)
     usual = iter(have_other_owners([t for t, special in zip(tensors, are_special, strict=True) if not special]))

@@ -109,18 +109,18 @@ class Voting(Protocol):
 class StepVotes:
     """The ranks that step together, as one of them sees it.
 
-    Every backward that communicates is followed by one vote of every rank, so that the votes of all of them stay in
-    the same order whatever happens: by that on the step, or by that on its failure, or, on a rank that takes no step,
-    by one at the next such backward. Where each rank updates a part of the parameters for all, there is one more, on
-    these updates; who fails in them casts no other.
+    Each rank casts exactly one vote for each backward that communicates, so that the votes of all ranks stay in the
+    same order whatever happens: on the commit of the step; or on its failure; or, where it takes no step, when the next
+    such backward begins. With ``shard_state``, where each rank updates a part of the parameters for all, there is a
+    second one, on the updates. A rank whose update has failed casts no other.
 
     Attributes:
         rank: the number of this rank.
         ranks: those that take the steps together; ``None``: there is only one.
         voting: the same, where they vote; ``None``: nobody is asked.
         count: how many votes this rank has cast.
-        asks_first: whether the ranks ask one another if gradients are finite before they take a step that was tried: a
-            vote of its own, beside that on the step.
+        asks_first: with ``undo`` and ``nonfinite``, whether ranks first vote on whether all gradients are finite, and
+            then again on the commit.
         communicates: whether the running backward is one that all ranks run, and not ``autograd.grad`` of one of them.
         stand_aside: has gradients reduced as torch does without instep, and left in ``.grad``: ranks that train in
             different ways could not answer each other otherwise.

@@ -84,7 +84,8 @@ class ReadOrder:
             self._order.setdefault(attached.spec.index)
 
     def is_alike(self) -> bool:
-        """Whether the last forward, behind whose next run an update would be, is under the switches of now."""
+        """Whether torch's global switches (mkldnn, matmul precision) are what they were in the last forward. A deferred
+        update would run under those of the next one."""
         return self._switches is None or switched(self._switches, but=(DEFAULT_DTYPE,)) is None
 
     def unseen(self) -> set[int]:

@@ -77,10 +77,11 @@ def _is_shared(found: Sequence[HeldGradient | None]) -> bool:
     return next(map(sys.getrefcount, found)) > _ALONE or _COUNT is None or _COUNT(found[0]) > 1
 
 
-# Of the references to a tensor from C++, by torch (torch/csrc/autograd/python_variable.cpp). All of Python is one.
+# torch's own reference count of a tensor (torch/csrc/autograd/python_variable.cpp). All references of Python's count as
+# one, so more than one means that C++ holds the tensor, too.
 _COUNT: Callable[[Any], int] | None = getattr(torch.Tensor, "_use_count", None)
-# No variable refers to it, and no call of Python's: these count in one way or another, by version and by what was
-# called before.
+# The reference count of an object that only a list refers to. Versions of Python count temporaries in different ways,
+# so it is measured, and by the same expression as below: one more variable there would change the answer.
 _ALONE = next(map(sys.getrefcount, [object()]))
 
 
@@ -350,8 +351,9 @@ class _VersionsAtStep:
         self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], state: Mapping[Any, Any]
     ) -> None:
         self._tensors = tensors
-        # A view counts the writes of its whole bucket, where others zero or clip gradients of their own. That nobody
-        # else has this part of the bucket was found out in step(). Its place takes what is looked at in any case.
+        # A gradient that is a view shares its version counter with the whole bucket, and would seem written when others
+        # zero or clip theirs. That nobody else has this part of the bucket was found out in step(). The parameter is
+        # compared in its place, which keeps the lists aligned.
         alone = [p if g._is_view() else g for p, g in zip(tensors, gradients, strict=True)]
         self._all = [*tensors, *alone]
         self._memory: list[torch.Tensor | None] | None = None

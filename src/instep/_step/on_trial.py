@@ -392,7 +392,8 @@ class TrialWrites(Writes):
         self._owner = weakref.ref(owner)
         self._kept = KeptGradients()
         self._watch = Watch(values=self._used, gradient=self._used)
-        # Gradients that the running step() does not find are missed by nobody else, either.
+        # While step() runs, these gradients are hidden. If anybody but step() asks for one, step() has been stopped,
+        # and is brought to its end first.
         self._watch_in_step = Watch(values=self._used_in_step, gradient=self._used_in_step)
         self._when_used = WeakMethod(self._used_gradient)
         watches = self._watch, self._watch_in_step

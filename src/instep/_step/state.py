@@ -465,8 +465,8 @@ class Round:
         self.takes_step: bool | None = None
         self.hidden: list[tuple[AttachedParameter, torch.Tensor]] = []
         self.is_ending = False
-        # The call that has returned, with the numbers of steps that are to be once that has been taken note of. Ctrl-C
-        # in the middle of taking note leaves it here, and it is done again: the step stands.
+        # The call that has returned and is not counted yet, with the numbers of steps taken and left out that there are
+        # to be. They are computed once, so that counting again after Ctrl-C changes nothing: the step stands.
         self._returned: tuple[Stepper, int, int] | None = None
         self._settings: Callable[[], None] | None = None  # puts back what a step that is left out writes
         self._settings_before: Callable[[], None] | None = None  # the same, of a step that is stopped

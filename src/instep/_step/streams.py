@@ -40,8 +40,8 @@ class Mark(NamedTuple):
 
 class ProducerStreams:
     """The streams of each device that make gradients, and use weights: on which a forward, a gradient's own hook, the
-    end of a backward or a step was seen. Nobody tells which of them a gradient was made on, or has its memory from:
-    who waits for one waits for all."""
+    end of a backward or a step was seen. torch does not say on which of them a gradient was made or allocated, so to
+    wait means to wait for all of them."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, set[torch.Stream]] = {}

@@ -142,7 +142,8 @@ _LET_GO_SECONDS = 10.0
 
 
 class _FailureCallbacks:
-    """What is to be done for one backward that raised, of which nobody but the loop's thread may do it."""
+    """The ``failed`` callbacks of one backward that raised, which must run on the loop's thread: the engine's own
+    must not touch ``.grad``."""
 
     __slots__ = ("__weakref__", "failed")
 
@@ -207,8 +208,8 @@ class Backwards:
                 self._tasks[task] = _failure_callbacks.setdefault(task, _FailureCallbacks())
 
     def drain_failed(self) -> None:
-        """Return when nothing will be heard of them any more, unless one is running. Ends that the engine's own thread
-        has dropped are told here that they failed."""
+        """Wait until the engine has let go of every backward that raised (10 s at most), and run here the ``failed``
+        callbacks that its own thread must not run. At once, where a backward is running."""
         if not self._tasks or graph_task() is not None:
             return
         last = time.monotonic() + _LET_GO_SECONDS
@@ -309,9 +310,9 @@ class Phase(IntEnum):
     """When an end is called, after the backward's last node. Ends of one phase are called in the order of asking."""
 
     BEFORE_DDP = 0
-    """Nothing else has run but the ends of torch's own that were asked for earlier, such as FSDP2's. A DDP instance
-    asks for its end right after it has handed over its last bucket: an end that is asked for at that bucket is called
-    before DDP's. ``.grad`` must stay as DDP's hooks have left it, and nothing may be raised."""
+    """Before DDP's own end, if it is asked for at or before DDP's last bucket: DDP asks for its end right after that.
+    torch's ends that were asked for earlier, such as FSDP2's, have run. ``.grad`` must stay as DDP's hooks have left
+    it, and under DDP nothing may be raised."""
     AFTER_DDP = 1
     """The ends of DDP and FSDP have run: ``.grad`` is theirs no more, and errors may be raised."""
     SETTLED = 2
@@ -337,10 +338,11 @@ class Backward:
     """One run of the engine, from when ``current`` was first asked for it. A backward that reentrant checkpointing
     nests in another has an object of its own.
 
-    The engine calls what it has been given in order, at the end of its queue too: each phase is one turn in that
-    queue, and a turn asks for the next one. DDP asks for its own end while gradients arrive, or (``static_graph``) in a
-    callback. So a turn that was in the queue already when an end was asked for calls nothing: DDP's end may be behind
-    it.
+    The engine has a queue of callbacks, which it calls in order, and to which a callback may add. ``BEFORE_DDP`` goes
+    straight into it. Later phases must come after DDP's end, which DDP asks for while gradients arrive, or
+    (``static_graph``) in a callback: maybe later than ``at`` is called. So each ``at`` makes the turn that is in the
+    queue already do nothing but queue another one, behind everything that is there; and that one calls the ends of the
+    earliest phase.
 
     It may be kept: the ends are the engine's alone (``_Ends``).
     """
