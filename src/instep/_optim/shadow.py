@@ -80,7 +80,7 @@ class GroupLayout:
         self._room -= len(ids)
         if self._room < 0:
             self._known.clear()
-            self._room = 2 * len(self._position)
+            self._room = 2 * len(self._position)  # the buckets of backward, and as many of one-off divisions
         self._known[ids[0]] = ids, members
         return members
 

@@ -508,7 +508,7 @@ class ForwardCalls(StepCalls):
         ledger, number = self._step.ledger, self._step.number
         try:
             ledger.tear(number, [a.spec.name for a in self._step.members.of(stepper)], [], error)
-            ledger.votes.say_failed(number + 1)
+            ledger.votes.say_failed(number + 1)  # the vote on this step was cast before it was handed over
             raise error
         finally:
             del error  # or it would refer to itself, by way of this frame
@@ -539,7 +539,7 @@ class ForwardCalls(StepCalls):
             self._deferred.finish(self._deferred.all())
             error = InstepError(f"{stepper.name}.step() raised")
             ledger.tear(ledger.step_count, handed_over, [], error, unsure=rest)
-            ledger.votes.say_failed(ledger.step_count + 1)
+            ledger.votes.say_failed(ledger.step_count + 1)  # the last one was voted on before it was handed over
 
     def end_unless_it_evaluates_again(self) -> None:
         """A forward begins. Unless a closure of ``step()`` runs it, a ``step()`` that runs still has raised."""
@@ -644,7 +644,7 @@ class ForwardSchedule(Schedule):
             self._reading.forward_begins()
         self.calls.end_commit()
         self.calls.end_unless_it_evaluates_again()
-        self.before_read(())
+        self.before_read(())  # of no module yet: order this forward's stream, and raise if the last step is torn
         if step.accumulation.distributed:
             # DDP may lay out its buckets anew now, and copy the gradients that are in .grad.
             held = (b for b in self._deferred.all() if any(isinstance(t.grad, HeldGradient) for t in b.tensors))

@@ -776,7 +776,7 @@ class DeferredBuckets:
         in_part = bool(applied and pending)
         ledger.tear(step.number, applied, pending, outcome.failure, accepted=accepted, in_part=in_part, unsure=unsure)
         if not outcome.refused and not (step.ranks.know and not outcome.lost):
-            ledger.votes.say_failed(step.number + 1)
+            ledger.votes.say_failed(step.number + 1)  # the vote on this step was cast before it was handed over
         # Not before: whoever is interrupted here comes to this step again by way of a bucket that is due.
         for bucket in buckets:
             self._let_go(bucket)

@@ -60,6 +60,8 @@ class BucketSink(Schedule):
         """
         step = self._step
         if step.passes.running != "measuring":
+            # Before the step is looked at: a gradient that only adds up opens none. Where several of the engine's
+            # threads may count, they are in hooks of ``LocalSource``, which hold the lock already.
             step.accumulation.count()
             step.has_gradients = True
             if step.accumulation.holding or self.keeps_gradients:
@@ -123,7 +125,7 @@ class BucketSink(Schedule):
             writes.begun = AttachedParameters()
             try:
                 for stepper in step.members.steppers:
-                    stepper.optimizer()
+                    stepper.optimizer()  # raises, before anything is written, if one is gone
                 with step.streams.on(bucket[0].spec.device):
                     if fetch is not None:
                         fetch()

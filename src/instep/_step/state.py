@@ -14,16 +14,16 @@ its behaviour. ``StepMembers`` has, for each parameter, whether its final gradie
 it was *applied* by backward, and with which version counter its update left it. ``Round`` has the calls of
 ``optimizer.step()`` that make up the step, one for each optimizer with gradients.
 
-A step opens with the first gradient that is offered (``OFFERED``), and ends when the last optimizer that has
-gradients has returned from ``step()`` (``COMMITTED``). In between:
+A step ends when the last optimizer that has gradients has returned from ``step()`` (``COMMITTED``). Until then:
 
-- With ``schedule="backward"`` buckets are applied while the step is ``OPEN``. Until the commit nobody may see that: a
-  forward, a read of a weight or of its gradient would find what the plain loop does not have yet. Such a use raises,
-  or, with ``undo``, rolls the step back (``ROLLED_BACK``): to ``REDO``, from which ``step()`` does all of it,
-  plainly.
-- With ``schedule="forward"`` nothing is written while the step is ``OPEN``. ``step()`` takes the gradients of
-  deferred buckets off, and commits. A deferred bucket is not a state: the next step may open while it waits, and
-  whoever needs one of its parameters waits for the bucket (``deferred_buckets``).
+- With ``schedule="backward"`` it opens with the first gradient that is offered (``OFFERED``), and buckets are applied
+  while it is ``OPEN``. Until the commit nobody may see that: a forward, a read of a weight or of its gradient would
+  find what the plain loop does not have yet. Such a use raises, or, with ``undo``, rolls the step back
+  (``ROLLED_BACK``): to ``REDO``, from which ``step()`` does all of it, plainly.
+- With ``schedule="forward"`` nothing is written before ``step()``, and the step is ``IDLE`` until then. ``step()``
+  takes the gradients of deferred buckets off, and commits; between two optimizers of one step it is ``OPEN``. A
+  deferred bucket is not a state: the next step may begin while it waits, and whoever needs one of its parameters
+  waits for the bucket (``deferred_buckets``).
 
 A step is *torn* where it stands on some parameters and cannot be completed or put back, or where it stands on this
 rank and is not known to stand on the others. ``Ledger.tear`` is the only place that declares it; ``Torn`` keeps which

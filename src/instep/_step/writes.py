@@ -277,6 +277,9 @@ class Writes(ABC):
         self._hide([(a, g) for a in rest if (g := gradient_of(a)) is not None])
 
     def _is_mixed(self, stepper: Stepper, rest: Sequence[AttachedParameter]) -> bool:
+        """Whether parameters are left that one call of torch's kernels refuses together: plain tensors and DTensors, or
+        DTensors of several meshes. Not on trial, where ``step()`` raises if the plain loop's does; nor where the kernel
+        takes the loss scale off, which it does in ``step()`` alone."""
         return self.frees_gradients and len({a.mesh for a in rest}) > 1 and kernel_scale(stepper.optimizer()) is None
 
     def _hide(self, gradients: Sequence[tuple[AttachedParameter, torch.Tensor]]) -> None:
