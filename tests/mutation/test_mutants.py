@@ -3483,7 +3483,8 @@ MUTANTS = [
         "Stepper._begin",
         '        if not as_before or "step" in vars(optimizer):\n',
         "        if False:\n",
-        ODD_OPTIMIZERS,
+        "tests/distributed/test_ddp_life.py",
+        "error_beside_ddp",
     ),
     Mutant(
         "settings of the step before are those of this one",

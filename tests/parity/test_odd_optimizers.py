@@ -41,7 +41,6 @@ from tests.parity.lockstep import (
     ways,
 )
 
-SPENT = Refused(SpentGradientError, "idle")
 UNCOMMITTED = Refused(UncommittedStepError, "open")
 CHANGED = Refused(HyperparameterChangedError, "torn")
 PUT_BACK = Refused(HyperparameterChangedError, "open", match="put back")
@@ -169,7 +168,7 @@ def adversarial(lane: Contender, i: int) -> Any:
 
 @ways("backward", *EXACT)
 def test_adversarial_training(way: str) -> None:
-    lockstep(way, gan, adversarial, refused={"backward": SPENT})
+    lockstep(way, gan, adversarial, refused={"backward": UNCOMMITTED})
 
 
 @ways("backward", *EXACT)
@@ -179,7 +178,6 @@ def test_adversarial_training_with_two_attachments(way: str) -> None:
         gan,
         adversarial,
         parts=lambda lane: [(lane.model[name], o) for name, o in zip("gd", lane.optimizers, strict=True)],
-        refused={"backward": SPENT},
     )
 
 
