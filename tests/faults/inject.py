@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import Work
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from instep._gradients.clipping import Clipping
+from instep._optim.parameters import calls_of
 from instep._optim.stepper import Stepper
 from instep._ranks import step_ranks
 from instep._step import deferred_buckets as pending
@@ -204,12 +204,12 @@ class _AtAnOperation(TorchDispatchMode):
 @contextmanager
 def _update(trigger: Trigger, run: "Run") -> Iterator[None]:
     """A bucket's update. Buckets are taken one by one, as they would be on a slow network."""
-    point, real, clips = trigger.case.point, Stepper.step, Clipping.clip
+    point, real = trigger.case.point, Stepper.step
 
-    def clip(self: Clipping, parameters: Sequence[torch.Tensor]) -> None:
+    def divide(*args: Any, **kwargs: Any) -> Any:
         if point == "before write":
             trigger.hit()
-        clips(self, parameters)
+        return calls_of(*args, **kwargs)
 
     def step(self: Stepper, *args: Any, **kwargs: Any) -> None:
         if point == "after completion":
@@ -223,7 +223,7 @@ def _update(trigger: Trigger, run: "Run") -> Iterator[None]:
             trigger.hit()
 
     with (
-        patch.object(Clipping, "clip", clip),
+        patch("instep._step.writes.calls_of", divide),
         patch.object(Stepper, "step", step),
         patch.object(Reduction, "arrived", property(lambda self: False)),
         patch.object(Staged, "between", trigger.hit if point == "between state and parameter" else lambda: None),
