@@ -159,13 +159,13 @@ class Attachment:
     @property
     def recorder(self) -> Recorder | None:
         """Told of every bucket's step and communication; ``None``, the default, costs nothing."""
-        return self._parts.schedule.recorder
+        return self._parts.schedule.times.recorder
 
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
         if recorder is not None and not callable(recorder):
             raise InstepError(f"recorder must be a function of (kind, names, start, end) or None, not {recorder!r}")
-        self._parts.schedule.recorder = recorder
+        self._parts.schedule.times.recorder = recorder
 
     def record(self, steps: int = 5) -> "Recording":
         """Record what runs when in the loop, and what memory it holds: ``with overlap.record() as recording:`` around

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep._arguments import optimizers_of, require_count, require_model
+from instep._optim.values import same_numbers
 from instep.attaching import attach
 from instep.errors import AttachError
 from instep.sources.fsdp.modules import put_shards_in_place
@@ -139,20 +140,12 @@ def first_difference(plain: Iterator[tuple[str, Any]], other: Iterator[tuple[str
                 return f"{name} is {a.dtype} {tuple(a.shape)}, attached {b.dtype} {tuple(b.shape)}"
             if a.device != b.device:
                 a, b = a.cpu(), b.cpu()  # state of offload="host"
-            if not _same_bits(a, b):
+            if not same_numbers(a, b):
                 gap = (a.detach().double() - b.detach().double()).abs().max().item()
                 return f"{name} differs by up to {gap:.3g}"
         elif type(a) is not type(b) or not _same_value(a, b):
             return f"{name} is {a!r}, attached {b!r}"
     return None
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of the same shape and dtype hold the same numbers. NaN equals NaN: a loop that diverges must
-    diverge the same way."""
-    if a.is_sparse:
-        a, b = a.to_dense(), b.to_dense()
-    return torch.equal(a, b) or (a.is_floating_point() and bool(torch.all((a == b) | (a.isnan() & b.isnan()))))
 
 
 def _same_value(a: Any, b: Any) -> bool:

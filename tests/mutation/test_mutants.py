@@ -2249,15 +2249,15 @@ MUTANTS = [
     Mutant(
         "do not count what is written through a DTensor itself",
         "version_of",
-        "tensor._version if memory is tensor else tensor._version + memory._version",
-        "memory._version",
+        "VERSION(tensor) if memory is tensor else VERSION(tensor) + VERSION(memory)",
+        "VERSION(memory)",
         CORNERS,
     ),
     Mutant(
         "do not count what is written through a local tensor",
         "version_of",
-        "tensor._version if memory is tensor else tensor._version + memory._version",
-        "tensor._version",
+        "VERSION(tensor) if memory is tensor else VERSION(tensor) + VERSION(memory)",
+        "VERSION(tensor)",
         CORNERS,
     ),
     Mutant(
@@ -2354,7 +2354,7 @@ MUTANTS = [
     Mutant(
         "let a trial write the loop's gradients",
         "TrialWrites._lend",
-        "            if not is_torchs_own(attached.stepper.optimizer())\n",
+        "            if attached.stepper.is_foreign\n",
         "            if False\n",
         WRITTEN,
     ),
@@ -3480,8 +3480,8 @@ MUTANTS = [
     ),
     Mutant(
         "a step that a class has got since is not looked for",
-        "Stepper._begin",
-        '        if not as_before or "step" in vars(optimizer):\n',
+        "Stepper.is_foreign",
+        '        if optimizer is not None and (not as_before or "step" in vars(optimizer)):\n',
         "        if False:\n",
         "tests/distributed/test_ddp_life.py",
         "error_beside_ddp",

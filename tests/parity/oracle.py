@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import instep
-from instep._optim.local_shard import memory_of
+from instep._torch.versions import memory_of
 from instep.errors import InstepError, UnsupportedOptimizerError
 from instep.verification import first_difference
 from tests.late import late_updates

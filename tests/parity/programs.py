@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import instep
 from instep import ClipNorm, ClipValue
-from instep._optim.local_shard import memory_of
+from instep._torch.versions import memory_of
 from instep.errors import InstepError
 from instep.sources.fsdp.modules import put_shards_in_place
 from instep.verification import first_difference, training_state

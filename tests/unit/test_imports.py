@@ -31,6 +31,7 @@ ALLOWED = {
     },
     "_gradients": {
         "errors",
+        "_torch",
         "_optim",
         "_ranks",
     },
@@ -108,6 +109,7 @@ ALLOWED = {
     "_refusals": {
         "errors",
         "_arguments",
+        "_torch",
         "_optim",
         "_gradients",
         "sources.ddp",
@@ -199,6 +201,7 @@ ALLOWED = {
     "verification": {
         "errors",
         "_arguments",
+        "_optim",
         "sources.fsdp",
         "attaching",
     },

@@ -2,6 +2,7 @@
 
 import json
 from html.parser import HTMLParser
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,16 +109,16 @@ def test_what_is_waited_for_is_exposed() -> None:
 def test_times_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("instep._step.state.perf_counter", lambda: now)
-    times = StepTimes()
+    times, bucket = StepTimes(), SimpleNamespace(names=["weight"])
     found = []
     for in_step, waited, waited_in_step, ran in [(2.0, 3.0, 0.5, 7.0), (1.0, 0.0, 0.0, 4.0), (1.0, 6.0, 0.0, 5.0)]:
         now += ran
-        times.ran(now - ran)
+        times.ran(bucket, now - ran)
         now += waited
-        times.waited(now - waited)
+        times.waited(bucket, now - waited)
         times.step_begins()
         now += in_step
-        times.waited(now - waited_in_step)
+        times.waited(bucket, now - waited_in_step)
         times.step_returns()
         times.step_returns()
         times.committed()

@@ -13,8 +13,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from instep._gradients.clipping import norms_of
-from instep._optim.local_shard import memory_of
 from instep._ranks.votes import StepVotes
+from instep._torch.versions import memory_of
 from instep.errors import NonFiniteGradientError
 
 

@@ -18,6 +18,7 @@ from instep._micro_batches.forward import ThreadState, run_forward
 from instep._micro_batches.graphs import Graphs
 from instep._optim.random_numbers import Generators
 from instep._torch.engine import graph_task
+from instep._torch.versions import version_of
 from instep._wiring.build import Parts
 from instep._wiring.hooks import this_thread
 from instep.errors import AccumulationError, InstepError
@@ -207,7 +208,7 @@ class BackwardSideEffects:
         self._on_devices = [(device, _state_of(device)) for device in devices]
         self._generators = Generators(())
         model = parts.held.model()
-        self._buffers = {} if model is None else {name: (b, b._version) for name, b in model.named_buffers()}
+        self._buffers = {} if model is None else {name: (b, version_of(b)) for name, b in model.named_buffers()}
 
     def require_none(self) -> None:
         """Raise if there were any, and leave the step torn if backward has written weights."""
@@ -235,7 +236,7 @@ class BackwardSideEffects:
 
 
 def _is_as_before(buffer: torch.Tensor | None, before: torch.Tensor, version: int) -> bool:
-    return buffer is before and before._version == version
+    return buffer is before and version_of(before) == version
 
 
 def _state_of(device: torch.device) -> list[int]:

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from instep._optim.guards import SettingsGuard, UsedSettings
 from instep._optim.kinds import STEPPED_WHOLE, beside_parameters, read_by_update
-from instep._optim.local_shard import memory_of, version_of
 from instep._optim.overrides import MANAGER, moved, places_in_bucket
 from instep._optim.random_numbers import Generators
 from instep._optim.shadow import GroupLayout
 from instep._optim.stages import Stage, Update
 from instep._optim.values import alike, fingerprint, held_in, is_immutable, private, reachable_values
+from instep._torch.versions import memory_of, version_of
 from instep.errors import UnsupportedOptimizerError
 
 

@@ -11,7 +11,6 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.kinds import OF_EVERY_OPTIMIZER, STEPPED_WHOLE, beside_parameters
-from instep._optim.local_shard import are_plain, versions_of
 from instep._optim.shadow import GroupLayout
 from instep._optim.stages import Stage, Update
 from instep._optim.values import (
@@ -26,6 +25,7 @@ from instep._optim.values import (
     same,
     waits_for_host,
 )
+from instep._torch.versions import are_plain, versions_of
 from instep.errors import HyperparameterChangedError, UnsupportedOptimizerError
 
 

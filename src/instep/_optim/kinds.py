@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.overrides import is_manager
+from instep._torch.versions import version_of
 from instep._torch.watch import class_of
 
 # An optimizer object whose ``step`` was replaced, as diffusion trainers do it: beside that stands a method that steps
@@ -181,10 +182,10 @@ def _fused_counts_writes(name: str) -> bool:
         parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
         parameter.grad = torch.ones_like(parameter)
         optimizer = getattr(torch.optim, name)([parameter], lr=0.1, fused=True)
-        before = parameter._version
+        before = version_of(parameter)
         with torch.no_grad():
             undecorated_step(type(optimizer))(optimizer)
-        return parameter._version > before
+        return version_of(parameter) > before
 
 
 def takes_hooks(optimizer: Optimizer) -> bool:

@@ -1,14 +1,9 @@
 """Parameters that are spread over ranks: the part of one that this rank updates."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
-
-_WITHOUT_LOCAL = frozenset({torch.Tensor, torch.nn.Parameter})
-VERSION: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""How many writes of a plain tensor autograd has counted."""
 
 
 class LocalShard(Protocol):
@@ -56,40 +51,3 @@ def whole_of_entry(stepped: dict[Any, Any], entry: dict[Any, Any] | None, shard:
         if key not in entry or shard.of_state(entry[key]) is not value:
             entry[key] = shard.as_state(value)
     return entry
-
-
-def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that has the memory: of a ``DTensor`` its local tensor."""
-    if type(tensor) in _WITHOUT_LOCAL:
-        return tensor
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """What changes with every write that autograd counts. A ``DTensor`` counts those through itself, and those through
-    its local tensor, or an alias of that, are counted there."""
-    if tensor.is_inference():
-        return 0  # none is counted
-    memory = memory_of(tensor)
-    return tensor._version if memory is tensor else tensor._version + memory._version
-
-
-def are_plain(values: Iterable[object]) -> bool:
-    """Whether all are tensors of torch's own two classes."""
-    return _WITHOUT_LOCAL.issuperset(map(type, values))
-
-
-def are_counted(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all are plain tensors of whose writes torch keeps count."""
-    return are_plain(tensors) and not any(map(torch.Tensor.is_inference, tensors))
-
-
-def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The ``version_of`` each. There may be thousands, which are seldom anything but plain."""
-    if _WITHOUT_LOCAL.issuperset(map(type, tensors)):
-        try:
-            return list(map(VERSION, tensors))
-        except RuntimeError:  # one is an inference tensor
-            pass
-    return list(map(version_of, tensors))

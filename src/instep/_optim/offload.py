@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.local_shard import LocalShard, are_plain, memory_of, shard_of_entry, version_of, whole_of_entry
+from instep._optim.local_shard import LocalShard, shard_of_entry, whole_of_entry
 from instep._optim.stages import Stage, Update
 from instep._optim.values import reachable_values
 from instep._torch.engine import is_captured, on_stream
+from instep._torch.versions import are_plain, memory_of, version_of
 from instep.errors import UnsupportedOptimizerError
 
 # Copies between pinned host memory and one accelerator, on two streams of their own: in and out.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.local_shard import are_plain, memory_of
+from instep._torch.versions import are_plain, memory_of
 
 _VALUES = methodcaller("values")
 _OWNERS: Callable[[int], int] = torch._C._storage_Use_Count

@@ -12,7 +12,7 @@ from instep._optim.foreign import draws_in_step, draws_out_of_sight
 from instep._optim.kinds import STEPPED_WHOLE
 from instep._optim.offload import DeviceEntries
 from instep._optim.random_numbers import Generators, TorchGenerators
-from instep._optim.shadow import autocast_of, parameters_of, step_plainly, values_differ
+from instep._optim.shadow import autocast_of, parameters_of, step_plainly
 from instep._optim.synthetic import (
     DIVISIONS,
     GRADIENT_PATTERNS,
@@ -26,6 +26,7 @@ from instep._optim.synthetic import (
     one_by_one,
     specs_for,
 )
+from instep._optim.values import values_differ
 from instep.errors import HyperparameterChangedError, UnsupportedOptimizerError
 
 # An autocast block around ``optimizer.step()``: does it change the update? In backward, and behind the next forward,

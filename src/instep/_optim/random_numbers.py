@@ -14,10 +14,10 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.dtensor import drawn_by_part, shard_index
-from instep._optim.local_shard import memory_of
 from instep._optim.stages import Stage, Update
 from instep._optim.values import reachable_values
 from instep._torch.engine import graph_task, is_captured, is_of_backward
+from instep._torch.versions import memory_of
 from instep._torch.worker import NAME
 from instep.errors import UnsupportedOptimizerError
 

@@ -23,9 +23,9 @@ from instep._optim.kinds import (
     steps_one,
     undecorated_step,
 )
-from instep._optim.local_shard import memory_of
 from instep._optim.overrides import MANAGER, moved, same_places
 from instep._optim.values import PER_PARAMETER, is_immutable, is_plain, private
+from instep._torch.versions import memory_of
 from instep.errors import StaleAttachmentError
 
 # Where each parameter of an optimizer stands in its ``param_groups``, and which of a bucket's are in which group.
@@ -230,36 +230,6 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Any]:
 def shared_state(optimizer: Optimizer) -> dict[Any, Any]:
     """The items of its state that are not the entries of parameters."""
     return beside_parameters(optimizer.state)
-
-
-def values_differ(a: Any, b: Any) -> bool:
-    """Whether two values differ, tensors in any bit but that NaN equals NaN; of what is spread over ranks, this rank's
-    part. Objects of unknown kinds do not count."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return not _same_bits(memory_of(a), memory_of(b))
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() != b.keys() or any(values_differ(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) != len(b) or any(map(values_differ, a, b))
-    if isinstance(a, float) and isinstance(b, float):
-        return a != b and not (a != a and b != b)
-    if isinstance(a, _PLAIN) or isinstance(b, _PLAIN):
-        return type(a) is not type(b) or bool(a != b)
-    return type(a) is not type(b)
-
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Tensor, set, frozenset)
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    if a.is_sparse:
-        a, b = a.to_dense(), b.to_dense()
-    if torch.equal(a, b):
-        return True
-    numbers = a.is_floating_point() or a.is_complex()
-    return numbers and bool(torch.all((a == b) | ((a != a) & (b != b))))
 
 
 # How tools have an optimizer make its state before there has been a step: torch's distributed checkpoints (DCP), above

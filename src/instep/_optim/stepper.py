@@ -43,12 +43,14 @@ class _RunningStep(NamedTuple):
         size: how many entries that had.
         over_parameters: the stages of an update that finds the optimizer's own state: over the parameters themselves.
         stages: those of any other one.
+        divides: the stage that wants portions of a bucket, each in an update of its own.
     """
 
     state: MutableMapping[Any, Any]
     size: int
     over_parameters: Sequence[Stage]
     stages: Sequence[Stage]
+    divides: Stage | None
 
 
 class Stepper:
@@ -145,15 +147,22 @@ class Stepper:
         else:
             _through(iter(self.options), update, partial(self._run, running, update, begins))
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether its update is not one of torch's own: nobody knows what it reads and writes beside the parameters
+        that it is given, their gradients and their state."""
+        optimizer = self._optimizer()
+        step = type(optimizer).step if optimizer is not None else self._kind.step
+        as_before = step is self._kind.step and getattr(step, "__wrapped__", None) is self._kind.update
+        if optimizer is not None and (not as_before or "step" in vars(optimizer)):
+            self._kind = _kind_of(optimizer)  # a trainer has replaced it since, that of the object or of the class
+        return not self._kind.is_torchs_own
+
     def _begin(self, optimizer: Optimizer) -> _RunningStep:
         """A step begins: choose the stages of its updates."""
-        step = type(optimizer).step
-        as_before = step is self._kind.step and getattr(step, "__wrapped__", None) is self._kind.update
-        if not as_before or "step" in vars(optimizer):
-            self._kind = _kind_of(optimizer)  # a trainer has replaced it since, that of the object or of the class
+        known = not self.is_foreign
         if not self._layout.is_of(optimizer.param_groups):
             self._layout = GroupLayout(self.name, optimizer.param_groups)
-        known = self._kind.is_torchs_own
         guards: list[Stage] = [self._settings]
         if not known:
             self._foreign = self._foreign or ForeignGuard(self.name, self._settings)
@@ -162,26 +171,27 @@ class Stepper:
         if self._looks_back:
             guards.append(self._state_guard)
         stages = [*guards, CopiedEntries()]
+        divides: Stage | None = self.home
         if self.home is not None:
             stages.append(self.home)
         if self.draws is not None and not known:
             stages.append(self.draws)
+            divides = self.draws
         for stage in (*self.options, *stages):
             stage.begin(optimizer, self._layout)
         over_parameters = guards if known and self.home is None else stages
-        self._running = _RunningStep(optimizer.state, len(optimizer.state), over_parameters, stages)
+        self._running = _RunningStep(optimizer.state, len(optimizer.state), over_parameters, stages, divides)
         return self._running
 
     def _run(self, running: _RunningStep, update: Update, begins: Begins | None) -> None:
         if begins is not None:
             begins()
-        if not self.steps_every_parameter:
+        if running.divides is None:
             self._update(running, update)
             return
         if not all(map(self._layout.holds, update.owned)):
             self._take_in(update.optimizer)
-        divide = next(stage for stage in reversed(running.stages) if stage.steps_every_parameter)
-        for part in divide.portions_of(update.tensors):
+        for part in running.divides.portions_of(update.tensors):
             shards = None if update.shards is None else update.shards[part]
             self._update(running, Update(update.optimizer, update.tensors[part], update.owned[part], shards))
 
@@ -253,7 +263,7 @@ class Stepper:
     @property
     def _is_keyed(self) -> bool:
         """Whether each parameter is stepped by a call of its own, which draws by its key. torch's own never draw."""
-        return self.draws is not None and not is_torchs_own(self.optimizer())
+        return self.draws is not None and self.is_foreign
 
     def before_step(self) -> None:
         """``step()`` is called, and nothing is written yet: raise if it finds what no update of a bucket could step."""

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from instep._optim.kinds import STEPPED_WHOLE
 from instep._optim.random_numbers import KeyedDraws
-from instep._optim.shadow import alias_of, clone_of, parameters_of, shared_state, step_plainly, values_differ
+from instep._optim.shadow import alias_of, clone_of, parameters_of, shared_state, step_plainly
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo, UndoCopies
+from instep._optim.values import values_differ
 from instep.errors import UnsupportedOptimizerError
 
 # Made-up parameters and gradients, to try an optimizer on.

@@ -14,6 +14,7 @@ from instep._optim.kinds import held_by_classes, is_torchs_own, read_by_update
 from instep._optim.shadow import GroupLayout
 from instep._optim.stages import Stage, Update
 from instep._optim.values import PER_PARAMETER, Contents, OutsideState, Restore, copy_of, restore, same_bits
+from instep._torch.versions import version_of
 from instep.errors import UnsupportedOptimizerError
 
 # Gradients that are lent to an update on trial: some optimizers write or replace the gradient in their ``step()``.
@@ -28,7 +29,7 @@ class LentGradient:
         self._parameter = parameter
         self._like = like
         self._given = parameter.grad = like.detach().clone()
-        self._version = self._given._version
+        self._version = version_of(self._given)
 
     @property
     def given(self) -> torch.Tensor:
@@ -37,7 +38,7 @@ class LentGradient:
     def outcome(self) -> "GradientOutcome | None":
         """``None``: the update left it as it was."""
         now = self._parameter.grad
-        written = self._given._version != self._version or not _is_known_equal(self._given, self._like)
+        written = version_of(self._given) != self._version or not _is_known_equal(self._given, self._like)
         if now is self._given and not written:
             return None
         return GradientOutcome(self._given if written else None, now is not self._given, now)

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from instep._torch.versions import memory_of, version_of
+
 # What an update can get at beside what it is given: through the attributes, groups and state of its optimizer.
 
 
@@ -111,7 +113,7 @@ class _Values:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor  # held, so that no other one can have its address
-        self._version = tensor._version
+        self._version = version_of(tensor)
         self._address = _address(tensor)
         self._copy = tensor.detach().clone() if _can_be_read(tensor) else None
 
@@ -208,23 +210,52 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two dense tensors are equal bit for bit: NaN too."""
+    """Whether two dense tensors have the same memory, byte by byte: NaN of another payload and -0.0 are other values.
+    For what is put back, which must be what it was."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(bytes_of(a), bytes_of(b))
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two values of a group or of state are equal, tensors bit for bit."""
+def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal, and NaN where the other one is. For what was computed twice: which payload a NaN
+    gets is up to the kernel, and a loop that diverges must diverge the same way."""
+    if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:
+        return False
+    if a.is_sparse and b.is_sparse:
+        a, b = a.to_dense(), b.to_dense()
+    if torch.equal(a, b):
+        return True
+    can_be_nan = a.is_floating_point() or a.is_complex()
+    return can_be_nan and bool(torch.all((a == b) | ((a != a) & (b != b))))
+
+
+def same(a: Any, b: Any, *, others: bool = False) -> bool:
+    """Whether two values of a group, of state, or that a step returns are equal: containers by what they hold, tensors
+    by their numbers, of what is spread over ranks this rank's part.
+
+    Args:
+        others: the answer for two objects of one class, of which nobody knows how to compare them.
+    """
     if a is b:
         return True
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return isinstance(a, (*_IMMUTABLE, set)) and type(a) is type(b) and bool(a == b)
+        tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        return tensors and same_numbers(memory_of(a), memory_of(b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same(a[key], b[key], others=others) for key in a)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(*pair, others=others) for pair in zip(a, b, strict=True))
+    if isinstance(a, (*_IMMUTABLE, set, frozenset)):
+        return bool(a == b) or (a != a and b != b)
+    return others
+
+
+def values_differ(a: Any, b: Any) -> bool:
+    """Whether what was computed twice has come out differently. Objects of unknown kinds do not count."""
+    return not same(a, b, others=True)
 
 
 def _items_of(value: Any) -> dict[Any, Any] | None:

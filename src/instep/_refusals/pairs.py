@@ -13,9 +13,9 @@ import torch
 
 from instep._gradients.clipping import ClipNorm, Clipping, ClipValue
 from instep._optim.kinds import is_elementwise
-from instep._optim.local_shard import memory_of
 from instep._refusals.model import kind_of
 from instep._refusals.optimizers import drawing_by_key
+from instep._torch.versions import memory_of
 from instep.errors import AttachError
 from instep.options import BY_ENVIRONMENT, Options
 from instep.sources.replicate.source import Replicated

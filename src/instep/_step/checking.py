@@ -15,12 +15,14 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.kinds import STEPPED_WHOLE
-from instep._optim.local_shard import LocalShard, memory_of
+from instep._optim.local_shard import LocalShard
 from instep._optim.parameters import AttachedParameter, calls_of
 from instep._optim.random_numbers import Generators
-from instep._optim.shadow import autocast_of, clone_of, parameters_of, shared_state, step_plainly, values_differ
+from instep._optim.shadow import autocast_of, clone_of, parameters_of, shared_state, step_plainly
 from instep._optim.stages import Stage, Update
 from instep._optim.stepper import Stepper
+from instep._optim.values import values_differ
+from instep._torch.versions import memory_of
 from instep._torch.watch import plain_type
 from instep.errors import UnsupportedOptimizerError
 

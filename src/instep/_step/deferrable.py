@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from instep._optim.guards import DEFAULT_DTYPE, switched, switches
 from instep._optim.kinds import refuses_dense_gradients
-from instep._optim.local_shard import are_plain, memory_of
 from instep._optim.owners import (
     OwnerCount,
     are_kept,
@@ -34,6 +33,7 @@ from instep._step.schedule import InFlightBucket
 from instep._torch.engine import graph_task
 from instep._torch.lifetime import WeakMethod
 from instep._torch.placeholders import HeldGradient, Placeholder
+from instep._torch.versions import are_plain, memory_of
 from instep._torch.watch import plain_type
 
 # ``schedule="forward"``: in which order the model reads its parameters, and under which of torch's switches.

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from instep._optim.kinds import ONLY_DEFER
-from instep._optim.local_shard import are_plain
+from instep._torch.versions import are_plain
 from instep._torch.watch import Watch
 
 # ``schedule="forward"``: what a few ordinary steps of the loop show of what it could gain.

@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 
 from instep._gradients.clipping import Clip
 from instep._gradients.scaling import found_inf, take_off_here
-from instep._optim.kinds import is_torchs_own, steps_as_tested
-from instep._optim.local_shard import version_of
+from instep._optim.kinds import steps_as_tested
 from instep._optim.owners import OwnerCount
 from instep._optim.parameters import (
     GRADIENT,
@@ -36,11 +35,12 @@ from instep._step.deferred_buckets import (
 )
 from instep._step.norms import MeasuringSink
 from instep._step.schedule import InFlightBucket, Schedule
-from instep._step.state import Event, Recorder, State
+from instep._step.state import Event, State
 from instep._step.step import Agreement, RunningStep
 from instep._step.step_calls import StepCalls
 from instep._torch.engine import is_captured
 from instep._torch.placeholders import HeldGradient
+from instep._torch.versions import version_of
 from instep._torch.watch import GET_GRAD, SET_GRAD
 from instep._torch.worker import ending
 from instep.errors import InstepError
@@ -178,7 +178,7 @@ class UpdateDeferral:
             return
         self.rest = here.names
         at_once = [] if later is with_gradient else [a for a, wait in waiting.items() if not wait]
-        if not stepper.optimizer().state and not is_torchs_own(stepper.optimizer()):
+        if stepper.is_foreign and not stepper.optimizer().state:
             at_once.insert(0, later[0])  # one bucket makes state, see begin_state
         self._put_off(stepper, later, in_flight, clip)
         self._deferred.finish([self._deferred.of(attached.get()) for attached in at_once])
@@ -321,9 +321,7 @@ class UpdateDeferral:
         """Take the gradients off."""
         step, pending, optimizer = self._step, self._deferred, stepper.optimizer()
         outcomes = pending.outcomes_of(step.number)
-        deferred_step = DeferredStep(
-            stepper, parameters, step.number, self.vote, pending.recorder, step.times, outcomes
-        )
+        deferred_step = DeferredStep(stepper, parameters, step.number, self.vote, step.times, outcomes)
         begin_state(optimizer, parameters.tensors())
         buckets = []
         for members, flight in self._buckets_of(parameters, in_flight):
@@ -584,7 +582,7 @@ class ForwardSchedule(Schedule):
         deferring: Deferring,
     ) -> None:
         super().__init__(step)
-        self.measuring = MeasuringSink(step.accumulation, step.passes.clipping)
+        self.measuring = MeasuringSink(step.accumulation, step.passes.clipping, step.times)
         self._deferred = DeferredBuckets(self._step, self)
         self._reading = ReadOrder(bucket_bytes)
         self._update_deferral = UpdateDeferral(
@@ -788,15 +786,6 @@ class ForwardSchedule(Schedule):
     def readers(self) -> list[ReadHook]:
         """The hooks of the modules that read parameters."""
         return self._reading.hooks
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """Told of each bucket's step and communication; ``None`` when nobody listens."""
-        return self._deferred.recorder
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder | None) -> None:
-        self._deferred.recorder = self.measuring.recorder = recorder
 
     # What the attachment asks.
 

@@ -15,19 +15,19 @@ from torch.optim import Optimizer
 
 from instep._gradients.clipping import Clip
 from instep._optim.guards import DEFAULT_DTYPE, MKLDNN, EntriesAsLeft, as_then, in_threads, switched, switches
-from instep._optim.kinds import fused_counts_writes, is_torchs_own
-from instep._optim.local_shard import VERSION, are_counted, memory_of, version_of
+from instep._optim.kinds import fused_counts_writes
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, OptimizerCall, calls_of
 from instep._optim.shadow import end_state, order_added, snapshot_of
 from instep._optim.stepper import Stepper
 from instep._ranks.votes import StepVotes, Vote, error_of
 from instep._step.schedule import InFlightBucket
-from instep._step.state import Gather, Gathered, Recorder, StepTimes, without_frames
+from instep._step.state import Gather, Gathered, StepTimes, without_frames
 from instep._step.step import RunningStep
 from instep._step.streams import Mark
 from instep._torch.engine import Compiles, listen, profiled
 from instep._torch.lifetime import Unsettled, WeakMethod, owe, settled
 from instep._torch.placeholders import BeforeUse, HeldGradient, become_real
+from instep._torch.versions import VERSION, are_counted, memory_of, version_of
 from instep._torch.watch import StateWatch, Watch
 from instep._torch.worker import Task, Worker
 from instep.errors import InstepError, StepMismatchError, UncommittedStepError, UnsupportedOptimizerError
@@ -254,8 +254,9 @@ class _ConditionsAtStep:
         threads: of torch's, on a CPU.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.known = is_torchs_own(optimizer)
+    def __init__(self, stepper: Stepper) -> None:
+        optimizer = stepper.optimizer()
+        self.known = not stepper.is_foreign
         self.switches = switches()
         self.threads = torch.get_num_threads()
         self.at_any_time = self.known and all(group.get("fused") for group in optimizer.param_groups)
@@ -289,7 +290,6 @@ class DeferredStep:
         stepper: of the copy, whose groups are as they were then.
         unapplied: its buckets that are still to be applied.
         outstanding: its buckets that nobody has waited for.
-        recorder: told of each update.
         times: are told of each update's.
         ranks: what they say of it.
     """
@@ -300,7 +300,6 @@ class DeferredStep:
         parameters: AttachedParameters,
         number: int,
         vote: Vote | None,
-        recorder: Recorder | None,
         times: StepTimes,
         outcomes: StepOutcomes,
     ) -> None:
@@ -310,13 +309,12 @@ class DeferredStep:
         self.entries_before = len(optimizer.state)
         self._frozen = snapshot_of(optimizer)  # held here: the stepper holds it weakly
         self.stepper = stepper.of_copy(self._frozen)
-        self.circumstances = _ConditionsAtStep(optimizer)
+        self.circumstances = _ConditionsAtStep(stepper)
         self.outcome = StepOutcome(parameters)
         self.outcomes = outcomes
         outcomes[id(stepper), True] = self.outcome
         self.unapplied: list[DeferredBucket] = []
         self.outstanding: list[DeferredBucket] = []
-        self.recorder = recorder
         self.times = times
         self.ranks = Ranks(number, vote, self.outcome)
         self._parameters = tuple(parameters)
@@ -391,7 +389,7 @@ class _VersionsAtStep:
     def _found(self) -> list[int]:
         if self._memory is None:
             return list(map(VERSION, self._all))
-        return [-1 if tensor is None else tensor._version for tensor in self._memory]
+        return [-1 if tensor is None else VERSION(tensor) for tensor in self._memory]
 
 
 class DeferredBucket:
@@ -457,9 +455,7 @@ class DeferredBucket:
             self._as_left, self.gradients = None, []
         # Else the side stream still reads them: they stay until it was waited for, and who writes them races with it.
         outcome.applied += self._shards.whole
-        step.times.ran(started)
-        if step.recorder is not None:
-            step.recorder("step", self.names, started, perf_counter())
+        step.times.ran(self, started)
 
     def _arrive(self) -> None:
         flight, self._flight = self._flight, None
@@ -587,7 +583,6 @@ class DeferredBuckets:
         owner: held weakly, for it has this.
 
     Attributes:
-        recorder: told of updates, and of waiting; ``None`` when nobody listens.
         worker: applies buckets of parameters in host memory.
         is_beginning: whether a bucket that was handed over is being sent: its own update uses parameters.
         met: parameters that were handed over, and that ``step()`` itself has come to nevertheless, by name, with the
@@ -596,7 +591,6 @@ class DeferredBuckets:
     """
 
     def __init__(self, step: RunningStep, owner: DeferringSchedule) -> None:
-        self.recorder: Recorder | None = None
         self.worker = Worker()
         self.is_beginning = False
         self.met: list[tuple[str, torch.Tensor, int]] = []
@@ -710,9 +704,7 @@ class DeferredBuckets:
                 started = perf_counter()
                 with profiled("wait for update", bucket.names[0]):
                     bucket.done.wait()
-                self._step.times.waited(started)
-                if self.recorder is not None:
-                    self.recorder("waiting", bucket.names, started, perf_counter())
+                self._step.times.waited(bucket, started)
 
     def finished(self, bucket: DeferredBucket) -> Mark:
         """Launch all that is left of it on the side stream."""

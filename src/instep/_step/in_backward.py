@@ -25,7 +25,7 @@ from instep._step.norms import Losses
 from instep._step.on_trial import TrialWrites
 from instep._step.remedies import KEEP_ALL, MICRO_BATCHES, after_update, never_cleared, while_measuring
 from instep._step.schedule import Schedule
-from instep._step.state import Event, FirstError, Recorder, gradient_of
+from instep._step.state import Event, FirstError, gradient_of
 from instep._step.step import Agreement, RunningStep
 from instep._step.step_calls import StepCalls
 from instep._step.writes import FinalWrites, Writes, owed_steps
@@ -40,13 +40,11 @@ class BucketSink(Schedule):
     """Takes final gradients from the sources, and steps full buckets while backward runs.
 
     Attributes:
-        recorder: told of each bucket's step and communication; ``None`` when nobody listens.
         at_open: what is called when a step opens, as far as it is still there.
     """
 
     def __init__(self, step: RunningStep, writes: Writes) -> None:
         super().__init__(step)
-        self.recorder: Recorder | None = None
         self.at_open: Sequence[weakref.ref[Callable[[], None]]] = ()
         self._clips = step.passes.clipping.policy is not None
         self._writes = writes
@@ -146,9 +144,7 @@ class BucketSink(Schedule):
                     begun = (a for a in writes.begun if a.shard is None or not a.shard.is_empty)
                     self.fail(error, [a.spec.name for a in begun])
                 return False
-            step.times.ran(started)
-            if self.recorder is not None:
-                self.recorder("step", [attached.spec.name for attached in members], started, perf_counter())
+            step.times.ran(members, started)
             return True
 
     def count_freed(self, bucket: Sequence[AttachedParameter]) -> None:

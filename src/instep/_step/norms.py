@@ -10,14 +10,14 @@ from typing import Literal
 import torch
 
 from instep._gradients.clipping import Clipping
-from instep._optim.local_shard import version_of
 from instep._optim.parameters import AttachedParameter
 from instep._optim.random_numbers import Generators
 from instep._step.accumulation import Accumulation
 from instep._step.remedies import ANY_LOOP
-from instep._step.state import FirstError, Recorder, StepMembers, gradient_of
+from instep._step.state import FirstError, StepMembers, StepTimes, gradient_of
 from instep._step.streams import StepStreams
 from instep._torch.placeholders import ZeroedGradient
+from instep._torch.versions import version_of
 from instep._torch.watch import Watch
 from instep.errors import InstepError, SpentGradientError
 
@@ -171,17 +171,16 @@ class MeasuringSink:
     A gradient that is used after it was measured is measured again by ``optimizer.step()``.
 
     Attributes:
-        recorder: told of each bucket's communication; ``None`` when nobody listens.
         at_open: what is called when the first gradient of a step arrives, as far as it is still there.
     """
 
     waits_for_all = by_bucket = frees_gradients = keeps_gradients = False
 
-    def __init__(self, accumulation: Accumulation, clipping: Clipping) -> None:
+    def __init__(self, accumulation: Accumulation, clipping: Clipping, times: StepTimes) -> None:
         self.streams = StepStreams()
         self.lock = threading.RLock()
         self.step_count = 0
-        self.recorder: Recorder | None = None
+        self.times = times
         self.at_open: Sequence[weakref.ref[Callable[[], None]]] = ()
         self._accumulation = accumulation
         self._clipping = clipping

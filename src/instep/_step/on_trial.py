@@ -8,18 +8,17 @@ import torch
 from torch.optim import Optimizer
 
 from instep._gradients.scaling import LossScale, found_inf, is_power_of_two, kernel_scale, take_off_here
-from instep._optim.kinds import is_torchs_own
-from instep._optim.local_shard import version_of
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.stepper import Stepper
 from instep._optim.undo import GradientOutcome, LentGradient, Undo, UndoCopies
 from instep._step.remedies import WRITE_LATER
-from instep._step.state import Event, StepMembers, gradient_of, versions_of
+from instep._step.state import Event, StepMembers, gradient_of
 from instep._step.step import Agreement, RunningStep
 from instep._step.writes import Writes, require_settings_as_left
 from instep._torch.engine import profiled
 from instep._torch.lifetime import Unsettled, WeakMethod, owe, settled
 from instep._torch.placeholders import UNSCALE, HeldGradient
+from instep._torch.versions import version_of, versions_of
 from instep._torch.watch import GET_GRAD, Watch
 from instep.errors import (
     HyperparameterChangedError,
@@ -474,7 +473,7 @@ class TrialWrites(Writes):
         return {
             attached: LentGradient(parameter, gradient)
             for attached, parameter, gradient in zip(bucket, parameters, gradients, strict=True)
-            if not is_torchs_own(attached.stepper.optimizer())
+            if attached.stepper.is_foreign
         }
 
     def takes_back(self, error: Exception) -> bool:
@@ -617,7 +616,7 @@ class TrialWrites(Writes):
         """What ``step()`` is about to write is rolled back too, if an error or Ctrl-C stops it half way."""
         if self._raises:
             return  # again, most likely: what it then leaves is the plain loop's
-        if not is_torchs_own(stepper.optimizer()):
+        if stepper.is_foreign:
             self._step.round.remember_settings(stepper)
         # On the stream that step() will write on.
         self._rollback.copies.save([a.get() for a in left if gradient_of(a) is not None], stepper.optimizer())

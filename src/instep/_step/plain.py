@@ -12,7 +12,7 @@ from instep._gradients.clipping import ClipNorm, ClipValue
 from instep._gradients.scaling import Policy, found_inf, take_off_here
 from instep._optim.stepper import Stepper
 from instep._step.schedule import Schedule
-from instep._step.state import Event, Recorder
+from instep._step.state import Event
 from instep._step.step import Agreement, RunningStep
 from instep._step.step_calls import StepCalls
 from instep._torch.watch import Watch
@@ -143,7 +143,6 @@ class PlainSchedule(Schedule):
         takes_any_loop: bool = False,
     ) -> None:
         super().__init__(step)
-        self.recorder: Recorder | None = None
         self._takes_any_loop = takes_any_loop
         self.calls: PlainCalls = PlainCalls(step, Agreement(nonfinite, step.ledger.votes), why)
 

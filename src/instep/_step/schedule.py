@@ -12,7 +12,7 @@ from instep._optim.parameters import AttachedParameter, Bucket
 from instep._optim.stepper import Stepper
 from instep._step.deferral import Gains
 from instep._step.norms import Losses
-from instep._step.state import Gather, Recorder
+from instep._step.state import Gather
 from instep._step.step import RunningStep
 from instep._step.step_calls import StepCalls
 from instep.errors import InstepError
@@ -39,14 +39,12 @@ class Schedule:
 
     Attributes:
         calls: those of ``optimizer.step()``, which the hooks around it tell of.
-        recorder: told of each bucket's step and communication; ``None`` when nobody listens.
         streams: on which buckets are stepped.
         lock: held while gradients are offered and applied.
         backwards: those that were seen to begin.
-        times: how long steps take the loop.
+        times: how long steps take the loop, and who is told of each bucket's.
     """
 
-    recorder: Recorder | None
     calls: StepCalls
 
     def __init__(self, step: RunningStep) -> None:

@@ -46,13 +46,13 @@ from typing import Protocol
 
 import torch
 
-from instep._optim import local_shard as parts
 from instep._optim.guards import remember_settings
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.stepper import Stepper
 from instep._ranks.votes import StepVotes
 from instep._torch.engine import graph_task
 from instep._torch.placeholders import HeldGradient, Placeholder
+from instep._torch.versions import versions_of
 from instep._torch.watch import SET_GRAD
 from instep.errors import StepMismatchError, TornStepError
 
@@ -428,12 +428,6 @@ def gradient_of(attached: AttachedParameter) -> torch.Tensor | None:
     return None if isinstance(gradient, Placeholder) else gradient
 
 
-def versions_of(parameters: Sequence[torch.Tensor]) -> list[int]:
-    """Of parameters that may be watched: nobody is told."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return parts.versions_of(parameters)
-
-
 def first_written(members: AttachedParameters, versions: Sequence[int]) -> AttachedParameter | None:
     """The first of ``members`` with another version than it had then."""
     found = versions_of(members.tensors())
@@ -598,6 +592,14 @@ class Recorder(Protocol):
 # How long the loop was held up by its steps, and how long updates ran beside it: counted for each bucket.
 
 
+class NamedBucket(Protocol):
+    """Parameters that are updated together."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Theirs, in the model."""
+
+
 class StepTimes:
     """From one commit to the next, by the host's clock.
 
@@ -605,9 +607,11 @@ class StepTimes:
         exposed: seconds within ``optimizer.step()`` and of waiting for updates, before the last commit; ``None``: there
             was none.
         outside: seconds of updates outside of ``optimizer.step()``, less those in which they were waited for.
+        recorder: told of each bucket's update, communication, and of waiting for it; ``None``: nobody listens.
     """
 
     def __init__(self) -> None:
+        self.recorder: Recorder | None = None
         self.exposed: float | None = None
         self.outside = 0.0
         self._began: float | None = None
@@ -623,14 +627,20 @@ class StepTimes:
             self._in_step += perf_counter() - self._began
             self._began = None
 
-    def ran(self, started: float) -> None:
-        """An update that began then has ended."""
-        self._ran.append(perf_counter() - started)
+    def ran(self, bucket: NamedBucket, started: float) -> None:
+        """The update of ``bucket`` that began then has ended."""
+        ended = perf_counter()
+        self._ran.append(ended - started)
+        if self.recorder is not None:
+            self.recorder("step", bucket.names, started, ended)
 
-    def waited(self, started: float) -> None:
-        """An update was waited for, from then on."""
+    def waited(self, bucket: NamedBucket, started: float) -> None:
+        """The update of ``bucket`` was waited for, from then on."""
+        ended = perf_counter()
         if self._began is None:  # else it is a part of step()
-            self._waited += perf_counter() - started
+            self._waited += ended - started
+        if self.recorder is not None:
+            self.recorder("waiting", bucket.names, started, ended)
 
     def committed(self) -> None:
         ran, self._ran = self._ran, []

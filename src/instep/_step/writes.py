@@ -10,17 +10,17 @@ from typing import NoReturn
 import torch
 
 from instep._gradients.scaling import Policy, all_finite, kernel_scale, nonfinite_error
-from instep._optim.kinds import is_torchs_own
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, calls_of
 from instep._optim.probe_trials import require_same_in_autocast
 from instep._optim.stepper import Stepper, writes_without_gradient
 from instep._step.checking import Check
 from instep._step.norms import changed_after_measuring
 from instep._step.remedies import ANY_LOOP, KEEP_ALL, MICRO_BATCHES, WRITE_LATER, never_cleared
-from instep._step.state import Event, Gathered, first_written, gradient_of, versions_of
+from instep._step.state import Event, Gathered, first_written, gradient_of
 from instep._step.step import RunningStep
 from instep._torch.engine import graph_task, is_compiled
 from instep._torch.hooks import user_call
+from instep._torch.versions import versions_of
 from instep._torch.watch import Watch
 from instep.errors import (
     AccumulationError,
@@ -287,7 +287,7 @@ class Writes(ABC):
 
     def _leave_alone(self, stepper: Stepper, applied: AttachedParameters) -> None:
         """``step()`` must not write parameters that backward has applied. torch's own do not."""
-        if applied and not is_torchs_own(stepper.optimizer()):
+        if applied and stepper.is_foreign:
             self._at_rest = applied, versions_of(applied.tensors())
 
     def _call(self, stepper: Stepper, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from instep._torch.engine import graph_task
 from instep._torch.hooks import BoundHook
+from instep._torch.versions import version_of
 from instep.errors import InstepError
 
 _TO_MODULE_CALL = 3
@@ -91,7 +92,7 @@ class LowPrecision:
         if self._running and self._running[-1] is module:
             self._running.pop()
             if not self._running:
-                written = [p for _, _, p, low, version in self._swapped if _version(low) != version]
+                written = [p for _, _, p, low, version in self._swapped if version_of(low) != version]
                 self._restore()
                 if written:
                     name = next(name for name, p in module.named_parameters() if p is written[0])
@@ -137,7 +138,7 @@ class LowPrecision:
                     if id(parameter) not in copies:
                         copies[id(parameter)] = parameter.to(self._dtype)
                     low = copies[id(parameter)]
-                    self._swapped.append((module, name, parameter, low, _version(low)))
+                    self._swapped.append((module, name, parameter, low, version_of(low)))
         for module, name, _, low, _ in self._swapped:
             _put(module, name, low)
 
@@ -151,10 +152,6 @@ class LowPrecision:
 
     def _cast_output(self, module: nn.Module, args: object, output: Any) -> Any:
         return _map_floating(output, self._output_dtype)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:

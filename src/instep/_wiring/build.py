@@ -30,7 +30,7 @@ from instep._step.in_backward import BackwardSchedule
 from instep._step.norms import MeasuringSink
 from instep._step.plain import PlainSchedule
 from instep._step.schedule import InFlightBucket, Schedule
-from instep._step.state import Recorder, StepMembers
+from instep._step.state import StepMembers
 from instep._step.step import Agreement, RunningStep
 from instep._torch.engine import Traced, graph_task
 from instep._torch.hooks import BoundHook, PlainPickles, UntracedHook, first_of_post_hooks, last_of_pre_hooks
@@ -151,8 +151,7 @@ def make_sources(
             in_rows = [a for a in mine if a.shard is not None]
             sources.append(zero.source(sink, in_rows, wrapper, accumulation, dtype))
         elif communication.cross_iteration and isinstance(wrapper, DistributedDataParallel):
-            recorder = partial(_recorder_of, weakref.ref(chosen.schedule))
-            sources.append(CrossingSource(mine, wrapper, dtype, recorder))
+            sources.append(CrossingSource(mine, wrapper, dtype, chosen.schedule.times))
         elif chosen.tells_all or communication.comm_hook is not None or dtype is not None:
             sources.append(_reducing(wrapper, mine, sink, communication))
     if chosen.tells_all and rest:
@@ -179,10 +178,6 @@ def _unwrapped(
     if target.fsdp1:
         return FSDP1Source(sink, mine, target.fsdp1)
     return LocalSource(sink, mine, options.bytes_of_a_bucket, uses)
-
-
-def _recorder_of(schedule: "weakref.ref[Schedule]") -> Recorder | None:
-    return None if (found := schedule()) is None else found.recorder
 
 
 def _flights(sources: Sequence[CrossingSource]) -> list[InFlightBucket]:

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket
-from instep._step.state import Recorder
+from instep._step.state import StepTimes
 from instep._step.streams import StepStreams
 from instep._torch.engine import profiled
 
@@ -68,7 +68,7 @@ class Sink(Protocol):
     @property
     def step_count(self) -> int: ...
     @property
-    def recorder(self) -> Recorder | None: ...
+    def times(self) -> StepTimes: ...
     @property
     def waits_for_all(self) -> bool: ...
     @property
@@ -120,7 +120,7 @@ class Sink(Protocol):
 def record_arrival(sink: Sink, bucket: Iterable[AttachedParameter], future: torch.futures.Future[Any]) -> None:
     """Tell the recorder of the step, if it has one, of the communication of ``bucket``: from now until ``future`` is
     done, which a thread of the backend's notes."""
-    recorder, started = sink.recorder, perf_counter()
+    recorder, started = sink.times.recorder, perf_counter()
     if recorder is not None:
         names = [attached.spec.name for attached in bucket]
         future.add_done_callback(lambda _: recorder("communication", names, started, perf_counter()))

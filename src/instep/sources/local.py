@@ -19,7 +19,6 @@ from operator import attrgetter
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from instep._optim.local_shard import memory_of
 from instep._optim.parameters import (
     GRADIENT,
     AttachedParameter,
@@ -34,6 +33,7 @@ from instep._torch.engine import Phase, current, graph_task
 from instep._torch.hooks import UntracedHook
 from instep._torch.lifetime import weakly
 from instep._torch.placeholders import ZeroedGradient
+from instep._torch.versions import memory_of
 from instep.errors import InstepError
 from instep.sources import Sink, deliver, step_bucket
 

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from instep._optim.parameters import AttachedParameter, Bucket
 from instep._ranks.process_groups import group_beside, require_another
-from instep._step.state import Recorder
+from instep._step.state import StepTimes
 from instep._torch.engine import Phase, current, graph_task
 from instep._torch.hooks import BoundHook
 from instep._torch.lifetime import WeakMethod, weakly
@@ -48,12 +48,12 @@ class CrossingSource:
         parameters: Sequence[AttachedParameter],
         ddp: DistributedDataParallel,
         reduce_dtype: torch.dtype | None,
-        recorder: Callable[[], Recorder | None],
+        times: StepTimes,
     ) -> None:
         self._ddp = weakref.ref(ddp)
         self._parameters = WrappedParameters(parameters)
         self._reduce_dtype = reduce_dtype
-        self._recorder = recorder
+        self._times = times
         self._group: dist.ProcessGroup | None = None
         self._handle: RemovableHandle | None = None
         self._history = BucketHistory()
@@ -165,7 +165,7 @@ class CrossingSource:
         self._plan.begin(self._history)
         self._history.begin()
         self._made = {}
-        timed = self._recorder() is not None or will_exchange(self._history.repetitions + 2)
+        timed = self._times.recorder is not None or will_exchange(self._history.repetitions + 2)
         in_order = self._history.repeats and self._plan.crosses
         self._collectives = OrderedCollectives(self._plan.order if in_order else [], timed=timed)
         current().at(Phase.AFTER_DDP, self._after_ddp_ended, self._failed)
@@ -218,7 +218,7 @@ class CrossingSource:
         if self._collectives is None or self._collectives.is_drained:
             return
         sent = self._collectives.drain()
-        recorder = self._recorder()
+        recorder = self._times.recorder
         if recorder is not None:
             for members, collective in zip(self._history.last, sent, strict=False):
                 if collective.end:

@@ -1,0 +1,54 @@
+"""Versions: how often autograd has counted a write of a tensor, by which instep knows that somebody has written it.
+
+torch keeps one counter for a tensor and its views, under the private name ``_version``; nothing else in instep reads
+that name. Not counted: writes through ``.data`` or a NumPy array, by torch's fused kernels (whoever runs one calls
+``torch.autograd.graph.increment_version``), and all writes of inference tensors.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+
+import torch
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+VERSION: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""Of a plain tensor whose writes are counted. ``RuntimeError`` for an inference tensor."""
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that has the memory: of a ``DTensor`` its local tensor."""
+    if type(tensor) in _PLAIN:
+        return tensor
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """What changes with every write that autograd counts. A ``DTensor`` counts those through itself, and those through
+    its local tensor, or an alias of that, are counted there."""
+    if tensor.is_inference():
+        return 0  # none is counted
+    memory = memory_of(tensor)
+    return VERSION(tensor) if memory is tensor else VERSION(tensor) + VERSION(memory)
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The ``version_of`` each. There may be thousands, which are seldom anything but plain."""
+    # Some may be watched: to ask for a version is no use of the values, and nobody is to wait or be told.
+    with torch._C.DisableTorchFunctionSubclass():
+        if _PLAIN.issuperset(map(type, tensors)):
+            try:
+                return list(map(VERSION, tensors))
+            except RuntimeError:  # one is an inference tensor
+                pass
+        return list(map(version_of, tensors))
+
+
+def are_plain(values: Iterable[object]) -> bool:
+    """Whether all are tensors of torch's own two classes."""
+    return _PLAIN.issuperset(map(type, values))
+
+
+def are_counted(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all are plain tensors of whose writes torch keeps count."""
+    return are_plain(tensors) and not any(map(torch.Tensor.is_inference, tensors))
