@@ -18,6 +18,6 @@ def source_of(overlap: instep.Attachment) -> Any:
 
 def before_forward(overlap: instep.Attachment) -> None:
     """What instep does before the model's forward, and nothing of what others do there."""
-    model = overlap._parts.held.model()
+    model = overlap._parts.refs.model()
     assert model is not None
     overlap._parts.forwards.before_forward(model, ())

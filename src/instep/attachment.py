@@ -151,9 +151,9 @@ class Attachment:
         """With ``schedule="forward"``: whether steps are put off, and why; after a few steps also what this loop could
         gain by ``schedule="backward"``, or under DDP by ``cross_iteration=True``, in bytes and milliseconds. One
         sentence a line; empty where there is nothing to say."""
-        held, crosses = self._parts.held, self._options.communication.cross_iteration
-        ddps = [one for one in held.living_wrappers() if isinstance(one, DistributedDataParallel)]
-        divided = bool(held.wrapped) or self._parts.sharding is not None
+        refs, crosses = self._parts.refs, self._options.communication.cross_iteration
+        ddps = [one for one in refs.living_wrappers() if isinstance(one, DistributedDataParallel)]
+        divided = bool(refs.wrapped) or self._parts.sharding is not None
         return advice(self._parts.schedule, self._options, ddps, divided=divided, crosses=crosses)
 
     @property
@@ -170,10 +170,10 @@ class Attachment:
     def record(self, steps: int = 5) -> "Recording":
         """Record what runs when in the loop, and what memory it holds: ``with overlap.record() as recording:`` around
         it, and ``recording.save(path)`` afterwards. See ``instep.record``."""
-        model, optimizers = self._parts.held.model(), self._parts.held.optimizers()
+        model, optimizers = self._parts.refs.model(), self._parts.refs.optimizers()
         if model is None or not optimizers:
             raise InstepError("there is nothing to record: the model or the optimizer is gone")
-        if len(self._parts.held.called()) > 1:
+        if len(self._parts.refs.called()) > 1:
             raise InstepError(
                 "record() of several models: an iteration of a recording begins where one model's forward does. Attach "
                 "the module that holds them, and call that"
@@ -314,7 +314,7 @@ class Attachment:
         schedule.synchronize()
         schedule.require_whole()
         gradients = any(p.grad is not None for p in living_parameters(schedule))
-        if schedule.state == "open" or (self._parts.accumulation.holding and gradients):
+        if schedule.state == "open" or (self._parts.accumulation.only_adds and gradients):
             raise UncommittedStepError(
                 f"step {self.step_count + 1} is under way: a checkpoint is of committed steps. Save after "
                 "optimizer.step(), or before the first backward of the step"
@@ -380,13 +380,13 @@ class Attachment:
         if parts.zero is not None:
             parts.schedule.synchronize()
             parts.zero.close()
-        for model in parts.held.called():
+        for model in parts.refs.called():
             if _attachments.get(model) is self:
                 del _attachments[model]
         try:
             parts.schedule.close()
         finally:
-            for stepper in parts.held.steppers:
+            for stepper in parts.refs.steppers:
                 stepper.restore_to_device()
             if not parts.threads.in_backward:
                 parts.planned.keep()
@@ -402,25 +402,25 @@ class Attachment:
         self.detach()
 
     def __repr__(self) -> str:
-        optimizers = ", ".join(stepper.name for stepper in self._parts.held.steppers) or "no optimizer of torch's"
+        optimizers = ", ".join(stepper.name for stepper in self._parts.refs.steppers) or "no optimizer of torch's"
         plan, deferral = self.plan, self._parts.schedule.deferral
         return (
-            f"<instep.Attachment {self._parts.held.name} with {optimizers}: schedule={self._options.schedule!r}, "
+            f"<instep.Attachment {self._parts.refs.name} with {optimizers}: schedule={self._options.schedule!r}, "
             f"{'' if deferral is None else f'steps {deferral}, '}"
             f"{len(plan.buckets)} buckets of {plan.nbytes / MIB:.2f} MiB, {self.step_count} steps, "
             f"{''.join(f'{said}, ' for said in self._parts.planned.said())}{self.state}>"
         )
 
     def _repr_html_(self) -> str:
-        held, plan = self._parts.held, self.plan
+        refs, plan = self._parts.refs, self.plan
         rows = {
-            "optimizers": ", ".join(stepper.name for stepper in held.steppers),
+            "optimizers": ", ".join(stepper.name for stepper in refs.steppers),
             **self._options.given(),
             "state": self.state,
             "buckets": f"{len(plan.buckets)} of {plan.nbytes / MIB:.2f} MiB",
             **self.stats(),
         }
-        return table_of(f"instep.Attachment of {held.name}", rows)
+        return table_of(f"instep.Attachment of {refs.name}", rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a model is not attached: what refers to its attachment refers to nothing."""

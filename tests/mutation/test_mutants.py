@@ -471,7 +471,7 @@ MUTANTS = [
     ),
     Mutant(
         "step within accumulate()",
-        "Accumulation.is_held",
+        "Accumulation.is_in_hold",
         "        if self._held > 0:\n",
         "        if False:\n",
         PARITY,
@@ -541,7 +541,7 @@ MUTANTS = [
     ),
     Mutant(
         "let a spent gradient own its step",
-        "Gathering._attached",
+        "ParametersOfModel._attached",
         "weakly(self._error_for_use, spec)",
         "__import__('functools').partial(self._error_for_use, spec)",
         "tests/unit/test_life.py",
@@ -824,8 +824,8 @@ MUTANTS = [
     Mutant(
         "a bucket that Ctrl-C has left on its way is being sent for ever",
         "DeferredBuckets._used",
-        "if self.is_beginning and round_.stepper is not None and not round_.was_stopped:",
-        "if self.is_beginning:",
+        "if self.is_sending and round_.stepper is not None and not round_.was_stopped:",
+        "if self.is_sending:",
         "tests/parity/test_interrupted_lines.py",
     ),
     Mutant(
@@ -896,7 +896,7 @@ MUTANTS = [
     Mutant(
         "do not wait for what a module reads",
         "ForwardSchedule.before_read",
-        "        if pending:\n",
+        "        if deferred:\n",
         "        if False:\n",
         "tests/parity/test_structures.py",
     ),
@@ -1387,7 +1387,7 @@ MUTANTS = [
     Mutant(
         "scatter what is only to be added to",
         "ZeroSource.communicate",
-        "        if self._accumulation.is_held:\n",
+        "        if self._accumulation.is_in_hold:\n",
         "        if False:\n",
         ZERO,
     ),
@@ -1814,8 +1814,8 @@ MUTANTS = [
     Mutant(
         "save while a step is open",
         "Attachment.require_committed",
-        'if schedule.state == "open" or (self._parts.accumulation.holding and gradients):',
-        "if self._parts.accumulation.holding and gradients:",
+        'if schedule.state == "open" or (self._parts.accumulation.only_adds and gradients):',
+        "if self._parts.accumulation.only_adds and gradients:",
         CHECKPOINT + "test_refusals.py",
     ),
     Mutant(
@@ -1828,7 +1828,7 @@ MUTANTS = [
     Mutant(
         "save between micro-batches",
         "Attachment.require_committed",
-        'if schedule.state == "open" or (self._parts.accumulation.holding and gradients):',
+        'if schedule.state == "open" or (self._parts.accumulation.only_adds and gradients):',
         'if schedule.state == "open":',
         CHECKPOINT + "test_refusals.py",
     ),
@@ -2382,7 +2382,7 @@ MUTANTS = [
     Mutant(
         "let optimizer.state be read while steps are due",
         "UpdateDeferral._take_over",
-        "        pending.watch_state(optimizer)\n",
+        "        deferred.watch_state(optimizer)\n",
         "",
         STATE,
     ),
@@ -2805,8 +2805,8 @@ MUTANTS = [
     Mutant(
         "a step whose gradients are kept is taken in backward",
         "BucketSink.arrive",
-        "if step.accumulation.holding or self.keeps_gradients:",
-        "if step.accumulation.holding:",
+        "if step.accumulation.only_adds or self.keeps_gradients:",
+        "if step.accumulation.only_adds:",
         KEEP,
     ),
     Mutant(
@@ -2959,8 +2959,8 @@ MUTANTS = [
     Mutant(
         "several models are detached in part",
         "Attachment._detach",
-        "for model in parts.held.called():",
-        "for model in parts.held.called()[:1]:",
+        "for model in parts.refs.called():",
+        "for model in parts.refs.called()[:1]:",
         SEVERAL,
     ),
     Mutant(
@@ -3232,7 +3232,7 @@ MUTANTS = [
     Mutant(
         "torn: forget what step() itself has updated",
         "DeferredBuckets.returned",
-        "            outcome.applied = outcome.pending\n",
+        "            outcome.applied = outcome.names\n",
         "            pass\n",
         TORN_NAMES,
     ),

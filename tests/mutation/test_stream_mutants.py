@@ -488,7 +488,7 @@ MUTANTS = [
     _mutant(
         "forward: parts are sent on the loop's stream",
         "UpdateDeferral._begin",
-        "                with pending.on_side(bucket):\n                    bucket.send(",
+        "                with deferred.on_side(bucket):\n                    bucket.send(",
         "                if True:\n                    bucket.send(",
         ZERO,
         "test_gradients_that_the_loop_keeps",
@@ -624,7 +624,7 @@ MUTANTS = [
     _mutant(
         "offload: a step is put back while its state is copied",
         "Rollback._restore",
-        "            stepper.settle()\n",
+        "            stepper.wait_for_state()\n",
         "            pass\n",
         OFFLOAD,
         "next and rollback",
@@ -632,7 +632,7 @@ MUTANTS = [
     _mutant(
         "offload: a torn step leaves copies under way",
         "Writes.tear",
-        "            stepper.settle()  # it is there to be read\n",
+        "            stepper.wait_for_state()  # it is there to be read\n",
         "            pass\n",
         OFFLOAD,
         "read_when_the_step_is_torn",

@@ -214,7 +214,7 @@ def test_before_a_loop_that_steps_itself_hears_of_the_end(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("way", ["forward", "clipped"])
-@pytest.mark.parametrize("flag", ["is_ending", "is_beginning", "_runs"])
+@pytest.mark.parametrize("flag", ["is_ending", "is_sending", "_runs"])
 def test_at_the_line_that_takes_a_flag_back(flag: str, way: str) -> None:
     """What it says is over."""
 

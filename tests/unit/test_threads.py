@@ -275,7 +275,7 @@ def test_step_does_not_answer_for_what_another_thread_reads() -> None:
         def read_first(*given: Any) -> Any:
             if threading.current_thread().name != NAME:  # step() itself, which finds nothing to update
                 assert not in_thread(model.outer.weight.sum)
-                met.append(len(schedule_of(overlap)._deferred.met))
+                met.append(len(schedule_of(overlap)._deferred.met_in_step))
             return body(*given)
 
         optimizer._init_group = read_first  # type: ignore[attr-defined]

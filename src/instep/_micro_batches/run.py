@@ -49,7 +49,7 @@ def micro_batches(
             "optimizer.step(). For the micro-batches of a loop of your own: `with overlap.accumulate():`"
         )
     _require_own_step(parts)
-    marked = _with_is_last(batches, needs_last=bool(parts.held.wrapped) or parts.sharding is not None)
+    marked = _with_is_last(batches, needs_last=bool(parts.refs.wrapped) or parts.sharding is not None)
     if together:
         _refuse_wrappers(parts)
         return _together(parts, loss_of, marked)
@@ -65,7 +65,7 @@ def _require_own_step(parts: Parts) -> None:
             f"micro_batches() runs all micro-batches of a step, and attach(accumulation_steps="
             f"{parts.accumulation.steps}) counts backwards: leave out accumulation_steps"
         )
-    if parts.accumulation.is_held:
+    if parts.accumulation.is_in_hold:
         raise AccumulationError(
             "micro_batches() was called within overlap.accumulate() or no_sync(): it runs all micro-batches of a step, "
             "and holds back all but the last by itself. Call it outside"
@@ -133,7 +133,7 @@ def _together(
 ) -> list[torch.Tensor]:
     # Made on the loop's thread, whose state every forward gets.
     state, thread = ThreadState(parts.schedule.parameters[0].spec.device), this_thread()
-    fsdp2 = OneBackward(parts.held.model())
+    fsdp2 = OneBackward(parts.refs.model())
     losses: list[torch.Tensor] = []
     firsts: list[int] = []
     for number, (batch, is_last) in enumerate(batches):
@@ -207,12 +207,12 @@ class BackwardSideEffects:
         # The engine's own thread draws on an accelerator. On the CPU another thread of the loop's may have drawn.
         self._on_devices = [(device, _state_of(device)) for device in devices]
         self._generators = Generators(())
-        model = parts.held.model()
+        model = parts.refs.model()
         self._buffers = {} if model is None else {name: (b, version_of(b)) for name, b in model.named_buffers()}
 
     def require_none(self) -> None:
         """Raise if there were any, and leave the step torn if backward has written weights."""
-        model = self._parts.held.model()
+        model = self._parts.refs.model()
         now = {} if model is None else dict(model.named_buffers())
         written = next(
             (name for name, before in self._buffers.items() if not _is_as_before(now.get(name), *before)), None
@@ -245,10 +245,10 @@ def _state_of(device: torch.device) -> list[int]:
 
 
 def _ddps(parts: Parts) -> list[DistributedDataParallel]:
-    return [one for one in parts.held.living_wrappers() if isinstance(one, DistributedDataParallel)]
+    return [one for one in parts.refs.living_wrappers() if isinstance(one, DistributedDataParallel)]
 
 
 def _name_of(parts: Parts, leaf: torch.Tensor) -> str:
-    model = parts.held.model()
+    model = parts.refs.model()
     name = None if model is None else next((name for name, p in model.named_parameters() if p is leaf), None)
     return f"a tensor of shape {tuple(leaf.shape)}" if name is None else repr(name)

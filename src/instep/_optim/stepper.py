@@ -65,14 +65,14 @@ class Stepper:
 
     Attributes:
         options: the stages of options that an update enters before it counts as begun.
-        home: with ``offload``: where the state lives.
+        offloaded: with ``offload``: where the state lives.
         draws: with ``random="keyed"``: what each parameter's update draws from.
     """
 
     def __init__(self, optimizer: Optimizer, *, looks_back: bool = True) -> None:
         self.name = type(optimizer).__name__
         self.options: list[Stage] = []
-        self.home: OffloadedState | None = None
+        self.offloaded: OffloadedState | None = None
         self.draws: KeyedDraws | None = None
         self._optimizer = weakref.ref(optimizer)
         self._looks_back = looks_back
@@ -104,7 +104,7 @@ class Stepper:
         """For updates of this step that come later: the same options, over a copy of the optimizer. Nobody asks whether
         state was written since: whoever uses it waits for them."""
         later = Stepper(copy, looks_back=False)
-        later.options, later.home = self.options, self.home
+        later.options, later.offloaded = self.options, self.offloaded
         later.draws = None if self.draws is None else self.draws.of_this_step()
         return later
 
@@ -171,15 +171,15 @@ class Stepper:
         if self._looks_back:
             guards.append(self._state_guard)
         stages = [*guards, CopiedEntries()]
-        divides: Stage | None = self.home
-        if self.home is not None:
-            stages.append(self.home)
+        divides: Stage | None = self.offloaded
+        if self.offloaded is not None:
+            stages.append(self.offloaded)
         if self.draws is not None and not known:
             stages.append(self.draws)
             divides = self.draws
         for stage in (*self.options, *stages):
             stage.begin(optimizer, self._layout)
-        over_parameters = guards if known and self.home is None else stages
+        over_parameters = guards if known and self.offloaded is None else stages
         self._running = _RunningStep(optimizer.state, len(optimizer.state), over_parameters, stages, divides)
         return self._running
 
@@ -253,7 +253,7 @@ class Stepper:
     def steps_every_parameter(self) -> bool:
         """Whether the optimizer's own ``step()`` is to find no gradient: it could not step with the state where that
         is, or draws by another key."""
-        return self.home is not None or self._is_keyed
+        return self.offloaded is not None or self._is_keyed
 
     @property
     def needs_loops_thread(self) -> bool:
@@ -302,7 +302,7 @@ class Stepper:
         """
         optimizer = into or self.optimizer()
         if self._running is not None:
-            self.settle()
+            self.wait_for_state()
             for stage in self._running.stages:
                 stage.commit(optimizer)
             for key in self._layout.added_to(optimizer.state, self._running.size):
@@ -312,7 +312,7 @@ class Stepper:
     def abort(self) -> None:
         """Forget the step."""
         if self._running is not None:
-            self.settle()
+            self.wait_for_state()
         self._forget()
 
     def _forget(self) -> None:
@@ -321,16 +321,16 @@ class Stepper:
                 stage.forget()
         self._running = None
 
-    def settle(self) -> None:
+    def wait_for_state(self) -> None:
         """Return when the host may read and write the state."""
-        if self.home is not None:
-            self.home.finish()
+        if self.offloaded is not None:
+            self.offloaded.finish()
 
     def restore_to_device(self) -> None:
         """From now on the state is on the parameters' device."""
-        home, self.home = self.home, None
-        if home is not None:
-            home.give_back()
+        offloaded, self.offloaded = self.offloaded, None
+        if offloaded is not None:
+            offloaded.give_back()
 
 
 def _kind_of(optimizer: Optimizer) -> _Kind:

@@ -45,7 +45,7 @@ class Accumulation:
         self._held_back: list[Syncing] = []
 
     @property
-    def is_held(self) -> bool:
+    def is_in_hold(self) -> bool:
         """Whether this is inside of ``hold``, or of the loop's ``no_sync``."""
         if self._held > 0:
             return True
@@ -65,9 +65,9 @@ class Accumulation:
         return self._backwards % self.steps != 0
 
     @property
-    def holds_next(self) -> bool:
+    def next_only_adds(self) -> bool:
         """Whether the backward that is about to begin only adds."""
-        return self.is_held or self._is_before_last
+        return self.is_in_hold or self._is_before_last
 
     @property
     def _is_before_last(self) -> bool:
@@ -79,9 +79,9 @@ class Accumulation:
         return bool(self._wrapped())
 
     @property
-    def holding(self) -> bool:
+    def only_adds(self) -> bool:
         """Whether gradients of the running backward are left to add up."""
-        return self.is_held or self.is_partial
+        return self.is_in_hold or self.is_partial
 
     @contextmanager
     def hold(self) -> Iterator[None]:

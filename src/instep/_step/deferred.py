@@ -60,9 +60,9 @@ class UpdateDeferral:
     Attributes:
         in_flight: the buckets that may still be on their way.
         owners_in_views: of the buckets of which gradients are views; ``None``: they are none.
-        at_once: whether nothing is to be put off at present: it would take more time than it saves.
-        now: whether nothing of the running call is to be put off: it does otherwise than a plain update.
-        rest: names of the parameters that are left to ``step()`` itself, beside those that are handed over.
+        would_lose: whether nothing is to be put off at present: it would take more time than it saves.
+        takes_at_once: whether nothing of the running call is to be put off: it does otherwise than a plain update.
+        left_to_step: names of the parameters that are left to ``step()`` itself, beside those that are handed over.
         vote: that on the step that is being handed over.
         clipped: the optimizers whose gradients were clipped where the first one of the step was called.
     """
@@ -70,7 +70,7 @@ class UpdateDeferral:
     def __init__(
         self,
         step: RunningStep,
-        pending: DeferredBuckets,
+        deferred: DeferredBuckets,
         reading: ReadOrder,
         can_wait: Iterable[Stepper],
         agreement: Agreement,
@@ -78,11 +78,11 @@ class UpdateDeferral:
     ) -> None:
         self.in_flight: Callable[[], Sequence[InFlightBucket]] = lambda: ()
         self.owners_in_views: OwnerCount | None = None
-        self.at_once: Callable[[], bool] = lambda: False
-        self.now = False
+        self.would_lose: Callable[[], bool] = lambda: False
+        self.takes_at_once = False
         self.clipped: set[Stepper] = set()
         self._step = step
-        self._deferred = pending
+        self._deferred = deferred
         self._reading = reading
         self._can_wait = frozenset(can_wait)
         self._agreement = agreement
@@ -92,7 +92,7 @@ class UpdateDeferral:
     def forget_call(self) -> None:
         """``step()`` has raised, and handed nothing over. Gradients that it has clipped stay so."""
         self.vote: Vote | None = None
-        self.rest: list[str] = []
+        self.left_to_step: list[str] = []
 
     def begin_norms(self) -> None:
         """More gradients: norms that were taken of the step so far are not of all."""
@@ -102,10 +102,10 @@ class UpdateDeferral:
 
     def before_update(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to update: take over the gradients that can be applied later."""
-        step, pending = self._step, self._deferred
+        step, deferred = self._step, self._deferred
         step.accumulation.require_reduced()
         mine = step.members.of(stepper)
-        pending.finish([pending.of(a.peek()) for a in mine] if pending else ())
+        deferred.finish([deferred.of(a.peek()) for a in mine] if deferred else ())
         step.ledger.require_whole()
         if not step.round.steppers_left:
             self._deferring.step_begins()
@@ -168,15 +168,15 @@ class UpdateDeferral:
                 clip(here.tensors())
         if step.check is not None and in_loop:
             step.check.keep_rest(stepper, mine, set(later), in_grad_if_any)
-        self.now = False
+        self.takes_at_once = False
         if not later:
             # One that raises leaves what the plain loop's leaves. Other ranks, which may put theirs off, are told.
             told = may_wait and not self._deferring.gives_up and step.ledger.votes.voting is not None
-            self.rest = here.names if told else []
+            self.left_to_step = here.names if told else []
             step.round.begins(stepper, step.ledger)
             self._step_here(stepper, here)
             return
-        self.rest = here.names
+        self.left_to_step = here.names
         at_once = [] if later is with_gradient else [a for a, wait in waiting.items() if not wait]
         if stepper.is_foreign and not stepper.optimizer().state:
             at_once.insert(0, later[0])  # one bucket makes state, see begin_state
@@ -252,9 +252,9 @@ class UpdateDeferral:
         optimizer = stepper.optimizer()
         return (
             self._deferring.puts_off
-            and not self.now
+            and not self.takes_at_once
             and stepper in self._can_wait
-            and not self.at_once()
+            and not self.would_lose()
             and not ending()
             # State that was made in it can be written in it alone, and whoever updates later is not in the loop's.
             and not torch.is_inference_mode_enabled()
@@ -293,43 +293,43 @@ class UpdateDeferral:
     ) -> None:
         tensors = parameters.tensors()
         gradients = list(map(GRADIENT, tensors))
-        step, pending = self._step, self._deferred
+        step, deferred = self._step, self._deferred
         try:
-            pending.begin()
+            deferred.begin()
             buckets = self._take_over(stepper, parameters, in_flight, clip)
         except BaseException:  # such as Ctrl-C: nothing has been handed over
             if step.round.stepper is not None:
                 step.round.refuse(step.ledger)
-            pending.watch_in_step.stop(tensors)
-            pending.take_back(tensors)
+            deferred.watch_in_step.stop(tensors)
+            deferred.take_back(tensors)
             for tensor, gradient in zip(tensors, gradients, strict=True):
                 tensor.grad = gradient
             step.round.hidden = []
             raise
         try:
-            pending.is_beginning = True
+            deferred.is_sending = True
             self._begin(buckets, parameters)
         except BaseException:
             self._begin(buckets, parameters)  # handed over is handed over, and other ranks wait for what is sent
             raise
         finally:
-            pending.is_beginning = False
+            deferred.is_sending = False
 
     def _take_over(
         self, stepper: Stepper, parameters: AttachedParameters, in_flight: InFlight, clip: Clip | None
     ) -> list[DeferredBucket]:
         """Take the gradients off."""
-        step, pending, optimizer = self._step, self._deferred, stepper.optimizer()
-        outcomes = pending.outcomes_of(step.number)
+        step, deferred, optimizer = self._step, self._deferred, stepper.optimizer()
+        outcomes = deferred.outcomes_of(step.number)
         deferred_step = DeferredStep(stepper, parameters, step.number, self.vote, step.times, outcomes)
         begin_state(optimizer, parameters.tensors())
         buckets = []
         for members, flight in self._buckets_of(parameters, in_flight):
             bucket = DeferredBucket(members, deferred_step, clip, flight)
-            pending.add(bucket)
+            deferred.add(bucket)
             self._hide(list(zip(members, bucket.gradients, strict=True)))
             buckets.append(bucket)
-        pending.watch_state(optimizer)
+        deferred.watch_state(optimizer)
         step.round.begins(stepper, step.ledger)
         return buckets
 
@@ -349,11 +349,11 @@ class UpdateDeferral:
 
     def _begin(self, buckets: Sequence[DeferredBucket], parameters: Sequence[AttachedParameter]) -> None:
         """Start all that need not be asked for."""
-        pending = self._deferred
+        deferred = self._deferred
         if self._step.gather is not None:
             by_id = {id(attached.get()): attached for attached in parameters}
             for bucket in (one for one in buckets if not one.sent):
-                with pending.on_side(bucket):
+                with deferred.on_side(bucket):
                     bucket.send([by_id[id(tensor)] for tensor in bucket.tensors], self._step.gather)
             buckets[0].step.ranks.tell_of_updates(self._step.ledger.votes)  # they are all of one step
         for bucket in buckets:
@@ -361,10 +361,10 @@ class UpdateDeferral:
                 # Others are stepped when they are waited for, by the same thread: who waits may be in the middle of
                 # tracing, or in inference mode.
                 at_once = bucket.step.circumstances.at_any_time or self._step.gather is not None
-                bucket.done = pending.worker.run(bucket.finish) if at_once else None
+                bucket.done = deferred.worker.run(bucket.finish) if at_once else None
         for bucket in buckets:  # once all are sent: the side stream waits for those of other ranks
             if bucket.device.type != "cpu" and bucket.mark is None:
-                bucket.mark = pending.finished(bucket)
+                bucket.mark = deferred.finished(bucket)
         for bucket in buckets:
             bucket.step.raise_interrupt()
 
@@ -413,13 +413,13 @@ class ForwardCalls(StepCalls):
     def __init__(
         self,
         step: RunningStep,
-        pending: DeferredBuckets,
+        deferred: DeferredBuckets,
         hand_over: UpdateDeferral,
         observed: Observed,
         measuring: MeasuringSink,
     ) -> None:
         super().__init__(step)
-        self._deferred = pending
+        self._deferred = deferred
         self._update_deferral = hand_over
         self._observed = observed
         self._measuring = measuring
@@ -434,12 +434,12 @@ class ForwardCalls(StepCalls):
 
     def begin(self, stepper: Stepper) -> None:
         self._observed.let_go()
-        self._update_deferral.now = False
+        self._update_deferral.takes_at_once = False
         super().begin(stepper)
 
     def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
         """This step is taken at once."""
-        self._update_deferral.now = True
+        self._update_deferral.takes_at_once = True
 
     def before_update(self, stepper: Stepper) -> None:
         if self._step.passes.clipping.policy is not None:
@@ -482,11 +482,11 @@ class ForwardCalls(StepCalls):
     def _settle(self, stepper: Stepper) -> None:
         round_ = self._step.round
         self._deferred.watch([parameter for a, _ in round_.hidden if (parameter := a.peek()) is not None])
-        round_.hidden, self._update_deferral.rest = [], []
+        round_.hidden, self._update_deferral.left_to_step = [], []
         self._update_deferral.clipped.discard(stepper)
 
     def _require_right(self, stepper: Stepper, *, compare: bool) -> None:
-        met, self._deferred.met = self._deferred.met, []
+        met, self._deferred.met_in_step = self._deferred.met_in_step, []
         for name, parameter, version in met:
             if version_of(parameter) != version:  # ``step()`` has found no gradient of it
                 self._tear(stepper, writes_without_gradient(stepper.name, name))
@@ -523,7 +523,12 @@ class ForwardCalls(StepCalls):
     def _end_raised(self, stepper: Stepper) -> None:
         """The buckets that were handed over stand; parameters that were left to ``step()`` itself beside those may have
         been written in part."""
-        rest, round_, ledger, check = self._update_deferral.rest, self._step.round, self._step.ledger, self._step.check
+        rest, round_, ledger, check = (
+            self._update_deferral.left_to_step,
+            self._step.round,
+            self._step.ledger,
+            self._step.check,
+        )
         handed_over = [attached.spec.name for attached, _ in round_.hidden]
         if check is not None and (rest or not handed_over):
             check.forget()  # a plain step would have raised, too
@@ -650,17 +655,17 @@ class ForwardSchedule(Schedule):
 
     def before_read(self, parameters: Sequence[AttachedParameter]) -> None:
         """These parameters are about to be read."""
-        step, pending = self._step, self._deferred
-        if self._deferring.never and not pending:
+        step, deferred = self._step, self._deferred
+        if self._deferring.never and not deferred:
             step.ledger.require_whole()
             return
         if torch.is_grad_enabled() and parameters:
             self._reading.reads(parameters)
             step.streams.producers.note_current(parameters[0].spec.device)
-        if pending:
+        if deferred:
             # Without gradients some modules choose a fused path, for which they read the parameters of others.
             some = torch.is_grad_enabled()
-            pending.finish([pending.of(a.peek()) for a in parameters] if some else pending.all())
+            deferred.finish([deferred.of(a.peek()) for a in parameters] if some else deferred.all())
         step.streams.follow()  # the loop's stream has waited for buckets that this forward's may not have
         step.ledger.require_whole()
 
@@ -689,7 +694,7 @@ class ForwardSchedule(Schedule):
         step.has_gradients = True
         step.accumulation.begin()
         self.calls.drop_round()  # of a step that not all of its optimizers have taken
-        if not step.accumulation.holds_next:
+        if not step.accumulation.next_only_adds:
             self._deferring.backward_begins()
             step.ledger.votes.begin_backward(step.ledger.step_count)
             step.hear(_nothing, wait=True)
@@ -741,14 +746,14 @@ class ForwardSchedule(Schedule):
 
     def forget(self, *, gradients: bool) -> None:
         """Let go of a torn step; with ``gradients``, clear all of them."""
-        step, pending = self._step, self._deferred
+        step, deferred = self._step, self._deferred
         step.backwards.drain_failed()
-        for bucket in pending.all():
-            pending.wait(bucket)
+        for bucket in deferred.all():
+            deferred.wait(bucket)
         for parameter in step.members.living() if gradients else ():
             parameter.grad = None
-        pending.watch_in_step.stop(p for attached, _ in step.round.hidden if (p := attached.peek()) is not None)
-        pending.met = []
+        deferred.watch_in_step.stop(p for attached, _ in step.round.hidden if (p := attached.peek()) is not None)
+        deferred.met_in_step = []
         step.round.forget()
         step.ledger.give_up()
         if step.check is not None:
@@ -809,7 +814,7 @@ class ForwardSchedule(Schedule):
     def crosses(self, in_flight: Callable[[], Sequence[InFlightBucket]], at_once: Callable[[], bool]) -> None:
         """With ``cross_iteration``: the buckets that may still be on their way, and whether nothing is to be put off at
         present, since that would take more time than it saves."""
-        self._update_deferral.in_flight, self._update_deferral.at_once = in_flight, at_once
+        self._update_deferral.in_flight, self._update_deferral.would_lose = in_flight, at_once
 
     def after_forward(self) -> None:
         """The model's forward has returned: wait for the buckets that this forward did not read. DDP's next backward

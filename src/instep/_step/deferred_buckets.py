@@ -92,7 +92,7 @@ class StepOutcome:
     """What has become of a step that was handed over.
 
     Attributes:
-        pending: names of the parameters that it is to update.
+        names: of of the parameters that it is to update.
         applied: names of those that it has updated.
         begun: names of those that it has begun to update.
         failure: what stopped it.
@@ -102,7 +102,7 @@ class StepOutcome:
     """
 
     def __init__(self, parameters: AttachedParameters) -> None:
-        self.pending = parameters.names
+        self.names = parameters.names
         self.applied: list[str] = []
         self.begun: dict[str, None] = {}
         self.failure: BaseException | None = None
@@ -112,7 +112,7 @@ class StepOutcome:
 
     @property
     def is_whole(self) -> bool:
-        return len(self.applied) == len(self.pending) and self.failure is None
+        return len(self.applied) == len(self.names) and self.failure is None
 
     def fails(self, error: BaseException) -> None:
         """The first error counts."""
@@ -135,7 +135,7 @@ class StepOutcome:
 
     @property
     def untouched(self) -> list[str]:
-        return [name for name in self.pending if name not in self.begun]
+        return [name for name in self.names if name not in self.begun]
 
     def doubt(self, names: Sequence[str], error: BaseException) -> None:
         """These were updated, and nobody knows what they hold now."""
@@ -584,16 +584,16 @@ class DeferredBuckets:
 
     Attributes:
         worker: applies buckets of parameters in host memory.
-        is_beginning: whether a bucket that was handed over is being sent: its own update uses parameters.
-        met: parameters that were handed over, and that ``step()`` itself has come to nevertheless, by name, with the
-            version that it has found.
+        is_sending: whether a bucket that was handed over is being sent: its own update uses parameters.
+        met_in_step: parameters that were handed over, and that ``step()`` itself has come to nevertheless, by name,
+            with the version that it has found.
         watch_in_step: of parameters whose ``.grad`` the running ``step()`` does not find.
     """
 
     def __init__(self, step: RunningStep, owner: DeferringSchedule) -> None:
         self.worker = Worker()
-        self.is_beginning = False
-        self.met: list[tuple[str, torch.Tensor, int]] = []
+        self.is_sending = False
+        self.met_in_step: list[tuple[str, torch.Tensor, int]] = []
         self._step = step
         self._owner = weakref.ref(owner)
         self._due: dict[int, DeferredBucket] = {}  # by the parameter's id
@@ -639,7 +639,7 @@ class DeferredBuckets:
         """``step()`` has returned: so those that were not put off were updated."""
         outcome = self.outcomes_of(number).get((id(stepper), False))
         if outcome is not None:
-            outcome.applied = outcome.pending
+            outcome.applied = outcome.names
 
     def add(self, bucket: DeferredBucket) -> None:
         self._due.update(zip(map(id, bucket.tensors), repeat(bucket), strict=False))
@@ -758,7 +758,7 @@ class DeferredBuckets:
             self._run(bucket)
             if bucket.step is not step:
                 bucket.step.outcome.close()
-        step.stepper.settle()
+        step.stepper.wait_for_state()
         outcome, ledger = step.outcome, self._step.ledger
         outcomes = step.outcomes.values()
         applied = [name for one in outcomes for name in one.applied]
@@ -792,14 +792,14 @@ class DeferredBuckets:
     def _used(self, parameter: torch.Tensor, func: object) -> None:
         """A parameter is about to be read or written in Python."""
         round_ = self._step.round
-        if self.is_beginning and round_.stepper is not None and not round_.was_stopped:
+        if self.is_sending and round_.stepper is not None and not round_.was_stopped:
             return  # by the update itself, which is sent; Ctrl-C may have left the flag behind that
         self._end_stopped()
         bucket = self.of(parameter)
         self.finish([bucket])
         if bucket is not None and round_.stepper is not None and round_.thread == get_ident():
             name = next(name for name, one in zip(bucket.names, bucket.tensors, strict=True) if one is parameter)
-            self.met.append((name, parameter, version_of(parameter)))
+            self.met_in_step.append((name, parameter, version_of(parameter)))
         self._watch.stop([parameter])
         self._step.ledger.require_whole()
 

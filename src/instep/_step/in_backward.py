@@ -62,7 +62,7 @@ class BucketSink(Schedule):
             # threads may count, they are in hooks of ``LocalSource``, which hold the lock already.
             step.accumulation.count()
             step.has_gradients = True
-            if step.accumulation.holding or self.keeps_gradients:
+            if step.accumulation.only_adds or self.keeps_gradients:
                 return False
         with step.lock:
             if step.ledger.torn is not None:
@@ -291,7 +291,7 @@ class BackwardSchedule(BucketSink):
             return False
         self._writes.before_backward()
         step.accumulation.begin()
-        if step.accumulation.holds_next:
+        if step.accumulation.next_only_adds:
             return True
         step.ledger.votes.begin_backward(step.ledger.step_count)
         self._step.hear(self._writes.release, wait=True)
@@ -323,7 +323,7 @@ class BackwardSchedule(BucketSink):
     def backward(self, loss: Losses, gradient: torch.Tensor | None, adopt: Callable[[], None]) -> None:
         """With ``ClipNorm(mode="two_pass")``: a backward that measures, and one that steps. See ``Passes``."""
         passes, accumulation = self._step.passes, self._step.accumulation
-        if passes.clipping.mode != "two_pass" or accumulation.holds_next or self.keeps_gradients:
+        if passes.clipping.mode != "two_pass" or accumulation.next_only_adds or self.keeps_gradients:
             torch.autograd.backward(loss, gradient)
             return
         if self.state != "open":
@@ -428,7 +428,7 @@ class BackwardSchedule(BucketSink):
         self._step.backwards.drain_failed()
         self._step.streams.join_all()
         for stepper in self._step.members.steppers:
-            stepper.settle()
+            stepper.wait_for_state()
         self._step.hear(self._writes.release, wait=True)
 
     def before_state(self, stepper: Stepper, *, saving: bool) -> None:

@@ -191,7 +191,7 @@ class MeasuringSink:
 
     def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
         self._accumulation.count()
-        if self._accumulation.holding:
+        if self._accumulation.only_adds:
             return False
         if not self._open:
             self._open = True

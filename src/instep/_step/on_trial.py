@@ -179,7 +179,7 @@ class Rollback:
         if self._found is None:
             self._found = _written_since(step.members)
         for stepper in step.members.steppers:
-            stepper.settle()
+            stepper.wait_for_state()
         for device in self.copies.devices:
             # On the side stream, which comes after the trial.
             with step.streams.on(device):

@@ -176,7 +176,7 @@ class PlainSchedule(Schedule):
             return False
         self._step.accumulation.begin()
         self.calls.drop()
-        if not self._step.accumulation.holds_next:
+        if not self._step.accumulation.next_only_adds:
             self._step.ledger.votes.begin_backward(self._step.ledger.step_count)
         return True
 

@@ -184,7 +184,7 @@ class Writes(ABC):
         step.ledger.tear(number, names, pending, cause, in_part=bool(pending), unsure=tuple(mixed))
         self.release()
         for stepper in members.steppers:
-            stepper.settle()  # it is there to be read
+            stepper.wait_for_state()  # it is there to be read
         if is_known:
             step.ledger.votes.forget()
         else:

@@ -22,20 +22,20 @@ from instep.sources.ddp.instance import exposed_communication
 # Whether the steps of ``schedule="forward"`` are put off, and what keeps them from gaining by that.
 
 
-def deferring_of(options: Options, held: WeakRefs, others: Others | None) -> Deferring:
+def deferring_of(options: Options, refs: WeakRefs, others: Others | None) -> Deferring:
     """Decides of each step.
 
     Args:
         others: the other ranks; ``None``: there are none.
     """
-    own = [optimizer for optimizer in held.optimizers() if steps_inside_step(optimizer, options)]
-    if own and len(own) == len(held.optimizers()):
+    own = [optimizer for optimizer in refs.optimizers() if steps_inside_step(optimizer, options)]
+    if own and len(own) == len(refs.optimizers()):
         return Never(f"{type(own[0]).__name__}.step() is of a class of your own: it runs where the loop calls it")
     if options.always_puts_off:
         return Always(alone=options.defer is True and not options.puts_off_unasked)
     if options.defer is False:
         return Never()
-    return DeferralTrial(partial(_prevented, held), others)
+    return DeferralTrial(partial(_prevented, refs), others)
 
 
 def steps_inside_step(optimizer: Optimizer, options: Options) -> bool:
@@ -45,44 +45,44 @@ def steps_inside_step(optimizer: Optimizer, options: Options) -> bool:
     return options.defer is True and not splits and not steps_as_tested(optimizer)
 
 
-def _prevented(held: WeakRefs) -> str | None:
+def _prevented(refs: WeakRefs) -> str | None:
     """Why putting a step off cannot be faster here; ``None``: it can."""
     reasons: Sequence[Callable[[WeakRefs], str | None]] = (_joins, _unknown, _unfused, _one_core, _compiled)
-    return next((found for reason in reasons if (found := reason(held)) is not None), None)
+    return next((found for reason in reasons if (found := reason(refs)) is not None), None)
 
 
-def _joins(held: WeakRefs) -> str | None:
-    ddps = (one for one in held.living_wrappers() if isinstance(one, nn.parallel.DistributedDataParallel))
+def _joins(refs: WeakRefs) -> str | None:
+    ddps = (one for one in refs.living_wrappers() if isinstance(one, nn.parallel.DistributedDataParallel))
     if any(map(in_join, ddps)):
         return "the loop is in DDP's join(), in which ranks that have no data left cannot be asked"
     return None
 
 
-def _unknown(held: WeakRefs) -> str | None:
-    by_parameter = any(stepper.steps_every_parameter for stepper in held.steppers)
-    for optimizer in held.optimizers():
+def _unknown(refs: WeakRefs) -> str | None:
+    by_parameter = any(stepper.steps_every_parameter for stepper in refs.steppers)
+    for optimizer in refs.optimizers():
         if not not_asked(optimizer).contained:
             kind, how = type(optimizer).__name__, "by parameter" if by_parameter else "as a whole"
             return f"{kind} is stepped {how}, and only torch's own updates of a bucket are put off unasked"
     return None
 
 
-def _unfused(held: WeakRefs) -> str | None:
-    for optimizer in held.optimizers():
+def _unfused(refs: WeakRefs) -> str | None:
+    for optimizer in refs.optimizers():
         if _is_on_cpu(optimizer) and not all(group.get("fused") for group in optimizer.param_groups):
             return f"on a CPU only fused kernels run beside the loop, and {type(optimizer).__name__} has fused=False"
     return None
 
 
-def _one_core(held: WeakRefs) -> str | None:
+def _one_core(refs: WeakRefs) -> str | None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if cores < 2 and any(map(_is_on_cpu, held.optimizers())):
+    if cores < 2 and any(map(_is_on_cpu, refs.optimizers())):
         return "there is one CPU core, which the step and the loop would share"
     return None
 
 
-def _compiled(held: WeakRefs) -> str | None:
-    called = held.called()
+def _compiled(refs: WeakRefs) -> str | None:
+    called = refs.called()
     if not called:
         return "the model is gone"
     if all(map(_is_compiled, called)):

@@ -43,8 +43,8 @@ from instep._wiring.hooks import (
     CheckedReaders,
     ErrorForUse,
     ForwardHooks,
-    Gathering,
     NoReaders,
+    ParametersOfModel,
     PlainHooks,
     Readers,
     Sharding,
@@ -205,7 +205,7 @@ def offload(
     state = HostState()
     for optimizer, stepper in zip(optimizers, steppers, strict=True):
         parts = partial(_parts_of, weakref.ref(schedule), weakref.ref(stepper))
-        stepper.home = home = OffloadedState(state, optimizer, parts, bucket_bytes)
+        stepper.offloaded = home = OffloadedState(state, optimizer, parts, bucket_bytes)
         home.take_in()
         loading = HostLoading(home)
         handles.append(optimizer.register_load_state_dict_pre_hook(UntracedHook(loading.before)))
@@ -282,7 +282,7 @@ class Parts:
         handles: what was put on the model and the optimizers; empty before it is connected, and once it is detached.
     """
 
-    held: WeakRefs
+    refs: WeakRefs
     schedule: Schedule
     sources: list[Source]
     step: RunningStep
@@ -320,10 +320,10 @@ def build(target: Target, options: Options) -> Parts:
     Raises:
         UnsupportedOptimizerError: an optimizer was tried, and its update couples parameters.
     """
-    held = WeakRefs(target)
+    refs = WeakRefs(target)
     clipping, votes = Clipping(options.clip), StepVotes(rank)
     is_sharded = bool(target.groups)
-    accumulation = Accumulation(options.accumulation_steps, _synced(held.wrapped, target), votes, sharded=is_sharded)
+    accumulation = Accumulation(options.accumulation_steps, _synced(refs.wrapped, target), votes, sharded=is_sharded)
     in_backward, on_trial = options.schedule == "backward", bool(options.undo)
     if options.splits_steps or options.check_steps:
         asked = [] if options.disabled else target.optimizers
@@ -333,8 +333,8 @@ def build(target: Target, options: Options) -> Parts:
     check = Check(options.check_steps) if options.check_steps and not options.disabled else None
     ranks = ranks_of(target, options)
     votes.ranks, votes.voting = ranks, ranks if options.votes else None
-    deferring = partial(deferring_of, options, held, ranks)
-    step = RunningStep(StepMembers(held.steppers), votes, accumulation, clipping, check)
+    deferring = partial(deferring_of, options, refs, ranks)
+    step = RunningStep(StepMembers(refs.steppers), votes, accumulation, clipping, check)
     chosen = choose(options, step, separability, deferring)
     schedule = chosen.schedule
     zero = _zero(target.ddps[0], votes) if options.communication.shard_state and not options.disabled else None
@@ -343,10 +343,10 @@ def build(target: Target, options: Options) -> Parts:
     draws: KeyedDraws | None = None
     if options.randomness.seed is not None and not options.disabled:
         draws = KeyedDraws(options.randomness.seed, partial(getattr, step.ledger, "step_count"))
-        for stepper in held.steppers:
+        for stepper in refs.steppers:
             stepper.draws = draws
-    gathering = Gathering(target, held, zero, None if draws is None else draws.name, chosen.error_for_use)
-    schedule.parameters = gathering.gather(target.optimizers, target.names)
+    parameters = ParametersOfModel(target, refs, zero, None if draws is None else draws.name, chosen.error_for_use)
+    schedule.parameters = parameters.gather(target.optimizers, target.names)
 
     uses = ForwardCounts()
     sources = make_sources(target, options, chosen, accumulation, zero, uses)
@@ -355,26 +355,26 @@ def build(target: Target, options: Options) -> Parts:
         in_ddp = bool(target.ddps)
         schedule.divides(in_views_of_ddp if in_ddp else in_views_of_replicate)
     if target.groups and not target.fsdp1:
-        schedule.read_by(partial(_reading_streams, held.model))
+        schedule.read_by(partial(_reading_streams, refs.model))
 
     handles: Handles = []
-    threads = Threads(held.name, schedule)
+    threads = Threads(refs.name, schedule)
     sharding = Sharding(target, schedule, uses) if is_sharded else None
     stepping = SteppingItself(target.optimizers, schedule, sources) if options.steps_itself else None
     backwards = BackwardHooks(schedule, sources, accumulation, threads, sharding, stepping, uses, handles)
     if chosen.sink is not None:
         stepping_ask = [] if stepping is None else [weakref.WeakMethod(stepping.ask)]
         chosen.sink.at_open = [*stepping_ask, *(weakref.WeakMethod(source.begin_step) for source in sources)]
-    late = AddedParameters(held, schedule, sources, gathering, chosen.readers(backwards), handles)
+    late = AddedParameters(refs, schedule, sources, parameters, chosen.readers(backwards), handles)
     forwards: ForwardHooks | PlainHooks
     if options.disabled:
         forwards = PlainHooks(schedule, accumulation, votes, handles, is_sharded=is_sharded)
     else:
         forwards = ForwardHooks(
-            held, schedule, sources, accumulation, threads, late, backwards, votes, is_sharded=is_sharded
+            refs, schedule, sources, accumulation, threads, late, backwards, votes, is_sharded=is_sharded
         )
     return Parts(
-        held,
+        refs,
         schedule,
         sources,
         step,
@@ -521,7 +521,7 @@ def _watch_steps(parts: Parts, target: Target) -> None:
 
 def _hookable(parts: Parts, target: Target) -> Iterator[tuple[Optimizer, Stepper]]:
     """The optimizers whose calls torch tells of. Of another one's steps nothing is put off, and nothing counted."""
-    for optimizer, stepper in zip(target.optimizers, parts.held.steppers, strict=True):
+    for optimizer, stepper in zip(target.optimizers, parts.refs.steppers, strict=True):
         if takes_hooks(optimizer):
             yield optimizer, stepper
 
@@ -535,7 +535,7 @@ def _watch_saving(parts: Parts, target: Target, options: Options) -> None:
             parts.handles.append(optimizer.register_load_state_dict_pre_hook(before_load))
     if options.offload is not None:
         size = options.bytes_of_a_bucket
-        offload(parts.schedule, target.optimizers, parts.held.steppers, size, parts.handles)
+        offload(parts.schedule, target.optimizers, parts.refs.steppers, size, parts.handles)
     wrapped: set[nn.Module] = {one.module for one in target.wrapped}
     for saved in {*target.called, *wrapped}:
         parts.handles.append(saved.register_state_dict_pre_hook(BoundHook(parts.steps.before_model_state)))

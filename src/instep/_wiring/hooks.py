@@ -157,7 +157,7 @@ class SteppingItself:
 ErrorForUse = Callable[[ParameterSpec, str], InstepError | None]
 
 
-class Gathering:
+class ParametersOfModel:
     """Makes an ``AttachedParameter`` of each parameter of the model that an attached optimizer has.
 
     Args:
@@ -169,12 +169,12 @@ class Gathering:
     def __init__(
         self,
         target: Target,
-        held: WeakRefs,
+        refs: WeakRefs,
         zero: "Zero | None",
         told: Callable[[torch.Tensor, str], None] | None,
         error_for_use: ErrorForUse | None,
     ) -> None:
-        self._held = held
+        self._refs = refs
         self._groups = target.groups
         self._in_fsdp1 = bool(target.fsdp1)
         self._zero = zero
@@ -185,12 +185,12 @@ class Gathering:
         self, optimizers: Sequence[Optimizer], names: Names, first_index: int = 0
     ) -> tuple[AttachedParameter, ...]:
         """Those of ``names`` that one of the attached ``optimizers`` has, numbered from ``first_index``."""
-        if self._told is not None and (model := self._held.model()) is not None:
+        if self._told is not None and (model := self._refs.model()) is not None:
             for named in parameters_of(model):
                 self._told(named.tensor, named.name)
         owner = {
             id(p): stepper
-            for optimizer, stepper in zip(optimizers, self._held.steppers, strict=True)
+            for optimizer, stepper in zip(optimizers, self._refs.steppers, strict=True)
             for group in optimizer.param_groups
             for p in group["params"]
         }
@@ -250,20 +250,20 @@ class AddedParameters:
 
     def __init__(
         self,
-        held: WeakRefs,
+        refs: WeakRefs,
         schedule: Schedule,
         sources: Sequence[Source],
-        gathering: Gathering,
+        parameters: ParametersOfModel,
         readers: Readers,
         handles: Handles,
     ) -> None:
-        self._held = held
+        self._refs = refs
         self._schedule = schedule
         self._sources = sources
-        self._gathering = gathering
+        self._parameters = parameters
         self.readers = readers
         self._handles = handles
-        self._grouped = _parameters_in(held.optimizers())
+        self._grouped = _parameters_in(refs.optimizers())
 
     def watch(self, model: nn.Module, parameters: Sequence[AttachedParameter]) -> None:
         """Hooks on the modules that hold ``parameters`` themselves."""
@@ -276,10 +276,10 @@ class AddedParameters:
 
     def adopt(self) -> None:
         """Between steps: take in the model's parameters that were added to an optimizer (``add_param_group``) since."""
-        optimizers = self._held.optimizers()
+        optimizers = self._refs.optimizers()
         grouped = _parameters_in(optimizers)
-        model = self._held.model()
-        if grouped == self._grouped or model is None or len(optimizers) < len(self._held.steppers):
+        model = self._refs.model()
+        if grouped == self._grouped or model is None or len(optimizers) < len(self._refs.steppers):
             return
         self._require_in_place(grouped)
         put_shards_in_place(model)
@@ -288,7 +288,7 @@ class AddedParameters:
         self._grouped = grouped
         known = {id(attached.peek()): attached for attached in self._schedule.parameters}
         others = {key: names[key] for key in names if key not in known}
-        added: Sequence[AttachedParameter] = self._gathering.gather(optimizers, others, len(known))
+        added: Sequence[AttachedParameter] = self._parameters.gather(optimizers, others, len(known))
         everything = {**known, **{id(attached.get()): attached for attached in added}}
         self._schedule.parameters = tuple(everything[key] for key in names if key in everything)
         for source in self._sources:
@@ -297,7 +297,7 @@ class AddedParameters:
         self._handles.append(PlainPickles(model.modules()))
 
     def _require_in_place(self, grouped: Sequence[Sequence[int]]) -> None:
-        for stepper, found in zip(self._held.steppers, map(set, grouped), strict=True):
+        for stepper, found in zip(self._refs.steppers, map(set, grouped), strict=True):
             for attached in self._schedule.parameters:
                 if attached.stepper is stepper and id(attached.peek()) not in found:
                     raise StaleAttachmentError(
@@ -478,7 +478,7 @@ class ForwardHooks:
 
     def __init__(
         self,
-        held: WeakRefs,
+        refs: WeakRefs,
         schedule: Schedule,
         sources: Sequence[Source],
         accumulation: Accumulation,
@@ -489,7 +489,7 @@ class ForwardHooks:
         *,
         is_sharded: bool,
     ) -> None:
-        self._held = held
+        self._refs = refs
         self._schedule = schedule
         self._sources = sources
         self._accumulation = accumulation
@@ -548,9 +548,9 @@ class ForwardHooks:
     def _refuse_late_ddp(self) -> None:
         # torch's own record of the DDP instance whose forward is running; dynamo reads it too.
         ddp = DistributedDataParallel._get_active_ddp_module()
-        if ddp is not None and not any(ref() is ddp for ref in self._held.wrapped):
+        if ddp is not None and not any(ref() is ddp for ref in self._refs.wrapped):
             raise StaleAttachmentError(
-                f"{self._held.name} is run by a DistributedDataParallel that was not attached: its own gradients are "
+                f"{self._refs.name} is run by a DistributedDataParallel that was not attached: its own gradients are "
                 "those of this rank alone. detach(), wrap the model in DistributedDataParallel (not in torch's "
                 "composable replicate(), which hides it), and attach that"
             )

@@ -72,7 +72,7 @@ def _recording(
 
 def resync_from(parts: Parts, rank: int) -> None:
     """Take everything from ``rank``, and give up the step that is open or torn here. All ranks must call this."""
-    model, wrapped = parts.held.model(), parts.held.living_wrappers()
+    model, wrapped = parts.refs.model(), parts.refs.living_wrappers()
     if model is None or not wrapped or parts.sharding is not None or parts.zero is not None:
         raise InstepError(
             "resync_from() needs a whole copy of model and optimizer on every rank: DistributedDataParallel or "
@@ -92,10 +92,10 @@ def resync_from(parts: Parts, rank: int) -> None:
         )
     parts.schedule.forget(gradients=True)
     parts.votes.forget()
-    resync(model, parts.held.optimizers(), group, ranks.index(rank))
-    for stepper in parts.held.steppers:
-        if stepper.home is not None:
-            stepper.home.pin()
+    resync(model, parts.refs.optimizers(), group, ranks.index(rank))
+    for stepper in parts.refs.steppers:
+        if stepper.offloaded is not None:
+            stepper.offloaded.pin()
     parts.schedule.step_count = step
     if draws is not None and earlier is not None:
         draws.earlier = earlier

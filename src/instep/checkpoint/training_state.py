@@ -58,7 +58,7 @@ class TrainingState:
         found = [by_id[id(named.tensor)] for named in self.parameters if id(named.tensor) in by_id]
         self.attachments: list[Attachment] = list(dict.fromkeys(found))
         attached = [a for one in self.attachments for a in one.parameters]
-        self._offloaded = {id(a.get()) for a in attached if a.stepper.home is not None}
+        self._offloaded = {id(a.get()) for a in attached if a.stepper.offloaded is not None}
 
     def is_offloaded(self, parameter: torch.Tensor, shape: Sequence[int]) -> bool:
         """Whether state of this shape lives in host memory, and would be beside ``parameter`` without ``offload``."""

@@ -243,7 +243,7 @@ class ZeroSource:
         self, bucket: GradBucketLike, group: dist.ProcessGroup, divisor: int
     ) -> torch.futures.Future[torch.Tensor] | None:
         buffer = bucket.buffer()
-        if self._accumulation.is_held:
+        if self._accumulation.is_in_hold:
             return None  # gradients add up, and the forward was outside of accumulate(): DDP takes its own mean
         if self._sink.keeps_gradients:
             # The loop is to find the mean of all ranks, and optimizer.step() steps this rank's part of that.
