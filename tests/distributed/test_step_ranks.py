@@ -773,6 +773,8 @@ def attached_anew_by_all() -> list[str]:
         first = instep.attach(model, optimizer)
     iterate(model, optimizer, 1)
     first.detach()
+    # What the other rank says next must not be there while this one, which is not known to say the same, still steps.
+    dist.barrier()
     store, heard = store_of_world("tests"), comparison.Comparison.heard
 
     def tells(self: comparison.Comparison, ranks: Sequence[int]) -> comparison.Heard:
