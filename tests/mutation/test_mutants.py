@@ -402,8 +402,8 @@ MUTANTS = [
     Mutant(
         "skip the last bucket",
         "LocalSource._count",
-        "step_bucket(self._sink, self._layout.members[number])",
-        "number == len(self._layout.members) - 1 or step_bucket(self._sink, self._layout.members[number])",
+        "self._sink.apply_and_free(self._layout.members[number])",
+        "number == len(self._layout.members) - 1 or self._sink.apply_and_free(self._layout.members[number])",
         PARITY,
     ),
     Mutant(
@@ -2298,7 +2298,7 @@ MUTANTS = [
     Mutant(
         "update in backward whatever autocast block step() is in",
         "require_settings_as_left",
-        "    require_same_in_autocast(stepper.optimizer())\n",
+        "    stepper.require_same_in_autocast()\n",
         "",
         AUTOCAST,
     ),
@@ -2312,21 +2312,21 @@ MUTANTS = [
     Mutant(
         "update parts that backward has left whatever autocast block step() is in",
         "Writes._rest_of",
-        "        require_same_in_autocast(stepper.optimizer())\n",
+        "        stepper.require_same_in_autocast()\n",
         "",
         ZERO,
     ),
     Mutant(
         "put off a step whatever autocast block it is in",
         "UpdateDeferral._can_be_put_off",
-        "            and not autocast_matters(optimizer)\n",
+        "            and not stepper.autocast_matters()\n",
         "",
         AUTOCAST,
     ),
     Mutant(
         "put off the update of parts whatever autocast block step() is in",
         "UpdateDeferral._take",
-        "            require_same_in_autocast(stepper.optimizer())  # these are",
+        "            stepper.require_same_in_autocast()  # these are",
         "            pass  # these are",
         ZERO,
     ),
@@ -3481,8 +3481,8 @@ MUTANTS = [
     Mutant(
         "a step that a class has got since is not looked for",
         "Stepper.is_foreign",
-        '        if optimizer is not None and (not as_before or "step" in vars(optimizer)):\n',
-        "        if False:\n",
+        "            if not of_class or own is not (None if kind.own is None else kind.own()):\n",
+        "            if own is not (None if kind.own is None else kind.own()):\n",
         "tests/distributed/test_ddp_life.py",
         "error_beside_ddp",
     ),

@@ -59,8 +59,17 @@ class SettingsGuard(Stage):
         self.layout = layout
         self._switches = switches()
 
+    def before(self, update: Update) -> None:
+        for index, (members, _) in enumerate(update.members):
+            live, used = update.optimizer.param_groups[index], self._groups.get(index)
+            if used is not None:
+                require_same(self._name, f"param_groups[{index}]", used, live)
+            elif members:
+                self._groups[index] = self._snapshot_of(index, live)
+
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
+        self.before(update)
         given = self._give(update)
         try:
             yield
@@ -77,15 +86,11 @@ class SettingsGuard(Stage):
         """Copies of all groups, empty ones too, in the optimizer's order, and the bucket's parameters in theirs: some
         updates count them. Returns the settings as the update has got them, of each group with members."""
         given: dict[int, Snapshot] = {}
-        update.members = members_of = self.layout.members_of(update.owned)
+        members_of = update.members
         for index, live in enumerate(update.optimizer.param_groups):
             # A group that was added since the step began holds none of them.
             members, places = members_of[index] if index < len(members_of) else ([], [])
             used = self._groups.get(index)
-            if used is not None:
-                require_same(self._name, f"param_groups[{index}]", used, live)
-            elif members:
-                used = self._groups[index] = self._snapshot_of(index, live)
             group = (used or Snapshot(live)).copy_of(live)
             group["params"] = [update.tensors[i] for i in members]
             if "param_names" in live:
@@ -313,6 +318,8 @@ class UsedSettings:
 
 def require_same(name: str, where: str, before: "Snapshot", now: Mapping[str, Any]) -> None:
     """Raise ``HyperparameterChangedError`` if settings of the optimizer ``name`` are not as they were."""
+    if before.is_of(now):
+        return
     difference = before.difference(now)
     if difference is not None:
         raise HyperparameterChangedError(
@@ -377,10 +384,9 @@ class StateGuard(Stage):
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         self._left = []
 
-    @contextmanager
-    def around(self, update: Update) -> Iterator[None]:
-        yield
-        self._left.append(EntriesAsLeft(update.owned, update.optimizer.state))  # all at once: Ctrl-C may come anywhere
+    def after(self, update: Update) -> None:
+        # All at once: Ctrl-C may come anywhere.
+        self._left.append(EntriesAsLeft(update.owned, update.optimizer.state))
 
     def require_unchanged(self, optimizer: Optimizer) -> None:
         if not all(entries.are_as_left(optimizer.state) for entries in self._left):

@@ -27,7 +27,7 @@ from instep._optim.synthetic import (
     specs_for,
 )
 from instep._optim.values import values_differ
-from instep.errors import HyperparameterChangedError, UnsupportedOptimizerError
+from instep.errors import UnsupportedOptimizerError
 
 # An autocast block around ``optimizer.step()``: does it change the update? In backward, and behind the next forward,
 # updates run outside of it.
@@ -49,16 +49,6 @@ def autocast_matters(optimizer: Optimizer) -> bool:
     if dtype not in found:
         found[dtype] = _tried(optimizer, dtype)
     return found[dtype]
-
-
-def require_same_in_autocast(optimizer: Optimizer) -> None:
-    """Raise ``HyperparameterChangedError`` if the autocast block in which ``step()`` is called matters: this update
-    was, or is about to be, computed outside of it."""
-    if autocast_matters(optimizer):
-        raise HyperparameterChangedError(
-            f"{type(optimizer).__name__}.step() was called inside an autocast block, and computes other numbers there; "
-            "instep's updates run outside of it. Call optimizer.step() outside of the block, as PyTorch advises"
-        )
 
 
 def _tried(optimizer: Optimizer, dtype: torch.dtype) -> bool:

@@ -18,13 +18,14 @@ An update counts as begun once the first two are entered: what they raise leaves
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from operator import is_
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.kernels import KernelCall
 from instep._optim.local_shard import LocalShard, shard_of_entry, whole_of_entry
 from instep._optim.shadow import GroupLayout, Members, StepCopy, shadow_of, without_autocast
 
@@ -41,6 +42,7 @@ class Update:
     Attributes:
         members: by group, where the parameters stand in the bucket, and in the group.
         groups: copies of the optimizer's groups, with ``tensors`` as members.
+        kernel: what to call in place of a shadow's ``step()``; ``None``: a shadow steps.
         shared: a copy of what ``state`` holds beside parameters; empty where the update uses none of it.
         state: the mapping that the update finds: the optimizer's own, unless a stage replaces it.
         entries: of each parameter, its state; where ``CopiedEntries`` was entered.
@@ -53,6 +55,7 @@ class Update:
         "attributes",
         "entries",
         "groups",
+        "kernel",
         "made_with",
         "members",
         "optimizer",
@@ -77,6 +80,7 @@ class Update:
         self.shards = shards
         self.members: Sequence[Members] = ()
         self.groups: list[dict[str, Any]] = []
+        self.kernel: Sequence[KernelCall] | None = None
         self.shared: Mapping[Any, Any] = {}
         self.state: MutableMapping[Any, Any] = optimizer.state
         self.entries: list[Any] = []
@@ -86,22 +90,31 @@ class Update:
 
     def run(self, step: StepCopy, *, counts_writes: bool) -> None:
         """The user's own update, by a *shadow* of the optimizer: an object of the same class with the same attributes,
-        whose ``param_groups`` hold these parameters alone. It lives for this call.
+        whose ``param_groups`` hold these parameters alone. It lives for this call. Or by the very kernel that its
+        ``step()`` would call (``kernels.py``).
 
         Args:
             step: steps a copy of the optimizer.
             counts_writes: whether a write of each parameter is counted where the kernel does not: fused ones do not,
                 and autograd must notice that a weight was saved for a node that runs later.
         """
-        shadow = self.shadow = shadow_of(self.optimizer, self.groups, self.state)
-        vars(shadow).update(self.attributes)
-        self.made_with = dict(vars(shadow))
         try:
-            with torch.no_grad(), without_autocast(self.tensors[0].device.type):
-                step(shadow, self.members)
+            if self.kernel is not None:
+                with torch.no_grad():
+                    for call in self.kernel:
+                        call.run()
+            else:
+                self._step_shadow(step)
         finally:
             if counts_writes:  # also of an update that raised: what it has written is written
                 torch.autograd.graph.increment_version(self.tensors)
+
+    def _step_shadow(self, step: StepCopy) -> None:
+        shadow = self.shadow = shadow_of(self.optimizer, self.groups, self.state)
+        vars(shadow).update(self.attributes)
+        self.made_with = dict(vars(shadow))
+        with torch.no_grad(), without_autocast(self.tensors[0].device.type):
+            step(shadow, self.members)
 
 
 class Stage:
@@ -124,9 +137,16 @@ class Stage:
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         """A step begins, with its first bucket."""
 
+    def before(self, update: Update) -> None:
+        """The update is about to run."""
+
+    def after(self, update: Update) -> None:
+        """It has run. Not called where it has raised."""
+
     def around(self, update: Update) -> AbstractContextManager[Any]:
-        """Entered before the update runs, and left after it: with its error, if it has raised."""
-        return _NOTHING
+        """Entered before the update runs, and left after it: with its error, if it has raised. Where a kernel runs,
+        which writes nothing but its lists, ``before`` and ``after`` are called instead: they cost less."""
+        return _around(self, update)
 
     def portions_of(self, tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
         """Where it ``steps_every_parameter``: what of a bucket is stepped by an update of its own."""
@@ -143,7 +163,13 @@ class Stage:
         """The step is over."""
 
 
-_NOTHING = nullcontext()
+@contextmanager
+def _around(stage: Stage, update: Update) -> Iterator[None]:
+    stage.before(update)
+    yield
+    stage.after(update)
+
+
 Begins = Callable[[], None]
 """Called when an update is about to run, after the stages that may refuse it."""
 

@@ -10,11 +10,12 @@ from torch.optim import Optimizer
 
 from instep._optim.foreign import ForeignGuard
 from instep._optim.guards import SettingsGuard, StateGuard
+from instep._optim.kernels import Kernel, kernel_of
 from instep._optim.kinds import STEPPED_WHOLE, is_torchs_own
 from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
 from instep._optim.random_numbers import KeyedDraws, TorchGenerators
-from instep._optim.shadow import GroupLayout, StepCopy, how_to_step
+from instep._optim.shadow import GroupLayout, StepCopy, autocast_of, how_to_step, parameters_of
 from instep._optim.stages import Begins, CopiedEntries, Stage, Update
 from instep._torch.hooks import is_in_step
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
@@ -24,15 +25,21 @@ class _Kind(NamedTuple):
     """What kind of optimizer it is, as long as it has this ``step``.
 
     Attributes:
-        step: of its class; ``None``: the object has one of its own, and is to be asked each time.
+        own: the ``step`` of the object, which refers to the object; ``None``: it has none.
+        step: of its class.
         update: what ``step`` wraps, without the calls of hooks.
         step_copy: how a copy of it is stepped.
+        kernel: that ``step`` calls, if that can be called in its place.
+        is_looked_at: whether it is known whether there is one: the first step finds out.
     """
 
-    step: Callable[..., Any] | None
+    own: "weakref.ref[Any] | None"
+    step: Callable[..., Any]
     update: Callable[..., Any] | None
     is_torchs_own: bool
     step_copy: StepCopy
+    kernel: Kernel | None = None
+    is_looked_at: bool = False
 
 
 class _RunningStep(NamedTuple):
@@ -41,13 +48,17 @@ class _RunningStep(NamedTuple):
     Attributes:
         state: the mapping with which it began.
         size: how many entries that had.
-        over_parameters: the stages of an update that finds the optimizer's own state: over the parameters themselves.
+        kernel: that its ``step()`` calls, if that can be called in its place.
+        finds_own_state: whether an update over the parameters themselves finds the state in the optimizer itself.
+        over_parameters: the stages of such an update.
         stages: those of any other one.
         divides: the stage that wants portions of a bucket, each in an update of its own.
     """
 
     state: MutableMapping[Any, Any]
     size: int
+    kernel: Kernel | None
+    finds_own_state: bool
     over_parameters: Sequence[Stage]
     stages: Sequence[Stage]
     divides: Stage | None
@@ -151,11 +162,12 @@ class Stepper:
     def is_foreign(self) -> bool:
         """Whether its update is not one of torch's own: nobody knows what it reads and writes beside the parameters
         that it is given, their gradients and their state."""
-        optimizer = self._optimizer()
-        step = type(optimizer).step if optimizer is not None else self._kind.step
-        as_before = step is self._kind.step and getattr(step, "__wrapped__", None) is self._kind.update
-        if optimizer is not None and (not as_before or "step" in vars(optimizer)):
-            self._kind = _kind_of(optimizer)  # a trainer has replaced it since, that of the object or of the class
+        optimizer, kind = self._optimizer(), self._kind
+        if optimizer is not None:
+            own, step = vars(optimizer).get("step"), type(optimizer).step
+            of_class = step is kind.step and getattr(step, "__wrapped__", None) is kind.update
+            if not of_class or own is not (None if kind.own is None else kind.own()):
+                self._kind = _kind_of(optimizer)  # a trainer has replaced it since, or a scheduler counts its calls
         return not self._kind.is_torchs_own
 
     def _begin(self, optimizer: Optimizer) -> _RunningStep:
@@ -179,8 +191,11 @@ class Stepper:
             divides = self.draws
         for stage in (*self.options, *stages):
             stage.begin(optimizer, self._layout)
-        over_parameters = guards if known and self.offloaded is None else stages
-        self._running = _RunningStep(optimizer.state, len(optimizer.state), over_parameters, stages, divides)
+        own = known and self.offloaded is None
+        if not self._kind.is_looked_at:
+            self._kind = self._kind._replace(kernel=kernel_of(optimizer), is_looked_at=True)
+        kernel = self._kind.kernel
+        self._running = _RunningStep(optimizer.state, len(optimizer.state), kernel, own, guards, stages, divides)
         return self._running
 
     def _run(self, running: _RunningStep, update: Update, begins: Begins | None) -> None:
@@ -196,9 +211,27 @@ class Stepper:
             self._update(running, Update(update.optimizer, update.tensors[part], update.owned[part], shards))
 
     def _update(self, running: _RunningStep, update: Update) -> None:
-        stages = running.over_parameters if update.tensors is update.owned else running.stages
+        update.members = self._layout.members_of(update.owned)
+        if running.kernel is not None and running.finds_own_state and update.shards is None:
+            self._find_kernel(running.kernel, update)
+        if update.kernel is not None:
+            for stage in running.over_parameters:
+                stage.before(update)
+            update.run(self._kind.step_copy, counts_writes=self._looks_back)
+            for stage in running.over_parameters:
+                stage.after(update)
+            return
+        stages = (
+            running.over_parameters if running.finds_own_state and update.tensors is update.owned else running.stages
+        )
         run = partial(update.run, self._kind.step_copy, counts_writes=self._looks_back)
         _through(iter(stages), update, run)
+
+    def _find_kernel(self, kernel: Kernel, update: Update) -> None:
+        """Of parameters in host memory: a kernel of an accelerator's costs less than the lists' way there."""
+        if update.tensors[0].device.type == "cpu":
+            entries = list(map(update.optimizer.state.get, update.owned))
+            update.kernel = kernel.calls(update.optimizer, update.tensors, entries, update.members)
 
     def _take_in(self, optimizer: Optimizer) -> None:
         """Parameters were added to the groups since the step began, and ``step()`` has found gradients of them."""
@@ -264,6 +297,26 @@ class Stepper:
     def _is_keyed(self) -> bool:
         """Whether each parameter is stepped by a call of its own, which draws by its key. torch's own never draw."""
         return self.draws is not None and self.is_foreign
+
+    def autocast_matters(self) -> bool:
+        """Whether ``step()``, called in the autocast block that this thread is in, computes other numbers than
+        outside."""
+        optimizer = self.optimizer()
+        first = next(parameters_of(optimizer), None)
+        if first is None or autocast_of(first.device.type) is None:
+            return False
+        from instep._optim.probe_trials import autocast_matters  # trials make steppers of their own
+
+        return autocast_matters(optimizer)
+
+    def require_same_in_autocast(self) -> None:
+        """Raise ``HyperparameterChangedError`` if ``autocast_matters``: updates of buckets were, or are about to be,
+        computed outside of the block."""
+        if self.autocast_matters():
+            raise HyperparameterChangedError(
+                f"{self.name}.step() was called inside an autocast block, and computes other numbers there; instep's "
+                "updates run outside of it. Call optimizer.step() outside of the block, as PyTorch advises"
+            )
 
     def before_step(self) -> None:
         """``step()`` is called, and nothing is written yet: raise if it finds what no update of a bucket could step."""
@@ -334,8 +387,9 @@ class Stepper:
 
 
 def _kind_of(optimizer: Optimizer) -> _Kind:
-    own = None if "step" in vars(optimizer) else type(optimizer).step
-    return _Kind(own, getattr(own, "__wrapped__", None), is_torchs_own(optimizer), how_to_step(optimizer))
+    own, step = vars(optimizer).get("step"), type(optimizer).step
+    ref = None if own is None else weakref.ref(own)
+    return _Kind(ref, step, getattr(step, "__wrapped__", None), is_torchs_own(optimizer), how_to_step(optimizer))
 
 
 def _through(stages: Iterator[Stage], update: Update, run: Callable[[], None]) -> None:

@@ -20,7 +20,6 @@ from instep._optim.parameters import (
     calls_of,
     none_there,
 )
-from instep._optim.probe_trials import autocast_matters, require_same_in_autocast
 from instep._optim.shadow import asks_for_state, begin_state, is_copied_whole
 from instep._optim.stepper import Stepper, writes_without_gradient
 from instep._ranks.votes import Vote, error_of
@@ -149,7 +148,7 @@ class UpdateDeferral:
         """The step is taken: put off all that can wait, and leave the rest to ``optimizer.step()``."""
         step, mine = self._step, self._step.members.of(stepper)
         if stepper.steps_every_parameter or (not with_gradient.are_plain and any(a.is_divided for a in with_gradient)):
-            require_same_in_autocast(stepper.optimizer())  # these are updated by instep, put off or not
+            stepper.require_same_in_autocast()  # these are updated by instep, put off or not
         in_flight = _in_flight_of(mine, self.in_flight())
         may_wait = in_loop and self._can_be_put_off(stepper)
         waiting = dict.fromkeys(with_gradient, False)
@@ -260,7 +259,7 @@ class UpdateDeferral:
             and not torch.is_inference_mode_enabled()
             and is_copied_whole(optimizer)
             and steps_as_tested(optimizer)  # its class may have got another step() since it was attached
-            and not autocast_matters(optimizer)
+            and not stepper.autocast_matters()
             and self._reading.is_alike()
             and not is_captured(self._step.members.all[0].spec.device)
             # On a CPU another thread would step, and draw from the loop's generator, which it has seeded.

@@ -147,6 +147,13 @@ class BucketSink(Schedule):
             step.times.ran(members, started)
             return True
 
+    def apply_and_free(self, bucket: Sequence[AttachedParameter]) -> bool:
+        bucket = AttachedParameters.of(bucket)
+        done = self.apply(bucket)
+        self.retire(bucket)
+        self.count_freed(bucket)
+        return done
+
     def count_freed(self, bucket: Sequence[AttachedParameter]) -> None:
         """Of those that were applied nobody has the gradients any more."""
         step, bucket = self._step, AttachedParameters.of(bucket)

@@ -217,6 +217,11 @@ class MeasuringSink:
             return False
         return True
 
+    def apply_and_free(self, bucket: Sequence[AttachedParameter]) -> bool:
+        done = self.apply(bucket)
+        self.retire(bucket)
+        return done
+
     def retire(self, bucket: Iterable[AttachedParameter]) -> None:
         for attached in bucket:
             parameter = attached.get()

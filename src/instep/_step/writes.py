@@ -11,7 +11,6 @@ import torch
 
 from instep._gradients.scaling import Policy, all_finite, kernel_scale, nonfinite_error
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, calls_of
-from instep._optim.probe_trials import require_same_in_autocast
 from instep._optim.stepper import Stepper, writes_without_gradient
 from instep._step.checking import Check
 from instep._step.norms import changed_after_measuring
@@ -254,7 +253,7 @@ class Writes(ABC):
         divided = [a for a in rest if a.is_divided]
         if not divided and not stepper.steps_every_parameter and not self._is_mixed(stepper, rest):
             return []
-        require_same_in_autocast(stepper.optimizer())
+        stepper.require_same_in_autocast()
         return rest
 
     def _step_rest(self, stepper: Stepper, rest: Sequence[AttachedParameter]) -> None:
@@ -314,7 +313,7 @@ class Writes(ABC):
 
 def require_settings_as_left(stepper: Stepper) -> None:
     """Raise if ``step()`` would update in another way than backward has."""
-    require_same_in_autocast(stepper.optimizer())
+    stepper.require_same_in_autocast()
     stepper.require_unchanged()
 
 

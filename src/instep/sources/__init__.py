@@ -94,6 +94,9 @@ class Sink(Protocol):
     def is_applied(self, attached: AttachedParameter) -> bool:
         """Whether this step has updated the parameter already."""
 
+    def apply_and_free(self, bucket: Sequence[AttachedParameter]) -> bool:
+        """``apply`` gradients that nothing but instep needs any more, free those that were stepped, and count them."""
+
     def retire(self, bucket: Iterable[AttachedParameter]) -> None:
         """Nobody but instep needs ``.grad`` of these any more: free the gradients of those that were applied."""
 
@@ -156,14 +159,6 @@ class ErrorsKept:
         if error is not None:
             self._sink.fail(error)
         return error is not None
-
-
-def step_bucket(sink: Sink, gradients: Sequence[AttachedParameter]) -> bool:
-    """The ``step`` of gradients that nothing but instep needs any more: step them in one call, and free them."""
-    done = sink.apply(gradients)
-    sink.retire(gradients)
-    sink.count_freed(gradients)
-    return done
 
 
 def step_all(sink: Sink, gradients: Sequence[AttachedParameter]) -> bool:

@@ -35,7 +35,7 @@ from instep._torch.lifetime import weakly
 from instep._torch.placeholders import ZeroedGradient
 from instep._torch.versions import memory_of
 from instep.errors import InstepError
-from instep.sources import Sink, deliver, step_bucket
+from instep.sources import Sink, deliver
 
 
 class LocalSource:
@@ -196,7 +196,7 @@ class LocalSource:
         self._layout.observed.append(attached)
         self._missing[number] -= 1
         if (can_wait or self._backwards.accepts_update()) and self._missing[number] == 0 and self._offer():
-            step_bucket(self._sink, self._layout.members[number])
+            self._sink.apply_and_free(self._layout.members[number])
 
     def _takes_gradient(self, attached: AttachedParameter) -> bool:
         """Whether ``.grad`` has a gradient that counts, now in a tensor of its own. Not if it was added to one of the
@@ -233,7 +233,7 @@ class LocalSource:
         if not self._sink.arrive(members):
             self._in_order &= self._sink.keeps_gradients
         elif self._backwards.accepts_update() and self._in_order:
-            step_bucket(self._sink, members)
+            self._sink.apply_and_free(members)
 
     # Where backward ends: one that may write, before DDP's own end; and, with one hook for each bucket, after it.
 
@@ -463,7 +463,7 @@ class LateFSDPGradients:
     def _step(self) -> None:
         gradients = list(self._gradients.values())
         self._gradients.clear()
-        deliver(self._sink, gradients, partial(step_bucket, self._sink, gradients))
+        deliver(self._sink, gradients, partial(self._sink.apply_and_free, gradients))
         self._closed()
 
     def _drop(self) -> None:

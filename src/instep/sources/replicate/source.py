@@ -22,7 +22,7 @@ from instep._optim.parameters import AttachedParameter, Bucket
 from instep._ranks.collectives import broadcast, require_the_same
 from instep._torch.engine import Phase, current, graph_task
 from instep.errors import AttachError, InstepError
-from instep.sources import Sink, WrappedParameters, as_bucket, deliver, record_arrival, step_all, step_bucket
+from instep.sources import Sink, WrappedParameters, as_bucket, deliver, record_arrival, step_all
 from instep.sources.replicate.buckets import TransientBuckets
 from instep.sources.replicate.layout import BucketSizes
 
@@ -256,7 +256,7 @@ class ReplicatedSource:
 
     def _step_if_first(self, mine: Sequence[AttachedParameter]) -> bool:
         # Asked only once these were offered: ``begin_step`` is called by the first offer of a step.
-        return self._writes and step_bucket(self._sink, mine)
+        return self._writes and self._sink.apply_and_free(mine)
 
     def _is_applied(self, parameter: torch.Tensor) -> bool:
         return parameter in self._parameters and self._sink.is_applied(self._parameters[parameter])

@@ -1,0 +1,224 @@
+"""torch's fused kernels on a CPU, called without the optimizer's own Python around them.
+
+``AdamW(fused=True).step()`` on 1,000 small tensors spends half of its time outside of its kernel: in a loop over the
+parameters that gathers the kernel's lists, in grouping those by device and dtype, and in adding a number to each step
+counter, which makes a tensor of the number each time. Here the lists are gathered by passes in C, nothing is grouped,
+since a kernel on a CPU takes tensor after tensor by itself, and the counters are added a tensor that is there. Every
+element is computed by the same kernel from the same values: the bits are the same.
+
+The kernels have no public name (``torch._fused_adamw_``; ``torch.optim`` calls them so). They are called for what is
+known of them alone, exactly torch's classes with torch's own ``step``, plain tensors, state that is there and settings
+that are plain numbers; everything else is left to ``step()``. ``tests/unit/test_kernels.py`` compares each with
+``step()``, and fails where torch changes what it hands to them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import repeat
+from operator import attrgetter, is_, itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from instep._optim.kinds import replaced_step
+from instep._optim.shadow import Members
+from instep._torch.versions import are_plain
+
+Tensors = list[torch.Tensor]
+Settings = Mapping[str, Any]
+_GRADIENT, _DTYPE, _LAYOUT = map(attrgetter, ("grad", "dtype", "layout"))
+_STRIDED = frozenset({torch.strided})
+_NUMBERS = frozenset({bool, int, float})
+
+
+def kernel_of(optimizer: Optimizer) -> "Kernel | None":
+    """The kernel that the optimizer's ``step()`` calls with ``fused=True``; ``None``: none is known, or it is another
+    ``step()`` than torch's."""
+    made = _KERNELS.get(type(optimizer))
+    known = made is not None and replaced_step(optimizer) is None and _is_torchs(type(optimizer).step)
+    return made() if made is not None and known else None
+
+
+def _is_torchs(step: Any) -> bool:
+    """Whether a function, and all that it wraps, is in a file of ``torch.optim``: anybody may replace a method of a
+    class of torch's."""
+    while step is not None:
+        code = getattr(step, "__code__", None)
+        if code is None or Path(code.co_filename).parent != _TORCH_OPTIM:
+            return False
+        step = getattr(step, "__wrapped__", None)
+    return True
+
+
+_TORCH_OPTIM = Path(torch.optim.__file__).parent
+
+
+class KernelCall(NamedTuple):
+    """One call of a kernel, over what one group holds of a bucket.
+
+    Attributes:
+        function: the kernel.
+        lists: of tensors, each with one for each parameter.
+        counters: of steps, one for each parameter, that ``step()`` adds 1 to before the kernel runs.
+        options: the kernel's numbers.
+    """
+
+    function: Callable[..., None]
+    lists: Sequence[Tensors]
+    counters: Tensors
+    options: Settings
+
+    def run(self) -> None:
+        if self.counters:
+            torch._foreach_add_(self.counters, list(repeat(_one(self.counters[0].dtype), len(self.counters))))
+        self.function(*self.lists, **self.options)
+
+
+@cache
+def _one(dtype: torch.dtype) -> torch.Tensor:
+    # Whoever steps first may be inside of inference_mode(), or of torch.device("meta").
+    with torch.inference_mode(False), torch.device("cpu"):
+        return torch.ones((), dtype=dtype)
+
+
+class Kernel:
+    """What one optimizer's ``step()`` hands to its kernel, class by class.
+
+    Attributes:
+        settings: the names of what a group says to the kernel.
+    """
+
+    settings: tuple[str, ...]
+
+    def __init__(self) -> None:
+        self._read = itemgetter(*self.settings)
+        # By the number of a group: the settings that it had, and the kernel's options, which are dear to make.
+        self._known: dict[int, tuple[tuple[Any, ...], Settings]] = {}
+
+    def calls(
+        self,
+        optimizer: Optimizer,
+        tensors: Sequence[torch.Tensor],
+        entries: Sequence[Any],
+        members: Sequence[Members],
+    ) -> list[KernelCall] | None:
+        """What to call in place of the update of ``tensors``; ``None``: the optimizer's own ``step()``.
+
+        Args:
+            entries: the state of each.
+            members: by group, where they stand.
+        """
+        scaler = vars(optimizer)  # GradScaler says there what the kernel is to do with its scale
+        if scaler.get("grad_scale") is not None or scaler.get("found_inf") is not None:
+            return None
+        gradients: Tensors = list(map(_GRADIENT, tensors))
+        if not (are_plain(tensors) and are_plain(gradients) and _STRIDED.issuperset(map(_LAYOUT, gradients))):
+            return None
+        if list(map(_DTYPE, gradients)) != list(map(_DTYPE, tensors)):
+            return None
+        calls: list[KernelCall] = []
+        for number, (mine, _) in enumerate(members):
+            if not mine:
+                continue
+            group = optimizer.param_groups[number]
+            options = self._options_of(number, group)
+            if options is None:
+                return None
+            if len(mine) == len(tensors):  # the order does not matter: a kernel takes one after the other
+                call = self._call(list(tensors), gradients, entries, options, group)
+            else:
+                some = [[of[i] for i in mine] for of in (tensors, gradients, entries)]
+                call = self._call(some[0], some[1], some[2], options, group)
+            if call is None:
+                return None
+            calls.append(call)
+        return calls
+
+    def _options_of(self, number: int, group: Settings) -> Settings | None:
+        """``None``: the kernel is not asked for, or a setting is no plain number: tensors are read, or sent to a
+        device, by ``step()``."""
+        if not group.get("fused") or group.get("differentiable") or group.get("capturable"):
+            return None
+        given = self._read(group)
+        known = self._known.get(number)
+        if known is not None and all(map(is_, known[0], given)):
+            return known[1]
+        options = self._options(dict(zip(self.settings, given, strict=True)))
+        if not _NUMBERS.issuperset(map(type, options.values())):
+            return None
+        self._known[number] = given, options
+        return options
+
+    def _options(self, settings: dict[str, Any]) -> Settings:
+        return settings
+
+    def _call(
+        self, tensors: Tensors, gradients: Tensors, entries: Sequence[Any], options: Settings, group: Settings
+    ) -> KernelCall | None:
+        raise NotImplementedError
+
+
+class _Adam(Kernel):
+    """``torch.optim.adam._fused_adam``, once there is state."""
+
+    settings = ("amsgrad", "betas", "lr", "weight_decay", "eps", "maximize")
+    is_decoupled = False  # where the group does not say it
+
+    def _options(self, settings: dict[str, Any]) -> Settings:
+        beta1, beta2 = settings.pop("betas")
+        return {**settings, "beta1": beta1, "beta2": beta2}
+
+    def _call(
+        self, tensors: Tensors, gradients: Tensors, entries: Sequence[Any], options: Settings, group: Settings
+    ) -> KernelCall | None:
+        decoupled = group.get("decoupled_weight_decay", self.is_decoupled)
+        largest = ("max_exp_avg_sq",) if options["amsgrad"] else ()
+        columns = _columns(entries, ("exp_avg", "exp_avg_sq", *largest, "step"))
+        if columns is None or len(set(map(_DTYPE, columns[-1]))) != 1:
+            return None
+        first, second, *largest_of, counters = columns
+        lists = (tensors, gradients, first, second, *(largest_of or [[]]), counters)
+        return KernelCall(torch._fused_adamw_ if decoupled else torch._fused_adam_, lists, counters, options)
+
+
+class _AdamW(_Adam):
+    """``torch.optim.adamw._fused_adamw`` up to torch 2.6, and the same as Adam's since."""
+
+    is_decoupled = True
+
+
+class _SGD(Kernel):
+    """``torch.optim.sgd._fused_sgd``, from the second step on."""
+
+    settings = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
+
+    def _options(self, settings: dict[str, Any]) -> Settings:
+        return {**settings, "is_first_step": False}
+
+    def _call(
+        self, tensors: Tensors, gradients: Tensors, entries: Sequence[Any], options: Settings, group: Settings
+    ) -> KernelCall | None:
+        buffers: Tensors = []
+        if options["momentum"] != 0:
+            columns = _columns(entries, ("momentum_buffer",))
+            if columns is None or not are_plain(columns[0]):  # None, in a state that was loaded
+                return None
+            buffers = columns[0]
+        return KernelCall(torch._fused_sgd_, (tensors, gradients, buffers), [], options)
+
+
+_KERNELS: dict[type[Optimizer], type[Kernel]] = {
+    torch.optim.Adam: _Adam,
+    torch.optim.AdamW: _AdamW,
+    torch.optim.SGD: _SGD,
+}
+
+
+def _columns(entries: Sequence[Any], names: Sequence[str]) -> list[Tensors] | None:
+    """One list for each of the ``names``; ``None``: an entry lacks one of them, as before the first step."""
+    try:
+        return [list(map(itemgetter(name), entries)) for name in names]
+    except (KeyError, TypeError):
+        return None

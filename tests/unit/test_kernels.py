@@ -1,0 +1,265 @@
+"""torch's fused kernels, called on lists that instep has gathered, compute what torch's ``step()`` computes."""
+
+import copy
+import inspect
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep._optim.kernels import KernelCall, kernel_of
+from instep.verification import first_difference, training_state
+
+WAYS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adam": (torch.optim.Adam, {"lr": 1e-2}),
+    "adam, coupled decay": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adam, amsgrad": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True, "betas": (0.7, 0.9)}),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
+    "adamw, maximize": (torch.optim.AdamW, {"lr": 1e-2, "maximize": True, "eps": 1e-4, "weight_decay": 0.3}),
+    "adamw, amsgrad": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True}),
+    "sgd": (torch.optim.SGD, {"lr": 1e-2}),
+    "sgd, momentum": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}),
+    "sgd, nesterov": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    "sgd, dampening": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.5}),
+}
+if "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters:  # since torch 2.7
+    WAYS["adam, decoupled"] = torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}
+CALLS = "instep._optim.kernels.KernelCall.run"
+
+
+class Loop:
+    """A model with parameters of several dtypes and shapes, in two groups."""
+
+    def __init__(self, way: str, dtype: torch.dtype = torch.float32, **more: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 1)).to(dtype)
+        self.dtype = dtype
+        cls, options = WAYS[way]
+        first, *rest = self.model.children()
+        groups: list[dict[str, Any]] = [
+            {"params": list(first.parameters())},
+            {"params": [p for one in rest for p in one.parameters()], "lr": 3e-2},
+        ]
+        self.optimizer = cls(groups, fused=True, **options, **more)  # type: ignore[call-arg]
+
+    def step(self, i: int) -> None:
+        torch.manual_seed(i)
+        x = torch.randn(4, 5).to(self.dtype)
+        (self.model(x).float() - 1).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def difference(self, other: "Loop") -> str | None:
+        return first_difference(
+            training_state(self.model, self.optimizer), training_state(other.model, other.optimizer)
+        )
+
+
+class Counted:
+    """How many calls of kernels were made."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __enter__(self) -> "Counted":
+        run = KernelCall.run
+
+        def counted(call: KernelCall) -> None:
+            self.calls += 1
+            run(call)
+
+        self._patch = patch(CALLS, counted)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patch.stop()
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+# Two plain loops differ there: torch's fused SGD leaves parts of a bfloat16 momentum buffer as its memory was found.
+NOT_DETERMINISTIC = {(way, torch.bfloat16) for way, (_, options) in WAYS.items() if "momentum" in options}
+
+
+@pytest.mark.parametrize(
+    ("way", "dtype"), [pair for way in WAYS for dtype in DTYPES if (pair := (way, dtype)) not in NOT_DETERMINISTIC]
+)
+def test_a_kernel_computes_what_step_computes(way: str, dtype: torch.dtype) -> None:
+    plain, other = Loop(way, dtype), Loop(way, dtype)
+    with instep.attach(other.model, other.optimizer, schedule="backward", bucket_bytes=1), Counted() as counted:
+        for i in range(5):
+            plain.step(i)
+            other.step(i)
+            assert (found := plain.difference(other)) is None, f"step {i}: {found}"
+    parameters = len(list(plain.model.parameters()))
+    makes_no_state = WAYS[way][1].get("momentum", 0) == 0 and way.startswith("sgd")
+    # The first step makes the state, in torch's own way; from then on there is a call for each bucket.
+    assert counted.calls == parameters * (5 if makes_no_state else 4)
+
+
+def test_one_bucket_of_two_groups_is_two_calls() -> None:
+    plain, other = Loop("adamw"), Loop("adamw")
+    with instep.attach(other.model, other.optimizer, schedule="backward", bucket_bytes=1 << 20), Counted() as counted:
+        for i in range(4):
+            plain.step(i)
+            other.step(i)
+    assert plain.difference(other) is None
+    assert counted.calls == 2 * 3
+
+
+def test_what_is_put_off_is_done_by_kernels_too() -> None:
+    plain, other = Loop("adamw"), Loop("adamw")
+    with instep.attach(other.model, other.optimizer, defer=True) as overlap, Counted() as counted:
+        for i in range(4):
+            plain.step(i)
+            other.step(i)
+        overlap.synchronize()
+        assert counted.calls == 2 * 3
+        assert plain.difference(other) is None
+
+
+def scheduled(loop: Loop) -> Any:
+    return torch.optim.lr_scheduler.StepLR(loop.optimizer, step_size=1, gamma=0.5)
+
+
+def test_settings_change_from_step_to_step() -> None:
+    plain, other = Loop("adamw"), Loop("adamw")
+    schedulers = [scheduled(plain), scheduled(other)]
+    with instep.attach(other.model, other.optimizer, schedule="backward"), Counted() as counted:
+        for i in range(5):
+            for loop, scheduler in zip((plain, other), schedulers, strict=True):
+                loop.step(i)
+                scheduler.step()
+                loop.optimizer.param_groups[1]["betas"] = (0.9 - 0.1 * i, 0.95)
+                loop.optimizer.param_groups[0]["weight_decay"] = 0.1 * i
+            assert plain.difference(other) is None
+    assert counted.calls == 2 * 4
+
+
+def replaced_by_copies(loop: Loop) -> None:
+    loop.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
+
+
+def without_one_entry(loop: Loop) -> None:
+    del loop.optimizer.state[next(loop.model.parameters())]
+
+
+def written_in_place(loop: Loop) -> None:
+    for entry in loop.optimizer.state.values():
+        entry["exp_avg"].mul_(0.5)
+        entry["step"].fill_(7)
+
+
+def moments_swapped(loop: Loop) -> None:
+    for entry in loop.optimizer.state.values():
+        entry["exp_avg"], entry["exp_avg_sq"] = entry["exp_avg_sq"], entry["exp_avg"].abs()
+
+
+@pytest.mark.parametrize("change", [replaced_by_copies, without_one_entry, written_in_place, moments_swapped])
+def test_state_is_the_optimizers_in_each_step(change: Any) -> None:
+    """Nothing of it is kept from one step to the next."""
+    plain, other = Loop("adamw"), Loop("adamw")
+    with instep.attach(other.model, other.optimizer, schedule="backward"):
+        for i in range(5):
+            for loop in (plain, other):
+                loop.step(i)
+                if i == 2:
+                    change(loop)
+            assert (found := plain.difference(other)) is None, f"step {i}: {found}"
+
+
+class Capable(torch.optim.AdamW):
+    """A class of the user's own: what else it does is not known."""
+
+
+def tensor_rate(loop: Loop) -> None:
+    for group in loop.optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"])
+
+
+def one_by_one(loop: Loop) -> None:
+    for group in loop.optimizer.param_groups:
+        group["fused"] = False
+        group["foreach"] = False
+
+
+@pytest.mark.parametrize("change", [tensor_rate, one_by_one])
+def test_what_the_kernel_is_not_asked_for_is_left_to_step(change: Any) -> None:
+    plain, other = Loop("adamw"), Loop("adamw")
+    for loop in (plain, other):
+        change(loop)
+    with instep.attach(other.model, other.optimizer, schedule="backward"), Counted() as counted:
+        for i in range(4):
+            plain.step(i)
+            other.step(i)
+            assert plain.difference(other) is None
+    assert counted.calls == 0
+
+
+def test_a_class_of_somebody_elses_has_no_kernel() -> None:
+    model = nn.Linear(2, 2)
+    assert kernel_of(torch.optim.AdamW(model.parameters(), fused=True)) is not None
+    assert kernel_of(Capable(model.parameters(), fused=True)) is None
+    assert kernel_of(torch.optim.Adamax(model.parameters())) is None
+
+
+def test_a_step_of_torchs_that_was_replaced_is_called() -> None:
+    """Trainers patch a class, too. Theirs may wrap torch's own."""
+    told: list[int] = []
+    original = torch.optim.AdamW.step
+
+    def step(self: Any, closure: Any = None) -> Any:
+        told.append(len(self.param_groups))
+        return original(self, closure)
+
+    step.__wrapped__ = original  # type: ignore[attr-defined]
+    with patch.object(torch.optim.AdamW, "step", step):
+        assert kernel_of(torch.optim.AdamW(nn.Linear(2, 2).parameters(), fused=True)) is None
+    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), fused=True)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert kernel_of(optimizer) is not None, "a scheduler's patch only counts the calls"
+
+
+def test_a_loss_scale_that_the_kernel_takes_off_is_left_to_step() -> None:
+    plain, other = Loop("adamw"), Loop("adamw")
+    with instep.attach(other.model, other.optimizer, defer=True) as overlap, Counted() as counted:
+        for i in range(4):
+            for loop in (plain, other):
+                loop.optimizer.grad_scale = torch.tensor(4.0) if i == 2 else None  # type: ignore[attr-defined]
+                loop.optimizer.found_inf = torch.tensor(0.0) if i == 2 else None  # type: ignore[attr-defined]
+                loop.step(i)
+        overlap.synchronize()
+        assert plain.difference(other) is None
+    assert counted.calls == 2 * 2
+
+
+def test_torch_hands_the_kernel_what_instep_hands_it() -> None:
+    """A new argument, or a new list, in torch: then ``kernels.py`` lacks it."""
+    for way, name in (("adam", "_fused_adam_"), ("adamw", "_fused_adamw_"), ("sgd, momentum", "_fused_sgd_")):
+        seen: list[tuple[list[list[tuple[int, ...]]], dict[str, Any]]] = []
+        kernel = getattr(torch, name)
+
+        def told(*lists: Any, _kernel: Any = kernel, _seen: Any = seen, **options: Any) -> None:
+            given = {key: value for key, value in options.items() if value is not None}
+            _seen.append(([[tuple(t.shape) for t in one] for one in lists], given))
+            _kernel(*lists, **options)
+
+        loop, attached = Loop(way), Loop(way)
+        for i in range(2):  # state is there from the second on
+            loop.step(i)
+            attached.step(i)
+        overlap = instep.attach(attached.model, attached.optimizer, schedule="backward", bucket_bytes=1 << 20)
+        with overlap, patch.object(torch, name, told):
+            loop.step(2)
+            by_torch = sorted(seen, key=repr)
+            seen.clear()
+            attached.step(2)
+            by_instep = sorted(seen, key=repr)
+        assert len(by_torch) == 2
+        assert [options for _, options in by_torch] == [options for _, options in by_instep]
+        assert [list(map(sorted, lists)) for lists, _ in by_torch] == [
+            list(map(sorted, lists)) for lists, _ in by_instep
+        ]
