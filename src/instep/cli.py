@@ -158,7 +158,11 @@ def plan(
     ] = None,
     bucket_view: Annotated[bool, typer.Option(help="DistributedDataParallel(gradient_as_bucket_view=…).")] = True,
     bucket_bytes: Annotated[
-        int | None, typer.Option(help="bucket_bytes of instep.attach, on one device.", show_default="16 MiB")
+        int | None,
+        typer.Option(
+            help="bucket_bytes of instep.attach, on one device.",
+            show_default="a twentieth of the gradients, 16 MiB at most",
+        ),
     ] = None,
     micro_batches: Annotated[
         int, typer.Option(help="Number of forwards and backwards in one step, on one device.")

@@ -24,15 +24,10 @@ Schedules = Literal["backward", "forward"]
 Defer = Literal["auto"] | bool
 Offload = Literal["host"]
 DEFAULT_BUCKET_BYTES = 16 * MIB
-"""The bytes of gradients in one bucket that ``attach`` makes, if it is not given ``bucket_bytes``."""
+"""The bytes of gradients in one bucket whose update is put off, if ``attach`` is not given ``bucket_bytes``. Those of
+buckets that backward steps depend on the model: ``bucket_bytes_for``."""
 BY_ENVIRONMENT = "INSTEP_DISABLE is set"
 """``left_to_torch`` of an attachment that was made with ``INSTEP_DISABLE=1``."""
-
-
-def bucket_that_frees(total: int) -> int:
-    """The ``bucket_bytes`` to advise where gradients of ``total`` bytes are to be freed in backward: the default, if
-    it makes four buckets or more; else an eighth of the gradients, in whole MiB."""
-    return DEFAULT_BUCKET_BYTES if total >= 4 * DEFAULT_BUCKET_BYTES else MIB * max(1, total // MIB // 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +140,7 @@ class Options:
         return replace(self, left_to_torch=None) == usual
 
     @property
-    def bytes_of_a_bucket(self) -> int:
+    def bytes_put_off_together(self) -> int:
         return self.bucket_bytes or DEFAULT_BUCKET_BYTES
 
     def given(self) -> dict[str, str]:

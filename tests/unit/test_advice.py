@@ -12,7 +12,6 @@ from torch import nn
 
 import instep
 from instep._step import deferral as observed
-from instep.options import DEFAULT_BUCKET_BYTES, bucket_that_frees
 from tests.cases import Blocks, batch
 
 STEPS = observed.LAST + 2
@@ -62,25 +61,18 @@ USES: dict[str, Callable[[nn.Module], Any]] = {
 def test_a_loop_that_leaves_gradients_alone(defer: Any) -> None:
     said = Loop(defer=defer).train(nothing)
     assert "leaves gradients alone" in said
-    assert "schedule='backward', bucket_bytes=1 * 2**20 would free 1.0 of their 2.0 MiB" in said
+    assert "schedule='backward' would free 1.8 of their 2.0 MiB" in said
     assert "ms of an iteration" in said
 
 
 def test_the_line_that_is_advised_does_what_it_says() -> None:
     said = Loop().train(nothing)
     freed, total = map(float, re.findall(r"free ([0-9.]+) of their ([0-9.]+) MiB", said)[0])
-    loop = Loop(schedule="backward", bucket_bytes=1 * 2**20)
+    loop = Loop(schedule="backward")
     assert loop.train(nothing) == ""
     largest = max(bucket.nbytes for bucket in loop.overlap.plan.buckets) / 2**20
     assert total - largest == pytest.approx(freed, abs=0.1)  # to a tenth, as it is said
     assert loop.overlap.stats()["freed_bytes"] / loop.overlap.step_count / 2**20 == pytest.approx(total, abs=0.1)
-
-
-def test_a_large_model_needs_no_other_bucket() -> None:
-    assert bucket_that_frees(64 * 2**20) == DEFAULT_BUCKET_BYTES
-    assert bucket_that_frees(64 * 2**20 - 1) == 7 * 2**20
-    assert bucket_that_frees(18_500_000) == 2 * 2**20
-    assert bucket_that_frees(1) == 2**20
 
 
 def clipped(max_norm: float, **options: Any) -> Any:

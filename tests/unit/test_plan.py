@@ -23,11 +23,13 @@ def sizes_of(buckets: object) -> list[list[int]]:
         ((), 10, []),
         ((3, 3, 3), 1, [[3], [3], [3]]),
         ((3, 3, 3), 6, [[3, 3], [3]]),
-        ((3, 3, 3), 7, [[3, 3, 3]]),
+        ((3, 3, 3), 7, [[3, 3], [3]]),
+        ((3, 3, 3), 9, [[3, 3, 3]]),
         ((100, 3), 10, [[100], [3]]),
+        ((3, 100, 3, 3), 10, [[3], [100], [3, 3]]),
     ],
 )
-def test_a_bucket_closes_once_it_is_full(sizes: tuple[int, ...], bucket_bytes: int, expected: object) -> None:
+def test_a_bucket_closes_before_it_holds_too_much(sizes: tuple[int, ...], bucket_bytes: int, expected: object) -> None:
     assert sizes_of(fill_buckets("local", specs(*sizes), bucket_bytes)) == expected
 
 

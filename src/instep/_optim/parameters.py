@@ -100,11 +100,22 @@ def _span(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= 2 else f"{names[0]} … {names[-1]}"
 
 
+_LARGEST, _SMALLEST, _SHARE = 16 * MIB, 48 * 1024, 20
+
+
+def bucket_bytes_for(nbytes: Iterable[int]) -> int:
+    """The bytes of a bucket that is stepped in backward, where ``attach`` is not told: a twentieth of all gradients,
+    whose sizes these are, and 16 MiB at most. What a bucket holds is not freed before it is full, so that a twentieth
+    of what can be saved is not; smaller ones would save hardly more, and each costs its time. See
+    ``benchmarks/default_bucket.py``."""
+    return max(_SMALLEST, min(_LARGEST, sum(nbytes) // _SHARE))
+
+
 def fill_buckets(source: str, parameters: Iterable[ParameterSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
     """Cut ``parameters`` into buckets, in the order given.
 
-    A bucket is closed by the parameter that brings it to ``bucket_bytes`` or more, so none is split. Parameters
-    of different devices never share one: each device steps on a stream of its own. Those of one group always do.
+    None holds more than ``bucket_bytes``, but that of a single parameter, which is never split. Parameters of
+    different devices never share one: each device steps on a stream of its own. Those of one group always do.
     """
     done: list[list[ParameterSpec]] = []
     filling: dict[tuple[torch.device, int | None], list[ParameterSpec]] = {}
@@ -112,7 +123,8 @@ def fill_buckets(source: str, parameters: Iterable[ParameterSpec], bucket_bytes:
     for parameter in parameters:
         kind = parameter.device, parameter.group
         bucket = filling.get(kind)
-        if bucket is None:
+        if bucket is None or (parameter.group is None and held[kind] + parameter.nbytes > bucket_bytes):
+            held[kind] = 0
             bucket = filling[kind] = []
             done.append(bucket)
         bucket.append(parameter)

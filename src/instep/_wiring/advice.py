@@ -10,13 +10,13 @@ from torch.optim import Optimizer
 
 from instep._gradients.clipping import ClipNorm
 from instep._optim.kinds import steps_as_tested
-from instep._optim.parameters import MIB
+from instep._optim.parameters import MIB, bucket_bytes_for
 from instep._optim.probe import not_asked
 from instep._step.deferral import Always, DeferralTrial, Deferring, Gains, Never, Others
 from instep._step.schedule import Schedule
 from instep._wiring.ranks import in_join
 from instep._wiring.weak_refs import WeakRefs
-from instep.options import DEFAULT_BUCKET_BYTES, Options, bucket_that_frees
+from instep.options import Options
 from instep.sources.ddp.instance import exposed_communication
 
 # Whether the steps of ``schedule="forward"`` are put off, and what keeps them from gaining by that.
@@ -141,12 +141,10 @@ def _communication(gains: Gains, ddps: Sequence[DistributedDataParallel]) -> Ite
 def _memory(gains: Gains, schedule: Schedule) -> Iterator[str]:
     sizes = [a.spec.nbytes for a in schedule.parameters if (p := a.peek()) is not None and p.requires_grad]
     total = sum(sizes)
-    bucket = bucket_that_frees(total)
-    said = "" if bucket == DEFAULT_BUCKET_BYTES else f", bucket_bytes={bucket // MIB} * 2**20"
-    freed = total - max(*sizes, min(total, bucket)) if sizes else 0
+    freed = total - max(*sizes, min(total, bucket_bytes_for(sizes))) if sizes else 0
     if gains.leaves_gradients and freed > 0:
         yield (
-            f"The loop leaves gradients alone between backward and optimizer.step(): schedule='backward'{said} would "
+            f"The loop leaves gradients alone between backward and optimizer.step(): schedule='backward' would "
             f"free {freed / MIB:.1f} of their {total / MIB:.1f} MiB in backward, and take {gains.step:.1f} of the "
             f"{gains.iteration:.1f} ms of an iteration there."
         )

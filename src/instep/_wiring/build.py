@@ -16,7 +16,7 @@ from instep._gradients.scaling import LossScale
 from instep._optim.kinds import STEPPED_WHOLE, ToldStep, is_torchs_own, steps_as_tested, steps_one, takes_hooks
 from instep._optim.offload import HostLoading, HostState, OffloadedState, Part
 from instep._optim.owners import in_views_of_ddp, in_views_of_replicate
-from instep._optim.parameters import AttachedParameter, Plan
+from instep._optim.parameters import AttachedParameter, Plan, bucket_bytes_for
 from instep._optim.probe import Separability, not_asked, separability_of
 from instep._optim.random_numbers import KeyedDraws
 from instep._optim.stepper import Stepper
@@ -110,7 +110,7 @@ def choose(
             for s, found in zip(steppers, separability, strict=True)
             if found.contained and steps_as_tested(s.optimizer())
         ]
-        size = options.bytes_of_a_bucket
+        size = options.bytes_put_off_together
         agreement = Agreement(options.nonfinite, votes)
         forward = ForwardSchedule(step, may_wait, size, agreement, deferring())
         measures = isinstance(options.clip, ClipNorm)
@@ -177,7 +177,7 @@ def _unwrapped(
 ) -> Source:
     if target.fsdp1:
         return FSDP1Source(sink, mine, target.fsdp1)
-    return LocalSource(sink, mine, options.bytes_of_a_bucket, uses)
+    return LocalSource(sink, mine, options.bucket_bytes, uses)
 
 
 def _flights(sources: Sequence[CrossingSource]) -> list[InFlightBucket]:
@@ -195,7 +195,7 @@ def offload(
     schedule: Schedule,
     optimizers: Sequence[Optimizer],
     steppers: Sequence[Stepper],
-    bucket_bytes: int,
+    bucket_bytes: int | None,
     handles: Handles,
 ) -> None:
     """
@@ -203,9 +203,11 @@ def offload(
         UnsupportedOptimizerError: an optimizer has state that cannot live in host memory.
     """
     state = HostState()
+    # What is lent together is what the gradients are that backward frees together.
+    size = bucket_bytes or bucket_bytes_for(attached.spec.nbytes for attached in schedule.parameters)
     for optimizer, stepper in zip(optimizers, steppers, strict=True):
         parts = partial(_parts_of, weakref.ref(schedule), weakref.ref(stepper))
-        stepper.offloaded = home = OffloadedState(state, optimizer, parts, bucket_bytes)
+        stepper.offloaded = home = OffloadedState(state, optimizer, parts, size)
         home.take_in()
         loading = HostLoading(home)
         handles.append(optimizer.register_load_state_dict_pre_hook(UntracedHook(loading.before)))
@@ -534,8 +536,7 @@ def _watch_saving(parts: Parts, target: Target, options: Options) -> None:
             parts.handles.append(optimizer.register_state_dict_pre_hook(before_save))
             parts.handles.append(optimizer.register_load_state_dict_pre_hook(before_load))
     if options.offload is not None:
-        size = options.bytes_of_a_bucket
-        offload(parts.schedule, target.optimizers, parts.refs.steppers, size, parts.handles)
+        offload(parts.schedule, target.optimizers, parts.refs.steppers, options.bucket_bytes, parts.handles)
     wrapped: set[nn.Module] = {one.module for one in target.wrapped}
     for saved in {*target.called, *wrapped}:
         parts.handles.append(saved.register_state_dict_pre_hook(BoundHook(parts.steps.before_model_state)))

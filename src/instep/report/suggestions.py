@@ -10,8 +10,6 @@ from instep.report.figures import Figures, bytes_change, duration_change, mib, m
 from instep.report.memory import GRADIENTS, MIB, Memory
 from instep.report.run import Run
 
-BUCKET_BYTES = 16 * MIB
-"""The default of ``attach`` for ``bucket_bytes``."""
 _BACKWARD = "instep.attach(model, optimizer, schedule='backward')"
 _TEMPORARIES = ("temporaries of backward", "temporaries of the step")
 WORTH = 0.02
@@ -84,18 +82,13 @@ def _memory_to_gain(run: Run, found: Figures, memory: Memory) -> str | None:
     if run.setup.wrapper == "DistributedDataParallel":
         return None
     gradients, total = memory.alive.get(GRADIENTS, 0), run.setup.nbytes.get(GRADIENTS, 0)
-    bucket, said = BUCKET_BYTES, ""
-    if run.setup.wrapper:
-        bucket = min(BUCKET_BYTES, total // 2)  # FSDP's groups are not in the recording: a guess
-    elif total < 4 * BUCKET_BYTES:
-        # With buckets of the default size a small model would have hardly more than one.
-        bucket = MIB * max(1, total // MIB // 8)
-        said = f", bucket_bytes={bucket // MIB} * 2**20"
+    # ``attach`` takes a twentieth. Of FSDP's groups the recording says nothing: a guess.
+    bucket = min(16 * MIB, total // (2 if run.setup.wrapper else 20))
     saved = gradients - bucket
     if saved > WORTH * memory.peak:
         return (
             f"Attach for memory: gradients are {mib(gradients)} of the peak of {mib(memory.peak)}; with "
-            f"instep.attach(model, optimizer, schedule='backward'{said}) they are stepped bucket by bucket in backward "
+            f"instep.attach(model, optimizer, schedule='backward') they are stepped bucket by bucket in backward "
             f"and never all alive, which saves up to {mib(saved)}."
         )
     passing = {name: memory.alive.get(name, 0) for name in ("activations", *_TEMPORARIES, "other")}

@@ -25,6 +25,7 @@ from instep._optim.parameters import (
     AttachedParameters,
     Bucket,
     all_there,
+    bucket_bytes_for,
     fill_buckets,
     none_there,
 )
@@ -56,7 +57,7 @@ class LocalSource:
         self,
         sink: Sink,
         parameters: Sequence[AttachedParameter],
-        bucket_bytes: int,
+        bucket_bytes: int | None,
         uses: "ForwardCounts | None" = None,
     ) -> None:
         self._sink = sink
@@ -290,7 +291,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class LocalLayout:
-    """Which parameter is in which bucket: buckets of about ``bucket_bytes``, and FSDP2's groups.
+    """Which parameter is in which bucket: buckets of up to ``bucket_bytes``, and FSDP2's groups.
 
     Buckets first follow the model's order backwards; after the first step, the order in which gradients arrived.
 
@@ -304,7 +305,7 @@ class LocalLayout:
         follows_observed: whether the buckets follow the order in which gradients arrived.
     """
 
-    def __init__(self, parameters: Sequence[AttachedParameter], bucket_bytes: int) -> None:
+    def __init__(self, parameters: Sequence[AttachedParameter], bucket_bytes: int | None) -> None:
         self.trainable = AttachedParameters()
         self.observed: list[AttachedParameter] = []
         self.follows_observed = False
@@ -346,9 +347,9 @@ class LocalLayout:
 
     def _fill(self, order: Iterable[AttachedParameter]) -> None:
         attached = {a.spec.index: a for a in order}
-        self.buckets: tuple[Bucket, ...] = fill_buckets(
-            "local", (a.spec for a in attached.values()), self._bucket_bytes
-        )
+        specs = [a.spec for a in attached.values()]
+        size = self._bucket_bytes or bucket_bytes_for(spec.nbytes for spec in specs)
+        self.buckets: tuple[Bucket, ...] = fill_buckets("local", specs, size)
         self.members = [AttachedParameters(attached[s.index] for s in bucket.parameters) for bucket in self.buckets]
         self.bucket_of = {a.spec.index: number for number, members in enumerate(self.members) for a in members}
 
