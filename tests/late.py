@@ -23,7 +23,8 @@ def late_updates() -> Iterator[Callable[[], None]]:
     asked: dict[Task, threading.Event] = {}
     never_asked: list[object] = []
 
-    def run_late(worker: Worker, do: Callable[[], None]) -> Task:
+    def run_late(worker: Worker, do: Callable[[], None], place: float = 0) -> Task:
+        # All at one place: each waits to be asked, and would keep those behind it waiting.
         event = threading.Event()
 
         def once_asked() -> None:
@@ -49,7 +50,11 @@ def late_updates() -> Iterator[Callable[[], None]]:
             ask_and_wait(task)
 
     try:
-        with patch.object(Worker, "run", run_late), patch.object(Task, "wait", ask_and_wait):
+        with (
+            patch.object(Worker, "run", run_late),
+            patch.object(Worker, "hurry", lambda worker, task: None),
+            patch.object(Task, "wait", ask_and_wait),
+        ):
             yield run_all
     finally:
         for event in asked.values():

@@ -24,8 +24,7 @@ Schedules = Literal["backward", "forward"]
 Defer = Literal["auto"] | bool
 Offload = Literal["host"]
 DEFAULT_BUCKET_BYTES = 16 * MIB
-"""The bytes of gradients in one bucket whose update is put off, if ``attach`` is not given ``bucket_bytes``. Those of
-buckets that backward steps depend on the model: ``bucket_bytes_for``."""
+"""The most bytes of gradients in one bucket, if ``attach`` is not given ``bucket_bytes``: see ``bucket_bytes_for``."""
 BY_ENVIRONMENT = "INSTEP_DISABLE is set"
 """``left_to_torch`` of an attachment that was made with ``INSTEP_DISABLE=1``."""
 
@@ -140,8 +139,9 @@ class Options:
         return replace(self, left_to_torch=None) == usual
 
     @property
-    def bytes_put_off_together(self) -> int:
-        return self.bucket_bytes or DEFAULT_BUCKET_BYTES
+    def most_put_off_together(self) -> int:
+        """Bytes of gradients in one bucket whose update is put off, where ``bucket_bytes`` was not given."""
+        return DEFAULT_BUCKET_BYTES
 
     def given(self) -> dict[str, str]:
         """The schedule and every option that is not the default, as ``attach`` names them."""

@@ -1361,8 +1361,8 @@ def run_script(body: str) -> str:
         from torch import nn
         from instep._torch.worker import Worker
         run = Worker.run
-        def slow(self, task):
-            return run(self, lambda: (time.sleep(0.1), task()))
+        def slow(self, task, place=0):
+            return run(self, lambda: (time.sleep(0.1), task()), place)
         Worker.run = slow
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))

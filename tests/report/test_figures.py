@@ -97,14 +97,14 @@ BACKWARD = span("backward", 0.0, 0.5)
             [BACKWARD, span("step", 0.5, 0.8)],
             {"parameters": 4 * MIB, "gradients": 4 * MIB},
             {"fused": False, "optimizer": "AdamW(foreach=True)"},
-            ["bucket_bytes=1 * 2**20) they are stepped", "with fused=True"],
+            ["schedule='backward') they are stepped bucket by bucket", "with fused=True"],
             id="plain, gradients set the peak",
         ),
         pytest.param(
             [BACKWARD, span("step", 0.5, 0.6)],
-            {"parameters": 4 * MIB, "activations": 9 * MIB, "gradients": MIB},
+            {"parameters": 4 * MIB, "activations": 90 * MIB, "gradients": MIB},
             {"fused": False, "optimizer": "Muon"},
-            ["1.0 MiB of gradients and 9.0 MiB of activations, which set it"],
+            ["1.0 MiB of gradients and 90.0 MiB of activations, which set it"],
             id="plain, activations set the peak",
         ),
         pytest.param(

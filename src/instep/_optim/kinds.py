@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
+from operator import methodcaller
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -186,6 +187,24 @@ def _fused_counts_writes(name: str) -> bool:
         with torch.no_grad():
             undecorated_step(type(optimizer))(optimizer)
         return version_of(parameter) > before
+
+
+def runs_beside(optimizer: Optimizer) -> bool:
+    """Whether updates of parameters in host memory gain anything from a thread of their own: those of torch's whose
+    time is in kernels, which leave Python to the loop. A loop over parameters would take turns with it."""
+    return is_torchs_own(optimizer) and (is_fused(optimizer) or multiplies_matrices(optimizer))
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    return all(map(_FUSED, optimizer.param_groups))
+
+
+_FUSED = methodcaller("get", "fused")
+
+
+def multiplies_matrices(optimizer: Optimizer) -> bool:
+    """Whether the update of one of torch's own optimizers does, in which it reads torch's switches for products."""
+    return class_of(optimizer).__name__ == "Muon"
 
 
 def takes_hooks(optimizer: Optimizer) -> bool:

@@ -85,6 +85,8 @@ def is_immutable(value: Any) -> bool:
 
 def is_plain(value: Any) -> bool:
     """Whether ``private`` copies all of it."""
+    if type(value) in _NUMBERS:
+        return True
     if type(value) in (list, tuple, set):
         return all(map(is_plain, value))
     if type(value) is dict:
@@ -95,7 +97,7 @@ def is_plain(value: Any) -> bool:
 def private(value: Any) -> Any:
     """A copy that may be changed in place without its origin seeing it. Objects, and what cannot be changed, are
     shared."""
-    if is_immutable(value) or isinstance(value, nn.Parameter):
+    if type(value) in _NUMBERS or is_immutable(value) or isinstance(value, nn.Parameter):
         return value
     if isinstance(value, torch.Tensor):
         return value.detach().clone()

@@ -1,6 +1,7 @@
 """``schedule="forward"``: which parameters can wait, and in which order the model reads them."""
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -24,6 +25,7 @@ from instep._optim.parameters import (
     AttachedParameter,
     AttachedParameters,
     Bucket,
+    bucket_bytes_for,
     fill_buckets,
     shard_of_gradient,
 )
@@ -62,14 +64,18 @@ class ReadHook:
 class ReadOrder:
     """The order in which forwards read parameters, and the switches under which the last one ran.
 
+    Args:
+        bucket_bytes: the option; ``None``: a twentieth of what is put off, and ``most`` at most.
+
     Attributes:
         hooks: of the modules that read parameters.
     """
 
-    def __init__(self, bucket_bytes: int) -> None:
+    def __init__(self, bucket_bytes: int | None, most: int) -> None:
         self.hooks: list[ReadHook] = []
         self._bucket_bytes = bucket_bytes
-        self._order: dict[int, None] = {}  # indices of parameters, as forwards have come to them
+        self._most = most
+        self._order: dict[int, int] = {}  # the place of each parameter's index, as forwards have come to them
         self._switches: dict[str, Any] | None = None
         # The last answer of ``members_of_buckets``. The order only grows: its length tells whether it has changed.
         self._asked_of = AttachedParameters()
@@ -81,12 +87,17 @@ class ReadOrder:
 
     def reads(self, parameters: Iterable[AttachedParameter]) -> None:
         for attached in parameters:
-            self._order.setdefault(attached.spec.index)
+            self._order.setdefault(attached.spec.index, len(self._order))
 
     def is_alike(self) -> bool:
         """Whether torch's global switches (mkldnn, matmul precision) are what they were in the last forward. A deferred
         update would run under those of the next one."""
         return self._switches is None or switched(self._switches, but=(DEFAULT_DTYPE,)) is None
+
+    def place_of(self, parameters: AttachedParameters) -> int:
+        """When the next forward comes to the first of them, as the last one did; those not read yet come last."""
+        order = self._order
+        return min(map(order.get, parameters.indices, repeat(len(order))))
 
     def unseen(self) -> set[int]:
         """The indices of parameters whose modules were compiled with their hooks: nothing waits before they run."""
@@ -110,9 +121,11 @@ class ReadOrder:
         Args:
             as_read: ``False``: in the model's order, which is the same on all ranks. They may read in another one.
         """
-        place = {index: number for number, index in enumerate(self._order)} if as_read else {}
+        place = self._order if as_read else {}
         ordered = sorted(parameters, key=lambda a: place.get(a.spec.index, len(place) + a.spec.index))
-        return fill_buckets("forward", (attached.spec for attached in ordered), self._bucket_bytes)
+        specs = [attached.spec for attached in ordered]
+        size = self._bucket_bytes or min(self._most, bucket_bytes_for(spec.nbytes for spec in specs))
+        return fill_buckets("forward", specs, size)
 
 
 # ``schedule="forward"``: which parameters of a step can wait. Those that somebody may read in a way that nobody sees

@@ -140,12 +140,14 @@ class Deferring(Protocol):
     Attributes:
         puts_off: whether the running step is put off.
         never: whether no further step will be put off.
+        waits_in_vain: whether updates are put off, too, of which nothing can run beside the loop.
         gives_up: whether ``cannot`` is heard: else the loop is told.
         why: of the decision, in words.
         otherwise: what takes a loop that cannot be followed, in words; ``None``: nothing else does.
     """
 
     puts_off: bool
+    waits_in_vain: bool
     gives_up: bool
     why: str
     otherwise: str | None
@@ -174,6 +176,7 @@ class Always:
     """
 
     gives_up = False
+    waits_in_vain = True
 
     def __init__(self, *, alone: bool = False) -> None:
         self.puts_off = True
@@ -199,6 +202,7 @@ class Never:
     """``defer=False``, or what cannot be put off."""
 
     puts_off = False
+    waits_in_vain = False
     never = True
     gives_up = True
     otherwise: str | None = None
@@ -225,6 +229,7 @@ class DeferralTrial:
     """
 
     gives_up = True
+    waits_in_vain = False
     otherwise: str | None = None
 
     def __init__(

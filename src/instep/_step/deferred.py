@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from instep._gradients.clipping import Clip
 from instep._gradients.scaling import found_inf, take_off_here
-from instep._optim.kinds import steps_as_tested
+from instep._optim.kinds import runs_beside, steps_as_tested
 from instep._optim.owners import OwnerCount
 from instep._optim.parameters import (
     GRADIENT,
@@ -259,6 +259,7 @@ class UpdateDeferral:
             and not torch.is_inference_mode_enabled()
             and is_copied_whole(optimizer)
             and steps_as_tested(optimizer)  # its class may have got another step() since it was attached
+            and (self._deferring.waits_in_vain or self._gains(stepper))
             and not stepper.autocast_matters()
             and self._reading.is_alike()
             and not is_captured(self._step.members.all[0].spec.device)
@@ -267,6 +268,11 @@ class UpdateDeferral:
                 stepper.needs_loops_thread and any(a.spec.device.type == "cpu" for a in self._step.members.of(stepper))
             )
         )
+
+    def _gains(self, stepper: Stepper) -> bool:
+        """Whether anything of its update can be done beside the loop."""
+        on_cpu = all(a.spec.device.type == "cpu" for a in self._step.members.of(stepper))
+        return not on_cpu or runs_beside(stepper.optimizer())
 
     def _clip_of(self, stepper: Stepper, with_gradient: Sequence[AttachedParameter]) -> Clip | None:
         """Whatever is left to do to these gradients before they are applied."""
@@ -325,6 +331,8 @@ class UpdateDeferral:
         buckets = []
         for members, flight in self._buckets_of(parameters, in_flight):
             bucket = DeferredBucket(members, deferred_step, clip, flight)
+            if flight is None and step.gather is None:
+                bucket.place = self._reading.place_of(members)
             deferred.add(bucket)
             self._hide(list(zip(members, bucket.gradients, strict=True)))
             buckets.append(bucket)
@@ -359,8 +367,10 @@ class UpdateDeferral:
             if bucket.device.type == "cpu" and bucket.done is None:
                 # Others are stepped when they are waited for, by the same thread: who waits may be in the middle of
                 # tracing, or in inference mode.
-                at_once = bucket.step.circumstances.at_any_time or self._step.gather is not None
-                bucket.done = deferred.worker.run(bucket.finish) if at_once else None
+                circumstances = bucket.step.circumstances
+                if circumstances.runs_beside or self._step.gather is not None:
+                    finish = bucket.finish_beside if circumstances.reads_switches else bucket.finish
+                    bucket.done = deferred.worker.run(finish, bucket.place or 0)
         for bucket in buckets:  # once all are sent: the side stream waits for those of other ranks
             if bucket.device.type != "cpu" and bucket.mark is None:
                 bucket.mark = deferred.finished(bucket)
@@ -568,7 +578,7 @@ class ForwardSchedule(Schedule):
 
     Args:
         can_wait: the optimizers whose update can be put off. The others are stepped at once, by torch.
-        bucket_bytes: bytes of gradient at which a bucket is full.
+        reading: in which order, and in which buckets.
         agreement: whether a step is taken.
         deferring: whether it is put off.
 
@@ -581,14 +591,14 @@ class ForwardSchedule(Schedule):
         self,
         step: RunningStep,
         can_wait: Iterable[Stepper],
-        bucket_bytes: int,
+        reading: ReadOrder,
         agreement: Agreement,
         deferring: Deferring,
     ) -> None:
         super().__init__(step)
         self.measuring = MeasuringSink(step.accumulation, step.passes.clipping, step.times)
         self._deferred = DeferredBuckets(self._step, self)
-        self._reading = ReadOrder(bucket_bytes)
+        self._reading = reading
         self._update_deferral = UpdateDeferral(
             self._step, self._deferred, self._reading, can_wait, agreement, deferring
         )

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from instep._gradients.clipping import Clip
 from instep._optim.guards import DEFAULT_DTYPE, MKLDNN, EntriesAsLeft, as_then, in_threads, switched, switches
-from instep._optim.kinds import fused_counts_writes
+from instep._optim.kinds import fused_counts_writes, is_fused, multiplies_matrices
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, OptimizerCall, calls_of
 from instep._optim.shadow import end_state, order_added, snapshot_of
 from instep._optim.stepper import Stepper
@@ -245,9 +245,10 @@ class _ConditionsAtStep:
     """Under which ``step()`` was called.
 
     Attributes:
-        at_any_time: whether the update may run while the loop goes on. ``torch.compiler.is_compiling()`` is true for
+        runs_beside: whether the update may run while the loop goes on. ``torch.compiler.is_compiling()`` is true for
             all threads while one of them compiles, and a step then computes its bias corrections in another way. Fused
-            kernels do not.
+            kernels do not, nor does Muon.
+        reads_switches: whether it matters then that the loop leaves torch's switches alone: they are everybody's.
         known: whether the optimizer is torch's own.
         counts_writes: whether the plain loop's ``step()`` counts a write of each parameter, for autograd to notice.
         switches: torch's, which an update reads.
@@ -259,8 +260,10 @@ class _ConditionsAtStep:
         self.known = not stepper.is_foreign
         self.switches = switches()
         self.threads = torch.get_num_threads()
-        self.at_any_time = self.known and all(group.get("fused") for group in optimizer.param_groups)
-        self.counts_writes = not self.at_any_time or fused_counts_writes(optimizer)
+        is_fused_one = self.known and is_fused(optimizer)
+        self.runs_beside = is_fused_one or (self.known and multiplies_matrices(optimizer))
+        self.reads_switches = not is_fused_one
+        self.counts_writes = not is_fused_one or fused_counts_writes(optimizer)
 
     def difference(self, *, makes_state: bool) -> str | None:
         """The switch that has changed since and matters to the update, in words.
@@ -268,7 +271,7 @@ class _ConditionsAtStep:
         Args:
             makes_state: whether the update makes state, which is of float64, or not.
         """
-        if self.at_any_time and makes_state:
+        if not self.reads_switches and makes_state:
             dtypes = (self.switches[DEFAULT_DTYPE], torch.get_default_dtype())
             if dtypes.count(torch.float64) == 1:
                 return switched(self.switches)
@@ -401,6 +404,8 @@ class DeferredBucket:
         gradients: theirs, which were taken off ``.grad``.
         step: that it is of.
         done: the task of the worker that applies it; ``None``: none was given.
+        place: of its parameters in the order in which forwards read them; ``None``: buckets are applied in the order in
+            which they were handed over, since their gradients arrive so, or all ranks send them so.
         sent: whether this rank's shards are on their way to the others.
         mark: on the side stream, after the update; ``None``: not there yet.
     """
@@ -418,6 +423,7 @@ class DeferredBucket:
         self.device = self.tensors[0].device
         self.step = step
         self.done: Task | None = None
+        self.place: int | None = None
         self.sent = False
         self.mark: Mark | None = None
         self._flight = flight
@@ -432,8 +438,12 @@ class DeferredBucket:
         step.unapplied.append(self)
         step.outstanding.append(self)
 
-    def apply(self) -> None:
-        """Update the parameters, once, unless an earlier bucket of the step failed. An error is kept."""
+    def apply(self, *, beside: bool = False) -> None:
+        """Update the parameters, once, unless an earlier bucket of the step failed. An error is kept.
+
+        Args:
+            beside: the loop goes on meanwhile.
+        """
         step, outcome = self.step, self.step.outcome
         if self not in step.unapplied:
             return
@@ -446,7 +456,7 @@ class DeferredBucket:
             started = perf_counter()
             # Whoever watches a parameter waits for this thread.
             with torch._C.DisableTorchFunctionSubclass(), profiled("update", self.names[0]):
-                self._update()
+                self._update(beside=beside)
         except BaseException as error:
             outcome.failure = error
             return
@@ -476,6 +486,14 @@ class DeferredBucket:
         except BaseException as error:
             self.step.outcome.loses(error)
 
+    def finish_beside(self) -> None:
+        """Do all that is left to do, while the loop goes on. Not now, where it has changed torch's switches since, and
+        the update reads them: whoever waits for it has it done under those of then."""
+        if self.sent:
+            self.finish()
+        elif switched(self.step.circumstances.switches) is None:
+            self.apply(beside=True)
+
     def finish(self) -> None:
         """Do all that is left to do."""
         if self.sent:
@@ -497,20 +515,25 @@ class DeferredBucket:
         """Somebody has, while the update was under way."""
         self.step.outcome.doubt(self.names, error)
 
-    def _update(self) -> None:
+    def _update(self, *, beside: bool) -> None:
         self.require_left_alone()
         circumstances = self.step.circumstances
-        makes_state = circumstances.at_any_time and not all(map(self.step.state.get, self.tensors))
+        makes_state = not circumstances.reads_switches and not all(map(self.step.state.get, self.tensors))
         if (difference := circumstances.difference(makes_state=makes_state)) is not None:
             raise UncommittedStepError(
                 f"{difference}, since optimizer.step(), which has put off the update of {self.names[0]!r}. Call "
                 "overlap.synchronize() before such a change"
             )
-        # Whoever may ask for the switches meanwhile waits for this update, unless it can run at any time.
-        as_before = nullcontext() if circumstances.at_any_time else as_then(circumstances.switches)
+        # Whoever may ask for the switches meanwhile waits for this update, unless it runs beside the loop.
+        as_before = as_then(circumstances.switches) if circumstances.reads_switches and not beside else nullcontext()
         with as_before, in_threads(circumstances.threads):
             for call in self._calls:
                 self._step(call)
+        if beside and circumstances.reads_switches and (changed := switched(circumstances.switches)) is not None:
+            raise UncommittedStepError(
+                f"{changed}, while the update of {self.names[0]!r} was under way beside the loop, and may have been "
+                "computed in another way. Call overlap.synchronize() before such a change, or attach with defer=False"
+            )
 
     def _step(self, call: OptimizerCall) -> None:
         if self._clip is not None:
@@ -701,9 +724,14 @@ class DeferredBuckets:
         else:
             with _not_compiling():
                 bucket.done = bucket.done or self.worker.run(bucket.finish)
+                if bucket.place is not None and not bucket.done.done:
+                    self.worker.hurry(bucket.done)
                 started = perf_counter()
                 with profiled("wait for update", bucket.names[0]):
                     bucket.done.wait()
+                    if bucket in bucket.step.unapplied:  # it could not be done beside the loop
+                        bucket.done = self.worker.run(bucket.finish)
+                        bucket.done.wait()
                 self._step.times.waited(bucket, started)
 
     def finished(self, bucket: DeferredBucket) -> Mark:

@@ -5,6 +5,8 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
 from queue import SimpleQueue
 
 NAME = "instep-step"
@@ -26,9 +28,10 @@ class Task:
 
     def __call__(self) -> None:
         run, self._run = self._run, None  # it may refer to this task
+        if run is None:
+            return  # it has been hurried, and comes a second time
         try:
-            if run is not None:
-                run()
+            run()
         finally:
             del run
             self.done = True
@@ -42,82 +45,110 @@ class Task:
             self._gate.release()  # for whoever waits beside this one
 
 
+_Due = list[tuple[float, int, Task]]
+"""A heap: the place of each task, the number in which it was given, and the task."""
+_FIRST, _LAST = float("-inf"), float("inf")
+_numbers = count()
+
+
 class Worker:
-    """Runs tasks one after the other, in the order in which they were given.
+    """Runs tasks one after the other: by their place, and those of one place in the order in which they were given.
 
     Not an executor: Ctrl-C in the middle of its ``submit``, or of a thread's ``start``, leaves a lock taken for ever.
-    Python interrupts the main thread alone, and no code of a ``SimpleQueue`` is Python's.
+    Python interrupts the main thread alone, and no code of a ``SimpleQueue`` or a ``heapq`` is Python's. A task goes
+    into the heap first, and then a token into the queue, for which the thread runs what is first in the heap: a task
+    whose token was lost to Ctrl-C in between is run for another's, or for that of whoever hurries it.
     """
 
     def __init__(self) -> None:
-        self._tasks: SimpleQueue[Task | None] | None = None
+        self._tokens: SimpleQueue[bool] | None = None
+        self._due: _Due = []
         _workers.add(self)
 
     @property
     def started(self) -> bool:
         """Whether there is a thread."""
-        return self._tasks is not None
+        return self._tokens is not None
 
     @property
     def is_here(self) -> bool:
         """Whether this is its thread."""
-        return self._tasks is not None and getattr(_serving, "tasks", None) is self._tasks
+        return self._tokens is not None and getattr(_serving, "tokens", None) is self._tokens
 
     def start(self) -> None:
         """Have a thread, unless the interpreter is about to end: then there may be none any more."""
-        if self._tasks is None and not _ending:
-            tasks: SimpleQueue[Task | None] = SimpleQueue()
-            _thread.start_new_thread(_start, (tasks,))
+        if self._tokens is None and not _ending:
+            tokens: SimpleQueue[bool] = SimpleQueue()
+            self._due = []
+            _thread.start_new_thread(_start, (tokens, self._due))
             # Who drops this worker does not wait for the thread, which finishes what it was given.
-            weakref.finalize(self, tasks.put, None).atexit = False
-            self._tasks = tasks
+            weakref.finalize(self, tokens.put, False).atexit = False
+            self._tokens = tokens
 
-    def run(self, do: Callable[[], None]) -> Task:
+    def run(self, do: Callable[[], None], place: float = 0) -> Task:
         """Have it run: in the thread, or here, where there can be none."""
         self.start()
         task = Task(do)
-        if self._tasks is None:
+        if self._tokens is None:
             task()
         else:
-            self._tasks.put(task)
+            self._give(self._tokens, task, place)
         return task
+
+    def hurry(self, task: Task) -> None:
+        """Somebody waits for it: run it next, unless it has been."""
+        if self._tokens is not None and not task.done:
+            self._give(self._tokens, task, _FIRST)
 
     def last(self, do: Callable[[], None]) -> None:
         """Have it run after what was given, if there is a thread. Nobody waits for it."""
-        if self._tasks is not None:
-            self._tasks.put(Task(do))
+        if self._tokens is not None:
+            self._give(self._tokens, Task(do), _LAST)
+
+    def _give(self, tokens: "SimpleQueue[bool]", task: Task, place: float) -> None:
+        heappush(self._due, (place, next(_numbers), task))
+        tokens.put(True)
 
     def stop(self) -> None:
         """Finish what was given, and end the thread."""
-        tasks, self._tasks = self._tasks, None
-        if tasks is None:
+        tokens, self._tokens = self._tokens, None
+        if tokens is None:
             return
         ends: list[threading.Thread] = []
         last = Task(lambda: ends.append(threading.current_thread()))
-        tasks.put(last)
-        tasks.put(None)
+        self._give(tokens, last, _LAST)
+        tokens.put(False)
         # The last reference to its owner may have been dropped in a task: a thread cannot wait for itself.
         if threading.current_thread().name != NAME:
             last.wait()
             ends[0].join()
 
 
-def _start(tasks: "SimpleQueue[Task | None]") -> None:
+def _start(tokens: "SimpleQueue[bool]", due: _Due) -> None:
     # It ends with the process, which finishes its tasks before.
-    threading.Thread(target=_serve, args=(tasks,), name=NAME, daemon=True).start()
+    threading.Thread(target=_serve, args=(tokens, due), name=NAME, daemon=True).start()
 
 
 _serving = threading.local()
 
 
-def _serve(tasks: "SimpleQueue[Task | None]") -> None:
-    _serving.tasks = tasks
-    while (task := tasks.get()) is not None:
-        try:
-            task()
-        except BaseException:  # tasks keep their errors for who waits: this one is a defect, and must not stop the rest
-            traceback.print_exc()
-        del task  # it may be the last to refer to much
+def _serve(tokens: "SimpleQueue[bool]", due: _Due) -> None:
+    _serving.tokens = tokens
+    while tokens.get():
+        _run_first(due)
+    while due:
+        _run_first(due)
+
+
+def _run_first(due: _Due) -> None:
+    try:
+        task = heappop(due)[2]
+    except IndexError:  # it was run for the token of another
+        return
+    try:
+        task()
+    except BaseException:  # tasks keep their errors for who waits: this one is a defect, and must not stop the rest
+        traceback.print_exc()
 
 
 _workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()

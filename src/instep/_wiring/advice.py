@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep._gradients.clipping import ClipNorm
-from instep._optim.kinds import steps_as_tested
+from instep._optim.kinds import runs_beside, steps_as_tested
 from instep._optim.parameters import MIB, bucket_bytes_for
 from instep._optim.probe import not_asked
 from instep._step.deferral import Always, DeferralTrial, Deferring, Gains, Never, Others
@@ -68,10 +68,12 @@ def _unknown(refs: WeakRefs) -> str | None:
 
 
 def _unfused(refs: WeakRefs) -> str | None:
-    for optimizer in refs.optimizers():
-        if _is_on_cpu(optimizer) and not all(group.get("fused") for group in optimizer.param_groups):
-            return f"on a CPU only fused kernels run beside the loop, and {type(optimizer).__name__} has fused=False"
-    return None
+    """Of several optimizers one is enough: the steps of the others are taken at once."""
+    optimizers = refs.optimizers()
+    if not optimizers or any(not _is_on_cpu(optimizer) or runs_beside(optimizer) for optimizer in optimizers):
+        return None
+    names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+    return f"on a CPU only fused kernels and Muon run beside the loop, and {names} has fused=False"
 
 
 def _one_core(refs: WeakRefs) -> str | None:

@@ -24,6 +24,7 @@ from instep._optim.undo import Undo
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation, Syncing
 from instep._step.checking import Check
+from instep._step.deferrable import ReadOrder
 from instep._step.deferral import Deferring
 from instep._step.deferred import ForwardSchedule
 from instep._step.in_backward import BackwardSchedule
@@ -110,9 +111,9 @@ def choose(
             for s, found in zip(steppers, separability, strict=True)
             if found.contained and steps_as_tested(s.optimizer())
         ]
-        size = options.bytes_put_off_together
         agreement = Agreement(options.nonfinite, votes)
-        forward = ForwardSchedule(step, may_wait, size, agreement, deferring())
+        reading = ReadOrder(options.bucket_bytes, options.most_put_off_together)
+        forward = ForwardSchedule(step, may_wait, reading, agreement, deferring())
         measures = isinstance(options.clip, ClipNorm)
         return Chosen(forward, forward.measuring, measures, lambda _: WaitingReaders(forward), None)
     undo = Undo(host=options.undo == "host") if options.undo else None
