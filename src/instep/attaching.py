@@ -75,7 +75,8 @@ def attach(
         optimizer: one ``torch.optim.Optimizer`` or several, of parameters of ``model``. Frozen ones are left alone
             until they are unfrozen. What accelerate or Fabric has prepared is taken, too.
         schedule: when a bucket steps. ``"backward"``: as soon as its gradients are final. ``"forward"``: after
-            ``optimizer.step()``, behind the next forward; on CPU that hides the step of fused optimizers only.
+            ``optimizer.step()``, behind the next forward; on CPU that hides the step of fused optimizers, and of
+            torch's Muon.
         defer: with ``schedule="forward"``, whether the step is put off. ``True``: wherever that is possible. ``False``:
             ``optimizer.step()`` steps at once, as in the plain loop. ``"auto"``: it is put off where that was found to
             be faster, see ``Attachment.advice``.
