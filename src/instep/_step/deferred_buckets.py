@@ -873,7 +873,9 @@ class DeferredBuckets:
             return  # whoever uses one of them waits for it, and so does the end of the process
         for bucket in self.all():
             if bucket.device.type == "cpu":
-                bucket.done = bucket.done or self.worker.run(bucket.finish)
+                # What was to run beside the loop may not have been done; what was done is not done again.
+                if bucket.done is None or bucket.step.circumstances.reads_switches:
+                    bucket.done = self.worker.run(bucket.finish)
             elif bucket.mark is not None:
                 self._step.streams.wait(bucket.mark)
         if self._due:
