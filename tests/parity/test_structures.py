@@ -46,6 +46,8 @@ READ = dict.fromkeys(["backward", "two_pass"], Refused(UncommittedStepError, "to
 SPENT = Refused(SpentGradientError, "open")
 STALE = Refused(StaleAttachmentError, "untouched")
 MODIFIED = Refused(RuntimeError, "open", match="modified by an inplace operation")
+# By the segment, whose buckets are full before backward comes to the rest of the graph that saved the same weights.
+MODIFIED_IN_IT = Refused(RuntimeError, "torn", match="modified by an inplace operation")
 
 
 ALIAS = "an alias that was made before the weight was updated on trial shows the new values"
@@ -343,7 +345,7 @@ def test_a_reentrant_segment_that_shares_its_weights_with_the_rest(way: str) -> 
         x = block(checkpoint(block, x, use_reentrant=True))
         return lane.learn(loss_of(lane.model.outer(x), y))
 
-    lockstep(way, blocks, step, refused={"backward": TORN, "two_pass": REENTRANT, "undo": MODIFIED})
+    lockstep(way, blocks, step, refused={"backward": MODIFIED_IN_IT, "two_pass": REENTRANT, "undo": MODIFIED})
 
 
 @in_every_way
