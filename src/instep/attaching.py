@@ -80,9 +80,9 @@ def attach(
         defer: with ``schedule="forward"``, whether the step is put off. ``True``: wherever that is possible. ``False``:
             ``optimizer.step()`` steps at once, as in the plain loop. ``"auto"``: it is put off where that was found to
             be faster, see ``Attachment.advice``.
-        bucket_bytes: the most bytes of gradient in a bucket; a single parameter may be larger. Unless told, backward
-            steps buckets of a twentieth of all gradients, of 16 MiB at most, which frees all but that twentieth. What
-            is put off is put off in buckets of 16 MiB. Not under DDP and ``replicate``, whose own ``bucket_cap_mb``
+        bucket_bytes: the most bytes of gradient in a bucket; a single parameter may be larger. Unless told, a
+            twentieth of all gradients that are stepped in buckets, and 16 MiB at most: backward frees all but that
+            twentieth. Not under DDP and ``replicate``, whose own ``bucket_cap_mb``
             decides, nor with FSDP, whose groups are the buckets.
         clip: clip the gradients of all attached parameters before they are applied.
         accumulation_steps: every so many backwards step; the others only add to the gradients, under DDP in

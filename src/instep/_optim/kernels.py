@@ -1,6 +1,6 @@
 """torch's fused kernels on a CPU, called without the optimizer's own Python around them.
 
-``AdamW(fused=True).step()`` on 1,000 small tensors spends half of its time outside of its kernel: in a loop over the
+``AdamW(fused=True).step()`` on 1,000 small tensors spends much of its time outside of its kernel: in a loop over the
 parameters that gathers the kernel's lists, in grouping those by device and dtype, and in adding a number to each step
 counter, which makes a tensor of the number each time. Here the lists are gathered by passes in C, nothing is grouped,
 since a kernel on a CPU takes tensor after tensor by itself, and the counters are added a tensor that is there. Every

@@ -104,7 +104,7 @@ _LARGEST, _SMALLEST, _SHARE = 16 * MIB, 48 * 1024, 20
 
 
 def bucket_bytes_for(nbytes: Iterable[int]) -> int:
-    """The bytes of a bucket that is stepped in backward, where ``attach`` is not told: a twentieth of all gradients,
+    """The bytes of a bucket, where ``attach`` is not told: a twentieth of all gradients,
     whose sizes these are, and 16 MiB at most. What a bucket holds is not freed before it is full, so that a twentieth
     of what can be saved is not; smaller ones would save hardly more, and each costs its time. See
     ``benchmarks/default_bucket.py``."""

@@ -12,8 +12,7 @@ from time import perf_counter
 
 import torch
 
-from instep._optim.parameters import ParameterSpec, fill_buckets
-from instep.options import DEFAULT_BUCKET_BYTES
+from instep._optim.parameters import ParameterSpec, bucket_bytes_for, fill_buckets
 from instep.planning.job import (
     EVERYTHING,
     Estimate,
@@ -249,7 +248,9 @@ class _Planning:
             ParameterSpec(number, name, p.shape, p.dtype, p.device, p.nbytes)
             for number, (name, p) in enumerate(self._trained.items())
         ]
-        buckets = fill_buckets("forward", specs, self._job.bucket_bytes or DEFAULT_BUCKET_BYTES)
+        buckets = fill_buckets(
+            "forward", specs, self._job.bucket_bytes or bucket_bytes_for(spec.nbytes for spec in specs)
+        )
         return [[self._trained[spec.name] for spec in bucket.parameters] for bucket in buckets]
 
     def _buckets(self, plain: Measured) -> tuple[PlannedBucket, ...]:
