@@ -26,6 +26,7 @@ from instep.errors import TornStepError, UncommittedStepError
 from instep.sources.local import WritingBackwards
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
+from tests.late import late_updates
 from tests.parity.interrupts import LineInterrupter, once
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -229,7 +230,7 @@ def test_at_the_line_that_takes_a_flag_back(flag: str, way: str) -> None:
 
     loop, interrupter = Loop(way), AtFlag()
     assert loop.overlap is not None
-    with loop.overlap:
+    with late_updates(), loop.overlap:
         for i in range(BEFORE):
             loop.step(i)
         assert interrupter.interrupt(lambda: loop.step(BEFORE)) is None
