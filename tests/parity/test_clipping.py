@@ -3,7 +3,8 @@
 import copy
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep import ClipNorm, ClipValue
+from instep._optim.undo import Undo
+from instep._torch.hooks import is_in_step
 from instep._torch.placeholders import SpentGradient
 from instep.errors import AttachError, InstepError, SpentGradientError, TornStepError
 from instep.verification import first_difference, training_state
@@ -225,21 +228,45 @@ def test_grad_norm_stays_until_the_next_step(way: str) -> None:
 
 @pytest.mark.parametrize("way", UNDO)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_undo_does_again_exactly_the_steps_that_are_clipped(way: str, norm_type: float) -> None:
-    clipped = 0
+def test_undo_puts_back_the_steps_that_are_clipped_but_none_after_one(way: str, norm_type: float) -> None:
+    """After a step that was clipped backward updates nothing: the next one will be clipped, too, most likely."""
+    clipped: list[bool] = []
 
     def step(lane: Contender, i: int) -> torch.Tensor | None:
-        nonlocal clipped
         norm = clipping(clip)(lane, i)
         if lane.overlap is None and norm is not None:
-            clipped += bool(norm > clip.max_norm)
+            clipped.append(bool(norm > clip.max_norm))
         return norm
 
     clip = ClipNorm(SOMETIMES[norm_type], norm_type)
-    lane = compare(way, blocks, step, 6, clip=clip)
-    assert 0 < clipped < 6
-    assert lane.overlap.redo_count == clipped
-    assert lane.overlap.step_count == 6
+    lane = compare(way, blocks, step, 12, clip=clip)
+    assert {(False, True), (True, False), (True, True)} <= set(pairwise(clipped))
+    assert lane.overlap.redo_count == sum(now and not before for before, now in pairwise([False, *clipped]))
+    assert lane.overlap.step_count == 12
+
+
+def test_undo_stops_where_the_norm_is_above_the_limit_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of backward is neither copied nor updated, only to be put back."""
+    saved: list[int] = []
+    save = Undo.save
+
+    def counting(copies: Undo, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+        if not is_in_step(optimizer):
+            saved.append(len(parameters))
+        save(copies, parameters, optimizer)
+
+    monkeypatch.setattr(Undo, "save", counting)
+    clip = ClipNorm(1e-9)
+    lane = compare("undo", blocks, clipping(clip), 2, clip=clip)
+    assert (saved, lane.overlap.redo_count) == ([], 1), "the first bucket has such a norm by itself"
+    clip = ClipNorm(NEVER)
+    lane = compare("undo", blocks, clipping(clip), 1, clip=clip)
+    buckets = len(lane.overlap.plan.buckets)
+    assert len(saved) == buckets
+    saved.clear()
+    clip = ClipNorm(0.97 * float(lane.overlap.grad_norm))
+    compare("undo", blocks, clipping(clip), 1, clip=clip)
+    assert 0 < len(saved) < buckets
 
 
 # A norm that is not finite.

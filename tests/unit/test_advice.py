@@ -79,13 +79,23 @@ def clipped(max_norm: float, **options: Any) -> Any:
     return Loop(schedule="backward", undo=True, clip=instep.ClipNorm(max_norm), **options)
 
 
-def test_steps_that_are_taken_twice() -> None:
+def test_steps_that_are_clipped() -> None:
     loop = clipped(1e-3)
     said = loop.train(nothing)
-    assert loop.overlap.redo_count == STEPS
-    assert f"{STEPS} of {STEPS} steps were taken twice" in said
-    assert "clip=ClipNorm(0.001, mode='two_pass') in place of undo" in said
-    assert said.endswith("No gradient was freed in backward: undo keeps them until optimizer.step().")
+    assert f"{STEPS} of {STEPS} steps were clipped" in said
+    assert "No gradient was freed in backward: undo keeps them until optimizer.step()." in said
+
+
+def test_what_is_said_of_copies_is_what_is_copied() -> None:
+    """In place of ``undo`` the same numbers need none."""
+    loop = clipped(1e9, bucket_bytes=2**20)
+    said = loop.train(nothing)
+    assert "steps were clipped" not in said
+    assert "clip=ClipNorm(1000000000.0) without schedule='backward' and undo gives the same numbers" in said
+    assert "clip=ClipNorm(1000000000.0, mode='two_pass') in place of undo" in said
+    mib = float(re.findall(r"\(([0-9.]+) MiB in every step\)", said)[0])
+    # SGD has no state.
+    assert mib == pytest.approx(sum(p.nbytes for p in loop.model.parameters()) / 2**20, abs=0.05)
 
 
 def test_what_is_advised_in_place_of_steps_that_are_taken_twice() -> None:
@@ -105,7 +115,7 @@ def test_the_loop_itself_has_steps_taken_twice() -> None:
 
 
 def test_steps_that_stand() -> None:
-    said = clipped(1e9).train(nothing)
+    said = Loop(schedule="backward", undo=True).train(nothing)
     assert said == "No gradient was freed in backward: undo keeps them until optimizer.step()."
 
 

@@ -99,13 +99,18 @@ class Clipping:
         grad_norm: the norm of all gradients of the last step, before they were clipped, 0-dim; ``None`` before the
             first, and unless ``policy`` is a ``ClipNorm``.
         total: the same for the running step, once it is known.
+        clipped_count: how many steps had a norm above the limit, where that was asked.
+        has_clipped: whether the last of those that were asked had.
     """
 
     def __init__(self, policy: ClipNorm | ClipValue | None) -> None:
         self.policy = policy
         self.grad_norm: torch.Tensor | None = None
         self.total: torch.Tensor | None = None
+        self.clipped_count = 0
+        self.has_clipped = False
         self._previous: torch.Tensor | None = None
+        self._so_far: torch.Tensor | None = None  # the norm of the gradients that were measured, where it was asked for
         self._norms: dict[int, torch.Tensor] = {}  # of the gradients of this step that were measured, by index
         self._steppers_left: set[Stepper] = set()  # whose step() has still to use the norm
 
@@ -126,7 +131,7 @@ class Clipping:
         self._steppers_left.clear()
         self.total = None
         self._previous = self.grad_norm
-        self._norms.clear()
+        self.forget_norms()
 
     def measure(self, parameters: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor]) -> None:
         """Take the norms of final gradients."""
@@ -145,6 +150,7 @@ class Clipping:
     def forget_norms(self) -> None:
         """Gradients may change from now on."""
         self._norms.clear()
+        self._so_far = None
 
     def compute_total_norm(
         self, parameters: Sequence[AttachedParameter], gradient: Callable[[AttachedParameter], torch.Tensor | None]
@@ -182,7 +188,22 @@ class Clipping:
         """Whether the norm, which is known, is above the limit. Waits for it."""
         assert isinstance(self.policy, ClipNorm)
         assert self.total is not None
-        return scales_down(self.policy.max_norm, self.total)
+        self.has_clipped = scales_down(self.policy.max_norm, self.total)
+        self.clipped_count += self.has_clipped
+        return self.has_clipped
+
+    def will_scale_down(self, measured: Sequence[AttachedParameter]) -> bool:
+        """Whether the gradients that were measured so far, of which ``measured`` are the last, have a norm above the
+        limit by themselves: that of all is not smaller, rounding aside. Only where the host need not wait for it."""
+        if not isinstance(self.policy, ClipNorm):
+            return False
+        norms = [self._norms[attached.spec.index] for attached in measured]
+        if self._so_far is not None:
+            norms.append(self._so_far)
+        if any(norm.device.type != "cpu" or hasattr(norm, "device_mesh") for norm in norms):
+            return False
+        self._so_far = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]), self.policy.norm_type)
+        return scales_down(self.policy.max_norm, self._so_far)
 
     def clip(self, parameters: Sequence[torch.Tensor]) -> None:
         """Clip the ``.grad`` of ``parameters`` in place, which are about to be applied together."""

@@ -418,8 +418,9 @@ class TrialWrites(Writes):
 
     def accepts_update(self, *, seen: bool) -> bool:
         """Not in a backward that nobody has seen to begin, either: another one may follow that goes through the same
-        weights, and comes to them unseen."""
-        return seen and not self._step.ledger.redoes
+        weights, and comes to them unseen. Nor after a step that was clipped: this one will be too, most likely, and
+        would be put back."""
+        return seen and not self._step.ledger.redoes and not self._step.passes.clipping.has_clipped
 
     def update(
         self,
@@ -441,6 +442,11 @@ class TrialWrites(Writes):
         # bit.
         if final and passes.running is None:
             passes.clipping.measure(bucket, made)
+            if passes.clipping.will_scale_down(bucket):
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+                self._rollback()  # now, and not after the updates and copies of the rest
+                return False
         passes.clipping.clip(parameters)
         lent = self._lend(bucket, parameters, made)
         try:

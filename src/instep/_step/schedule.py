@@ -170,6 +170,11 @@ class Schedule:
         return self._step.ledger.redo_count
 
     @property
+    def clipped_count(self) -> int:
+        """How many steps had a norm above the limit; with ``undo``, where that is asked."""
+        return self._step.passes.clipping.clipped_count
+
+    @property
     def skip_count(self) -> int:
         """How many steps were left out."""
         return self._step.ledger.skip_count

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -126,8 +127,9 @@ def advice(
         lines += _communication(gains, [] if crosses else ddps)
         lines += [] if divided else _memory(gains, schedule)
     if options.schedule == "backward" and schedule.step_count >= ENOUGH:
-        lines += _taken_twice(schedule, options)
+        lines += _in_vain(schedule, options)
         lines += [] if divided else _not_freed(schedule, options)
+        lines += _cheaper_clipping(schedule, options, divided=divided)
     return "\n".join(lines)
 
 
@@ -152,23 +154,54 @@ def _memory(gains: Gains, schedule: Schedule) -> Iterator[str]:
         )
 
 
-def _taken_twice(schedule: Schedule, options: Options) -> Iterator[str]:
-    steps, redos = schedule.step_count, schedule.redo_count
-    if 2 * redos >= steps:
-        yield f"{redos} of {steps} steps were taken twice: in backward, and again, put back, in optimizer.step(). " + (
-            "ClipNorm scales by the norm of all gradients, which is known only then: "
-            f"clip=ClipNorm({options.clip.max_norm}, mode='two_pass') in place of undo frees gradients, for a second "
-            "backward (overlap.backward(loss)); without schedule='backward' and undo each step is taken once."
-            if isinstance(options.clip, ClipNorm)
-            else "The loop changes gradients, weights or settings between the two. Without schedule='backward' and "
-            "undo each step is taken once."
+def _in_vain(schedule: Schedule, options: Options) -> Iterator[str]:
+    """Most of what ``undo`` has updated in backward was put back, or would be."""
+    steps, redos, clipped = schedule.step_count, schedule.redo_count, schedule.clipped_count
+    if 2 * clipped >= steps:
+        yield (
+            f"{clipped} of {steps} steps were clipped, by the norm of all gradients, which is known only in "
+            "optimizer.step(): what backward had updated was put back, and after a step that was clipped backward "
+            "updates nothing."
+        )
+    elif 2 * redos >= steps:
+        yield (
+            f"{redos} of {steps} steps were taken twice: in backward, and again, put back, in optimizer.step(). The "
+            "loop changes gradients, weights or settings between the two. Without schedule='backward' and undo each "
+            "step is taken once."
         )
 
 
 def _not_freed(schedule: Schedule, options: Options) -> Iterator[str]:
-    if schedule.freed_bytes == 0:
+    if schedule.freed_bytes:
+        return
+    yield (
+        "No gradient was freed in backward: undo keeps them until optimizer.step()."
+        if options.undo
+        else f"No gradient was freed in backward in {schedule.step_count} steps: all were left to optimizer.step()."
+    )
+
+
+def _cheaper_clipping(schedule: Schedule, options: Options, *, divided: bool) -> Iterator[str]:
+    """Other ways to the same numbers as ``clip=`` with ``undo``."""
+    clip = options.clip
+    if not (options.undo and isinstance(clip, ClipNorm) and clip.mode == "exact"):
+        return
+    yield (
+        f"clip=ClipNorm({clip.max_norm}) without schedule='backward' and undo gives the same numbers, and needs no "
+        f"copies of parameters and state ({_copied(schedule) / MIB:.1f} MiB in every step)."
+    )
+    if not divided:
         yield (
-            "No gradient was freed in backward: undo keeps them until optimizer.step()."
-            if options.undo
-            else f"No gradient was freed in backward in {schedule.step_count} steps: all were left to optimizer.step()."
+            f"clip=ClipNorm({clip.max_norm}, mode='two_pass') in place of undo gives them too, and frees gradients in "
+            "backward, for a second backward (overlap.backward(loss))."
         )
+
+
+def _copied(schedule: Schedule) -> int:
+    """The bytes of parameters and their state, which ``undo`` copies in every step."""
+    found = 0
+    for attached in schedule.parameters:
+        if (parameter := attached.peek()) is not None:
+            state = attached.stepper.optimizer().state.get(parameter, {})
+            found += parameter.nbytes + sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
+    return found
