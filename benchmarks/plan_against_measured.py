@@ -32,6 +32,7 @@ from instep.demo.loops import ByteGPT
 from instep.planning.job import Job
 from instep.planning.model import FOR_LOOP, IMPLEMENTATIONS
 from instep.planning.plan import plan
+from instep.planning.show import TWO_PASS
 
 BUCKET = MIB
 COUNT = "the steps that count"
@@ -40,6 +41,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "backward": {"schedule": "backward", "bucket_bytes": BUCKET},
     "forward": {"schedule": "forward", "defer": True, "bucket_bytes": BUCKET},
     "backward, undo": {"schedule": "backward", "undo": True, "bucket_bytes": BUCKET},
+    TWO_PASS: {"schedule": "backward", "clip": instep.ClipNorm(1.0, mode="two_pass"), "bucket_bytes": BUCKET},
 }
 
 
@@ -170,12 +172,18 @@ def measure(implementation: str, options: dict[str, Any] | None) -> Measured:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kind)
 
         def step() -> None:
-            loss_of(model, inputs()).backward()
+            loss = loss_of(model, inputs())
+            if options is WAYS[TWO_PASS] and overlap is not None:
+                overlap.backward(loss)
+            else:
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
+        overlap: instep.Attachment | None = None
         step()
-        overlap = None if options is None else instep.attach(model, optimizer, **options)
+        if options is not None:
+            overlap = instep.attach(model, optimizer, **options)
         step()
         with record_function(COUNT):
             for _ in range(2):
@@ -209,7 +217,7 @@ def recorded() -> Iterator[list[int]]:
     found.append(most)
 
 
-def run_at_once(worker: Worker, do: Callable[[], None]) -> Task:
+def run_at_once(worker: Worker, do: Callable[[], None], place: float = 0) -> Task:
     """In place of ``Worker.run``: in the thread that asks, which is the one that the profiler sees."""
     task = Task(do)
     task()

@@ -399,8 +399,9 @@ def test_loops_that_use_gradients(two_ranks: RankPool, name: str, way: str) -> N
 # Clipping and loss scaling.
 
 
-def clips(clip: Any, loop: Loop, i: int) -> torch.Tensor:
+def clips(clip: Any, loop: Loop, i: int, change: Callable[[Any], object] = id) -> torch.Tensor:
     loop.backward(i)
+    change(next(p for p in loop.model.parameters() if p.grad is not None))
     if loop.overlap is None:
         if isinstance(clip, instep.ClipValue):
             nn.utils.clip_grad_value_(loop.model.parameters(), clip.clip_value)
@@ -418,7 +419,7 @@ def clips(clip: Any, loop: Loop, i: int) -> torch.Tensor:
 def clipped(way: str, clip: Any, foreach: bool) -> None:
     loop = both(way, nested, partial(adamw, foreach=foreach), partial(clips, clip), clip=clip)
     if way == "undo" and isinstance(clip, instep.ClipNorm) and clip.max_norm < 3:
-        assert loop.overlap.redo_count >= 3
+        assert loop.overlap.redo_count >= 1
 
 
 @pytest.mark.parametrize("foreach", [True, pytest.param(False, marks=pytest.mark.nightly)])
@@ -436,6 +437,35 @@ def clipped(way: str, clip: Any, foreach: bool) -> None:
 @pytest.mark.parametrize("way", ["forward", "late", "undo"])
 def test_clipping(two_ranks: RankPool, way: str, clip: Any, foreach: bool) -> None:
     two_ranks.run(clipped, way, clip, foreach)
+
+
+def multiplied(weight: Any) -> None:
+    weight.grad.mul_(3.0)
+
+
+def replaced(weight: Any) -> None:
+    weight.grad = torch.full_like(weight, 0.1)
+
+
+def cleared(weight: Any) -> None:
+    weight.grad = None
+
+
+def added_to_by_a_backward_of_the_weight_alone(weight: Any) -> None:
+    weight.square().sum().backward()
+
+
+def clipped_after(way: str, change: Callable[[Any], object], max_norm: float) -> None:
+    clip = instep.ClipNorm(max_norm)
+    both(way, nested, adamw, partial(clips, clip, change=change), clip=clip)
+
+
+@pytest.mark.parametrize("max_norm", [0.3, 1e6])
+@pytest.mark.parametrize("change", [multiplied, replaced, cleared, added_to_by_a_backward_of_the_weight_alone])
+@pytest.mark.parametrize("way", ["forward", "late", "undo"])
+def test_a_gradient_changed_after_it_was_measured(two_ranks: RankPool, way: str, change: Any, max_norm: float) -> None:
+    """On several ranks norms are taken in backward, with ``forward`` and ``late``, too."""
+    two_ranks.run(clipped_after, way, change, max_norm)
 
 
 def test_clip_value_in_backward(two_ranks: RankPool) -> None:

@@ -54,7 +54,13 @@ def test_in_a_pipe_it_is_plain_text_and_the_file_has_all_numbers(tmp_path: Path)
     numbers = json.loads(written.read_text())
     assert numbers["instep_version"] == instep.__version__
     assert numbers["numel"] == 8 * 16 + 16 + 16 * 16 + 16 + 32 + 16 * 4 + 4
-    assert {peak["way"] for peak in numbers["peaks"]} == {"plain", "backward", "forward", "backward, undo"}
+    assert {peak["way"] for peak in numbers["peaks"]} == {
+        "plain",
+        "backward",
+        "forward",
+        "backward, undo",
+        "backward, two_pass",
+    }
     assert numbers["sizes"]["state"]["float32"] > 2 * numbers["sizes"]["parameters"]["float32"]
     assert [one["schedule"] for one in numbers["times"]["schedules"]] == [
         "plain",

@@ -65,6 +65,12 @@ def test_a_loop_that_leaves_gradients_alone(defer: Any) -> None:
     assert "ms of an iteration" in said
 
 
+def test_a_loop_with_clip_norm_is_told_of_the_mode_that_frees_gradients() -> None:
+    said = Loop(clip=instep.ClipNorm(2.0)).train(nothing)
+    assert "schedule='backward' with clip=ClipNorm(2.0, mode='two_pass') would free 1.8 of their 2.0 MiB" in said
+    assert "overlap.backward(loss) in place of loss.backward()" in said
+
+
 def test_the_line_that_is_advised_does_what_it_says() -> None:
     said = Loop().train(nothing)
     freed, total = map(float, re.findall(r"free ([0-9.]+) of their ([0-9.]+) MiB", said)[0])

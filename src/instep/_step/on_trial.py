@@ -434,20 +434,14 @@ class TrialWrites(Writes):
             self._rollback()
             return False
         made = self._made_of(gradients)
-        if made is not gradients:
-            for parameter, gradient in zip(parameters, made, strict=True):
-                parameter.grad = gradient
-        passes = self._step.passes
         # On an accelerator the norm of another tensor than that in .grad, with the same values, may differ in the last
         # bit.
-        if final and passes.running is None:
-            passes.clipping.measure(bucket, made)
-            if passes.clipping.will_scale_down(bucket):
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = gradient
-                self._rollback()  # now, and not after the updates and copies of the rest
-                return False
-        passes.clipping.clip(parameters)
+        if final and self._step.passes.running is None and self._is_clipped(bucket, made):
+            self._rollback()  # now, and not after the updates and copies of the rest
+            return False
+        if made is not gradients:
+            _put_in_grad(parameters, made)
+        self._step.passes.clipping.clip(parameters)
         lent = self._lend(bucket, parameters, made)
         try:
             given = [lent[a].given if a in lent else gradient for a, gradient in zip(bucket, made, strict=True)]
@@ -458,9 +452,14 @@ class TrialWrites(Writes):
             for attached, one in lent.items():
                 if (outcome := one.outcome()) is not None:
                     self._kept.written(attached, outcome)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
+            _put_in_grad(parameters, gradients)
         return True
+
+    def _is_clipped(self, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> bool:
+        """Measure ``gradients``. Whether this step is clipped, whatever comes after them."""
+        clipping = self._step.passes.clipping
+        clipping.measure(bucket, gradients)
+        return clipping.will_scale_down(bucket)
 
     def _made_of(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """What is applied, unscaled, and to be clipped. The plain loop's gradients stay untouched where it may turn out
@@ -665,6 +664,11 @@ class TrialWrites(Writes):
         self._validation.forget()
         self._raises = False
         self._rollback.forget()
+
+
+def _put_in_grad(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
 
 
 def _can_be_unscaled(parameter: torch.Tensor) -> bool:

@@ -125,7 +125,7 @@ def advice(
     gains = schedule.gains
     if gains is not None:
         lines += _communication(gains, [] if crosses else ddps)
-        lines += [] if divided else _memory(gains, schedule)
+        lines += [] if divided else _memory(gains, schedule, options)
     if options.schedule == "backward" and schedule.step_count >= ENOUGH:
         lines += _in_vain(schedule, options)
         lines += [] if divided else _not_freed(schedule, options)
@@ -142,15 +142,19 @@ def _communication(gains: Gains, ddps: Sequence[DistributedDataParallel]) -> Ite
         )
 
 
-def _memory(gains: Gains, schedule: Schedule) -> Iterator[str]:
+def _memory(gains: Gains, schedule: Schedule, options: Options) -> Iterator[str]:
     sizes = [a.spec.nbytes for a in schedule.parameters if (p := a.peek()) is not None and p.requires_grad]
     total = sum(sizes)
     freed = total - max(*sizes, min(total, bucket_bytes_for(sizes))) if sizes else 0
     if gains.leaves_gradients and freed > 0:
+        way, clip, cost = "schedule='backward'", options.clip, ""
+        if isinstance(clip, ClipNorm) and clip.mode == "exact":
+            way += f" with clip=ClipNorm({clip.max_norm}, mode='two_pass')"
+            cost = " It runs backward twice: overlap.backward(loss) in place of loss.backward()."
         yield (
-            f"The loop leaves gradients alone between backward and optimizer.step(): schedule='backward' would "
-            f"free {freed / MIB:.1f} of their {total / MIB:.1f} MiB in backward, and take {gains.step:.1f} of the "
-            f"{gains.iteration:.1f} ms of an iteration there."
+            f"The loop leaves gradients alone between backward and optimizer.step(): {way} would free "
+            f"{freed / MIB:.1f} of their {total / MIB:.1f} MiB in backward, and take {gains.step:.1f} of the "
+            f"{gains.iteration:.1f} ms of an iteration there.{cost}"
         )
 
 

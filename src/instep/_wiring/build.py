@@ -155,7 +155,9 @@ def make_sources(
             sources.append(CrossingSource(mine, wrapper, dtype, chosen.schedule.times))
         elif chosen.tells_all or communication.comm_hook is not None or dtype is not None:
             sources.append(_reducing(wrapper, mine, sink, communication))
-    if chosen.tells_all and rest:
+    # A norm is taken in backward where that waits for other ranks. On one device step() takes all of them in one call.
+    are_local = not target.fsdp1 and not target.groups
+    if chosen.tells_all and rest and not (isinstance(sink, MeasuringSink) and are_local):
         sources.append(_unwrapped(target, rest, sink, options, uses))
     return sources
 

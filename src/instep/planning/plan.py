@@ -165,6 +165,7 @@ class _Planning:
         yield "forward", forward
         yield from self._offload("forward", forward, self._named(self._step_buckets()))
         yield "backward, undo", run.attached(size, undo=True)
+        yield "backward, two_pass", run.attached(size, two_pass=True)
 
     def _among_ranks(self, make: MakeOptimizer) -> Iterator[tuple[str, Measured]]:
         """Rehearse the ways to train on several ranks, of which each has the same peak."""

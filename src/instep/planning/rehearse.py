@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from instep._gradients.clipping import ClipNorm
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo, UndoCopies
 from instep.attaching import attach
@@ -77,21 +78,26 @@ class DryRun:
         with self._flat(permanent, view):
             return self._counted(self._optimizer.step)
 
-    def attached(self, bucket_bytes: int | None, *, undo: bool = False, together: bool = False) -> Measured:
+    def attached(
+        self, bucket_bytes: int | None, *, undo: bool = False, two_pass: bool = False, together: bool = False
+    ) -> Measured:
         """Measure ``schedule="backward"`` on one device, with ``instep.attach`` itself.
 
         Args:
+            two_pass: whether gradients are clipped by the norm of all, which a backward measures before the one that
+                steps.
             together: whether ``micro_batches()`` runs the micro-batches; else all but the last are in ``accumulate()``.
         """
+        model, optimizer = self._planned.model, self._optimizer
+        clip = ClipNorm(1.0, mode="two_pass") if two_pass else None
         with self._planned.fakes.copying():  # ``attach`` tries unknown optimizers out, on copies
-            attached = attach(
-                self._planned.model, self._optimizer, schedule="backward", undo=undo, bucket_bytes=bucket_bytes
-            )
+            attached = attach(model, optimizer, schedule="backward", undo=undo, clip=clip, bucket_bytes=bucket_bytes)
         with attached as overlap:
             how = overlap if together else overlap.accumulate
+            backward = overlap.backward if two_pass else torch.Tensor.backward
             # From the second step on buckets follow the order in which gradients arrived in the first.
-            self._step(self._optimizer.step, how)
-            seen = self._counted(self._optimizer.step, how)
+            self._step(self._optimizer.step, how, backward)
+            seen = self._counted(self._optimizer.step, how, backward)
             return replace(seen, buckets=tuple(tuple(p.name for p in one.parameters) for one in overlap.plan.buckets))
 
     def by_bucket(
@@ -118,10 +124,15 @@ class DryRun:
             for one in flat:
                 one.remove()
 
-    def _counted(self, step: Callable[[], object], how: Attachment | Hold = nullcontext) -> Measured:
+    def _counted(
+        self,
+        step: Callable[[], object],
+        how: Attachment | Hold = nullcontext,
+        backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
+    ) -> Measured:
         """Run one iteration, and return its memory."""
         self._live.reset()
-        activations = self._step(step, how)
+        activations = self._step(step, how, backward)
         places = {id(p): number for number, p in enumerate(self._planned.model.parameters())}
         state = {
             places[id(p)]: bytes_by_dtype(value for value in entry.values() if isinstance(value, torch.Tensor))
@@ -131,11 +142,17 @@ class DryRun:
         own = self._there + sum(sum(one.values()) for one in state.values())
         return Measured(self._there + self._live.peak, own, state, activations)
 
-    def _step(self, step: Callable[[], object], how: Attachment | Hold = nullcontext) -> int:
+    def _step(
+        self,
+        step: Callable[[], object],
+        how: Attachment | Hold = nullcontext,
+        backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
+    ) -> int:
         """Run one iteration, and return the bytes that its first forward left for backward.
 
         Args:
             how: the attachment that runs all micro-batches, or the context of each of them but the last.
+            backward: of a loss.
         """
         activations: list[int] = []
         with self._planned.fakes(), self._live:
@@ -147,7 +164,7 @@ class DryRun:
                     with nullcontext() if number + 1 == self._micro_batches else how():
                         loss = self._forward(activations)
                         with _explained("backward"):
-                            loss.backward()
+                            backward(loss)
                         del loss  # else the graph would live into the next forward, as in no real loop
             with _explained(f"{type(self._optimizer).__name__}.step()"):
                 step()

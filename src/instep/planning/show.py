@@ -71,6 +71,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 # What an option that frees gradients early is called in the verdict.
 BACKWARD, REPLICATE, TOGETHER = 'schedule="backward"', "instep.replicate", "overlap.micro_batches()"
 OFFLOAD = f'{BACKWARD}, offload="host"'
+TWO_PASS = "backward, two_pass"
 WORTH = 0.05
 """The share of the peak below which a gain is not worth a schedule that has limits."""
 
@@ -96,7 +97,21 @@ def verdict(estimate: Estimate) -> Iterator[str]:
     if times:
         share = 1 - times["no optimizer"].iteration / times["plain"].iteration
         yield f"The step takes {share:.1%} of an iteration"
-    yield f"Take {_line(estimate, way if plain - best > WORTH * plain else None)}"
+    is_worth_it = plain - best > WORTH * plain
+    yield f"Take {_line(estimate, way if is_worth_it else None)}"
+    if is_worth_it and TWO_PASS in peaks:
+        yield _where_it_clips(plain - peaks[TWO_PASS].total, estimate.times.backward)
+
+
+def _where_it_clips(saved: int, backward: float | None) -> str:
+    """Return what a loop that calls ``clip_grad_norm_`` takes instead: the norm is known when all gradients are."""
+    second = "a second backward" if backward is None else f"a second backward ({_time(backward)})"
+    also = (
+        f'. With {BACKWARD}, clip=ClipNorm(…, mode="two_pass") and overlap.backward(loss) in place of loss.backward() '
+        f"it saves {size_of(saved)}, for {second}"
+    )
+    alone = "If the loop clips by the norm of all gradients: instep.attach(model, optimizer), which saves nothing"
+    return alone + (also if saved > 0 else "")
 
 
 def _best(peaks: Mapping[str, PlannedPeak]) -> tuple[str, int]:
