@@ -255,6 +255,7 @@ def test_undo_puts_back_the_steps_that_are_clipped_but_none_after_one(way: str, 
         lane.optimizer.step()
         lane.zero_grad()
         norm = norm if lane.overlap is None else lane.overlap.grad_norm
+        assert norm is not None
         assert bool(norm > clip.max_norm) == is_clipped[i]
         return norm
 

@@ -258,8 +258,10 @@ def test_the_verdict_says_what_a_loop_takes_that_clips() -> None:
     *_, said = verdict(found)
     peaks = {peak.way: peak.total for peak in found.peaks if peak.implementation == found.peaks[0].implementation}
     assert peaks["backward"] <= peaks["backward, two_pass"] < peaks["plain"]
-    assert said.startswith("If the loop clips by the norm of all gradients: instep.attach(model, optimizer), which")
-    assert f"it saves {size_of(peaks['plain'] - peaks['backward, two_pass'])}, for a second backward (" in said
+    assert said.startswith(
+        "A loop that clips by the norm of all gradients takes instep.attach(model, optimizer), which"
+    )
+    assert f"which saves {size_of(peaks['plain'] - peaks['backward, two_pass'])} for a second backward (" in said
 
 
 def test_micro_batches_are_what_a_loop_takes() -> None:

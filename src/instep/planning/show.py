@@ -106,12 +106,13 @@ def verdict(estimate: Estimate) -> Iterator[str]:
 def _where_it_clips(saved: int, backward: float | None) -> str:
     """Return what a loop that calls ``clip_grad_norm_`` takes instead: the norm is known when all gradients are."""
     second = "a second backward" if backward is None else f"a second backward ({_time(backward)})"
-    also = (
-        f'. With {BACKWARD}, clip=ClipNorm(…, mode="two_pass") and overlap.backward(loss) in place of loss.backward() '
-        f"it saves {size_of(saved)}, for {second}"
-    )
-    alone = "If the loop clips by the norm of all gradients: instep.attach(model, optimizer), which saves nothing"
-    return alone + (also if saved > 0 else "")
+    said = "A loop that clips by the norm of all gradients takes instep.attach(model, optimizer), which saves nothing"
+    if saved > 0:
+        said += (
+            f'; or {BACKWARD}, clip=ClipNorm(…, mode="two_pass"), with overlap.backward(loss) in place of '
+            f"loss.backward(), which saves {size_of(saved)} for {second}"
+        )
+    return said
 
 
 def _best(peaks: Mapping[str, PlannedPeak]) -> tuple[str, int]:
