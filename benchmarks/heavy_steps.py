@@ -1,0 +1,112 @@
+"""How much of a heavy step runs beside the loop: torch's Muon and AdamW, on one device with an idle core.
+
+    python benchmarks/heavy_steps.py --float32
+    python benchmarks/heavy_steps.py --rows 16 --rounds 40
+
+A GPT on bytes of 4.7 M parameters, with one torch thread: matrices are stepped by Muon, the rest by AdamW. Five loops
+train on the same batches, a few steps at a time, in turn: the plain one, one that is attached with no option, one whose
+steps are all put off (``defer=True``), one without any step, and the plain one again. Weights and state of all are
+compared before and after they are timed, bit for bit. Times are those of the clock on the wall.
+
+*hidden* is how much nearer a loop is to that without a step than the plain one is: 100% where the step costs nothing.
+
+``--float32``: Muon multiplies matrices in bfloat16, for which some processors have no instruction: there the step takes
+longer than all the rest, and no loop has room for it. With the option they are multiplied in float32, in all loops.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from measure import batches, interleave, loss_of, ratio, require_equal, spread
+from torch import nn
+from torch.optim import _muon
+
+import instep
+from instep.demo.job import Shape
+from instep.demo.loops import ByteGPT
+
+SETTLED = 45
+"""Steps after which the default has decided whether steps are put off."""
+PLAIN, NONE = "plain", "no optimizer"
+WAYS: dict[str, dict[str, Any] | None] = {
+    PLAIN: None,
+    "default": {},
+    "put off": {"defer": True},
+    NONE: None,
+    "plain again": None,
+}
+
+
+def in_float32(gradient: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float) -> torch.Tensor:
+    """The Newton-Schulz iteration of Muon, without going to bfloat16."""
+    a, b, c = coefficients
+    tall = gradient.size(0) > gradient.size(1)
+    found = gradient.T if tall else gradient
+    found = found / found.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.T if tall else found
+
+
+class Loop:
+    def __init__(self, shape: Shape, options: dict[str, Any] | None, *, steps: bool = True) -> None:
+        torch.manual_seed(0)
+        self.model: nn.Module = ByteGPT(shape)
+        matrices = [p for p in self.model.blocks.parameters() if p.ndim == 2]
+        others = [p for p in self.model.parameters() if all(p is not matrix for matrix in matrices)]
+        self.optimizer: Any = [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=1e-3, fused=True)]
+        self.overlap = None if options is None else instep.attach(self.model, self.optimizer, **options)
+        self._steps = steps
+
+    def step(self, tokens: torch.Tensor) -> None:
+        loss_of(self.model, tokens).backward()
+        for optimizer in self.optimizer:
+            if self._steps:
+                optimizer.step()
+            optimizer.zero_grad()
+
+    def drain(self) -> None:
+        if self.overlap is not None:
+            self.overlap.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=16, help="of 64 tokens, in a step")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=2, help="of one loop before the next one's turn")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--float32", action="store_true", help="Muon multiplies in float32")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.float32:
+        _muon._zeropower_via_newtonschulz = in_float32
+    shape = Shape(width=arguments.width, depth=6, heads=4)
+    loops = {name: Loop(shape, options, steps=name != NONE) for name, options in WAYS.items()}
+    tokens = batches(arguments.rows, 64)
+    first = [next(tokens) for _ in range(SETTLED)]
+    for loop in loops.values():  # each alone: the default times whole iterations, in which no other loop may have a turn
+        for batch in first:
+            loop.step(batch)
+        loop.drain()
+    require_equal(loops, PLAIN, but=(NONE,))
+    times = interleave(loops, tokens, arguments.rounds, steps=arguments.steps).seconds
+    require_equal(loops, PLAIN, but=(NONE,))
+    default = loops["default"].overlap
+    print(f"{len(os.sched_getaffinity(0))} cores, {arguments.rows} x 64 tokens. Equal to the plain loop, bit for bit.")
+    print("" if default is None else default.advice)
+    print("\n| | time of plain / time | ms | hidden |\n|---|---|---|---|")
+    room = spread(times[PLAIN]).median - spread(times[NONE]).median
+    for name in WAYS:
+        median = spread(times[name]).median
+        hidden = f"{(spread(times[PLAIN]).median - median) / room:.0%}" if name not in (PLAIN, NONE) else ""
+        against = "" if name == PLAIN else str(ratio(times[PLAIN], times[name]))
+        print(f"| {name} | {against} | {1e3 * median:.0f} | {hidden} |")
+
+
+if __name__ == "__main__":
+    main()
