@@ -89,7 +89,7 @@ def main() -> None:
     loops = {name: Loop(shape, options, steps=name != NONE) for name, options in WAYS.items()}
     tokens = batches(arguments.rows, 64)
     first = [next(tokens) for _ in range(SETTLED)]
-    for loop in loops.values():  # each alone: the default times whole iterations, in which no other loop may have a turn
+    for loop in loops.values():  # each alone: the default times whole iterations
         for batch in first:
             loop.step(batch)
         loop.drain()
