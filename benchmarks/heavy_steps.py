@@ -40,13 +40,13 @@ WAYS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def in_float32(gradient: torch.Tensor, coefficients: Sequence[float], steps: int, eps: float) -> torch.Tensor:
+def in_float32(grad: torch.Tensor, ns_coefficients: Sequence[float], ns_steps: int, eps: float) -> torch.Tensor:
     """The Newton-Schulz iteration of Muon, without going to bfloat16."""
-    a, b, c = coefficients
-    tall = gradient.size(0) > gradient.size(1)
-    found = gradient.T if tall else gradient
+    a, b, c = ns_coefficients
+    tall = grad.size(0) > grad.size(1)
+    found = grad.T if tall else grad
     found = found / found.norm().clamp(min=eps)
-    for _ in range(steps):
+    for _ in range(ns_steps):
         gram = found @ found.T
         found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
     return found.T if tall else found
