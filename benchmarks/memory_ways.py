@@ -255,10 +255,15 @@ MICRO_BATCHES: dict[str, Way] = {
         short="instep, accumulate()",
     ),
     "micro_batches": Way(
-        "`overlap.micro_batches()`, `bucket_bytes=4 * 2**20`",
+        "`overlap.micro_batches()`",
+        lambda model, setting: Accumulated(model, setting, "micro_batches", attach=WHOLE),
+        short="instep, micro_batches()",
+    ),
+    "micro_batches, 4 MiB": Way(
+        "… and `bucket_bytes=4 * 2**20`",
         lambda model, setting: Accumulated(model, setting, "micro_batches"),
         planned="backward, micro_batches",
-        short="instep, micro_batches()",
+        short="instep, micro_batches(), buckets of 4 MiB",
     ),
     "no step": Way("no step: each gradient is dropped at once", dropped, oracle=""),
     "together": Way(
