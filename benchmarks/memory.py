@@ -189,7 +189,7 @@ def say_limit(
 ) -> None:
     """With the activations of all micro-batches, where gradients of several are freed."""
     ranks, several, _ = PARTS[part]
-    floor, way = ("together", "micro_batches") if several else ("no step", "4 MiB")
+    floor, way = ("together", "micro_batches, 4 MiB") if several else ("no step", "4 MiB")
     buckets, taken = 1, "the largest bucket"
     if part == "device":
         way, buckets, taken = "offload", OFFLOADED_BUCKETS, "gradients and state of two of the largest bucket"
