@@ -1,4 +1,4 @@
-"""The norms that ``ClipNorm`` needs: taken in a first backward (``two_pass``), or as gradients become final."""
+"""The norms that ``ClipNorm`` needs: taken in a first backward (``two_pass``), or, on ranks, as gradients arrive."""
 
 import threading
 import weakref
@@ -162,7 +162,8 @@ def _same_gradient(one: tuple[torch.Tensor, int] | None, other: tuple[torch.Tens
     return one[0] is other[0] and one[1] == other[1]
 
 
-# ``schedule="forward"`` with ``ClipNorm``: the norm of each gradient is taken as soon as the gradient is final.
+# ``schedule="forward"`` with ``ClipNorm``, on several ranks: the norm of each gradient is taken as soon as that is
+# final, while backward waits for other ranks.
 
 
 class MeasuringSink:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -13,10 +14,12 @@ from instep._gradients.clipping import ClipNorm
 from instep._optim.kinds import runs_beside, steps_as_tested
 from instep._optim.parameters import MIB, bucket_bytes_for
 from instep._optim.probe import not_asked
+from instep._optim.values import held_in
 from instep._step.deferral import Always, DeferralTrial, Deferring, Gains, Never, Others
 from instep._step.schedule import Schedule
 from instep._wiring.ranks import in_join
 from instep._wiring.weak_refs import WeakRefs
+from instep.errors import StaleAttachmentError
 from instep.options import Options
 from instep.sources.ddp.instance import exposed_communication
 
@@ -163,9 +166,8 @@ def _in_vain(schedule: Schedule, options: Options) -> Iterator[str]:
     steps, redos, clipped = schedule.step_count, schedule.redo_count, schedule.clipped_count
     if 2 * clipped >= steps:
         yield (
-            f"{clipped} of {steps} steps were clipped, by the norm of all gradients, which is known only in "
-            "optimizer.step(): what backward had updated was put back, and after a step that was clipped backward "
-            "updates nothing."
+            f"{clipped} of {steps} steps were clipped: what backward had updated was put back, and in the step after "
+            "one that was clipped backward updates nothing."
         )
     elif 2 * redos >= steps:
         yield (
@@ -202,10 +204,11 @@ def _cheaper_clipping(schedule: Schedule, options: Options, *, divided: bool) ->
 
 
 def _copied(schedule: Schedule) -> int:
-    """The bytes of parameters and their state, which ``undo`` copies in every step."""
+    """The bytes of parameters and their state, which ``undo`` copies in every step, as far as they are still there."""
     found = 0
-    for attached in schedule.parameters:
-        if (parameter := attached.peek()) is not None:
-            state = attached.stepper.optimizer().state.get(parameter, {})
-            found += parameter.nbytes + sum(v.nbytes for v in state.values() if isinstance(v, torch.Tensor))
+    with suppress(StaleAttachmentError):
+        for attached in schedule.parameters:
+            if (parameter := attached.peek()) is not None:
+                state = attached.stepper.optimizer().state.get(parameter, {})
+                found += sum(tensor.nbytes for tensor in (parameter, *held_in(state, (torch.Tensor,))))
     return found
