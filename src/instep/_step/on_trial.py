@@ -589,11 +589,11 @@ class TrialWrites(Writes):
             self._watch.take_from(self._watch_in_step, (a.get() for a in step.members.applied_by(stepper)))
             step.round.refuse(step.ledger)
             raise
+        applied = step.members.applied_by(stepper)
         if taken:  # what raises here has written, as step() itself may
-            applied = step.members.applied_by(stepper)
             self._step_rest(stepper, rest)
             self._hide(self._kept.pairs(applied))
-            self._leave_alone(stepper, applied)
+        self._leave_alone(stepper, applied)
 
     def _prepare(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> list[AttachedParameter]:
         """Nothing was written since backward, and what is about to be written can be put back. Returns what ``step()``

@@ -286,8 +286,8 @@ class Writes(ABC):
 
     def _leave_alone(self, stepper: Stepper, applied: AttachedParameters) -> None:
         """``step()`` must not write parameters that backward has applied. torch's own do not."""
-        if applied and stepper.is_foreign:
-            self._at_rest = applied, versions_of(applied.tensors())
+        # Noted anew in every call: one that Ctrl-C has ended has not returned, and nobody has looked at its note.
+        self._at_rest = (applied, versions_of(applied.tensors())) if applied and stepper.is_foreign else _NONE
 
     def _call(self, stepper: Stepper, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
         """Step those of ``bucket`` that belong to this optimizer."""
