@@ -14,13 +14,12 @@ state. With ``undo`` that counts the copies, wherever they are: on a CPU ``undo=
 """
 
 import argparse
-from collections.abc import Iterator, Mapping
-from time import process_time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from default_bucket import MIB, SHAPES
-from measure import batches, loss_of, ratio, require_equal
+from measure import batches, loss_of, processor_times, ratio, require_equal
 from torch import nn
 
 import instep
@@ -93,20 +92,6 @@ def peak(shape: Shape, bound: float, options: dict[str, Any] | None) -> float:
         return (bytes_at_peak - loop.own_bytes()) / MIB
 
 
-def timed(loops: Mapping[str, Loop], tokens: Iterator[torch.Tensor], rounds: int) -> dict[str, list[float]]:
-    """Processor seconds of a step, by loop and round: what other processes do meanwhile does not count."""
-    found: dict[str, list[float]] = {name: [] for name in loops}
-    names = list(loops)
-    for number in range(rounds):
-        batch = next(tokens)
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            started = process_time()
-            loops[name].step(batch)
-            found[name].append(process_time() - started)
-    return found
-
-
 def table(job: str, shape: Shape, rows: int, rounds: int) -> None:
     bound = JOBS[job]
     loops = {name: Loop(shape, bound, options) for name, options in WAYS.items()}
@@ -117,7 +102,7 @@ def table(job: str, shape: Shape, rows: int, rounds: int) -> None:
             loop.step(batch)
             loop.drain()
     require_equal(loops, PLAIN, but=() if job == "never clips" else (PREVIOUS,))
-    seconds = timed(loops, batches(rows, 64), rounds)
+    seconds = processor_times(loops, batches(rows, 64), rounds)
     redone = {name: loop.overlap.redo_count if loop.overlap is not None else 0 for name, loop in loops.items()}
     steps = rounds + SETTLED
     loops.clear()

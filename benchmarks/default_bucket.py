@@ -14,11 +14,10 @@ state. *saved* is the share of what freeing each gradient in its hook saves.
 """
 
 import argparse
-from collections.abc import Iterator, Mapping
-from time import process_time
+from collections.abc import Iterator
 
 import torch
-from measure import batches, loss_of, ratio, require_equal
+from measure import batches, loss_of, processor_times, ratio, require_equal
 from torch import nn
 
 import instep
@@ -80,20 +79,6 @@ def peak(shape: Shape, dtype: torch.dtype, options: dict[str, int] | None) -> fl
         return (bytes_at_peak - loop.own_bytes()) / MIB
 
 
-def timed(loops: Mapping[str, Loop], tokens: Iterator[torch.Tensor], rounds: int) -> dict[str, list[float]]:
-    """Processor seconds of a step, by loop and round: what other processes do meanwhile does not count."""
-    found: dict[str, list[float]] = {name: [] for name in loops}
-    names = list(loops)
-    for number in range(rounds):
-        batch = next(tokens)
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            started = process_time()
-            loops[name].step(batch)
-            found[name].append(process_time() - started)
-    return found
-
-
 def row(mib: int, dtype: torch.dtype, rows: int, rounds: int) -> str:
     shape = SHAPES[mib]
     loops = {name: Loop(shape, dtype, options) for name, options in WAYS.items()}
@@ -104,7 +89,7 @@ def row(mib: int, dtype: torch.dtype, rows: int, rounds: int) -> str:
             loop.step(batch)
     require_equal(loops, "plain")
     buckets = len(loops["default"].overlap.plan.buckets) if loops["default"].overlap is not None else 0
-    seconds = timed(loops, tokens, rounds)
+    seconds = processor_times(loops, tokens, rounds)
     ratios = [str(ratio(seconds["plain"], seconds[name])) for name in WAYS if name != "plain"]
     milliseconds = 1e3 * sorted(seconds["plain"])[rounds // 2]
     gradients = sum(p.nbytes for p in loops["plain"].model.parameters()) / MIB

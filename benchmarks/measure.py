@@ -91,6 +91,20 @@ def interleave(
     return times
 
 
+def processor_times(loops: Mapping[str, Loop], batches: Iterator[torch.Tensor], rounds: int) -> dict[str, list[float]]:
+    """Processor seconds of a step, by loop and round: what other processes do meanwhile does not count."""
+    found: dict[str, list[float]] = {name: [] for name in loops}
+    names = list(loops)
+    for number in range(rounds):
+        batch = next(batches)
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            started = process_time()
+            loops[name].step(batch)
+            found[name].append(process_time() - started)
+    return found
+
+
 def highest(values: Sequence[float]) -> list[float]:
     """Each of them, of the rank where it is highest."""
     found = torch.tensor(values, dtype=torch.float64)

@@ -88,7 +88,9 @@ def clipped(max_norm: float, **options: Any) -> Any:
 def test_steps_that_are_clipped() -> None:
     loop = clipped(1e-3)
     said = loop.train(nothing)
+    assert loop.overlap.redo_count == 1
     assert f"{STEPS} of {STEPS} steps were clipped" in said
+    assert "clip=ClipNorm(0.001, mode='two_pass') in place of undo" in said
     assert "No gradient was freed in backward: undo keeps them until optimizer.step()." in said
 
 

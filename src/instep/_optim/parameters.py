@@ -104,10 +104,9 @@ _LARGEST, _SMALLEST, _SHARE = 16 * MIB, 48 * 1024, 20
 
 
 def bucket_bytes_for(nbytes: Iterable[int]) -> int:
-    """The bytes of a bucket, where ``attach`` is not told: a twentieth of all gradients,
-    whose sizes these are, and 16 MiB at most. What a bucket holds is not freed before it is full, so that a twentieth
-    of what can be saved is not; smaller ones would save hardly more, and each costs its time. See
-    ``benchmarks/default_bucket.py``."""
+    """The bytes of a bucket, where ``attach`` is not told: a twentieth of all gradients, whose sizes these are, and 16
+    MiB at most. What a bucket holds is not freed before it is full, so that a twentieth of what can be saved is not;
+    smaller ones would save hardly more, and each costs its time. See ``benchmarks/default_bucket.py``."""
     return max(_SMALLEST, min(_LARGEST, sum(nbytes) // _SHARE))
 
 

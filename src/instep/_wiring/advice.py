@@ -130,7 +130,7 @@ def advice(
         lines += _communication(gains, [] if crosses else ddps)
         lines += [] if divided else _memory(gains, schedule, options)
     if options.schedule == "backward" and schedule.step_count >= ENOUGH:
-        lines += _in_vain(schedule, options)
+        lines += _in_vain(schedule)
         lines += [] if divided else _not_freed(schedule, options)
         lines += _cheaper_clipping(schedule, options, divided=divided)
     return "\n".join(lines)
@@ -161,7 +161,7 @@ def _memory(gains: Gains, schedule: Schedule, options: Options) -> Iterator[str]
         )
 
 
-def _in_vain(schedule: Schedule, options: Options) -> Iterator[str]:
+def _in_vain(schedule: Schedule) -> Iterator[str]:
     """Most of what ``undo`` has updated in backward was put back, or would be."""
     steps, redos, clipped = schedule.step_count, schedule.redo_count, schedule.clipped_count
     if 2 * clipped >= steps:
