@@ -890,7 +890,7 @@ MUTANTS = [
         "            self._detach()  # half",
         "            pass  # half",
         "tests/parity/test_interrupted_lines.py",
-        "before_and_after",
+        "of_detach_itself",
     ),
     Mutant(
         "attach that Ctrl-C has ended leaves a hook that does something",

@@ -61,15 +61,21 @@ class Interrupter:
 
 
 class LineInterrupter:
-    """Raises ``KeyboardInterrupt`` before the ``where``-th line of instep's that runs. Counts those that it passes."""
+    """Raises ``KeyboardInterrupt`` before the ``where``-th line of instep's that runs. Counts those that it passes.
 
-    def __init__(self, where: int | None = None) -> None:
+    Args:
+        function: count the lines of this one alone, without those of what it calls.
+    """
+
+    def __init__(self, where: int | None = None, function: Callable[..., Any] | None = None) -> None:
         self.lines = 0
         self.place: str | None = None
         self._where = where
+        self._code = None if function is None else function.__code__
 
     def in_function(self, frame: FrameType, event: str, arg: object) -> Any:
-        return self.at_line if frame.f_code.co_filename.startswith(ROOT) else None
+        counts = frame.f_code.co_filename.startswith(ROOT) if self._code is None else frame.f_code is self._code
+        return self.at_line if counts else None
 
     def at_line(self, frame: FrameType, event: str, arg: object) -> Any:
         if event == "line" and not leaves_a_context(frame):

@@ -7,7 +7,6 @@ Python runs a signal's handler at fewer places.
 import linecache
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -17,11 +16,11 @@ from torch import nn
 
 import instep
 from instep._step.state import Round
-from instep._torch.engine import current
 from instep._torch.hooks import last_of_pre_hooks
 from instep._wiring import build as connect
-from instep._wiring import hooks as stepping_itself
+from instep._wiring.hooks import SteppingItself
 from instep.attaching import attach_stepping_itself
+from instep.attachment import Attachment
 from instep.errors import TornStepError, UncommittedStepError
 from instep.sources.local import WritingBackwards
 from instep.verification import first_difference, training_state
@@ -135,9 +134,11 @@ def attach(loop: Loop) -> None:
     loop.overlap = instep.attach(loop.model, loop.optimizer, **WAYS[loop.way or "default"])
 
 
-def interrupted_around(way: str, act: Callable[[Loop], None], where: int | None) -> int:
+def interrupted_around(
+    way: str, act: Callable[[Loop], None], where: int | None, function: Callable[..., Any] | None = None
+) -> int:
     """Interrupt ``attach``, or ``detach`` between two steps, and train on without instep. How many lines there are."""
-    loop, interrupter = Loop(None if act is attach else way), LineInterrupter(where)
+    loop, interrupter = Loop(None if act is attach else way), LineInterrupter(where, function)
     loop.way = way
     for i in range(BEFORE):
         loop.step(i)
@@ -171,6 +172,13 @@ def test_every_line_of_what_comes_before_and_after(way: str, act: Callable[[Loop
         interrupted_around(way, act, where)
 
 
+@pytest.mark.parametrize("way", ["forward", "backward", "undo", "default"])
+def test_each_line_of_detach_itself(way: str) -> None:
+    """Before and after each of the things that it gives back."""
+    for where in range(interrupted_around(way, detach, None, Attachment._detach)):
+        interrupted_around(way, detach, where, Attachment._detach)
+
+
 @pytest.mark.parametrize("way", ["backward", "undo"])
 @pytest.mark.parametrize(
     ("owner", "name", "skips"),
@@ -200,16 +208,21 @@ def test_at_a_line_that_needs_care(
         assert difference is None, difference
 
 
-def test_before_a_loop_that_steps_itself_hears_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", range(3))
+def test_where_a_loop_that_steps_itself_asks_for_the_end_of_backward(where: int) -> None:
+    """The interrupted backward steps nothing, and the next one does."""
     model = nn.Linear(16, 10)
     overlap = attach_stepping_itself(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    interrupter = LineInterrupter(where, SteppingItself.ask)
     with overlap:
         for interrupts in (False, True, False):
             before = model.weight.detach().clone()
+            loss = model(batch(0)[0]).sum()
             if interrupts:
-                monkeypatch.setattr(stepping_itself, "current", once(current))
-            with pytest.raises(KeyboardInterrupt) if interrupts else nullcontext():
-                model(batch(0)[0]).sum().backward()
+                assert interrupter.interrupt(loss.backward) is None
+                assert interrupter.place is not None
+            else:
+                loss.backward()
             model.zero_grad()
             assert torch.equal(model.weight, before) == interrupts
     assert overlap.step_count == 2
