@@ -104,6 +104,19 @@ class Options:
         return self.schedule == "backward" or self.always_puts_off or self.randomness.random is not None
 
     @property
+    def may_update_beside_backward(self) -> bool:
+        """Whether no option has a part in each update of ``schedule="backward"``, for which it must run in the hook."""
+        usual = Options(
+            schedule="backward",
+            defer=self.defer,
+            bucket_bytes=self.bucket_bytes,
+            accumulation_steps=self.accumulation_steps,
+            communication=self.communication,
+            steps_itself=self.steps_itself,
+        )
+        return self == usual
+
+    @property
     def votes(self) -> bool:
         """Whether the ranks of a step vote on it."""
         splits = self.schedule == "backward" or self.always_puts_off

@@ -107,7 +107,7 @@ KEYED = {"random": "keyed", "seed": 1}
 Adafactor = torch.optim.Adafactor  # its update is not elementwise
 
 CASES = {
-    "DEFER_WITH_BACKWARD": Case({"defer": True}, BACKWARD),
+    "DEFER_IN_HOOKS": Case({"defer": True}, {"undo": True, **BACKWARD}),
     "UNDO_WITH_FORWARD": Case({"undo": "host"}, {"schedule": "forward"}),
     "SCALER_WITH_BACKWARD": Case(SCALER, BACKWARD),
     "SKIP_WITH_BACKWARD": Case({"nonfinite": "skip"}, BACKWARD),

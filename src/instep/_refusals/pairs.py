@@ -98,12 +98,35 @@ def _dtype(options: Options, name: str) -> torch.dtype | None:
 
 # Schedules: what is known when the first weight is written.
 
-DEFER_WITH_BACKWARD = Pair(
-    Choice("`defer=True`", lambda t, o: o.defer is True),
-    _BACKWARD,
-    "the step runs in backward",
-    "defer=True is for schedule='forward': with schedule='backward' the step runs in backward. Leave it out",
+DEFER_IN_HOOKS = Pair(
+    Choice('`defer=True` with `schedule="backward"`', lambda t, o: o.defer is True and o.schedule == "backward"),
+    Choice(
+        "`undo`, `clip`, `nonfinite`, `check_steps`, `offload` or `random`",
+        lambda t, o: not o.may_update_beside_backward and not o.disabled,
+    ),
+    "these have a part in each update, which runs in the hook therefore",
+    lambda t, o: (
+        "defer=True with schedule='backward' has a thread update buckets beside backward, and "
+        f"{' and '.join(_in_updates(o))} would have a part in each update, which must run in the hook. Leave out "
+        "defer=True"
+    ),
 )
+
+
+def _in_updates(options: Options) -> list[str]:
+    """The options given that have a part in each update in backward."""
+    asked = {
+        "undo": options.undo,
+        "clip": options.clip,
+        "scaler": options.scaler,
+        "nonfinite": options.nonfinite != "allow",
+        "check_steps": options.check_steps,
+        "offload": options.offload,
+        "random": options.randomness.random,
+    }
+    return [name for name, given in asked.items() if given]
+
+
 UNDO_WITH_FORWARD = Pair(
     _UNDO,
     _FORWARD,

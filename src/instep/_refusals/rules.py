@@ -21,7 +21,7 @@ OPTIONS: Sequence[Rule] = (
     # The values that the rows below compare.
     options.invalid_schedule,
     options.invalid_defer,
-    pairs.DEFER_WITH_BACKWARD,
+    pairs.DEFER_IN_HOOKS,
     options.invalid_bucket_bytes,
     options.invalid_cross_iteration,
     options.invalid_shard_state,

@@ -134,11 +134,28 @@ class Others(Protocol):
         """Whether all ranks gain; ``None``: not known yet."""
 
 
+class Wording(NamedTuple):
+    """What is said of the two ways that a trial compares, after "the step is".
+
+    Attributes:
+        later: of the one that is tried.
+        otherwise: of the other one.
+    """
+
+    later: str
+    otherwise: str
+
+
+PUT_OFF = Wording("put off", "taken at once")
+BESIDE_BACKWARD = Wording("taken beside backward", "taken in backward")
+
+
 class Deferring(Protocol):
     """The decision, for each step, whether it is put off. ``Always``, ``Never`` and ``DeferralTrial`` make it.
 
     Attributes:
         puts_off: whether the running step is put off.
+        decided: whether that stays so.
         never: whether no further step will be put off.
         waits_in_vain: whether updates are put off, too, of which nothing can run beside the loop.
         gives_up: whether ``cannot`` is heard: else the loop is told.
@@ -147,6 +164,7 @@ class Deferring(Protocol):
     """
 
     puts_off: bool
+    decided: bool
     waits_in_vain: bool
     gives_up: bool
     why: str
@@ -175,6 +193,7 @@ class Always:
         alone: whether nothing but ``defer=True`` has every step put off.
     """
 
+    decided = True
     gives_up = False
     waits_in_vain = True
 
@@ -202,6 +221,7 @@ class Never:
     """``defer=False``, or what cannot be put off."""
 
     puts_off = False
+    decided = True
     waits_in_vain = False
     never = True
     gives_up = True
@@ -226,6 +246,7 @@ class DeferralTrial:
         prevented: why no step can gain from being put off, found out as the first backward begins; ``None``: one may.
         others: the other ranks; ``None``: there are none.
         clock: in seconds.
+        wording: of the two ways that it compares.
     """
 
     gives_up = True
@@ -237,6 +258,7 @@ class DeferralTrial:
         prevented: Callable[[], str | None],
         others: Others | None = None,
         clock: Callable[[], float] = perf_counter,
+        wording: Wording = PUT_OFF,
     ) -> None:
         self.puts_off = False
         self.why = "not decided yet"
@@ -244,6 +266,7 @@ class DeferralTrial:
         self._prevented = prevented
         self._others = others
         self._clock = clock
+        self._wording = wording
         self._reason: str | None = None
         self._has_begun = False
         self._waited = 0  # backwards since this rank knows that it gains
@@ -323,7 +346,7 @@ class DeferralTrial:
             with suppress(RuntimeError):  # as above
                 self._others.say(False)
         self.decided, self.puts_off, self.why = True, gains, self._words(gains)
-        _logger.info("the step is %s: %s", "put off" if gains else "taken at once", self.why)
+        _logger.info("the step is %s: %s", self._wording.later if gains else self._wording.otherwise, self.why)
 
     def _words(self, gains: bool) -> str:
         if self._reason is not None:
@@ -331,11 +354,11 @@ class DeferralTrial:
         found = self._gains()
         middle = 100 * median(found)
         measured = (
-            f"in {sum(gain > 0 for gain in found)} of {PAIRS} pairs an iteration was shorter with the step put off; in "
-            f"the median it was {abs(middle):.1f}% {'shorter' if middle > 0 else 'longer'}"
+            f"in {sum(gain > 0 for gain in found)} of {PAIRS} pairs an iteration was shorter with the step "
+            f"{self._wording.later}; in the median it was {abs(middle):.1f}% {'shorter' if middle > 0 else 'longer'}"
         )
         if gains:
             return measured
         least = f"{LEAST_WINS} of {PAIRS} and {100 * LEAST_GAIN:.0f}%"
         others = "" if self._others is None else ", on all ranks"
-        return f"{measured}; it is put off from {least} on{others}"
+        return f"{measured}; it is {self._wording.later} from {least} on{others}"

@@ -367,10 +367,8 @@ class UpdateDeferral:
             if bucket.device.type == "cpu" and bucket.done is None:
                 # Others are stepped when they are waited for, by the same thread: who waits may be in the middle of
                 # tracing, or in inference mode.
-                circumstances = bucket.step.circumstances
-                if circumstances.runs_beside or self._step.gather is not None:
-                    finish = bucket.finish_beside if circumstances.reads_switches else bucket.finish
-                    bucket.done = deferred.worker.run(finish, bucket.place or 0)
+                if bucket.step.circumstances.runs_beside or self._step.gather is not None:
+                    bucket.give_to(deferred.worker)
         for bucket in buckets:  # once all are sent: the side stream waits for those of other ranks
             if bucket.device.type != "cpu" and bucket.mark is None:
                 bucket.mark = deferred.finished(bucket)

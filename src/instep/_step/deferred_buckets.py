@@ -287,6 +287,7 @@ class DeferredStep:
         outcomes: those of the optimizers whose ``step()`` was called before in the same step. This one's is added.
 
     Attributes:
+        remedy: what a loop does before it changes what the update reads.
         number: of the step.
         optimizer: the user's, weakly.
         entries_before: how many entries its state had.
@@ -296,6 +297,8 @@ class DeferredStep:
         times: are told of each update's.
         ranks: what they say of it.
     """
+
+    remedy = "Call overlap.synchronize() before such a change"
 
     def __init__(
         self,
@@ -310,8 +313,7 @@ class DeferredStep:
         self.number = number
         self.optimizer = weakref.ref(optimizer)
         self.entries_before = len(optimizer.state)
-        self._frozen = snapshot_of(optimizer)  # held here: the stepper holds it weakly
-        self.stepper = stepper.of_copy(self._frozen)
+        self._frozen, self.stepper = self._stepped(stepper, optimizer)
         self.circumstances = _ConditionsAtStep(stepper)
         self.outcome = StepOutcome(parameters)
         self.outcomes = outcomes
@@ -322,10 +324,23 @@ class DeferredStep:
         self.ranks = Ranks(number, vote, self.outcome)
         self._parameters = tuple(parameters)
 
+    def _stepped(self, stepper: Stepper, optimizer: Optimizer) -> tuple[Optimizer, Stepper]:
+        """What updates step with: a copy, for the loop may change groups before they run. It is held here, since the
+        stepper holds it weakly."""
+        frozen = snapshot_of(optimizer)
+        return frozen, stepper.of_copy(frozen)
+
     @property
     def state(self) -> Mapping[Any, Any]:
         """The optimizer's own."""
         return self._frozen.state
+
+    def was_written(self, what: str, through: str) -> str:
+        """The message where somebody has written what an update reads or writes."""
+        return (
+            f"{what} was written after optimizer.step(), through {through}, while the update was due: in the plain "
+            "loop it had been applied by then. Call overlap.synchronize() before such a write"
+        )
 
     def raise_interrupt(self) -> None:
         """Ctrl-C in an update that the loop's own thread has run is for the loop, at once; and the step is torn."""
@@ -371,23 +386,20 @@ class _VersionsAtStep:
     def look_at_versions(self) -> None:
         self._versions = self._found()
 
-    def require(self, names: Sequence[str], state: Mapping[Any, Any]) -> None:
-        """Raise ``UncommittedStepError`` if somebody has written one of them."""
+    def require(self, names: Sequence[str], state: Mapping[Any, Any], why: Callable[[str, str], str]) -> None:
+        """Raise ``UncommittedStepError`` if somebody has written one of them.
+
+        Args:
+            why: given what was written, and by way of what: the message.
+        """
         found = self._found()
         if found != self._versions:
             of_all = (*names, *(f"{name}.grad" for name in names))
             written = next(n for n, now, then in zip(of_all, found, self._versions, strict=True) if now != then)
-            raise UncommittedStepError(
-                f"{written!r} was written after optimizer.step(), through another tensor of the same memory, while "
-                "the update was due: in the plain loop it had been applied by then. Call overlap.synchronize() "
-                "before such a write"
-            )
+            raise UncommittedStepError(why(repr(written), "another tensor of the same memory"))
         if not self._entries.are_as_left(state):
-            raise UncommittedStepError(
-                f"the state of {names[0]!r}, or of another parameter of its bucket, was written after "
-                "optimizer.step(), through a reference that was taken before, while the update was due: in the plain "
-                "loop it had been applied by then. Call overlap.synchronize() before such a write"
-            )
+            state_of = f"the state of {names[0]!r}, or of another parameter of its bucket,"
+            raise UncommittedStepError(why(state_of, "a reference that was taken before"))
 
     def _found(self) -> list[int]:
         if self._memory is None:
@@ -501,6 +513,25 @@ class DeferredBucket:
         else:
             self.apply()
 
+    def give_to(self, worker: Worker) -> None:
+        """Have the worker apply it beside the loop."""
+        finish = self.finish_beside if self.step.circumstances.reads_switches else self.finish
+        self.done = worker.run(finish, self.place or 0)
+
+    def wait_for(self, worker: Worker) -> None:
+        """Return when the worker has applied it, or that has failed."""
+        with _not_compiling():
+            self.done = self.done or worker.run(self.finish)
+            if self.place is not None and not self.done.done:
+                worker.hurry(self.done)
+            started = perf_counter()
+            with profiled("wait for update", self.names[0]):
+                self.done.wait()
+                if self in self.step.unapplied:  # it could not be done beside the loop
+                    self.done = worker.run(self.finish)
+                    self.done.wait()
+            self.step.times.waited(self, started)
+
     def look(self) -> None:
         """Parameters, gradients and state are to be as they are now when somebody waits for them."""
         if self._as_left is not None:
@@ -509,7 +540,7 @@ class DeferredBucket:
     def require_left_alone(self) -> None:
         """Raise ``UncommittedStepError`` if somebody has written what the update reads or writes."""
         if self._as_left is not None:
-            self._as_left.require(self.names, self.step.state)
+            self._as_left.require(self.names, self.step.state, self.step.was_written)
 
     def raced(self, error: BaseException) -> None:
         """Somebody has, while the update was under way."""
@@ -521,8 +552,8 @@ class DeferredBucket:
         makes_state = not circumstances.reads_switches and not all(map(self.step.state.get, self.tensors))
         if (difference := circumstances.difference(makes_state=makes_state)) is not None:
             raise UncommittedStepError(
-                f"{difference}, since optimizer.step(), which has put off the update of {self.names[0]!r}. Call "
-                "overlap.synchronize() before such a change"
+                f"{difference}, since optimizer.step(), which has put off the update of {self.names[0]!r}. "
+                f"{self.step.remedy}"
             )
         # Whoever may ask for the switches meanwhile waits for this update, unless it runs beside the loop.
         as_before = as_then(circumstances.switches) if circumstances.reads_switches and not beside else nullcontext()
@@ -532,7 +563,7 @@ class DeferredBucket:
         if beside and circumstances.reads_switches and (changed := switched(circumstances.switches)) is not None:
             raise UncommittedStepError(
                 f"{changed}, while the update of {self.names[0]!r} was under way beside the loop, and may have been "
-                "computed in another way. Call overlap.synchronize() before such a change, or attach with defer=False"
+                f"computed in another way. {self.step.remedy}, or attach with defer=False"
             )
 
     def _step(self, call: OptimizerCall) -> None:
@@ -722,17 +753,7 @@ class DeferredBuckets:
                 except UncommittedStepError as error:
                     bucket.raced(error)
         else:
-            with _not_compiling():
-                bucket.done = bucket.done or self.worker.run(bucket.finish)
-                if bucket.place is not None and not bucket.done.done:
-                    self.worker.hurry(bucket.done)
-                started = perf_counter()
-                with profiled("wait for update", bucket.names[0]):
-                    bucket.done.wait()
-                    if bucket in bucket.step.unapplied:  # it could not be done beside the loop
-                        bucket.done = self.worker.run(bucket.finish)
-                        bucket.done.wait()
-                self._step.times.waited(bucket, started)
+            bucket.wait_for(self.worker)
 
     def finished(self, bucket: DeferredBucket) -> Mark:
         """Launch all that is left of it on the side stream."""

@@ -20,6 +20,7 @@ from instep._optim.parameters import (
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
 from instep._ranks.votes import error_of
+from instep._step.beside_backward import MOST, UpdatesBeside
 from instep._step.checking import Check
 from instep._step.norms import Losses
 from instep._step.on_trial import TrialWrites
@@ -30,6 +31,7 @@ from instep._step.step import Agreement, RunningStep
 from instep._step.step_calls import StepCalls
 from instep._step.writes import FinalWrites, Writes, owed_steps
 from instep._torch.engine import graph_task, profiled
+from instep._torch.lifetime import owe, settled
 from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, ZERO, ZeroedGradient
 from instep.errors import AccumulationError, InstepError
 
@@ -39,15 +41,19 @@ from instep.errors import AccumulationError, InstepError
 class BucketSink(Schedule):
     """Takes final gradients from the sources, and steps full buckets while backward runs.
 
+    Args:
+        beside: the updates that a worker makes.
+
     Attributes:
         at_open: what is called when a step opens, as far as it is still there.
     """
 
-    def __init__(self, step: RunningStep, writes: Writes) -> None:
+    def __init__(self, step: RunningStep, writes: Writes, beside: UpdatesBeside) -> None:
         super().__init__(step)
         self.at_open: Sequence[weakref.ref[Callable[[], None]]] = ()
         self._clips = step.passes.clipping.policy is not None
         self._writes = writes
+        self._beside = beside
         self._failure = FirstError()  # raised where the running backward ends
 
     def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
@@ -149,10 +155,51 @@ class BucketSink(Schedule):
 
     def apply_and_free(self, bucket: Sequence[AttachedParameter]) -> bool:
         bucket = AttachedParameters.of(bucket)
-        done = self.apply(bucket)
+        done = (self._beside.runs and self._hand_over(bucket)) or self.apply(bucket)
         self.retire(bucket)
         self.count_freed(bucket)
         return done
+
+    def _hand_over(self, bucket: AttachedParameters) -> bool:
+        """Have the worker update ``bucket`` while backward goes on. ``False``: it is to be updated here."""
+        step = self._step
+        with step.lock:
+            try:
+                self._note_updates(MOST - 1)
+                stopped = step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes
+                if stopped or not self._beside.takes(bucket):
+                    return False
+                tensors = bucket.tensors()
+                require_in_place(bucket, tensors)
+                owe(self)  # before the first, for whoever forks: a child has no worker
+                self._beside.hand_over(bucket)
+                step.members.apply(bucket, tensors)
+            except BaseException as error:  # such as Ctrl-C: raised here, inside a hook, it would leave DDP unusable
+                self.fail(error)
+                return False
+            return True
+
+    def _note_updates(self, most: int = 0) -> None:
+        """Wait for updates beside backward until ``most`` are left, and note what has become of the others."""
+        if self._beside.is_idle:
+            return
+        for handed in self._beside.finished(most):
+            members, bucket, failure = handed.members, handed.bucket, handed.outcome.failure
+            if handed.is_applied:
+                self._step.members.apply(members, bucket.tensors)  # with the versions that the update has left
+                continue
+            self._step.members.take_back(members)
+            self._writes.take_back(members, bucket.gradients)
+            if failure is not None:
+                self.fail(failure, handed.outcome.in_doubt)
+        if not most:
+            self._beside.backward_ended()
+            settled(self)
+
+    def join(self) -> None:
+        """The loop goes on after what was stepped on side streams, or by the worker."""
+        self._step.streams.join()
+        self._note_updates()
 
     def count_freed(self, bucket: Sequence[AttachedParameter]) -> None:
         """Of those that were applied nobody has the gradients any more."""
@@ -241,6 +288,7 @@ class BucketSink(Schedule):
         self._failure.raise_if_any()
 
     def _stop(self, cause: BaseException | None, begun: Sequence[str] = ()) -> None:
+        self._note_updates()  # what has become of them is a part of what is said
         if self._step.ledger.torn is None:
             self._writes.stopped(cause, begun)
 
@@ -273,6 +321,7 @@ class BackwardSchedule(BucketSink):
     def __init__(
         self,
         step: RunningStep,
+        beside: UpdatesBeside,
         undo: Undo | None = None,
         scale: LossScale | None = None,
         nonfinite: Policy = "allow",
@@ -281,7 +330,7 @@ class BackwardSchedule(BucketSink):
             writes: Writes = FinalWrites(step, nonfinite)
         else:
             writes = TrialWrites(step, undo, scale, Agreement(nonfinite, step.ledger.votes), self)
-        super().__init__(step, writes)
+        super().__init__(step, writes, beside)
         self.calls: BackwardCalls = BackwardCalls(step, writes)
 
     # What happens during backward.
@@ -308,6 +357,7 @@ class BackwardSchedule(BucketSink):
                 f"{MICRO_BATCHES}, or add the losses and call backward() once. {KEEP_ALL}"
             )
         step.backwards.begins_step()
+        self._beside.backward_begins()
         return True
 
     def backward_failed(self) -> None:
@@ -320,6 +370,7 @@ class BackwardSchedule(BucketSink):
     def stop(self, error: InstepError) -> None:
         """The backward that has just ended did not compute the plain loop's step: put it back, or it is torn."""
         try:
+            self._note_updates()
             self._writes.stopped(error)
             raise error
         finally:
@@ -376,6 +427,7 @@ class BackwardSchedule(BucketSink):
         """Go back to IDLE from any state, and take spent gradients, or all of them, off the parameters."""
         step = self._step
         step.backwards.drain_failed()
+        self._note_updates()
         self._writes.release()
         for attached in step.members.all:
             parameter = attached.peek()
@@ -416,10 +468,12 @@ class BackwardSchedule(BucketSink):
                 self._writes.clip_rest([a for a in members.all if not members.is_applied(a) and a.peek() is not None])
         finally:
             self.forget(gradients=False)
+            self._beside.close()
 
     def settle(self) -> None:
         """The interpreter is about to end, or to fork: a step on trial is not the plain loop's."""
         self._step.backwards.drain_failed()
+        self._note_updates()
         self.calls.end_commit()
         self._writes.settle()
 
@@ -433,6 +487,7 @@ class BackwardSchedule(BucketSink):
 
     def synchronize(self) -> None:
         self._step.backwards.drain_failed()
+        self._note_updates()
         self._step.streams.join_all()
         for stepper in self._step.members.steppers:
             stepper.wait_for_state()
@@ -473,6 +528,7 @@ class BackwardSchedule(BucketSink):
             return while_measuring(spec.name, operation)
         if spec.index not in self._step.members.applied:
             return None if self._needs_no_values(spec, operation) else never_cleared(spec.name, operation)
+        self._note_updates()
         error, is_wrong = after_update(spec.name, operation, clips=self._step.passes.clipping.policy is not None)
         if is_wrong and self._step.ledger.torn is None:
             self._writes.tear(error)
@@ -489,6 +545,10 @@ class BackwardSchedule(BucketSink):
         # FSDP would take the sum at once.
         adds = operation in ACCUMULATE and graph_task() is not None and not wrapped and attached.mesh is None
         return adds or operation in (*ZERO, CONVERSION, DETACH)
+
+    @property
+    def deferral(self) -> str | None:
+        return self._beside.said
 
     @property
     def state(self) -> str:

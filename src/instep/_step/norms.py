@@ -223,6 +223,9 @@ class MeasuringSink:
         self.retire(bucket)
         return done
 
+    def join(self) -> None:
+        self.streams.join()
+
     def retire(self, bucket: Iterable[AttachedParameter]) -> None:
         for attached in bucket:
             parameter = attached.get()

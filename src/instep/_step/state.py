@@ -355,6 +355,10 @@ class StepMembers:
         self._versions.update(zip(bucket.indices, versions_of(parameters), strict=True))
         self.applied.update(bucket.indices)
 
+    def take_back(self, bucket: AttachedParameters) -> None:
+        """``bucket`` has not been updated after all."""
+        self.applied.difference_update(bucket.indices)
+
     def versions_as_applied(self, applied: AttachedParameters) -> list[int]:
         """The versions of parameters, as their update in backward left them."""
         return list(map(self._versions.__getitem__, applied.indices))

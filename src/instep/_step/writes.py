@@ -101,6 +101,10 @@ class Writes(ABC):
         """Nobody but instep needs ``.grad`` of applied parameters any more. Until ``optimizer.step()`` the plain loop
         would find the old weights: whoever uses one is noticed."""
 
+    def take_back(self, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
+        """``bucket``, whose gradients were taken off, has not been updated after all: the opposite of ``retire``."""
+        raise NotImplementedError
+
     @abstractmethod
     def stopped(self, cause: BaseException | None, begun: Sequence[str] = ()) -> None:
         """An error has stopped the step in backward.
@@ -409,6 +413,11 @@ class FinalWrites(Writes):
         for parameter, spent in zip(parameters, bucket.spent, strict=True):
             parameter.grad = spent
         self._watch.start(compress(parameters, bucket.leave_spent))
+
+    def take_back(self, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
+        self._watch.stop(bucket.tensors())
+        for parameter, gradient in zip(bucket.tensors(), gradients, strict=True):
+            parameter.grad = gradient
 
     def stopped(self, cause: BaseException | None, begun: Sequence[str] = ()) -> None:
         others_may_have = self._step.ledger.votes.voting is not None and isinstance(cause, NonFiniteGradientError)

@@ -1,4 +1,4 @@
-"""What keeps steps of ``schedule="forward"`` from being put off, and what the running loop could gain."""
+"""What keeps steps from being put off, or from running beside backward, and what the running loop could gain."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -15,15 +15,17 @@ from instep._optim.kinds import runs_beside, steps_as_tested
 from instep._optim.parameters import MIB, bucket_bytes_for
 from instep._optim.probe import not_asked
 from instep._optim.values import held_in
-from instep._step.deferral import Always, DeferralTrial, Deferring, Gains, Never, Others
+from instep._step.deferral import BESIDE_BACKWARD, Always, DeferralTrial, Deferring, Gains, Never, Others
 from instep._step.schedule import Schedule
 from instep._wiring.ranks import in_join
 from instep._wiring.weak_refs import WeakRefs
 from instep.errors import StaleAttachmentError
 from instep.options import Options
 from instep.sources.ddp.instance import exposed_communication
+from instep.sources.replicate.source import Replicated
 
-# Whether the steps of ``schedule="forward"`` are put off, and what keeps them from gaining by that.
+# Whether the steps of ``schedule="forward"`` are put off, and those of ``"backward"`` run beside it; and what keeps
+# them from gaining by that.
 
 
 def deferring_of(options: Options, refs: WeakRefs, others: Others | None) -> Deferring:
@@ -32,6 +34,8 @@ def deferring_of(options: Options, refs: WeakRefs, others: Others | None) -> Def
     Args:
         others: the other ranks; ``None``: there are none.
     """
+    if options.schedule == "backward":
+        return _beside_backward(options, refs)
     own = [optimizer for optimizer in refs.optimizers() if steps_inside_step(optimizer, options)]
     if own and len(own) == len(refs.optimizers()):
         return Never(f"{type(own[0]).__name__}.step() is of a class of your own: it runs where the loop calls it")
@@ -40,6 +44,15 @@ def deferring_of(options: Options, refs: WeakRefs, others: Others | None) -> Def
     if options.defer is False:
         return Never()
     return DeferralTrial(partial(_prevented, refs), others)
+
+
+def _beside_backward(options: Options, refs: WeakRefs) -> Deferring:
+    """Of each step of ``schedule="backward"``: no rank need know what the others have found."""
+    if options.defer is False or not options.may_update_beside_backward:
+        return Never()
+    if options.defer is True:
+        return Always()
+    return DeferralTrial(partial(_prevented_beside_backward, refs), wording=BESIDE_BACKWARD)
 
 
 def steps_inside_step(optimizer: Optimizer, options: Options) -> bool:
@@ -53,6 +66,28 @@ def _prevented(refs: WeakRefs) -> str | None:
     """Why putting a step off cannot be faster here; ``None``: it can."""
     reasons: Sequence[Callable[[WeakRefs], str | None]] = (_joins, _unknown, _unfused, _one_core, _compiled)
     return next((found for reason in reasons if (found := reason(refs)) is not None), None)
+
+
+def _prevented_beside_backward(refs: WeakRefs) -> str | None:
+    """Why updates beside backward cannot be faster here; ``None``: they can."""
+    reasons: Sequence[Callable[[WeakRefs], str | None]] = (
+        _nothing_beside,
+        _reduced_by_torch,
+        _one_core,
+        _compiled_backward,
+    )
+    return next((found for reason in reasons if (found := reason(refs)) is not None), None)
+
+
+def _nothing_beside(refs: WeakRefs) -> str | None:
+    if any(_is_on_cpu(optimizer) and runs_beside(optimizer) for optimizer in refs.optimizers()):
+        return None
+    return "only fused kernels on a CPU, and Muon there, run on a thread beside backward"
+
+
+def _reduced_by_torch(refs: WeakRefs) -> str | None:
+    wrappers = [type(one).__name__ for one in refs.living_wrappers() if not isinstance(one, Replicated)]
+    return f"{wrappers[0]} has gradients of many buckets arrive together" if wrappers else None
 
 
 def _joins(refs: WeakRefs) -> str | None:
@@ -88,11 +123,16 @@ def _one_core(refs: WeakRefs) -> str | None:
 
 
 def _compiled(refs: WeakRefs) -> str | None:
-    called = refs.called()
-    if not called:
+    if not refs.called():
         return "the model is gone"
-    if all(map(_is_compiled, called)):
+    if all(map(_is_compiled, refs.called())):
         return "the whole model is compiled: its forward reads all weights at once, as soon as it begins"
+    return None
+
+
+def _compiled_backward(refs: WeakRefs) -> str | None:
+    if all(map(_is_compiled, refs.called())):
+        return "the whole model is compiled: its backward gives all gradients at once, where it ends"
     return None
 
 

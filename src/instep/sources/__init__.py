@@ -103,6 +103,9 @@ class Sink(Protocol):
     def count_freed(self, bucket: Sequence[AttachedParameter]) -> None:
         """Count the memory of applied gradients that ``retire`` has freed, as nobody else keeps them."""
 
+    def join(self) -> None:
+        """Where backward ends, before DDP's own end: whatever comes next comes after all that was stepped."""
+
     def updated_on_all(self) -> bool:
         """With ``shard_state``: whether every rank has stepped all of its parts. Each rank must ask once in a backward,
         before it writes a part of another rank's. Waits for the ranks."""

@@ -245,7 +245,7 @@ class LocalSource:
     def _close(self) -> None:
         self._backwards.no_more()
         # Now, and not after DDP's own end, which may use what the side stream has written.
-        self._sink.streams.join()
+        self._sink.join()
         # An error before the end of a DDP instance in the same backward would leave the instance unusable.
         current().at(Phase.AFTER_DDP, self._sink.raise_failure, self._sink.backward_raised)
 

@@ -99,7 +99,7 @@ class DDPSource:
         deliver(self._sink, self._mine(reductions), partial(self._step_each, reductions))
         # DDP's own end of backward is next. It may copy from the buckets on the loop's stream, and the side stream has
         # clipped gradients there.
-        self._sink.streams.join()
+        self._sink.join()
 
     def _step_each(self, reductions: Sequence[Reduction]) -> bool:
         for arrived in as_they_arrive(reductions, one_by_one=self._sink.by_bucket):
@@ -136,7 +136,7 @@ class DDPSource:
             deliver(self._sink, mine, partial(step_all, self._sink, mine))
         else:
             self._sink.retire(mine)
-        self._sink.streams.join()
+        self._sink.join()
         self._sink.raise_failure()
 
     # Where backward raises.

@@ -91,7 +91,7 @@ class FSDP1Source:
         self._applied.clear()
         self._sink.retire(applied)
         self._sink.count_freed(applied)
-        self._sink.streams.join()
+        self._sink.join()
         self._sink.raise_failure()
 
     def _raised(self) -> None:

@@ -271,7 +271,7 @@ class ReplicatedSource:
         # A later backward of this step has been computed with new weights. If it comes to parameters that were stepped,
         # the offer of their gradients raises; the other parameters are left to optimizer.step().
         self._writes = False
-        self._sink.streams.join()
+        self._sink.join()
         # Not at once: an error before the end of a DDP instance in the same backward would leave the instance unusable.
         current().at(Phase.AFTER_DDP, self._sink.raise_failure, self._sink.backward_raised)
 

@@ -288,7 +288,7 @@ class ZeroSource:
         deliver(self._sink, self._members(reductions), partial(self._step_each, reductions))
         # DDP's own end is next, and goes through its buckets, in which parts are received: on the side stream.
         self._receive()
-        self._sink.streams.join()
+        self._sink.join()
 
     def _step_each(self, reductions: Sequence[Reduction]) -> bool:
         done = True
@@ -356,7 +356,7 @@ class ZeroSource:
         if self._steps_after_ddp:
             self._step_together(reductions)
         self._sink.retire(self._members(reductions))
-        self._sink.streams.join()
+        self._sink.join()
         self._sent = _Sent(self._shards.group)
         self._sink.raise_failure()
 

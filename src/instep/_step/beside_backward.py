@@ -1,0 +1,175 @@
+"""``schedule="backward"`` on a CPU with an idle core: a worker updates buckets while backward computes more gradients.
+
+An update in a hook holds backward up. Here the hook hands the bucket over, and counts it as applied: its gradients are
+gone from ``.grad``, whoever uses one of the parameters in Python is told so (``FinalWrites``), and a graph that has
+saved an old weight refuses to run. So nobody in backward reads what the worker writes, and nobody can tell when. What
+was handed over is waited for where backward ends or raises, and before anybody is told what became of the step.
+"""
+
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from instep._optim.kinds import runs_beside
+from instep._optim.owners import have_other_owners
+from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there
+from instep._optim.stepper import Stepper
+from instep._step.deferral import BESIDE_BACKWARD, Deferring
+from instep._step.deferred_buckets import DeferredBucket, DeferredStep, StepOutcome
+from instep._step.step import RunningStep
+from instep._torch.versions import are_plain
+from instep._torch.worker import Worker, ending
+
+MOST = 2
+"""Buckets that may be handed over and not updated yet. Their gradients are alive, beside those of the bucket that is
+being filled. With one alone the worker would wait for work wherever a bucket takes longer to fill than to update, and
+backward would wait for the worker at the next one."""
+_LAYOUT = attrgetter("layout")
+_IN_GRAPH = attrgetter("requires_grad")  # made by backward(create_graph=True)
+
+
+class StepBesideBackward(DeferredStep):
+    """One optimizer's part of the running step, as far as the worker makes it. Its groups stay: ``optimizer.step()``
+    raises if they were changed since the first bucket."""
+
+    remedy = "Make such a change before backward() or after optimizer.step()"
+
+    def _stepped(self, stepper: Stepper, optimizer: Optimizer) -> tuple[Optimizer, Stepper]:
+        return optimizer, stepper
+
+    def was_written(self, what: str, through: str) -> str:
+        return (
+            f"{what} was written in backward, through {through}, while its update was under way beside backward: the "
+            "plain loop would have updated what was written. Write before backward() or after optimizer.step(), or "
+            "attach with schedule='forward'"
+        )
+
+
+class HandedOver(NamedTuple):
+    """The part of a bucket that one optimizer steps, with the worker.
+
+    Attributes:
+        members: its parameters.
+        bucket: the same, as the worker has them.
+    """
+
+    members: AttachedParameters
+    bucket: DeferredBucket
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether it was updated. For one that was waited for."""
+        return self.bucket.names[0] in self.outcome.applied
+
+    @property
+    def outcome(self) -> StepOutcome:
+        return self.bucket.step.outcome
+
+
+class UpdatesBeside:
+    """The updates of the running backward that a worker makes beside it.
+
+    Args:
+        deferring: whether the running step has any.
+    """
+
+    def __init__(self, step: RunningStep, deferring: Deferring) -> None:
+        self._deferring = deferring
+        self._step = step
+        self._worker = Worker()
+        # Of the running backward. They hold the optimizer and parameters, which a loop may drop after it.
+        self._steps: dict[Stepper, StepBesideBackward] = {}
+        self._under_way: list[HandedOver] = []
+
+    @property
+    def said(self) -> str | None:
+        """That buckets are updated beside backward, and why; ``None``: they are not, or that is still being tried."""
+        if not (self._deferring.decided and self._deferring.puts_off):
+            return None
+        return f"{BESIDE_BACKWARD.later} ({self._deferring.why})"
+
+    def backward_begins(self) -> None:
+        """A backward that is to give a step begins: an iteration of the trial ends, and the next one begins."""
+        self._deferring.backward_begins()
+        self._deferring.step_begins()
+
+    @property
+    def runs(self) -> bool:
+        """Whether buckets of this backward are handed over at all."""
+        return self._deferring.puts_off and not ending()
+
+    def takes(self, bucket: AttachedParameters) -> bool:
+        """Whether all of ``bucket`` can be updated beside backward."""
+        tensors = bucket.tensors()
+        gradients = list(map(GRADIENT, tensors))
+        return (
+            bucket.are_plain
+            and tensors[0].device.type == "cpu"
+            and all_there(gradients)
+            and are_plain(tensors)
+            and are_plain(gradients)
+            and set(map(_LAYOUT, gradients)) == {torch.strided}
+            and not any(map(_IN_GRAPH, gradients))
+            and all(self._runs_beside(stepper, _of(stepper, bucket).tensors()) for stepper in bucket.steppers)
+            # Through another tensor of the same memory nobody is noticed who reads it while it is written.
+            and not any(have_other_owners(tensors))
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was handed over in this backward, or all of that was noted."""
+        return not self._steps
+
+    def hand_over(self, bucket: AttachedParameters) -> None:
+        """Have the worker update ``bucket``, whose gradients are in ``.grad``, and may be taken off."""
+        # Before the bucket notes what it finds. A graph that has saved an old weight refuses to run from here on: an
+        # update that has run counts its write, too, but a node may read the weight before that.
+        torch.autograd.graph.increment_version(bucket.tensors())
+        for stepper in bucket.steppers:
+            mine = _of(stepper, bucket)
+            handed = HandedOver(mine, DeferredBucket(mine, self._step_of(stepper), None, None))
+            self._under_way.append(handed)  # before the worker has it, for Ctrl-C: what is listed here is waited for
+            handed.bucket.give_to(self._worker)
+
+    def finished(self, most: int = 0) -> Iterator[HandedOver]:
+        """Those that were handed over first, each when it was updated or has failed, until ``most`` are left."""
+        while len(self._under_way) > most:
+            handed = self._under_way[0]
+            handed.bucket.wait_for(self._worker)
+            self._under_way.remove(handed)
+            yield handed
+
+    def backward_ended(self) -> None:
+        """Everything was waited for."""
+        self._steps.clear()
+
+    def close(self) -> None:
+        self._worker.stop()
+
+    def _runs_beside(self, stepper: Stepper, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether an update of ``tensors`` leaves Python to backward. Not the first one, which may make state: in an
+        order of entries, and of another dtype under another default."""
+        optimizer = stepper.optimizer()
+        if not runs_beside(optimizer):
+            return False
+        makes_none = self._step.ledger.step_count > 0 and not optimizer.state
+        return makes_none or all_there(map(optimizer.state.get, tensors))
+
+    def _step_of(self, stepper: Stepper) -> StepBesideBackward:
+        found = self._steps.get(stepper)
+        if found is None:
+            step = self._step
+            mine = step.members.of(stepper)
+            found = self._steps[stepper] = StepBesideBackward(stepper, mine, step.number, None, step.times, {})
+        return found
+
+
+def _of(stepper: Stepper, bucket: AttachedParameters) -> AttachedParameters:
+    """Those of ``bucket`` that belong to this optimizer."""
+    if bucket.steppers == (stepper,):
+        return bucket
+    mine: Sequence[AttachedParameter] = [attached for attached in bucket if attached.stepper is stepper]
+    return AttachedParameters(mine)
