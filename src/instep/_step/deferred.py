@@ -364,11 +364,11 @@ class UpdateDeferral:
                     bucket.send([by_id[id(tensor)] for tensor in bucket.tensors], self._step.gather)
             buckets[0].step.ranks.tell_of_updates(self._step.ledger.votes)  # they are all of one step
         for bucket in buckets:
-            if bucket.device.type == "cpu" and bucket.done is None:
-                # Others are stepped when they are waited for, by the same thread: who waits may be in the middle of
-                # tracing, or in inference mode.
-                if bucket.step.circumstances.runs_beside or self._step.gather is not None:
-                    bucket.give_to(deferred.worker)
+            # Others are stepped when they are waited for, by the same thread: who waits may be in the middle of tracing,
+            # or in inference mode.
+            begins = bucket.step.circumstances.runs_beside or self._step.gather is not None
+            if begins and bucket.device.type == "cpu" and bucket.done is None:
+                bucket.give_to(deferred.worker)
         for bucket in buckets:  # once all are sent: the side stream waits for those of other ranks
             if bucket.device.type != "cpu" and bucket.mark is None:
                 bucket.mark = deferred.finished(bucket)

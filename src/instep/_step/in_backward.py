@@ -124,6 +124,7 @@ class BucketSink(Schedule):
         """
         step, writes = self._step, self._writes
         with step.lock:
+            self._note_updates()  # one thread at a time steps with an optimizer
             if step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes:
                 return False
             writes.begun = AttachedParameters()
@@ -171,7 +172,7 @@ class BucketSink(Schedule):
                     return False
                 tensors = bucket.tensors()
                 require_in_place(bucket, tensors)
-                owe(self)  # before the first, for whoever forks: a child has no worker
+                owe(self)
                 self._beside.hand_over(bucket)
                 step.members.apply(bucket, tensors)
             except BaseException as error:  # such as Ctrl-C: raised here, inside a hook, it would leave DDP unusable
@@ -195,6 +196,10 @@ class BucketSink(Schedule):
         if not most:
             self._beside.backward_ended()
             settled(self)
+
+    def settle(self) -> None:
+        """The interpreter is about to end, or to fork: a child has no worker."""
+        self._note_updates()
 
     def join(self) -> None:
         """The loop goes on after what was stepped on side streams, or by the worker."""
@@ -473,7 +478,7 @@ class BackwardSchedule(BucketSink):
     def settle(self) -> None:
         """The interpreter is about to end, or to fork: a step on trial is not the plain loop's."""
         self._step.backwards.drain_failed()
-        self._note_updates()
+        super().settle()
         self.calls.end_commit()
         self._writes.settle()
 
