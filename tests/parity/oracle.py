@@ -67,7 +67,7 @@ def run_or_refuse_on_this_rank_of_fsdp2(program: Program, nested: bool) -> str:
 
 
 def updates(program: Program) -> AbstractContextManager[Any]:
-    return late_updates() if program.way == "late" else nullcontext()
+    return late_updates() if program.way in ("late", "late beside") else nullcontext()
 
 
 def _side_by_side(program: Program, plain: Loop, attached: Loop) -> str:

@@ -108,6 +108,8 @@ class Program:
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
     "two_pass": {"schedule": "backward"},
+    "beside": {"schedule": "backward", "defer": True},
+    "late beside": {"schedule": "backward", "defer": True},  # as "late"
     "forward": {"schedule": "forward", "defer": True},
     "late": {"schedule": "forward", "defer": True},  # no update runs before somebody waits for it
     "crossing": {"schedule": "forward", "defer": True, "cross_iteration": True},
@@ -115,8 +117,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "undo": {"schedule": "backward", "undo": True},
     "undo on the host": {"schedule": "backward", "undo": "host"},
 }
-SPENDING = ("backward", "two_pass", "shard_state")
-RIGHT = ("backward", "two_pass", "forward", "undo", "undo on the host")
+BESIDE = ("beside", "late beside")
+SPENDING = ("backward", "two_pass", "shard_state", *BESIDE)
+RIGHT = ("backward", "two_pass", "beside", "forward", "undo", "undo on the host")
 
 
 @st.composite
@@ -130,10 +133,16 @@ def programs(draw: Any, ways: tuple[str, ...] = RIGHT) -> Program:
     depth = draw(st.integers(1, 6))
     layers = st.tuples(*[st.sampled_from([True, True, True, False])] * depth)
     way = draw(st.sampled_from(ways))
+    if way in BESIDE and optimizer == DRAWING:
+        way = "backward"
     # During backward the gradients are spent, and the loop has to call step() after each.
     free = way not in SPENDING
     anywhere = [None, "norm", "value", "norm in the loop", "value in the loop"]
-    clips: dict[str, list[str | None]] = {"backward": [None, "value"], "two_pass": ["norm"]}
+    clips: dict[str, list[str | None]] = {
+        "backward": [None, "value"],
+        "two_pass": ["norm"],
+        **{beside: [None] for beside in BESIDE},
+    }
     clip = clips.get(way, anywhere)
     between = [None, None, "evaluate", "read", "write", "reload"]
     step = st.builds(
@@ -168,7 +177,7 @@ def programs(draw: Any, ways: tuple[str, ...] = RIGHT) -> Program:
         decay=draw(st.sampled_from([None, 0.5, 0.9])),
         bucket_bytes=draw(st.sampled_from([1, 64, 512, 25_000_000])),
         seed=draw(st.integers(0, 3)),
-        offload=here().type != "cpu" and way != "shard_state" and draw(st.booleans()),
+        offload=here().type != "cpu" and way not in ("shard_state", *BESIDE) and draw(st.booleans()),
     )
 
 

@@ -32,6 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "forward": {"defer": True, "bucket_bytes": 4_000},
     "backward": {"schedule": "backward", "bucket_bytes": 4_000},
     "undo": {"schedule": "backward", "undo": True, "bucket_bytes": 4_000},
+    "beside": {"schedule": "backward", "defer": True, "bucket_bytes": 4_000},
     "default": {},
     "skip": {"nonfinite": "skip", "defer": True, "bucket_bytes": 4_000},
     "clipped": {"clip": instep.ClipNorm(0.1), "schedule": "backward", "undo": True, "bucket_bytes": 4_000},

@@ -12,10 +12,10 @@ from tests.parity.edits import EDITS, MOMENTS
 from tests.parity.made import SIZE, recipes
 from tests.parity.oracle import CAN_CHECK
 from tests.parity.outputs import OUTPUTS
-from tests.parity.programs import CALLS, RIGHT, SPENDING, Program, Step, programs
+from tests.parity.programs import BESIDE, CALLS, RIGHT, SPENDING, Program, Step, programs
 from tests.parity.zoo import zoo
 
-WILD_WAYS = (*RIGHT, "late")
+WILD_WAYS = (*RIGHT, "late", "late beside")
 LARGE = int(SIZE**0.5) + 1
 edits = st.lists(st.tuples(st.sampled_from(MOMENTS), st.sampled_from(sorted(EDITS))), max_size=2).map(tuple)
 ours = st.sampled_from(["SGD-1-for-loop", "AdamW-0-fused", "AdamW-0-foreach", "Adam tensor rate", "SGD tensor rate"])
@@ -73,6 +73,8 @@ def _agreeing(draw: Any, program: Program) -> Program:
         program = replace(program, accumulate="hold" if program.accumulate == "micro_batches" else program.accumulate)
     if program.nonfinite == "skip" and program.way in ("backward", "two_pass"):
         program = replace(program, nonfinite="raise")
+    if program.way in BESIDE:
+        program = replace(program, nonfinite="allow")
     if program.closure:
         # The scaler takes none, and what is done between backward and step() is nobody's then.
         program = replace(program, scaler=None, clip=None, nonfinite="allow")
@@ -84,6 +86,7 @@ def _agreeing(draw: Any, program: Program) -> Program:
             scale=draw(st.sampled_from([1.0, 1.0, 1e4])),
             check_steps=draw(st.sampled_from([0, 3, len(program.steps)])) if CAN_CHECK and not program.offload else 0,
         )
+        program = replace(program, check_steps=0) if program.way in BESIDE else program
     elif program.optimizer.startswith("SGD"):
         # torch's own couples parameters in bfloat16 (docs/limits.md).
         program = replace(program, dtype=torch.float32, scaler=None)

@@ -140,6 +140,8 @@ class UpdatesBeside:
             handed = self._under_way[0]
             handed.bucket.wait_for(self._worker)
             self._under_way.remove(handed)
+            # They refer to one another, and to the optimizer: whoever drops that is to get it freed at once.
+            handed.bucket.step.outstanding.remove(handed.bucket)
             yield handed
 
     def backward_ended(self) -> None:
@@ -147,7 +149,12 @@ class UpdatesBeside:
         self._steps.clear()
 
     def close(self) -> None:
+        """The attachment is detached."""
         self._worker.stop()
+
+    def abandon(self) -> None:
+        """The optimizers are gone. Nobody waits for the thread: this may be called from anywhere."""
+        self._worker = Worker()  # the thread of the one that is dropped ends when it has done what it was given
 
     def _runs_beside(self, stepper: Stepper, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether an update of ``tensors`` leaves Python to backward. Not the first one, which may make state: in an

@@ -364,8 +364,8 @@ class UpdateDeferral:
                     bucket.send([by_id[id(tensor)] for tensor in bucket.tensors], self._step.gather)
             buckets[0].step.ranks.tell_of_updates(self._step.ledger.votes)  # they are all of one step
         for bucket in buckets:
-            # Others are stepped when they are waited for, by the same thread: who waits may be in the middle of tracing,
-            # or in inference mode.
+            # Others are stepped when they are waited for, by the same thread: who waits may be in the middle of
+            # tracing, or in inference mode.
             begins = bucket.step.circumstances.runs_beside or self._step.gather is not None
             if begins and bucket.device.type == "cpu" and bucket.done is None:
                 bucket.give_to(deferred.worker)

@@ -487,6 +487,7 @@ class BackwardSchedule(BucketSink):
         try:
             self.settle()
         finally:
+            self._beside.abandon()
             for stepper in self._step.members.steppers:
                 stepper.abort()
 

@@ -1,0 +1,440 @@
+"""``schedule="backward"`` with ``defer=True``: a worker updates buckets while backward goes on, and nobody can tell."""
+
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep._optim.kernels import KernelCall
+from instep._step.beside_backward import MOST, UpdatesBeside
+from instep._step.deferral import WARM_UP
+from instep.errors import AttachError, TornStepError, UncommittedStepError
+from instep.verification import first_difference, training_state
+from tests import net
+from tests.cases import Blocks, batch
+from tests.devices import on_cpu_only
+from tests.late import late_updates
+
+pytestmark = on_cpu_only
+BUCKET = 4_000
+STEPS = 5
+
+
+def muon_beside_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2, fused=True)]
+
+
+MAKERS: dict[str, Callable[[nn.Module], list[torch.optim.Optimizer]]] = {
+    "AdamW": lambda m: [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True)],
+    "Adam amsgrad": lambda m: [torch.optim.Adam(m.parameters(), lr=1e-2, amsgrad=True, fused=True)],
+    "SGD": lambda m: [torch.optim.SGD(m.parameters(), lr=1e-2, fused=True)],
+    "SGD momentum": lambda m: [torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9, fused=True)],
+    "Muon": muon_beside_adamw,
+}
+
+
+class Loop:
+    def __init__(self, maker: str = "AdamW", **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Blocks()
+        self.optimizers = MAKERS[maker](self.model)
+        self.overlap: Any = None
+        if options:
+            given = {"schedule": "backward", "defer": True, "bucket_bytes": BUCKET, **options}
+            self.overlap = instep.attach(self.model, self.optimizers, **given)
+
+    def backward(self, i: int) -> None:
+        x, y = batch(i)
+        nn.functional.cross_entropy(self.model(x), y).backward()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def train(self, steps: int, first: int = 0) -> None:
+        for i in range(first, first + steps):
+            self.backward(i)
+            self.step()
+
+
+def beside(maker: str = "AdamW") -> Loop:
+    return Loop(maker, defer=True)
+
+
+def difference(one: Loop, other: Loop) -> str | None:
+    found = (
+        first_difference(training_state(one.model, a), training_state(other.model, b))
+        for a, b in zip(one.optimizers, other.optimizers, strict=True)
+    )
+    return next((text for text in found if text is not None), None)
+
+
+@contextmanager
+def hooked(parameter: torch.Tensor, act: Callable[[], object]) -> Iterator[None]:
+    """``act`` is called where the gradient of ``parameter`` has been computed."""
+    handle = parameter.register_hook(lambda _: (act(), None)[1])
+    try:
+        yield
+    finally:
+        handle.remove()  # autograd would keep what it refers to, such as the loop
+
+
+@pytest.fixture
+def handed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many updates were on their way when each bucket was handed over, with that bucket."""
+    found: list[int] = []
+    hand_over = UpdatesBeside.hand_over
+
+    def counted(self: UpdatesBeside, bucket: Any) -> None:
+        hand_over(self, bucket)
+        found.append(len(self._under_way))
+
+    monkeypatch.setattr(UpdatesBeside, "hand_over", counted)
+    return found
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_each_step_is_the_plain_one(maker: str, late: bool, handed: list[int]) -> None:
+    plain, loop = Loop(maker), beside(maker)
+    with late_updates() if late else nullcontext():
+        for i in range(STEPS):
+            plain.train(1, i)
+            loop.train(1, i)
+            assert difference(plain, loop) is None
+    buckets = len(loop.overlap.plan.buckets)
+    assert buckets > MOST + 1
+    assert len(handed) == (STEPS - 1) * buckets  # the first step makes state, in the hooks
+    assert max(handed) <= MOST + 1  # a bucket of two optimizers has two parts
+
+
+def test_gradients_of_few_buckets_are_alive() -> None:
+    loop = beside()
+    loop.train(2)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def count(parameter: torch.Tensor) -> None:
+        nonlocal most
+        if parameter.grad is not None:
+            alive.append(weakref.ref(parameter.grad))
+        held = sum(gradient.nbytes for ref in alive if (gradient := ref()) is not None)
+        most = max(most, held)
+
+    handles = [p.register_post_accumulate_grad_hook(count) for p in loop.model.parameters()]
+    loop.backward(2)
+    assert loop.overlap.stats()["freed_bytes"] > 0
+    for handle in handles:
+        handle.remove()
+    loop.step()
+    largest = max(max(p.nbytes for p in loop.model.parameters()), BUCKET)
+    assert most <= (MOST + 1) * largest
+
+
+# Whoever looks, in backward or after it.
+
+
+def test_a_weight_that_is_read_in_backward_is_told_of(handed: list[int]) -> None:
+    loop = beside()
+    loop.train(2)
+    told = pytest.raises(UncommittedStepError, match=r"'outer\.weight' was used in backward")
+    with hooked(loop.model.inner.bias, lambda: loop.model.outer.weight.sum()), late_updates(), told:
+        loop.backward(2)
+    assert handed
+    with pytest.raises(TornStepError) as torn:
+        loop.model(batch(0)[0])
+    assert "outer.weight" in torn.value.applied
+
+
+def test_a_graph_that_has_saved_a_weight_refuses_before_the_update_has_run() -> None:
+    """Also with a fused kernel, which counts no write: the node would read what the worker may be writing."""
+    loop = beside()
+    loop.train(2)
+    saved = loop.model.outer.weight  # for its product with what comes from the last layer, last in backward
+
+    class Late(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(saved)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            (weight,) = ctx.saved_tensors
+            return grads[0] * weight.detach().sum()
+
+    x, y = batch(2)
+    loss = nn.functional.cross_entropy(loop.model(Late.apply(x.requires_grad_())), y)
+    with late_updates(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_weight_with_another_owner_is_updated_in_its_hook(handed: list[int]) -> None:
+    plain, loop = Loop(), beside()
+    alias = loop.model.outer.weight.detach()
+    for i in range(STEPS):
+        plain.train(1, i)
+        with late_updates():
+            loop.backward(i)
+            assert torch.equal(alias, plain.model.outer.weight)
+        loop.step()
+        assert difference(plain, loop) is None
+    assert len(handed) == (STEPS - 1) * (len(loop.overlap.plan.buckets) - 1)
+
+
+def test_a_gradient_that_somebody_has_kept_and_writes(handed: list[int]) -> None:
+    loop = beside()
+    loop.train(2)
+    kept: list[torch.Tensor] = []
+    last = loop.model.get_parameter("blocks.0.1.weight")  # of a bucket that is not updated yet when the last one is due
+    last.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.detach()))
+    told = pytest.raises(UncommittedStepError, match=r"was written in backward, through another tensor")
+    with hooked(loop.model.inner.weight, lambda: kept[0].zero_()), late_updates(), told:
+        loop.backward(2)
+    assert handed
+
+
+# What stops a step.
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The ``number``-th update from now on raises, when it has begun."""
+    run, left = KernelCall.run, [number]
+
+    def fails(self: KernelCall) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise ZeroDivisionError("the kernel")
+        run(self)
+
+    monkeypatch.setattr(KernelCall, "run", fails)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("defer", [False, True])
+def test_an_update_that_raises_tears_the_step(number: int, defer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said of it is what is said where the update runs in the hook, but for what was updated before backward
+    has heard of it."""
+    plain, loop = Loop(), Loop(defer=defer)
+    plain.train(2)
+    loop.train(2)
+    buckets = [[p.name for p in bucket.parameters] for bucket in loop.overlap.plan.buckets]
+    failing(monkeypatch, number)
+    with pytest.raises(ZeroDivisionError, match="the kernel"):
+        loop.backward(2)
+    with pytest.raises(TornStepError) as raised:
+        loop.step()
+    torn = raised.value
+    monkeypatch.undo()
+    assert list(torn.unsure) == buckets[number - 1]
+    assert set(torn.applied) == {name for bucket in buckets[: number - 1] for name in bucket}
+    plain.train(1, 2)
+    new, old = dict(plain.model.named_parameters()), dict(loop.model.named_parameters())
+    assert all(torch.equal(old[name], new[name]) for name in torn.applied)
+    for name in torn.pending:
+        assert old[name].grad is not None
+    loop.overlap.accept_torn()
+    assert loop.overlap.state == "idle"
+    loop.train(1, 3)
+
+
+def test_backward_that_raises_waits_for_what_was_handed_over(handed: list[int]) -> None:
+    plain, loop = Loop(), beside()
+    plain.train(3)
+    loop.train(2)
+    handed.clear()
+
+    with hooked(loop.model.inner.bias, lambda: 1 / 0), late_updates(), pytest.raises(ZeroDivisionError):
+        loop.backward(2)
+    assert handed
+    with pytest.raises(TornStepError) as raised:
+        loop.model(batch(0)[0])
+    assert raised.value.applied
+    assert not raised.value.unsure
+    new, old = dict(plain.model.named_parameters()), dict(loop.model.named_parameters())
+    assert all(torch.equal(old[name], new[name]) for name in raised.value.applied)
+
+
+def test_a_switch_that_changes_in_backward_is_noticed() -> None:
+    """Muon multiplies matrices, and how is everybody's switch: an update beside backward may have read either."""
+    loop = beside("Muon")
+    loop.train(2)
+    before = torch.get_float32_matmul_precision()
+
+    def change() -> None:
+        torch.set_float32_matmul_precision("medium" if before == "highest" else "highest")
+
+    plain = Loop("Muon")
+    plain.train(2)
+    try:
+        # They run where they are waited for, and under the switches of then.
+        with hooked(loop.model.get_parameter("blocks.1.1.weight"), change), late_updates():
+            loop.backward(2)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    loop.step()
+    plain.train(1, 2)
+    assert difference(plain, loop) is None
+
+
+# The life of an attachment.
+
+
+def test_a_model_that_is_dropped_is_freed() -> None:
+    loop = beside()
+    loop.train(3)
+    gone = weakref.ref(loop.model)
+    del loop
+    gc.collect()
+    assert gone() is None
+
+
+def test_detach_ends_the_thread() -> None:
+    loop = beside()
+    loop.train(2)
+    assert any(thread.name == "instep-step" for thread in threading.enumerate())
+    loop.overlap.detach()
+    assert not any(thread.name == "instep-step" for thread in threading.enumerate())
+
+
+def test_detach_in_backward_waits(handed: list[int]) -> None:
+    plain, loop = Loop(), beside()
+    plain.train(2)
+    loop.train(2)
+    handed.clear()
+    with hooked(loop.model.inner.bias, loop.overlap.detach):
+        loop.backward(2)
+    loop.step()
+    plain.train(1, 2)
+    assert handed
+    assert difference(plain, loop) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_that_is_forked_in_backward_waits_for_no_worker() -> None:
+    loop = beside()
+    loop.train(2)
+    ended: list[int] = []
+
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if not loop.overlap._parts.schedule._beside._under_way else 1)
+        ended.append(os.waitpid(child, 0)[1])
+
+    with hooked(loop.model.inner.bias, fork):
+        loop.backward(2)
+    loop.step()
+    assert ended == [0]
+
+
+def test_a_step_of_micro_batches(handed: list[int]) -> None:
+    plain, loop = Loop(), beside()
+    for i in range(STEPS):
+        for k in (0, 1):
+            x, y = batch(2 * i + k)
+            (nn.functional.cross_entropy(plain.model(x), y) / 2).backward()
+        plain.step()
+        loop.overlap.micro_batches(
+            lambda xy: nn.functional.cross_entropy(loop.model(xy[0]), xy[1]) / 2, [batch(2 * i), batch(2 * i + 1)]
+        )
+        loop.step()
+        assert difference(plain, loop) is None
+    assert handed
+
+
+# Whether it is done.
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
+    """Has an iteration take so many seconds, in the hook and beside backward."""
+    now, seconds = [0.0], [1.0, 1.0]
+
+    def tick() -> float:
+        return now[0]
+
+    hand_over = UpdatesBeside.backward_begins
+
+    def begins(self: UpdatesBeside) -> None:
+        self._deferring._clock = tick  # type: ignore[attr-defined]
+        hand_over(self)
+        now[0] += seconds[self._deferring.puts_off]
+
+    monkeypatch.setattr(UpdatesBeside, "backward_begins", begins)
+
+    def set_seconds(in_hook: float, beside: float) -> None:
+        seconds[:] = in_hook, beside
+
+    return set_seconds
+
+
+@pytest.mark.parametrize(("seconds", "gains"), [(0.9, True), (1.0, False)])
+def test_a_trial_decides(
+    seconds: float, gains: bool, clock: Callable[[float, float], None], handed: list[int], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("instep._wiring.advice._one_core", lambda refs: None)
+    clock(1.0, seconds)
+    plain, loop = Loop(), Loop(defer="auto")
+    for number in range(WARM_UP + 32 + 3):  # it decides where the next backward begins
+        plain.train(1, number)
+        loop.train(1, number)
+    buckets = len(loop.overlap.plan.buckets)
+    assert len(handed) == (16 + (2 if gains else 0)) * buckets
+    assert difference(plain, loop) is None
+    assert ("Steps are taken beside backward (in 16 of 16 pairs" in loop.overlap.advice) == gains
+    assert ("steps taken beside backward" in repr(loop.overlap)) == gains
+
+
+@pytest.mark.parametrize("maker", ["not fused", "one core", "compiled", "asked"])
+def test_where_it_is_not_even_tried(maker: str, handed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instep._step.deferral.WARM_UP", 0)
+    cores = 1 if maker == "one core" else 2
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setitem(MAKERS, "not fused", lambda m: [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=False)])
+    loop = Loop(maker if maker in MAKERS else "AdamW", defer=False if maker == "asked" else "auto")
+    if maker == "compiled":
+        monkeypatch.setattr("instep._wiring.advice._is_compiled", lambda model: True)
+    loop.train(4)
+    assert not handed
+    assert loop.overlap._parts.schedule._beside._deferring.never
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"undo": True}, {"clip": instep.ClipValue(1.0)}, {"nonfinite": "raise"}, {"check_steps": 2}],
+    ids=lambda option: next(iter(option)),
+)
+def test_an_option_with_a_part_in_each_update(option: dict[str, Any], handed: list[int]) -> None:
+    """Asked for together they are refused; unasked, updates run in the hook."""
+    with pytest.raises(AttachError, match=f"{next(iter(option))} would have a part in each update"):
+        Loop(**option)
+    loop = Loop(defer="auto", **option)
+    loop.train(3)
+    assert not handed
+
+
+def test_it_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is slow holds backward up where ``MOST`` buckets wait for it, and no longer."""
+    loop = beside()
+    loop.train(2)
+    run = KernelCall.run
+    monkeypatch.setattr(KernelCall, "run", lambda self: (threading.Event().wait(0.01), run(self))[1])
+    done = threading.Thread(target=loop.train, args=(1, 2), daemon=True)
+    done.start()
+    done.join(net.SECONDS)
+    assert not done.is_alive()
