@@ -951,9 +951,9 @@ MUTANTS = [
     ),
     Mutant(
         "step later with the groups of then",
-        "DeferredStep.__init__",
-        "self._frozen = snapshot_of(optimizer)",
-        "self._frozen = optimizer",
+        "DeferredStep._stepped",
+        "frozen = snapshot_of(optimizer)",
+        "frozen = optimizer",
         "tests/parity/test_readers.py",
         "test_a_writer and settings",
     ),
@@ -1408,8 +1408,8 @@ MUTANTS = [
     Mutant(
         "step in a second backward of a step",
         "ReplicatedSource.ended",
-        "        self._writes = False\n        self._sink.streams",
-        "        self._sink.streams",
+        "        self._writes = False\n        self._sink.join",
+        "        self._sink.join",
         REPLICATED,
     ),
     Mutant(

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 import instep
 from instep._optim.kernels import KernelCall
 from instep._step.beside_backward import MOST, UpdatesBeside
-from instep._step.deferral import WARM_UP
+from instep._step.deferral import WARM_UP, DeferralTrial
 from instep.errors import AttachError, TornStepError, UncommittedStepError
 from instep.verification import first_difference, training_state
 from tests import net
@@ -365,17 +366,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
     """Has an iteration take so many seconds, in the hook and beside backward."""
     now, seconds = [0.0], [1.0, 1.0]
 
-    def tick() -> float:
-        return now[0]
+    begins = UpdatesBeside.backward_begins
 
-    hand_over = UpdatesBeside.backward_begins
+    def timed(self: UpdatesBeside) -> None:
+        begins(self)
+        now[0] += seconds[self.takes_some]
 
-    def begins(self: UpdatesBeside) -> None:
-        self._deferring._clock = tick  # type: ignore[attr-defined]
-        hand_over(self)
-        now[0] += seconds[self._deferring.puts_off]
-
-    monkeypatch.setattr(UpdatesBeside, "backward_begins", begins)
+    monkeypatch.setattr(UpdatesBeside, "backward_begins", timed)
+    monkeypatch.setattr("instep._wiring.advice.DeferralTrial", partial(DeferralTrial, clock=lambda: now[0]))
 
     def set_seconds(in_hook: float, beside: float) -> None:
         seconds[:] = in_hook, beside

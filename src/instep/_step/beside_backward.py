@@ -74,39 +74,43 @@ class UpdatesBeside:
 
     Args:
         deferring: whether the running step has any.
+
+    Attributes:
+        takes_some: whether the running step may have some.
+        steps: of each optimizer of which a bucket was handed over in the running backward. Cleared when all are noted:
+            they hold the optimizer and parameters, which a loop may drop.
     """
 
     def __init__(self, step: RunningStep, deferring: Deferring) -> None:
+        self.takes_some = False
+        self.steps: dict[Stepper, StepBesideBackward] = {}
         self._deferring = deferring
         self._step = step
-        self._worker = Worker()
-        # Of the running backward. They hold the optimizer and parameters, which a loop may drop after it.
-        self._steps: dict[Stepper, StepBesideBackward] = {}
+        self._worker: Worker | None = None
         self._under_way: list[HandedOver] = []
 
     @property
     def said(self) -> str | None:
         """That buckets are updated beside backward, and why; ``None``: they are not, or that is still being tried."""
-        if not (self._deferring.decided and self._deferring.puts_off):
+        deferring = self._deferring
+        if not (deferring.decided and deferring.puts_off):
             return None
-        return f"{BESIDE_BACKWARD.later} ({self._deferring.why})"
+        return f"{BESIDE_BACKWARD.later} ({deferring.why})"
 
     def backward_begins(self) -> None:
         """A backward that is to give a step begins: an iteration of the trial ends, and the next one begins."""
-        self._deferring.backward_begins()
-        self._deferring.step_begins()
-
-    @property
-    def runs(self) -> bool:
-        """Whether buckets of this backward are handed over at all."""
-        return self._deferring.puts_off and not ending()
+        deferring = self._deferring
+        deferring.backward_begins()
+        deferring.step_begins()
+        self.takes_some = deferring.puts_off
 
     def takes(self, bucket: AttachedParameters) -> bool:
         """Whether all of ``bucket`` can be updated beside backward."""
         tensors = bucket.tensors()
         gradients = list(map(GRADIENT, tensors))
         return (
-            bucket.are_plain
+            not ending()  # there is no thread any more
+            and bucket.are_plain
             and tensors[0].device.type == "cpu"
             and all_there(gradients)
             and are_plain(tensors)
@@ -118,25 +122,21 @@ class UpdatesBeside:
             and not any(have_other_owners(tensors))
         )
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing was handed over in this backward, or all of that was noted."""
-        return not self._steps
-
     def hand_over(self, bucket: AttachedParameters) -> None:
         """Have the worker update ``bucket``, whose gradients are in ``.grad``, and may be taken off."""
         # Before the bucket notes what it finds. A graph that has saved an old weight refuses to run from here on: an
         # update that has run counts its write, too, but a node may read the weight before that.
         torch.autograd.graph.increment_version(bucket.tensors())
+        worker = self._worker = self._worker or Worker()
         for stepper in bucket.steppers:
             mine = _of(stepper, bucket)
             handed = HandedOver(mine, DeferredBucket(mine, self._step_of(stepper), None, None))
             self._under_way.append(handed)  # before the worker has it, for Ctrl-C: what is listed here is waited for
-            handed.bucket.give_to(self._worker)
+            handed.bucket.give_to(worker)
 
     def finished(self, most: int = 0) -> Iterator[HandedOver]:
         """Those that were handed over first, each when it was updated or has failed, until ``most`` are left."""
-        while len(self._under_way) > most:
+        while len(self._under_way) > most and self._worker is not None:
             handed = self._under_way[0]
             handed.bucket.wait_for(self._worker)
             self._under_way.remove(handed)
@@ -144,17 +144,14 @@ class UpdatesBeside:
             handed.bucket.step.outstanding.remove(handed.bucket)
             yield handed
 
-    def backward_ended(self) -> None:
-        """Everything was waited for."""
-        self._steps.clear()
-
     def close(self) -> None:
         """The attachment is detached."""
-        self._worker.stop()
+        if self._worker is not None:
+            self._worker.stop()
 
     def abandon(self) -> None:
         """The optimizers are gone. Nobody waits for the thread: this may be called from anywhere."""
-        self._worker = Worker()  # the thread of the one that is dropped ends when it has done what it was given
+        self._worker = None  # its thread ends when it has done what it was given
 
     def _runs_beside(self, stepper: Stepper, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether an update of ``tensors`` leaves Python to backward. Not the first one, which may make state: in an
@@ -166,11 +163,11 @@ class UpdatesBeside:
         return makes_none or all_there(map(optimizer.state.get, tensors))
 
     def _step_of(self, stepper: Stepper) -> StepBesideBackward:
-        found = self._steps.get(stepper)
+        found = self.steps.get(stepper)
         if found is None:
             step = self._step
             mine = step.members.of(stepper)
-            found = self._steps[stepper] = StepBesideBackward(stepper, mine, step.number, None, step.times, {})
+            found = self.steps[stepper] = StepBesideBackward(stepper, mine, step.number, None, step.times, {})
         return found
 
 

@@ -22,6 +22,7 @@ from instep._optim.undo import Undo
 from instep._ranks.votes import error_of
 from instep._step.beside_backward import MOST, UpdatesBeside
 from instep._step.checking import Check
+from instep._step.deferral import Deferring
 from instep._step.norms import Losses
 from instep._step.on_trial import TrialWrites
 from instep._step.remedies import KEEP_ALL, MICRO_BATCHES, after_update, never_cleared, while_measuring
@@ -42,18 +43,20 @@ class BucketSink(Schedule):
     """Takes final gradients from the sources, and steps full buckets while backward runs.
 
     Args:
-        beside: the updates that a worker makes.
+        deferring: makes the decision whether a worker updates buckets, when the first backward begins; ``None``: none
+            does.
 
     Attributes:
         at_open: what is called when a step opens, as far as it is still there.
     """
 
-    def __init__(self, step: RunningStep, writes: Writes, beside: UpdatesBeside) -> None:
+    def __init__(self, step: RunningStep, writes: Writes, deferring: Callable[[], Deferring] | None) -> None:
         super().__init__(step)
         self.at_open: Sequence[weakref.ref[Callable[[], None]]] = ()
         self._clips = step.passes.clipping.policy is not None
         self._writes = writes
-        self._beside = beside
+        self._deferring = deferring
+        self._beside: UpdatesBeside | None = None
         self._failure = FirstError()  # raised where the running backward ends
 
     def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
@@ -156,24 +159,32 @@ class BucketSink(Schedule):
 
     def apply_and_free(self, bucket: Sequence[AttachedParameter]) -> bool:
         bucket = AttachedParameters.of(bucket)
-        done = (self._beside.runs and self._hand_over(bucket)) or self.apply(bucket)
+        beside = self._beside
+        done = (beside is not None and beside.takes_some and self._hand_over(beside, bucket)) or self.apply(bucket)
         self.retire(bucket)
         self.count_freed(bucket)
         return done
 
-    def _hand_over(self, bucket: AttachedParameters) -> bool:
+    def _begin_beside(self) -> None:
+        """A backward begins that is to give a step."""
+        if self._deferring is not None and self._beside is None:
+            self._beside = UpdatesBeside(self._step, self._deferring())
+        if self._beside is not None:
+            self._beside.backward_begins()
+
+    def _hand_over(self, beside: UpdatesBeside, bucket: AttachedParameters) -> bool:
         """Have the worker update ``bucket`` while backward goes on. ``False``: it is to be updated here."""
         step = self._step
         with step.lock:
             try:
                 self._note_updates(MOST - 1)
                 stopped = step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes
-                if stopped or not self._beside.takes(bucket):
+                if stopped or not beside.takes(bucket):
                     return False
                 tensors = bucket.tensors()
                 require_in_place(bucket, tensors)
                 owe(self)
-                self._beside.hand_over(bucket)
+                beside.hand_over(bucket)
                 step.members.apply(bucket, tensors)
             except BaseException as error:  # such as Ctrl-C: raised here, inside a hook, it would leave DDP unusable
                 self.fail(error)
@@ -182,9 +193,10 @@ class BucketSink(Schedule):
 
     def _note_updates(self, most: int = 0) -> None:
         """Wait for updates beside backward until ``most`` are left, and note what has become of the others."""
-        if self._beside.is_idle:
+        beside = self._beside
+        if beside is None or not beside.steps:
             return
-        for handed in self._beside.finished(most):
+        for handed in beside.finished(most):
             members, bucket, failure = handed.members, handed.bucket, handed.outcome.failure
             if handed.is_applied:
                 self._step.members.apply(members, bucket.tensors)  # with the versions that the update has left
@@ -194,7 +206,7 @@ class BucketSink(Schedule):
             if failure is not None:
                 self.fail(failure, handed.outcome.in_doubt)
         if not most:
-            self._beside.backward_ended()
+            beside.steps.clear()
             settled(self)
 
     def settle(self) -> None:
@@ -326,7 +338,7 @@ class BackwardSchedule(BucketSink):
     def __init__(
         self,
         step: RunningStep,
-        beside: UpdatesBeside,
+        deferring: Callable[[], Deferring] | None = None,
         undo: Undo | None = None,
         scale: LossScale | None = None,
         nonfinite: Policy = "allow",
@@ -335,7 +347,7 @@ class BackwardSchedule(BucketSink):
             writes: Writes = FinalWrites(step, nonfinite)
         else:
             writes = TrialWrites(step, undo, scale, Agreement(nonfinite, step.ledger.votes), self)
-        super().__init__(step, writes, beside)
+        super().__init__(step, writes, deferring)
         self.calls: BackwardCalls = BackwardCalls(step, writes)
 
     # What happens during backward.
@@ -362,7 +374,7 @@ class BackwardSchedule(BucketSink):
                 f"{MICRO_BATCHES}, or add the losses and call backward() once. {KEEP_ALL}"
             )
         step.backwards.begins_step()
-        self._beside.backward_begins()
+        self._begin_beside()
         return True
 
     def backward_failed(self) -> None:
@@ -473,7 +485,8 @@ class BackwardSchedule(BucketSink):
                 self._writes.clip_rest([a for a in members.all if not members.is_applied(a) and a.peek() is not None])
         finally:
             self.forget(gradients=False)
-            self._beside.close()
+            if self._beside is not None:
+                self._beside.close()
 
     def settle(self) -> None:
         """The interpreter is about to end, or to fork: a step on trial is not the plain loop's."""
@@ -487,7 +500,8 @@ class BackwardSchedule(BucketSink):
         try:
             self.settle()
         finally:
-            self._beside.abandon()
+            if self._beside is not None:
+                self._beside.abandon()
             for stepper in self._step.members.steppers:
                 stepper.abort()
 
@@ -554,7 +568,7 @@ class BackwardSchedule(BucketSink):
 
     @property
     def deferral(self) -> str | None:
-        return self._beside.said
+        return None if self._beside is None else self._beside.said
 
     @property
     def state(self) -> str:

@@ -48,7 +48,7 @@ def deferring_of(options: Options, refs: WeakRefs, others: Others | None) -> Def
 
 def _beside_backward(options: Options, refs: WeakRefs) -> Deferring:
     """Of each step of ``schedule="backward"``: no rank need know what the others have found."""
-    if options.defer is False or not options.may_update_beside_backward:
+    if options.defer is False:
         return Never()
     if options.defer is True:
         return Always()

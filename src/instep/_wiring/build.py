@@ -23,7 +23,6 @@ from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation, Syncing
-from instep._step.beside_backward import UpdatesBeside
 from instep._step.checking import Check
 from instep._step.deferrable import ReadOrder
 from instep._step.deferral import Deferring
@@ -120,7 +119,8 @@ def choose(
     undo = Undo(host=options.undo == "host") if options.undo else None
     votes.asks_first = undo is not None and options.nonfinite != "allow"
     scale = None if options.scaler is None else LossScale(options.scaler)
-    backward = BackwardSchedule(step, UpdatesBeside(step, deferring()), undo, scale, options.nonfinite)
+    beside = deferring if options.may_update_beside_backward else None
+    backward = BackwardSchedule(step, beside, undo, scale, options.nonfinite)
     frees = undo is None and not options.steps_itself
     readers = partial(CheckedReaders, backward, on_trial=undo is not None)
     return Chosen(backward, backward, True, readers, backward.error_for_use if frees else None)
