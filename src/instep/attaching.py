@@ -79,7 +79,9 @@ def attach(
             torch's Muon.
         defer: with ``schedule="forward"``, whether the step is put off. ``True``: wherever that is possible. ``False``:
             ``optimizer.step()`` steps at once, as in the plain loop. ``"auto"``: it is put off where that was found to
-            be faster, see ``Attachment.advice``.
+            be faster, see ``Attachment.advice``. With ``schedule="backward"``, on a CPU, whether a thread updates full
+            buckets while backward goes on (fused optimizers and Muon, without options that have a part in an update);
+            the gradients of two more buckets are alive then.
         bucket_bytes: the most bytes of gradient in a bucket; a single parameter may be larger. Unless told, a
             twentieth of all gradients that are stepped in buckets, and 16 MiB at most: backward frees all but that
             twentieth. Not under DDP and ``replicate``, whose own ``bucket_cap_mb``

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep import ClipNorm, ClipValue
+from instep._optim.parameters import AttachedParameters
+from instep._step.beside_backward import UpdatesBeside
 from instep.errors import AccumulationError, SpentGradientError
 from instep.verification import first_difference, training_state
 from tests.cases import (
@@ -33,7 +36,7 @@ from tests.cases import (
     two_groups,
     weights,
 )
-from tests.devices import sparse_collectives
+from tests.devices import on_cpu_only, sparse_collectives
 from tests.distributed.casting import send_as
 from tests.distributed.pool import RankPool
 from tests.distributed.schedules import (
@@ -47,6 +50,7 @@ from tests.distributed.schedules import (
     renamed,
     sometimes_an_expert,
 )
+from tests.late import late_updates
 
 CAP = 0.004  # MiB: several buckets even in small models
 ATTACHED = ["backward", "forward", pytest.param("undo", marks=pytest.mark.nightly)]
@@ -111,6 +115,29 @@ def assert_equal(pool: RankPool, case: Case) -> None:
 @in_every_way
 def test_every_step_is_that_of_ddp(two_ranks: RankPool, way: str, optimizer: str) -> None:
     assert_equal(two_ranks, Case(way, optimizer=optimizer))
+
+
+def count_handed_over(case: Case) -> tuple[str | None, int]:
+    """The first difference; and how many buckets a worker has updated."""
+    hand_over, count = UpdatesBeside.hand_over, 0
+
+    def counted(beside: UpdatesBeside, bucket: AttachedParameters) -> None:
+        nonlocal count
+        count += 1
+        hand_over(beside, bucket)
+
+    with patch.object(UpdatesBeside, "hand_over", counted), late_updates() if case.micro > 1 else nullcontext():
+        return compare(case)[0], count
+
+
+@on_cpu_only
+@pytest.mark.parametrize("micro", [1, 2])
+def test_updates_beside_backward(two_ranks: RankPool, micro: int) -> None:
+    """With ``defer=True``; also where each comes as late as it can."""
+    case = Case("backward", micro=micro, hold="accumulate" if micro > 1 else None, attach={"defer": True})
+    for difference, count in two_ranks.run(count_handed_over, case):
+        assert difference is None
+        assert count > 3
 
 
 def image_loss(model: nn.Module, seed: int) -> torch.Tensor:

@@ -15,8 +15,10 @@ from torch import nn
 
 import instep
 from instep._optim.kernels import KernelCall
+from instep._optim.stepper import Stepper
 from instep._step.beside_backward import MOST, UpdatesBeside
 from instep._step.deferral import WARM_UP, DeferralTrial
+from instep._torch.worker import NAME
 from instep.errors import AttachError, TornStepError, UncommittedStepError
 from instep.verification import first_difference, training_state
 from tests import net
@@ -209,6 +211,27 @@ def test_a_gradient_that_somebody_has_kept_and_writes(handed: list[int]) -> None
     assert handed
 
 
+def test_one_thread_at_a_time_steps_with_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one bucket is updated in its hook, and the one before it by a worker that is slow."""
+    loop = beside()
+    kept = loop.model.get_parameter("blocks.1.1.weight").detach()
+    loop.train(2)
+    step, running, met = Stepper.step, threading.Semaphore(), []
+
+    def alone(self: Stepper, *args: Any, **kwargs: Any) -> None:
+        met.append(running.acquire(blocking=False))
+        threading.Event().wait(0.01)
+        step(self, *args, **kwargs)
+        if met[-1]:
+            running.release()
+
+    monkeypatch.setattr(Stepper, "step", alone)
+    loop.train(1, 2)
+    assert len(met) == len(loop.overlap.plan.buckets)
+    assert all(met)
+    assert kept is not None
+
+
 # What stops a step.
 
 
@@ -295,21 +318,34 @@ def test_a_switch_that_changes_in_backward_is_noticed() -> None:
 # The life of an attachment.
 
 
-def test_a_model_that_is_dropped_is_freed() -> None:
-    loop = beside()
+def worker_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == NAME]
+
+
+def test_a_loop_that_is_dropped_is_freed_at_once() -> None:
+    """Without the collector; and its thread ends."""
+    loop = beside("Muon")
     loop.train(3)
-    gone = weakref.ref(loop.model)
-    del loop
-    gc.collect()
-    assert gone() is None
+    gone = [weakref.ref(one) for one in (loop.model, *loop.optimizers)]
+    threads = worker_threads()
+    assert threads
+    gc.disable()
+    try:
+        del loop
+        assert [ref() for ref in gone] == [None] * len(gone)
+        threads[-1].join(net.SECONDS)
+        assert not threads[-1].is_alive()
+    finally:
+        gc.enable()
 
 
 def test_detach_ends_the_thread() -> None:
     loop = beside()
+    before = worker_threads()
     loop.train(2)
-    assert any(thread.name == "instep-step" for thread in threading.enumerate())
+    assert len(worker_threads()) == len(before) + 1
     loop.overlap.detach()
-    assert not any(thread.name == "instep-step" for thread in threading.enumerate())
+    assert worker_threads() == before
 
 
 def test_detach_in_backward_waits(handed: list[int]) -> None:

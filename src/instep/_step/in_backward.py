@@ -387,7 +387,6 @@ class BackwardSchedule(BucketSink):
     def stop(self, error: InstepError) -> None:
         """The backward that has just ended did not compute the plain loop's step: put it back, or it is torn."""
         try:
-            self._note_updates()
             self._writes.stopped(error)
             raise error
         finally:
@@ -507,7 +506,6 @@ class BackwardSchedule(BucketSink):
 
     def synchronize(self) -> None:
         self._step.backwards.drain_failed()
-        self._note_updates()
         self._step.streams.join_all()
         for stepper in self._step.members.steppers:
             stepper.wait_for_state()
@@ -548,7 +546,6 @@ class BackwardSchedule(BucketSink):
             return while_measuring(spec.name, operation)
         if spec.index not in self._step.members.applied:
             return None if self._needs_no_values(spec, operation) else never_cleared(spec.name, operation)
-        self._note_updates()
         error, is_wrong = after_update(spec.name, operation, clips=self._step.passes.clipping.policy is not None)
         if is_wrong and self._step.ledger.torn is None:
             self._writes.tear(error)
