@@ -1,12 +1,16 @@
 """What does shard_state=True save and cost, beside plain DDP and torch's ZeroRedundancyOptimizer?
 
     torchrun --standalone --nproc-per-node 2 benchmarks/zero.py
+    torchrun --standalone --nproc-per-node 2 benchmarks/zero.py --muon
 
 Every variant trains the same model (about 11 M parameters) on the same batches, step by step in turn, AdamW without
 fused kernels, one thread per rank. All weights must be equal to plain DDP's, bit for bit, or nothing is printed. The
 table: bytes of optimizer state on each rank; the time of an iteration; and its ratio to plain DDP's, above 1 where a
 variant is faster, with the spread of the rounds. Then the time of the collectives alone for as many bytes: gloo has no
 reduce-scatter of its own, and what instep sends in its place is measured beside the one that torch emulates.
+
+With ``--muon`` torch's Muon steps the matrices of the blocks, and AdamW the rest. A matrix belongs to one rank, which
+computes its update for all. Matrices are multiplied in float32, as in ``heavy_steps.py``.
 """
 
 import argparse
@@ -17,9 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from heavy_steps import in_float32
 from measure import batches, interleave, loss_of, ratio
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import _muon
 
 import instep
 from instep.demo.job import Shape
@@ -34,30 +40,39 @@ class Loop:
     def __init__(self, shape: Shape, make_optimizer: Callable[[Any], Any], **attach: Any) -> None:
         torch.manual_seed(0)
         self.model = DistributedDataParallel(ByteGPT(shape), gradient_as_bucket_view=True, bucket_cap_mb=4)
-        self.optimizer = make_optimizer(self.model.parameters())
-        self.overlap = instep.attach(self.model, self.optimizer, **attach) if attach else None
+        self.optimizers: list[Any] = make_optimizer(self.model.module)
+        self.overlap = instep.attach(self.model, self.optimizers, **attach) if attach else None
 
     def step(self, tokens: torch.Tensor) -> None:
         loss_of(self.model, tokens).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def drain(self) -> None:
         if self.overlap is not None:
             self.overlap.synchronize()
 
     def state_bytes(self) -> int:
-        optimizer = getattr(self.optimizer, "optim", self.optimizer)
-        found = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
+        states = [getattr(optimizer, "optim", optimizer).state for optimizer in self.optimizers]
+        entries = [entry for state in states for entry in state.values()]
+        found = [value for entry in entries for value in entry.values() if torch.is_tensor(value)]
         return sum(getattr(value, "_local_tensor", value).nbytes for value in found)
 
 
-def plain(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, **OPTIONS)
+def plain(model: Any) -> list[Any]:
+    return [torch.optim.AdamW(model.parameters(), **OPTIONS)]
 
 
-def redundancy(parameters: Any) -> Any:
-    return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, **OPTIONS)
+def redundancy(model: Any) -> list[Any]:
+    return [ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, **OPTIONS)]
+
+
+def muon(model: Any) -> list[Any]:
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    return [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(others, **OPTIONS)]
 
 
 def collectives(numel: int, rounds: int) -> dict[str, list[float]]:
@@ -93,17 +108,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--depth", type=int, default=6)
+    parser.add_argument("--rows", type=int, default=ROWS, help="of 64 tokens, in a step")
+    parser.add_argument("--muon", action="store_true", help="Muon for the matrices")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     shape = Shape(width=options.width, depth=options.depth, heads=6)
+    make = muon if options.muon else plain
+    if options.muon:
+        _muon._zeropower_via_newtonschulz = in_float32
     loops: dict[str, Any] = {
-        "plain DDP": Loop(shape, plain),
-        "shard_state, backward": Loop(shape, plain, shard_state=True, schedule="backward"),
-        "shard_state, forward": Loop(shape, plain, shard_state=True, schedule="forward", defer=True),
-        "ZeroRedundancyOptimizer": Loop(shape, redundancy),
+        "plain DDP": Loop(shape, make),
+        "shard_state, backward": Loop(shape, make, shard_state=True, schedule="backward"),
+        "shard_state, forward": Loop(shape, make, shard_state=True, schedule="forward", defer=True),
     }
-    seconds = interleave(loops, batches(ROWS, CONTEXT, dist.get_rank()), options.rounds).quiet()
+    if not options.muon:  # which takes optimizers of one class
+        loops["ZeroRedundancyOptimizer"] = Loop(shape, redundancy)
+    loops["plain DDP, again"] = Loop(shape, make)
+    seconds = interleave(loops, batches(options.rows, CONTEXT, dist.get_rank()), options.rounds).quiet()
     weights = list(loops["plain DDP"].model.parameters())
     for name, loop in loops.items():
         if not all(map(torch.equal, weights, loop.model.parameters())):

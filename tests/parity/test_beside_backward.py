@@ -167,7 +167,7 @@ def test_a_graph_that_has_saved_a_weight_refuses_before_the_update_has_run() -> 
     """Also with a fused kernel, which counts no write: the node would read what the worker may be writing."""
     loop = beside()
     loop.train(2)
-    saved = loop.model.outer.weight  # for its product with what comes from the last layer, last in backward
+    saved = loop.model.inner.weight  # of the last bucket, which is on its way when the node runs
 
     class Late(torch.autograd.Function):
         @staticmethod
