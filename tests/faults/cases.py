@@ -56,9 +56,9 @@ class Case:
         source: ``"local"``, ``"ddp"``, ``"zero"`` (DDP with ``shard_state=True``), ``"joined"`` (DDP, after a
             ``join()`` of unequally many iterations), ``"fsdp2"`` or ``"2d"`` (FSDP2 over tensor parallelism, on four
             ranks).
-        way: ``"backward"``, ``"forward"``, ``"undo"``, ``"default"``, ``"crossing"`` (``cross_iteration=True``);
-            ``"plain"`` is the
-            loop without instep, ``"torch"`` the one with torch's own step in backward.
+        way: ``"backward"``, ``"forward"``, ``"undo"``, ``"default"``, ``"crossing"`` (``cross_iteration=True``),
+            ``"beside"`` (``"backward"`` with ``defer=True``); ``"plain"`` is the loop without instep, ``"torch"`` the
+            one with torch's own step in backward.
         point: a name in ``POINTS``; ``""`` for a run without a fault.
         kind: a name in ``KINDS``.
         where: which bucket, node, operation or parameter: how often the point is passed in that step before.

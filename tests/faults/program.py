@@ -137,6 +137,8 @@ def _options(case: Case) -> dict[str, Any]:
     chosen: dict[str, Any] = {"schedule": "backward", "undo": case.way == "undo"}
     if case.way in ("forward", "crossing"):
         chosen = {"schedule": "forward", "defer": True, "cross_iteration": case.way == "crossing"}
+    if case.way == "beside":
+        chosen["defer"] = True
     if case.source == "local":
         chosen["bucket_bytes"] = int(BUCKET_MB * 2**20)
     if case.source == "zero":

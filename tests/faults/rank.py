@@ -173,7 +173,7 @@ class Run:
             self._accepted = True
             self._found = []
             self.note("accepted", left=self._left())
-        elif self.case.way == "backward" and self.phase != "forward" and self._state() == "open":
+        elif self.case.way in ("backward", "beside") and self.phase != "forward" and self._state() == "open":
             # All of it was applied in backward, and the loop was stopped before step() could say so.
             self._probe("optimizer.step", self.optimizer.step)
         done = self.phase == "after step" if self.overlap is None else self.overlap.step_count > self._count

@@ -63,6 +63,19 @@ def models_that_raise() -> Iterator[Case]:
         yield Case(way=way, point="in the update", kind="interrupt", where=where, optimizer="AdamW foreach")
 
 
+def updates_beside_backward() -> Iterator[Case]:
+    """On one device, where a worker updates buckets while backward goes on."""
+    for where in (0, 1, 2, 5, 11):
+        yield Case(way="beside", point="in the update", kind="raise", where=where, optimizer="AdamW")
+    for point, where in product(("after completion", "after write"), range(BUCKETS["local"])):
+        yield Case(way="beside", point=point, kind="raise", where=where, optimizer="AdamW")
+    for where in range(NODES["Blocks"]):
+        kind = ("raise", "interrupt", "exit")[where % 3]
+        yield Case(way="beside", point="model", kind=kind, where=where, optimizer="AdamW")
+    for point, kind in product(("before step", "in step", "after step", "end of backward"), ("raise", "interrupt")):
+        yield Case(way="beside", point=point, kind=kind, optimizer="AdamW")
+
+
 def ranks_that_raise() -> Iterator[Case]:
     """Rows 1 to 3, with two ranks: on one of them, which leaves or tries again, and on both."""
     points = ("before launch", "in flight", "after completion", "before write", "in the update", "after write")
@@ -232,6 +245,7 @@ def everything() -> list[Case]:
     cases = [
         *updates_that_raise(),
         *models_that_raise(),
+        *updates_beside_backward(),
         *ranks_that_raise(),
         *ranks_that_are_lost(),
         *gradients_that_are_not_finite(),
@@ -272,7 +286,8 @@ def on_accelerator() -> list[Case]:
 
     def can_be_tried(case: Case) -> bool:
         alone = case.world > 1 and (case.then == "again" or case.kind == "interrupt")
-        return case.kind not in LOSES_A_RANK and not alone
+        # There a side stream does what the worker does on the CPU.
+        return case.kind not in LOSES_A_RANK and not alone and case.way != "beside"
 
     return [replace(case, device="emu") for case in everything() if can_be_tried(case)]
 

@@ -448,6 +448,16 @@ def test_where_it_is_not_even_tried(maker: str, handed: list[int], monkeypatch: 
     assert loop.overlap._parts.schedule._beside._deferring.never
 
 
+def test_what_takes_turns_with_backward_stays_in_its_hooks(handed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it was asked for."""
+    monkeypatch.setitem(MAKERS, "not fused", lambda m: [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True)])
+    plain, loop = Loop("not fused"), beside("not fused")
+    plain.train(3)
+    loop.train(3)
+    assert not handed
+    assert difference(plain, loop) is None
+
+
 @pytest.mark.parametrize(
     "option",
     [{"undo": True}, {"clip": instep.ClipValue(1.0)}, {"nonfinite": "raise"}, {"check_steps": 2}],
