@@ -270,7 +270,7 @@ def test_an_update_that_raises_tears_the_step(number: int, defer: bool, monkeypa
     new, old = dict(plain.model.named_parameters()), dict(loop.model.named_parameters())
     assert all(torch.equal(old[name], new[name]) for name in torn.applied)
     for name in torn.pending:
-        assert old[name].grad is not None
+        assert type(old[name].grad) is torch.Tensor  # as where the update runs in the hook, and nothing in its place
     loop.overlap.accept_torn()
     assert loop.overlap.state == "idle"
     loop.train(1, 3)
