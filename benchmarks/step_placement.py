@@ -66,15 +66,16 @@ class Loop:
 
 
 class Attached(Loop):
-    """The library as it is."""
+    """The library as it is: in the hook, or, with ``defer``, on its worker beside backward."""
 
-    def __init__(self, shape: Shape, bucket_mib: float) -> None:
+    def __init__(self, shape: Shape, bucket_mib: float, *, defer: bool = False) -> None:
         super().__init__(shape, bucket_mib)
         instep.attach(
             self.model,
             self.optimizer,
             bucket_bytes=None if dist.is_initialized() else self.bucket_bytes,
             schedule="backward",
+            defer=defer,
         )
 
 
@@ -153,6 +154,7 @@ def _reduce(loop: InCallback, bucket: dist.GradBucket) -> torch.futures.Future[t
 VARIANTS: dict[str, Callable[..., Loop]] = {
     "plain": Loop,
     "attach": Attached,
+    "beside": partial(Attached, defer=True),
     "callback": InCallback,
     "worker": OnWorker,
     "no optimizer": partial(Loop, optimize=False),
@@ -182,7 +184,7 @@ def measure(shape: Shape, bucket_mib: float, rounds: int, rank: int) -> dict[str
         if loop.optimize:
             plain = training_state(loops["plain"].model, loops["plain"].optimizer)
             difference = first_difference(plain, training_state(loop.model, loop.optimizer))
-            if difference is not None and name == "attach":
+            if difference is not None and name in ("attach", "beside"):
                 raise SystemExit(f"not equal: {difference}")
             if difference is not None:
                 print(f"  {name} is not equal to the plain loop: {difference}")
