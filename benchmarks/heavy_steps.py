@@ -83,13 +83,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=8, help="of one loop before the next one's turn")
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="beside the plain loop")
     parser.add_argument("--float32", action="store_true", help="Muon multiplies in float32")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.float32:
         _muon._zeropower_via_newtonschulz = in_float32
     shape = Shape(width=arguments.width, depth=6, heads=4)
-    loops = {name: Loop(shape, options, steps=name != NONE) for name, options in WAYS.items()}
+    ways = [name for name in WAYS if name in (PLAIN, NONE, *arguments.ways)]
+    loops = {name: Loop(shape, WAYS[name], steps=name != NONE) for name in ways}
     tokens = batches(arguments.rows, 64)
     first = [next(tokens) for _ in range(SETTLED)]
     for loop in loops.values():  # each alone: the default times whole iterations
@@ -97,15 +99,15 @@ def main() -> None:
             loop.step(batch)
         loop.drain()
     require_equal(loops, PLAIN, but=(NONE,))
-    times = interleave(loops, tokens, arguments.rounds, steps=arguments.steps).seconds
+    times = interleave(loops, tokens, arguments.rounds, steps=arguments.steps, warmup=1).seconds
     require_equal(loops, PLAIN, but=(NONE,))
     print(f"{len(os.sched_getaffinity(0))} cores, {arguments.rows} x 64 tokens. Equal to the plain loop, bit for bit.")
-    for name in ("default", "backward, default"):
-        overlap = loops[name].overlap
-        print(f"{name}: {'' if overlap is None else overlap.advice}")
+    for name, loop in loops.items():
+        if name in ("default", "backward, default") and loop.overlap is not None:
+            print(f"{name}: {loop.overlap.advice}")
     print("\n| | time of plain / time | ms | hidden |\n|---|---|---|---|")
     room = spread(times[PLAIN]).median - spread(times[NONE]).median
-    for name in WAYS:
+    for name in ways:
         median = spread(times[name]).median
         hidden = f"{(spread(times[PLAIN]).median - median) / room:.0%}" if name not in (PLAIN, NONE) else ""
         against = "" if name == PLAIN else str(ratio(times[PLAIN], times[name]))
