@@ -111,6 +111,14 @@ MUTANTS = [
         BESIDE,
     ),
     Mutant(
+        "beside backward: a token that Ctrl-C has lost",
+        "DeferredBucket.wait_for",
+        "                    worker.wake()\n",
+        "                    pass\n",
+        BESIDE,
+        "ctrl_c",
+    ),
+    Mutant(
         "beside backward: any number of buckets wait for the worker",
         "BucketSink._hand_over",
         "self._note_updates(MOST - 1)",

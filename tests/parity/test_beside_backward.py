@@ -18,13 +18,14 @@ from instep._optim.kernels import KernelCall
 from instep._optim.stepper import Stepper
 from instep._step.beside_backward import MOST, UpdatesBeside
 from instep._step.deferral import WARM_UP, DeferralTrial
-from instep._torch.worker import NAME
+from instep._torch.worker import NAME, Worker
 from instep.errors import AttachError, TornStepError, UncommittedStepError
 from instep.verification import first_difference, training_state
 from tests import net
 from tests.cases import Blocks, batch
 from tests.devices import on_cpu_only
 from tests.late import late_updates
+from tests.parity.interrupts import LineInterrupter
 
 pytestmark = on_cpu_only
 BUCKET = 4_000
@@ -293,6 +294,31 @@ def test_backward_that_raises_waits_for_what_was_handed_over(handed: list[int]) 
     assert all(torch.equal(old[name], new[name]) for name in raised.value.applied)
 
 
+@pytest.mark.parametrize("where", [0, 1])
+def test_what_was_given_to_the_worker_is_done_though_ctrl_c_came_in_between(where: int) -> None:
+    """A task may be in the worker's heap, and its token lost."""
+    loop = beside()
+    loop.train(2)
+    interrupter = LineInterrupter(where, Worker._give)
+
+    def go() -> None:
+        assert interrupter.interrupt(lambda: loop.backward(2)) is None
+        loop.overlap.accept_torn()
+        loop.optimizers[0].zero_grad()
+        loop.train(1, 3)
+
+    thread = threading.Thread(target=go)
+    thread.start()
+    thread.join(net.SECONDS / 30)
+    waits_for_ever = thread.is_alive()
+    while thread.is_alive():
+        loop.overlap._parts.schedule._beside._worker.wake()
+        thread.join(0.1)
+    assert not waits_for_ever
+    assert interrupter.place is not None
+    assert loop.overlap.state == "idle"
+
+
 def test_a_switch_that_changes_in_backward_is_noticed() -> None:
     """Muon multiplies matrices, and how is everybody's switch: an update beside backward may have read either."""
     loop = beside("Muon")
@@ -337,6 +363,7 @@ def test_a_loop_that_is_dropped_is_freed_at_once() -> None:
         assert not threads[-1].is_alive()
     finally:
         gc.enable()
+        gc.collect()
 
 
 def test_detach_ends_the_thread() -> None:

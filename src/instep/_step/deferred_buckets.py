@@ -522,8 +522,11 @@ class DeferredBucket:
         """Return when the worker has applied it, or that has failed."""
         with _not_compiling():
             self.done = self.done or worker.run(self.finish)
-            if self.place is not None and not self.done.done:
-                worker.hurry(self.done)
+            if not self.done.done:
+                if self.place is None:
+                    worker.wake()
+                else:
+                    worker.hurry(self.done)
             started = perf_counter()
             with profiled("wait for update", self.names[0]):
                 self.done.wait()
