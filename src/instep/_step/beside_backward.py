@@ -149,10 +149,6 @@ class UpdatesBeside:
         if self._worker is not None:
             self._worker.stop()
 
-    def abandon(self) -> None:
-        """The optimizers are gone. Nobody waits for the thread: this may be called from anywhere."""
-        self._worker = None  # its thread ends when it has done what it was given
-
     def _runs_beside(self, stepper: Stepper, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether an update of ``tensors`` leaves Python to backward. Not the first one, which may make state: in an
         order of entries, and of another dtype under another default."""

@@ -183,8 +183,8 @@ class BucketSink(Schedule):
                     return False
                 tensors = bucket.tensors()
                 require_in_place(bucket, tensors)
-                owe(self)
                 beside.hand_over(bucket)
+                owe(self)  # after it, for Ctrl-C: what was handed over is noted, and that is all that is owed
                 step.members.apply(bucket, tensors)
             except BaseException as error:  # such as Ctrl-C: raised here, inside a hook, it would leave DDP unusable
                 self.fail(error)
@@ -206,8 +206,8 @@ class BucketSink(Schedule):
             if failure is not None:
                 self.fail(failure, handed.outcome.in_doubt)
         if not most:
-            beside.steps.clear()
             settled(self)
+            beside.steps.clear()  # last, for Ctrl-C: while there is one, all this is done again
 
     def settle(self) -> None:
         """The interpreter is about to end, or to fork: a child has no worker."""
@@ -499,8 +499,6 @@ class BackwardSchedule(BucketSink):
         try:
             self.settle()
         finally:
-            if self._beside is not None:
-                self._beside.abandon()
             for stepper in self._step.members.steppers:
                 stepper.abort()
 
