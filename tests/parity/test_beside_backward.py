@@ -18,8 +18,9 @@ from instep._optim.kernels import KernelCall
 from instep._optim.stepper import Stepper
 from instep._step.beside_backward import MOST, UpdatesBeside
 from instep._step.deferral import WARM_UP, DeferralTrial
-from instep._torch.worker import NAME, Worker
-from instep.errors import AttachError, TornStepError, UncommittedStepError
+from instep._step.in_backward import BucketSink
+from instep._torch.worker import NAME, Task, Worker
+from instep.errors import AttachError, HyperparameterChangedError, TornStepError, UncommittedStepError
 from instep.verification import first_difference, training_state
 from tests import net
 from tests.cases import Blocks, batch
@@ -341,6 +342,213 @@ def test_a_switch_that_changes_in_backward_is_noticed() -> None:
     assert difference(plain, loop) is None
 
 
+# Whoever comes in between: a signal's handler, another thread, the collector on the worker, a hook that writes.
+
+
+def in_wait(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], times: int = 1) -> None:
+    """``act`` is called so often, as a signal's handler would be, while backward's end waits for the worker."""
+    wait, armed = Task.wait, [act] * times
+
+    def interrupted(task: Task) -> None:
+        if armed and threading.current_thread().name != NAME:
+            armed.pop()()
+        wait(task)
+
+    monkeypatch.setattr(Task, "wait", interrupted)
+
+
+def test_a_handler_that_raises_while_backward_ends_tears_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not Ctrl-C alone: any error of a handler's, as of an alarm's."""
+    plain, loop = Loop(), Loop(defer=True, bucket_bytes=1 << 20)  # one bucket, so it is the end that waits
+    plain.train(3)
+    loop.train(2)
+
+    def raise_timeout() -> None:
+        raise TimeoutError("the alarm")
+
+    in_wait(monkeypatch, raise_timeout)
+    with pytest.raises(TimeoutError):
+        loop.backward(2)
+    with pytest.raises(TornStepError) as raised:
+        loop.step()
+    new, old = dict(plain.model.named_parameters()), dict(loop.model.named_parameters())
+    assert set(raised.value.applied) == set(new)
+    assert all(torch.equal(old[name], new[name]) for name in new)
+
+
+def test_a_handler_that_raises_again_where_that_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is left to say that the step is torn. ``step()`` waits for the worker before it takes the step."""
+    plain, loop = Loop(), Loop(defer=True, bucket_bytes=1 << 20)
+    plain.train(3)
+    loop.train(2)
+
+    def raise_timeout() -> None:
+        raise TimeoutError("the alarm")
+
+    with monkeypatch.context() as patch:
+        in_wait(patch, raise_timeout, 2)
+        run = KernelCall.run
+        patch.setattr(KernelCall, "run", lambda self: (threading.Event().wait(0.05), run(self))[1])
+        with pytest.raises(TimeoutError):
+            loop.backward(2)
+        try:
+            loop.step()
+        except TornStepError:
+            loop.overlap.accept_torn()
+    assert difference(plain, loop) is None
+    plain.train(1, 3)
+    loop.train(1, 3)
+    assert difference(plain, loop) is None
+
+
+def test_a_handler_that_synchronizes_while_backward_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, loop = Loop(), beside()
+    plain.train(4)
+    loop.train(2)
+    in_wait(monkeypatch, lambda: loop.overlap._parts.schedule.settle())
+    loop.train(2, 2)
+    assert difference(plain, loop) is None
+
+
+def test_another_thread_that_settles_again_and_again() -> None:
+    """As one does that forks."""
+    plain, loop = Loop(), beside()
+    plain.train(40)
+    ends, errors = threading.Event(), []
+
+    def settle() -> None:
+        while not ends.is_set():
+            try:
+                loop.overlap._parts.schedule._note_updates()
+            except BaseException as error:
+                errors.append(error)
+            ends.wait(0.0001)
+
+    thread = threading.Thread(target=settle)
+    thread.start()
+    try:
+        loop.train(40)
+    finally:
+        ends.set()
+        thread.join()
+    assert not errors
+    assert difference(plain, loop) is None
+
+
+def test_code_that_the_worker_comes_to_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector may run there, and what it frees may have a ``__del__`` that asks the attachment."""
+    plain, loop = Loop(), beside()
+    plain.train(3)
+    loop.train(2)
+    run = KernelCall.run
+
+    def asks(self: KernelCall) -> None:
+        loop.overlap._parts.schedule.settle()
+        run(self)
+
+    monkeypatch.setattr(KernelCall, "run", asks)
+    done = threading.Thread(target=loop.train, args=(1, 2), daemon=True)
+    done.start()
+    done.join(net.SECONDS / 30)
+    assert not done.is_alive()
+    monkeypatch.undo()
+    assert difference(plain, loop) is None
+
+
+def test_denormal_numbers_are_flushed_where_the_loop_has_them_flushed() -> None:
+    """A switch of each thread's own."""
+    plain, loop = Loop(), beside()
+    plain.train(2)
+    loop.train(2)  # the worker's thread is there
+    if not torch.set_flush_denormal(True):
+        pytest.skip("not on this processor")
+    try:
+        for one in (plain, loop):
+            for i in (2, 3):
+                x, y = batch(i)
+                (nn.functional.cross_entropy(one.model(x), y) * 1e-19).backward()
+                one.step()
+    finally:
+        torch.set_flush_denormal(False)
+    squares = [entry["exp_avg_sq"] for entry in plain.optimizers[0].state.values()]
+    assert squares
+    assert difference(plain, loop) is None
+
+
+def test_state_that_a_hook_writes_beside_its_update_is_noticed() -> None:
+    """Whoever asks the optimizer for it waits, so that the write comes after the update, as in hooks."""
+    loop = beside()
+    loop.train(2)
+    last = loop.model.get_parameter("blocks.0.1.weight")
+
+    def write() -> None:
+        loop.optimizers[0].state[last]["exp_avg"].mul_(3)
+
+    with hooked(loop.model.inner.weight, write):
+        loop.backward(2)
+    with pytest.raises(HyperparameterChangedError):
+        loop.step()
+    assert type(loop.optimizers[0]) is torch.optim.AdamW
+    loop.overlap.accept_torn()
+
+
+def test_a_setting_that_a_hook_changes_is_noticed_at_the_next_bucket(handed: list[int]) -> None:
+    """By the thread of the loop: whether it is noticed does not depend on how far the worker has come."""
+    loop = beside()
+    loop.train(2)
+    group = loop.optimizers[0].param_groups[0]
+
+    def change() -> None:
+        group["lr"] = 0.5
+
+    handed.clear()
+    told = pytest.raises(HyperparameterChangedError, match="lr")
+    with hooked(loop.model.get_parameter("blocks.1.1.weight"), change), late_updates(), told:
+        loop.backward(2)
+    assert len(handed) == 3  # that of the hook is the fourth
+    group["lr"] = 1e-2
+    loop.overlap.accept_torn()
+
+
+def test_ctrl_c_before_a_failure_is_noted_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = beside()
+    loop.train(2)
+    last = [p.name for p in loop.overlap.plan.buckets[-1].parameters]
+    failing(monkeypatch, len(loop.overlap.plan.buckets))
+    note, armed = BucketSink._note_update, [True]
+
+    def interrupted(self: Any, beside: UpdatesBeside, handed: Any) -> None:
+        if handed.outcome.failure is not None and armed:
+            armed.clear()
+            raise KeyboardInterrupt
+        note(self, beside, handed)
+
+    monkeypatch.setattr(BucketSink, "_note_update", interrupted)
+    with pytest.raises((KeyboardInterrupt, ZeroDivisionError)):
+        loop.backward(2)
+    with pytest.raises(TornStepError) as raised:
+        loop.step()
+    assert list(raised.value.unsure) == last
+    assert not set(last) & set(raised.value.applied)
+
+
+def test_an_update_that_has_raised_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = beside()
+    loop.train(2)
+    failing(monkeypatch, 2)
+    with pytest.raises(ZeroDivisionError):
+        loop.backward(2)
+    monkeypatch.undo()
+    gone = [weakref.ref(one) for one in loop.model.parameters()]
+    gc.disable()
+    try:
+        loop.overlap.detach()
+        del loop
+        assert [ref() for ref in gone] == [None] * len(gone)
+    finally:
+        gc.enable()
+
+
 # The life of an attachment.
 
 
@@ -355,6 +563,7 @@ def test_a_loop_that_is_dropped_is_freed_at_once() -> None:
     gone = [weakref.ref(one) for one in (loop.model, *loop.optimizers)]
     threads = worker_threads()
     assert threads
+    worker = weakref.ref(loop.overlap._parts.schedule._beside._worker)
     gc.disable()
     try:
         del loop
@@ -363,7 +572,8 @@ def test_a_loop_that_is_dropped_is_freed_at_once() -> None:
         assert not threads[-1].is_alive()
     finally:
         gc.enable()
-        gc.collect()
+        if (left := worker()) is not None:
+            left.stop()
 
 
 def test_detach_ends_the_thread() -> None:

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from instep._optim.guards import in_threads
+from instep._optim.guards import as_thread, of_this_thread
 from instep._torch.worker import Worker
 from instep._wiring.hooks import ACTING_FOR
 
@@ -115,7 +115,7 @@ class ThreadState:
     def __init__(self, device: torch.device) -> None:
         self._thread = threading.get_ident()
         self._grad = torch.is_grad_enabled()
-        self._threads = torch.get_num_threads()
+        self._of_thread = of_this_thread()
         self._stream = None if device.type == "cpu" else torch.accelerator.current_stream()
         self._cache = torch.is_autocast_cache_enabled()
         self._autocast = {
@@ -131,7 +131,7 @@ class ThreadState:
             yield
             return
         with ExitStack() as stack:
-            stack.enter_context(in_threads(self._threads))
+            stack.enter_context(as_thread(self._of_thread))
             # Left again, unlike the rest: that clears the copies of weights that autocast has kept.
             for kind, dtype in self._autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self._cache))

@@ -5,13 +5,13 @@ from contextlib import contextmanager
 from itertools import chain
 from operator import is_, methodcaller
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from instep._optim.kinds import OF_EVERY_OPTIMIZER, STEPPED_WHOLE, beside_parameters
-from instep._optim.shadow import GroupLayout
+from instep._optim.shadow import GroupLayout, Members
 from instep._optim.stages import Stage, Update
 from instep._optim.values import (
     ABSENT,
@@ -60,8 +60,17 @@ class SettingsGuard(Stage):
         self._switches = switches()
 
     def before(self, update: Update) -> None:
-        for index, (members, _) in enumerate(update.members):
-            live, used = update.optimizer.param_groups[index], self._groups.get(index)
+        self.look(update.optimizer, update.members)
+
+    def look(self, optimizer: Optimizer, members_of: Sequence[Members]) -> None:
+        """Raise ``HyperparameterChangedError`` if a group was changed since the step's first update; or this is that of
+        the group.
+
+        Args:
+            members_of: each group, as ``GroupLayout.members_of`` has it.
+        """
+        for index, (members, _) in enumerate(members_of):
+            live, used = optimizer.param_groups[index], self._groups.get(index)
             if used is not None:
                 require_same(self._name, f"param_groups[{index}]", used, live)
             elif members:
@@ -493,19 +502,47 @@ def as_then(then: dict[str, Any]) -> Iterator[None]:
         _set(before, then)
 
 
+class OfThread(NamedTuple):
+    """What torch keeps for each thread of Python, and an update on a CPU reads.
+
+    Attributes:
+        threads: how many of torch's own. Some kernels divide a sum by that number, and each pool of threads wants the
+            cores.
+        flushes: whether denormal numbers are taken for zero (``torch.set_flush_denormal``).
+    """
+
+    threads: int
+    flushes: bool
+
+
+_DENORMAL = 5e-324
+
+
+def of_this_thread() -> OfThread:
+    """The thread's own, which in a new thread also makes torch limit the libraries below it."""
+    # torch does not tell. It is the processor's own switch, and Python's numbers obey it, too.
+    return OfThread(torch.get_num_threads(), _DENORMAL * 1.0 == 0.0)
+
+
 @contextmanager
-def in_threads(count: int) -> Iterator[None]:
-    """With so many of torch's threads on a CPU. Each thread of Python has a number of its own: some kernels divide a
-    sum by that number, and each pool of threads wants the cores."""
-    before = torch.get_num_threads()  # in a new thread this also makes torch limit the libraries below it
-    if before == count:
+def as_thread(wanted: OfThread) -> Iterator[None]:
+    """With what another thread has had."""
+    before = of_this_thread()
+    if before == wanted:
         yield
         return
-    torch.set_num_threads(count)
+    _set_of_thread(wanted, before)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        _set_of_thread(before, wanted)
+
+
+def _set_of_thread(wanted: OfThread, found: OfThread) -> None:
+    if wanted.threads != found.threads:
+        torch.set_num_threads(wanted.threads)
+    if wanted.flushes != found.flushes:
+        torch.set_flush_denormal(wanted.flushes)
 
 
 def _set(wanted: dict[str, Any], found: dict[str, Any]) -> None:

@@ -158,6 +158,14 @@ class Stepper:
         else:
             _through(iter(self.options), update, partial(self._run, running, update, begins))
 
+    def look_at_settings(self, parameters: Sequence[torch.Tensor]) -> None:
+        """An update of ``parameters`` is about to be handed to another thread: raise ``HyperparameterChangedError``, as
+        it would, if a group was changed since another bucket of this step. From here on it has the groups of now."""
+        optimizer = self.optimizer()
+        if self._running is None:
+            self._begin(optimizer)
+        self._settings.look(optimizer, self._layout.members_of(parameters))
+
     @property
     def is_foreign(self) -> bool:
         """Whether its update is not one of torch's own: nobody knows what it reads and writes beside the parameters

@@ -6,9 +6,9 @@ saved an old weight refuses to run. So nobody in backward reads what the worker 
 was handed over is waited for where backward ends or raises, and before anybody is told what became of the step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -20,7 +20,9 @@ from instep._optim.stepper import Stepper
 from instep._step.deferral import BESIDE_BACKWARD, Deferring
 from instep._step.deferred_buckets import DeferredBucket, DeferredStep, StepOutcome
 from instep._step.step import RunningStep
+from instep._torch.lifetime import WeakMethod
 from instep._torch.versions import are_plain
+from instep._torch.watch import StateWatch
 from instep._torch.worker import Worker, ending
 
 MOST = 2
@@ -38,7 +40,12 @@ class StepBesideBackward(DeferredStep):
     remedy = "Make such a change before backward() or after optimizer.step()"
 
     def _stepped(self, stepper: Stepper, optimizer: Optimizer) -> tuple[Optimizer, Stepper]:
+        self._state: Mapping[Any, Any] = vars(optimizer)["state"]
         return optimizer, stepper
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        return self._state
 
     def was_written(self, what: str, through: str) -> str:
         return (
@@ -74,18 +81,23 @@ class UpdatesBeside:
 
     Args:
         deferring: whether the running step has any.
+        wait: a method, which waits for all of them, and notes them.
 
     Attributes:
         takes_some: whether the running step may have some.
+        failed: the first that has failed, until the step is said to be torn.
         steps: of each optimizer of which a bucket was handed over in the running backward. Cleared when all are noted:
             they hold the optimizer and parameters, which a loop may drop.
     """
 
-    def __init__(self, step: RunningStep, deferring: Deferring) -> None:
+    def __init__(self, step: RunningStep, deferring: Deferring, wait: Callable[[], None]) -> None:
         self.takes_some = False
+        self.failed: HandedOver | None = None
         self.steps: dict[Stepper, StepBesideBackward] = {}
         self._deferring = deferring
         self._step = step
+        self._wait = WeakMethod(wait)
+        self._state_watch = StateWatch(self._used_state)
         self._worker: Worker | None = None
         self._under_way: list[HandedOver] = []
 
@@ -124,6 +136,9 @@ class UpdatesBeside:
 
     def hand_over(self, bucket: AttachedParameters) -> None:
         """Have the worker update ``bucket``, whose gradients are in ``.grad``, and may be taken off."""
+        for stepper in bucket.steppers:
+            # Here, and not on the worker: what the loop changes in a hook is noticed at the next bucket, as in hooks.
+            stepper.look_at_settings(_of(stepper, bucket).tensors())
         # Before the bucket notes what it finds. A graph that has saved an old weight refuses to run from here on: an
         # update that has run counts its write, too, but a node may read the weight before that.
         torch.autograd.graph.increment_version(bucket.tensors())
@@ -139,10 +154,25 @@ class UpdatesBeside:
         while len(self._under_way) > most and self._worker is not None:
             handed = self._under_way[0]
             handed.bucket.wait_for(self._worker)
-            self._under_way.remove(handed)
-            # They refer to one another, and to the optimizer: whoever drops that is to get it freed at once.
-            handed.bucket.step.outstanding.remove(handed.bucket)
-            yield handed
+            if self._under_way and self._under_way[0] is handed:  # else a signal's handler has noted it
+                yield handed
+                del self._under_way[0]  # once it is noted: where Ctrl-C comes before, it is noted again
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the worker's thread, which may run anybody's code: that of an object that is freed."""
+        return self._worker is not None and self._worker.is_here
+
+    def forget(self) -> None:
+        """All were noted. What is left of them refers to one another, and to the optimizer and parameters: whoever
+        drops these is to get them freed at once."""
+        for step in self.steps.values():
+            if (optimizer := step.optimizer()) is not None:
+                self._state_watch.stop(optimizer)
+            step.outstanding.clear()
+            step.outcome.failure = None
+        self.failed = None
+        self.steps.clear()  # last, for Ctrl-C: while there is one, all this is done again
 
     def close(self) -> None:
         """The attachment is detached."""
@@ -155,8 +185,9 @@ class UpdatesBeside:
         optimizer = stepper.optimizer()
         if not runs_beside(optimizer):
             return False
-        makes_none = self._step.ledger.step_count > 0 and not optimizer.state
-        return makes_none or all_there(map(optimizer.state.get, tensors))
+        state = vars(optimizer)["state"]  # as torch's own have it; whoever asks the optimizer waits for the worker
+        makes_none = self._step.ledger.step_count > 0 and not state
+        return makes_none or all_there(map(state.get, tensors))
 
     def _step_of(self, stepper: Stepper) -> StepBesideBackward:
         found = self.steps.get(stepper)
@@ -164,7 +195,13 @@ class UpdatesBeside:
             step = self._step
             mine = step.members.of(stepper)
             found = self.steps[stepper] = StepBesideBackward(stepper, mine, step.number, None, step.times, {})
+            self._state_watch.start(stepper.optimizer())
         return found
+
+    def _used_state(self, optimizer: Optimizer) -> None:
+        """The optimizer's ``state`` is about to be read, replaced or copied."""
+        if (wait := self._wait()) is not None:
+            wait()
 
 
 def _of(stepper: Stepper, bucket: AttachedParameters) -> AttachedParameters:

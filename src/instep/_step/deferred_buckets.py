@@ -14,7 +14,16 @@ import torch
 from torch.optim import Optimizer
 
 from instep._gradients.clipping import Clip
-from instep._optim.guards import DEFAULT_DTYPE, MKLDNN, EntriesAsLeft, as_then, in_threads, switched, switches
+from instep._optim.guards import (
+    DEFAULT_DTYPE,
+    MKLDNN,
+    EntriesAsLeft,
+    as_then,
+    as_thread,
+    of_this_thread,
+    switched,
+    switches,
+)
 from instep._optim.kinds import fused_counts_writes, is_fused, multiplies_matrices
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, OptimizerCall, calls_of
 from instep._optim.shadow import end_state, order_added, snapshot_of
@@ -252,14 +261,14 @@ class _ConditionsAtStep:
         known: whether the optimizer is torch's own.
         counts_writes: whether the plain loop's ``step()`` counts a write of each parameter, for autograd to notice.
         switches: torch's, which an update reads.
-        threads: of torch's, on a CPU.
+        thread: what torch keeps for that of the loop.
     """
 
     def __init__(self, stepper: Stepper) -> None:
         optimizer = stepper.optimizer()
         self.known = not stepper.is_foreign
         self.switches = switches()
-        self.threads = torch.get_num_threads()
+        self.thread = of_this_thread()
         is_fused_one = self.known and is_fused(optimizer)
         self.runs_beside = is_fused_one or (self.known and multiplies_matrices(optimizer))
         self.reads_switches = not is_fused_one
@@ -560,7 +569,7 @@ class DeferredBucket:
             )
         # Whoever may ask for the switches meanwhile waits for this update, unless it runs beside the loop.
         as_before = as_then(circumstances.switches) if circumstances.reads_switches and not beside else nullcontext()
-        with as_before, in_threads(circumstances.threads):
+        with as_before, as_thread(circumstances.thread):
             for call in self._calls:
                 self._step(call)
         if beside and circumstances.reads_switches and (changed := switched(circumstances.switches)) is not None:

@@ -20,7 +20,7 @@ from instep._optim.parameters import (
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
 from instep._ranks.votes import error_of
-from instep._step.beside_backward import MOST, UpdatesBeside
+from instep._step.beside_backward import MOST, HandedOver, UpdatesBeside
 from instep._step.checking import Check
 from instep._step.deferral import Deferring
 from instep._step.norms import Losses
@@ -32,7 +32,7 @@ from instep._step.step import Agreement, RunningStep
 from instep._step.step_calls import StepCalls
 from instep._step.writes import FinalWrites, Writes, owed_steps
 from instep._torch.engine import graph_task, profiled
-from instep._torch.lifetime import owe, settled
+from instep._torch.lifetime import WeakMethod, owe, settled
 from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, ZERO, ZeroedGradient
 from instep.errors import AccumulationError, InstepError
 
@@ -168,7 +168,7 @@ class BucketSink(Schedule):
     def _begin_beside(self) -> None:
         """A backward begins that is to give a step."""
         if self._deferring is not None and self._beside is None:
-            self._beside = UpdatesBeside(self._step, self._deferring())
+            self._beside = UpdatesBeside(self._step, self._deferring(), self._note_updates)
         if self._beside is not None:
             self._beside.backward_begins()
 
@@ -192,22 +192,35 @@ class BucketSink(Schedule):
             return True
 
     def _note_updates(self, most: int = 0) -> None:
-        """Wait for updates beside backward until ``most`` are left, and note what has become of the others."""
+        """Wait for updates beside backward until ``most`` are left, and note what has become of the others. If one has
+        failed, wait for all: the step is torn."""
         beside = self._beside
-        if beside is None or not beside.steps:
+        if beside is None or not beside.steps or beside.is_here:
             return
-        for handed in beside.finished(most):
-            members, bucket, failure = handed.members, handed.bucket, handed.outcome.failure
-            if handed.is_applied:
-                self._step.members.apply(members, bucket.tensors)  # with the versions that the update has left
-                continue
-            self._step.members.take_back(members)
-            self._writes.take_back(members, bucket.gradients)
-            if failure is not None:
-                self.fail(failure, handed.outcome.in_doubt)
-        if not most:
-            settled(self)
-            beside.steps.clear()  # last, for Ctrl-C: while there is one, all this is done again
+        with self._step.lock:  # another thread may fork, or synchronize
+            for handed in beside.finished(most):
+                self._note_update(beside, handed)
+            if beside.failed is not None:
+                most = 0
+                for handed in beside.finished():
+                    self._note_update(beside, handed)
+                failure = beside.failed.outcome.failure
+                assert failure is not None
+                self._failure.keep(failure)
+                if self._step.ledger.torn is None:
+                    self._writes.stopped(failure, beside.failed.outcome.in_doubt)
+            if not most:
+                settled(self)
+                beside.forget()
+
+    def _note_update(self, beside: UpdatesBeside, handed: HandedOver) -> None:
+        """May be called twice for one, where Ctrl-C comes."""
+        if handed.is_applied:
+            self._step.members.apply(handed.members, handed.bucket.tensors)  # with the versions that it has left
+            return
+        self._step.members.take_back(handed.members)
+        self._writes.take_back(handed.members, handed.bucket.gradients)
+        beside.failed = beside.failed or handed
 
     def settle(self) -> None:
         """The interpreter is about to end, or to fork: a child has no worker."""
@@ -216,7 +229,14 @@ class BucketSink(Schedule):
     def join(self) -> None:
         """The loop goes on after what was stepped on side streams, or by the worker."""
         self._step.streams.join()
-        self._note_updates()
+        try:
+            self._note_updates()
+        except BaseException as error:  # of a signal's handler: raised here, it would leave DDP unusable
+            try:
+                self.fail(error)
+            except BaseException:  # of another one, while that waited: it comes out of backward itself
+                self._failure.forget()
+                raise
 
     def count_freed(self, bucket: Sequence[AttachedParameter]) -> None:
         """Of those that were applied nobody has the gradients any more."""
@@ -348,7 +368,7 @@ class BackwardSchedule(BucketSink):
         else:
             writes = TrialWrites(step, undo, scale, Agreement(nonfinite, step.ledger.votes), self)
         super().__init__(step, writes, deferring)
-        self.calls: BackwardCalls = BackwardCalls(step, writes)
+        self.calls: BackwardCalls = BackwardCalls(step, writes, WeakMethod(self._note_updates))
 
     # What happens during backward.
 
@@ -603,11 +623,16 @@ def _zeros(attached: AttachedParameter, *, lasting: bool) -> torch.Tensor:
 
 
 class BackwardCalls(StepCalls):
-    """``step()`` finds spent gradients taken off the parameters that backward has updated."""
+    """``step()`` finds spent gradients taken off the parameters that backward has updated.
 
-    def __init__(self, step: RunningStep, writes: Writes) -> None:
+    Args:
+        note_updates: waits for updates beside backward: a signal's handler may have ended that.
+    """
+
+    def __init__(self, step: RunningStep, writes: Writes, note_updates: "WeakMethod[Callable[[], None]]") -> None:
         super().__init__(step)
         self._writes = writes
+        self._note_updates = note_updates
 
     def require_whole(self) -> None:
         """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
@@ -631,6 +656,8 @@ class BackwardCalls(StepCalls):
 
     def _prepare(self, stepper: Stepper) -> None:
         step, writes = self._step, self._writes
+        if (note_updates := self._note_updates()) is not None:
+            note_updates()
         step.accumulation.require_reduced()
         step.hear(writes.release, wait=True)  # for a backward that nobody has seen to begin
         self.require_not_torn()

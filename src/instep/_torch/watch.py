@@ -348,6 +348,11 @@ class _Waiting:
 
     @property
     def state(self) -> Any:
+        if "state" in vars(self) and not hasattr(self._plain, "state"):
+            # As torch's own have it. Without a change of class: the thread that updates asks, too.
+            if (used := self._used()) is not None:
+                used(self)
+            return vars(self)["state"]
         with self._told() as plain:
             return plain.state
 

@@ -93,7 +93,10 @@ class Worker:
         if self._tokens is None:
             task()
         else:
-            self._give(self._tokens, task, place)
+            tokens = self._tokens
+            self._give(tokens, task, place)
+            if self._tokens is not tokens and not task.done:
+                self.run(task, place)  # another thread has stopped it meanwhile, to fork: perhaps before this was there
         return task
 
     def hurry(self, task: Task) -> None:
