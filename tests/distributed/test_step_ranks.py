@@ -535,7 +535,7 @@ def test_micro_batches_counted_apart(two_ranks: RankPool, way: str, steps: tuple
 
 
 @pytest.mark.parametrize("way", list(COUNTING))
-def test_micro_batches_counted_apart_of_a_rank_that_is_late(two_ranks: RankPool, way: str) -> None:
+def test_micro_batches_counted_apart_of_a_rank_of_fsdp2_that_is_late(two_ranks: RankPool, way: str) -> None:
     """FSDP's forward has gathered weights from it: it has said by then what it trains."""
     said = "accumulation_steps is 2 on rank 0 and 1 on rank 1"
     for errors in two_ranks.run(counting_apart, (2, 1), COUNTING[way], "fsdp2", 0.1, 1.0):
