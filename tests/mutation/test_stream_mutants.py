@@ -448,7 +448,7 @@ MUTANTS = [
     _mutant(
         "backward ends without a join",
         "LocalSource._close",
-        "        self._sink.streams.join()\n",
+        "        self._sink.join()\n",
         "",
         ONE_DEVICE,
         "test_accumulation and blocks and backward",
@@ -504,7 +504,7 @@ MUTANTS = [
     _mutant(
         "replicated: backward ends without a join",
         "ReplicatedSource.ended",
-        "        self._sink.streams.join()\n",
+        "        self._sink.join()\n",
         "",
         "tests/distributed/test_replicated.py",
         "test_unused and backward",
@@ -528,7 +528,7 @@ MUTANTS = [
     _mutant(
         "FSDP1's backward ends without a join",
         "FSDP1Source._retire",
-        "        self._sink.streams.join()\n",
+        "        self._sink.join()\n",
         "",
         "tests/accelerator/test_sources.py",
         "test_sources and fsdp1-backward-AdamW",
@@ -536,7 +536,7 @@ MUTANTS = [
     _mutant(
         "DDP copies from a bucket that is being clipped",
         "DDPSource._step",
-        "        # clipped gradients there.\n        self._sink.streams.join()\n",
+        "        # clipped gradients there.\n        self._sink.join()\n",
         "        # clipped gradients there.\n",
         "tests/accelerator/test_sources.py",
         "test_clipped_by_value and copies-backward and not shard_state",
@@ -544,7 +544,7 @@ MUTANTS = [
     _mutant(
         "DDP copies from a bucket in which parts are received",
         "ZeroSource._step",
-        "        self._receive()\n        self._sink.streams.join()\n",
+        "        self._receive()\n        self._sink.join()\n",
         "        self._receive()\n",
         "tests/accelerator/test_sources.py",
         "test_sources and copies-backward-AdamW and shard_state",
