@@ -485,9 +485,10 @@ def test_code_that_the_worker_comes_to_does_not_wait_for_it(monkeypatch: pytest.
     assert difference(plain, loop) is None
 
 
-def test_denormal_numbers_are_flushed_where_the_loop_has_them_flushed() -> None:
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+def test_denormal_numbers_are_flushed_where_the_loop_has_them_flushed(schedule: str) -> None:
     """A switch of each thread's own."""
-    plain, loop = Loop(), beside()
+    plain, loop = Loop(), Loop(defer=True, schedule=schedule)
 
     def train(first: int) -> None:
         for one in (plain, loop):
