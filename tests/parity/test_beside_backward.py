@@ -470,17 +470,21 @@ def test_code_that_the_worker_comes_to_does_not_wait_for_it(monkeypatch: pytest.
     plain, loop = Loop(), beside()
     plain.train(3)
     loop.train(2)
-    run = KernelCall.run
+    schedule = loop.overlap._parts.schedule
+    run, wait = KernelCall.run, Task.wait
 
     def asks(self: KernelCall) -> None:
-        loop.overlap._parts.schedule.settle()
+        schedule.settle()
         run(self)
 
+    def waits(task: Task) -> None:
+        assert threading.current_thread().name != NAME, "it waits for itself"
+        wait(task)
+
     monkeypatch.setattr(KernelCall, "run", asks)
-    done = threading.Thread(target=loop.train, args=(1, 2), daemon=True)
-    done.start()
-    done.join(net.SECONDS / 30)
-    assert not done.is_alive()
+    monkeypatch.setattr(Task, "wait", waits)
+    monkeypatch.setattr(schedule._step, "lock", nullcontext())  # at which it would stop before
+    loop.train(1, 2)
     monkeypatch.undo()
     assert difference(plain, loop) is None
 
