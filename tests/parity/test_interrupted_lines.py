@@ -25,6 +25,7 @@ from instep.errors import TornStepError, UncommittedStepError
 from instep.sources.local import WritingBackwards
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
+from tests.devices import on_cpu_only
 from tests.late import late_updates
 from tests.parity.interrupts import LineInterrupter, once
 
@@ -209,6 +210,7 @@ def test_at_a_line_that_needs_care(
         assert difference is None, difference
 
 
+@on_cpu_only  # a thread of the engine's asks elsewhere, which is not traced
 @pytest.mark.parametrize("where", range(3))
 def test_where_a_loop_that_steps_itself_asks_for_the_end_of_backward(where: int) -> None:
     """The interrupted backward steps nothing, and the next one does."""
