@@ -147,13 +147,6 @@ MUTANTS = [
         BESIDE,
     ),
     Mutant(
-        "beside backward: the worker waits for itself",
-        "BucketSink._note_updates",
-        " or beside.is_here:",
-        ":",
-        BESIDE,
-    ),
-    Mutant(
         "beside backward: settings are looked at by the worker alone",
         "UpdatesBeside.hand_over",
         "            stepper.look_at_settings(_of(stepper, bucket).tensors())\n",

@@ -484,8 +484,11 @@ def test_code_that_the_worker_comes_to_does_not_wait_for_it(monkeypatch: pytest.
     monkeypatch.setattr(KernelCall, "run", asks)
     monkeypatch.setattr(Task, "wait", waits)
     monkeypatch.setattr(schedule._step, "lock", nullcontext())  # at which it would stop before
-    loop.train(1, 2)
-    monkeypatch.undo()
+    try:
+        loop.train(1, 2)
+    finally:
+        monkeypatch.undo()
+        loop.overlap.detach()
     assert difference(plain, loop) is None
 
 
