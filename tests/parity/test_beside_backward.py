@@ -514,10 +514,12 @@ def test_denormal_numbers_are_flushed_where_the_loop_has_them_flushed(schedule: 
     assert difference(plain, loop) is None
 
 
-def test_state_that_a_hook_writes_beside_its_update_is_noticed() -> None:
+def test_state_that_a_hook_writes_beside_its_update_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks the optimizer for it waits, so that the write comes after the update, as in hooks."""
     loop = beside()
     loop.train(2)
+    run = KernelCall.run
+    monkeypatch.setattr(KernelCall, "run", lambda self: (threading.Event().wait(0.02), run(self))[1])
     last = loop.model.get_parameter("blocks.0.1.weight")
 
     def write() -> None:
@@ -545,6 +547,25 @@ def test_a_setting_that_a_hook_changes_is_noticed_at_the_next_bucket(handed: lis
     with hooked(loop.model.get_parameter("blocks.1.1.weight"), change), late_updates(), told:
         loop.backward(2)
     assert len(handed) == 3  # that of the hook is the fourth
+    group["lr"] = 1e-2
+    loop.overlap.accept_torn()
+
+
+def test_a_setting_that_changes_where_the_worker_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step's settings are those of when its first bucket was handed over, and not of when the worker looks."""
+    loop = beside()
+    loop.train(2)
+    group, find, armed = loop.optimizers[0].param_groups[0], Stepper._find_kernel, [True]
+
+    def changes(self: Stepper, *args: Any) -> None:
+        find(self, *args)
+        if armed:
+            armed.clear()
+            group["lr"] = 0.5  # as a hook may, meanwhile
+
+    monkeypatch.setattr(Stepper, "_find_kernel", changes)
+    with pytest.raises(HyperparameterChangedError, match="lr"):
+        loop.backward(2)
     group["lr"] = 1e-2
     loop.overlap.accept_torn()
 
