@@ -641,8 +641,12 @@ def test_detach_ends_the_thread() -> None:
     before = worker_threads()
     loop.train(2)
     assert len(worker_threads()) == len(before) + 1
-    loop.overlap.detach()
-    assert worker_threads() == before
+    worker = loop.overlap._parts.schedule._beside._worker
+    try:
+        loop.overlap.detach()
+        assert worker_threads() == before
+    finally:
+        worker.stop()
 
 
 def test_detach_in_backward_waits(handed: list[int]) -> None:
