@@ -275,13 +275,6 @@ MUTANTS = [
         BESIDE,
     ),
     Mutant(
-        "beside backward: detach in backward waits for no update",
-        "BackwardSchedule.forget",
-        "        self._note_updates()\n",
-        "",
-        BESIDE,
-    ),
-    Mutant(
         "beside backward: options that have a part in an update",
         "Options.may_update_beside_backward",
         "return self == usual",

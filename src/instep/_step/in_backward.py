@@ -463,7 +463,6 @@ class BackwardSchedule(BucketSink):
         """Go back to IDLE from any state, and take spent gradients, or all of them, off the parameters."""
         step = self._step
         step.backwards.drain_failed()
-        self._note_updates()
         self._writes.release()
         for attached in step.members.all:
             parameter = attached.peek()
