@@ -182,6 +182,14 @@ MUTANTS = [
         BESIDE,
     ),
     Mutant(
+        "a task that another thread's fork has left in a queue that nobody serves",
+        "Worker.run",
+        "if self._tokens is not tokens and not task.done:",
+        "if False:",
+        "tests/unit/test_beside.py",
+        "just_ended",
+    ),
+    Mutant(
         "beside backward: any number of buckets wait for the worker",
         "BucketSink._hand_over",
         "self._note_updates(MOST - 1)",
@@ -284,15 +292,15 @@ MUTANTS = [
     Mutant(
         "beside backward: tried on one core",
         "_prevented_beside_backward",
-        "        _one_core,\n",
+        "_one_core, ",
         "",
         BESIDE,
     ),
     Mutant(
         "beside backward: tried on a model that is compiled",
         "_prevented_beside_backward",
-        "        _compiled_backward,\n",
-        "",
+        ", _compiled_backward)",
+        ")",
         BESIDE,
     ),
     Mutant(
@@ -2833,7 +2841,7 @@ MUTANTS = [
     ),
     Mutant(
         "put off gradients that are part of a graph",
-        "_are_usual",
+        "are_usual",
         " and not any(map(_IN_GRAPH, gradients))",
         "",
         DEFAULT,

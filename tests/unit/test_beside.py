@@ -191,6 +191,24 @@ def test_a_task_whose_token_was_lost_is_run() -> None:
     assert runs == [1]
 
 
+def test_a_task_that_is_given_to_a_thread_that_has_just_ended_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread forks, and stops the worker before, between the two lines that give it a task."""
+    worker, runs, give = Worker(), list[int](), Worker._give
+    worker.start()
+
+    def stopped(self: Worker, *args: Any) -> None:
+        monkeypatch.undo()
+        self.stop()
+        give(self, *args)
+
+    monkeypatch.setattr(Worker, "_give", stopped)
+    task = worker.run(lambda: runs.append(1))
+    assert task.done or worker.started  # else nobody is there to run it
+    task.wait()
+    worker.stop()
+    assert runs == [1]
+
+
 @needs_muon
 def test_what_was_left_undone_is_done_when_the_optimizers_are_gone() -> None:
     """Its switch was another when its turn came, and nobody waits for it any more."""

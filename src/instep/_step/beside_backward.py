@@ -7,7 +7,6 @@ was handed over is waited for where backward ends or raises, and before anybody 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +16,11 @@ from instep._optim.kinds import runs_beside
 from instep._optim.owners import have_other_owners
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there
 from instep._optim.stepper import Stepper
+from instep._step.deferrable import are_usual
 from instep._step.deferral import BESIDE_BACKWARD, Deferring
 from instep._step.deferred_buckets import DeferredBucket, DeferredStep, StepOutcome
 from instep._step.step import RunningStep
 from instep._torch.lifetime import WeakMethod
-from instep._torch.versions import are_plain
 from instep._torch.watch import StateWatch
 from instep._torch.worker import Worker, ending
 
@@ -29,8 +28,6 @@ MOST = 2
 """Buckets that may be handed over and not updated yet. Their gradients are alive, beside those of the bucket that is
 being filled. With one alone the worker would wait for work wherever a bucket takes longer to fill than to update, and
 backward would wait for the worker at the next one."""
-_LAYOUT = attrgetter("layout")
-_IN_GRAPH = attrgetter("requires_grad")  # made by backward(create_graph=True)
 
 
 class StepBesideBackward(DeferredStep):
@@ -119,16 +116,12 @@ class UpdatesBeside:
     def takes(self, bucket: AttachedParameters) -> bool:
         """Whether all of ``bucket`` can be updated beside backward."""
         tensors = bucket.tensors()
-        gradients = list(map(GRADIENT, tensors))
         return (
             not ending()  # there is no thread any more
             and bucket.are_plain
             and tensors[0].device.type == "cpu"
-            and all_there(gradients)
-            and are_plain(tensors)
-            and are_plain(gradients)
-            and set(map(_LAYOUT, gradients)) == {torch.strided}
-            and not any(map(_IN_GRAPH, gradients))
+            and all_there(map(GRADIENT, tensors))
+            and are_usual(bucket)
             and all(self._runs_beside(stepper, _of(stepper, bucket).tensors()) for stepper in bucket.steppers)
             # Through another tensor of the same memory nobody is noticed who reads it while it is written.
             and not any(have_other_owners(tensors))

@@ -156,12 +156,13 @@ def which_can_defer(
         in_views: the owners of the buckets of which gradients are views; ``None``: they are none.
     """
     seen = _reachable_by_others(stepper.optimizer(), mine, everybody, in_flight, in_views=in_views)
-    if not in_flight and not unseen and _are_usual(mine):
+    if not in_flight and not unseen and are_usual(mine):
         return {**dict.fromkeys(mine, True), **dict.fromkeys(seen, False)}
     return {a: a not in seen and _can_wait_alone(a, in_flight.get(a), unseen) for a in mine}
 
 
-def _are_usual(mine: AttachedParameters) -> bool:
+def are_usual(mine: AttachedParameters) -> bool:
+    """Whether all of ``mine``, which have gradients, and these are plain strided tensors, and no part of a graph."""
     tensors = mine.tensors()
     gradients = gradients_in(mine, tensors)
     strided = set(map(_LAYOUT, gradients)) == {torch.strided}

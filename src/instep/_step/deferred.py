@@ -24,7 +24,7 @@ from instep._optim.shadow import asks_for_state, begin_state, is_copied_whole
 from instep._optim.stepper import Stepper, writes_without_gradient
 from instep._ranks.votes import Vote, error_of
 from instep._step.deferrable import InFlight, ReadHook, ReadOrder, which_can_defer
-from instep._step.deferral import Deferring, Gains, Observed
+from instep._step.deferral import PUT_OFF, Deferring, Gains, Observed
 from instep._step.deferred_buckets import (
     DeferredBucket,
     DeferredBuckets,
@@ -616,7 +616,7 @@ class ForwardSchedule(Schedule):
     @property
     def deferral(self) -> str:
         """Whether steps are put off, and why."""
-        return f"{'put off' if self._deferring.puts_off else 'taken at once'} ({self._deferring.why})"
+        return f"{PUT_OFF.later if self._deferring.puts_off else PUT_OFF.otherwise} ({self._deferring.why})"
 
     @property
     def gains(self) -> Gains | None:

@@ -64,18 +64,15 @@ def steps_inside_step(optimizer: Optimizer, options: Options) -> bool:
 
 def _prevented(refs: WeakRefs) -> str | None:
     """Why putting a step off cannot be faster here; ``None``: it can."""
-    reasons: Sequence[Callable[[WeakRefs], str | None]] = (_joins, _unknown, _unfused, _one_core, _compiled)
-    return next((found for reason in reasons if (found := reason(refs)) is not None), None)
+    return _first(refs, _joins, _unknown, _unfused, _one_core, _compiled)
 
 
 def _prevented_beside_backward(refs: WeakRefs) -> str | None:
     """Why updates beside backward cannot be faster here; ``None``: they can."""
-    reasons: Sequence[Callable[[WeakRefs], str | None]] = (
-        _nothing_beside,
-        _reduced_by_torch,
-        _one_core,
-        _compiled_backward,
-    )
+    return _first(refs, _nothing_beside, _reduced_by_torch, _one_core, _compiled_backward)
+
+
+def _first(refs: WeakRefs, *reasons: Callable[[WeakRefs], str | None]) -> str | None:
     return next((found for reason in reasons if (found := reason(refs)) is not None), None)
 
 
@@ -123,9 +120,10 @@ def _one_core(refs: WeakRefs) -> str | None:
 
 
 def _compiled(refs: WeakRefs) -> str | None:
-    if not refs.called():
+    called = refs.called()
+    if not called:
         return "the model is gone"
-    if all(map(_is_compiled, refs.called())):
+    if all(map(_is_compiled, called)):
         return "the whole model is compiled: its forward reads all weights at once, as soon as it begins"
     return None
 

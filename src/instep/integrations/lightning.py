@@ -45,7 +45,7 @@ class InstepCallback(Callback):
 
     Args:
         schedule: ``"backward"`` or ``"forward"``, which takes ``gradient_clip_val`` and every hook that uses gradients.
-        defer: as for ``instep.attach``: whether a step of ``schedule="forward"`` is put off.
+        defer: as for ``instep.attach``: whether a step is put off, or runs beside backward.
         bucket_bytes: as for ``instep.attach``; not under DDP.
         clip: clip all gradients, in place of ``gradient_clip_val``.
         undo: as for ``instep.attach``: step on trial, and put back what turns out otherwise.

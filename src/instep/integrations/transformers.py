@@ -46,7 +46,7 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
     Args:
         schedule: when a bucket steps, as for ``instep.attach``. ``"forward"``, the default here, goes with every
             setting; ``"backward"`` frees gradients while backward runs, and cannot clip without ``undo`` or ``clip``.
-        defer: with ``schedule="forward"``, whether the step is put off, as for ``instep.attach``.
+        defer: as for ``instep.attach``: whether a step is put off, or runs beside backward.
         bucket_bytes: bytes of gradient at which a bucket is full, on one device. Under DDP
             ``TrainingArguments(ddp_bucket_cap_mb=…)`` decides.
         clip: clip by this in place of the ``Trainer``, whose ``max_grad_norm`` must be the same number, or 0. For
