@@ -232,11 +232,11 @@ class Attachment:
         """Forward and backward of all micro-batches of a step, with ``optimizer.step()`` to follow: the numbers of
         ``for batch in batches: loss_of(batch).backward()``, bit for bit, without all gradients in memory.
 
-        With ``schedule="backward"`` the forwards run first, one after the other, each on a thread of its own. One
-        backward follows, in which each parameter's gradient is added up over the micro-batches, applied, and freed.
-        What the forwards keep for backward (activations, or with checkpointing the inputs of the segments) is in
-        memory for all micro-batches at once. With ``schedule="forward"``, or ``INSTEP_DISABLE=1``, this is the loop
-        above; under DDP with ``no_sync()`` around all micro-batches but the last, with FSDP2 as much.
+        With ``schedule="backward"`` the forwards run first, one after the other. One backward follows, in which each
+        parameter's gradient is added up over the micro-batches, applied, and freed. What the forwards keep for backward
+        (activations, or with checkpointing the inputs of the segments) is in memory for all micro-batches at once. With
+        ``schedule="forward"``, or ``INSTEP_DISABLE=1``, this is the loop above; under DDP with ``no_sync()`` around all
+        micro-batches but the last, with FSDP2 as much.
 
         Args:
             loss_of: computes the loss of a micro-batch, a tensor of one number, divided or scaled as the loop would.

@@ -360,11 +360,12 @@ def _stepped() -> list[int]:
 
 
 def test_a_forward_before_without_a_backward(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_forward_before) == [5, 5]
+    assert two_ranks.run(_forward_before) == [4 * 5, 4 * 5]
 
 
 def _forward_before() -> int:
-    """The groups that are gathered in backward. FSDP2 has noted the forward, and gathers ahead of it."""
+    """The groups that are gathered in three forwards and one backward. FSDP2 has noted the forward before, and would
+    gather ahead of it."""
     loop = _attached(blocks_alone)
     step(loss_of_blocks, (3,), loop, 0)
     loss_of_blocks(loop.model, 0, 0)

@@ -525,23 +525,13 @@ MUTANTS = [
         ":= number) != number",
         MICRO,
     ),
-    Mutant(
-        "do not see nodes from elsewhere", "Graphs._require_own", "node._sequence_nr() not in numbers", "False", MICRO
-    ),
-    Mutant(
-        "do not see that a node's number is taken",
-        "Graphs._require_own",
-        "numbers.remove(node._sequence_nr())",
-        "pass",
-        MICRO,
-    ),
+    Mutant("do not see that a node's number is taken", "Graphs._require_in_order", "number in numbers", "False", MICRO),
     Mutant("do not see hooks on parameters", "Graphs._require_alike", "leaf._backward_hooks:", "False:", MICRO),
     Mutant("add to gradients from before", "_require_no_gradients", "leaf.grad is not None and", "False and", MICRO),
-    Mutant("give no micro-batch a lead", "run_forward", "max(0, _AHEAD - number)", "0", MICRO),
-    Mutant("count a forward as one of its own thread", "run_forward", "ACTING_FOR.set(thread)", "pass", MICRO),
-    Mutant("lose context variables", "_take_over", "variable.set(value)", "pass", MICRO),
-    Mutant("forget autocast", "ThreadState.entered", "self._autocast.items()", "()", MICRO),
-    Mutant("forget modes", "ThreadState._enter_the_rest", "for mode in operations:", "for mode in ():", MICRO),
+    Mutant("walk graphs one after the other", "Together._run_one", "graphs.walk_side_by_side()", "pass", MICRO),
+    Mutant("walk the last graph first", "Graphs.walk_side_by_side", "self._count - 1 - number", "number", MICRO),
+    Mutant("walk nodes in any order", "Graphs.walk_side_by_side", "nodes.sort(key=_NUMBER)", "pass", MICRO),
+    Mutant("share copies of weights", "_together", "torch.clear_autocast_cache()", "pass", MICRO),
     Mutant("overlook draws", "BackwardSideEffects.require_none", "elif self._has_drawn():", "elif False:", MICRO),
     Mutant("overlook buffers", "BackwardSideEffects.require_none", "written is not None", "False", MICRO),
     Mutant("reduce each micro-batch", "_held_unless_last", "parts.accumulation.hold()", "nullcontext()", MICRO_RANKS),
@@ -588,7 +578,9 @@ MUTANTS = [
     Mutant(
         "do not see a model that is not attached", "OneBackward._ends_of", "group not in ends", "False", MICRO_FSDP2
     ),
-    Mutant("step a group where backward ends", "_together", "parts.sharding.reduces_once()", "pass", MICRO_FSDP2),
+    Mutant(
+        "step a group where backward ends", "Together._run_one", "parts.sharding.reduces_once()", "pass", MICRO_FSDP2
+    ),
     Mutant(
         "reduce what the loop does not",
         "FSDP2Sync.no_sync",
@@ -834,8 +826,8 @@ MUTANTS = [
     Mutant(
         "let a graph own the attachment",
         "BackwardHooks.see_backward_from",
-        "weakly(self.before_backward, this_thread())",
-        "functools.partial(self.before_backward, this_thread())",
+        "weakly(self.before_backward, threading.get_ident())",
+        "functools.partial(self.before_backward, threading.get_ident())",
         "tests/unit/test_life.py",
     ),
     Mutant(

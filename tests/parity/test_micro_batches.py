@@ -1,6 +1,5 @@
 """``micro_batches()``: the plain accumulation loop, whatever the micro-batches' graphs look like."""
 
-import contextvars
 import gc
 import threading
 import weakref
@@ -17,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep import ClipNorm, ClipValue
-from instep._micro_batches import forward
 from instep.errors import AccumulationError, InstepError, TornStepError
 from tests.cases import Blocks, Rotations, Sometimes, SparseWords, Tied, batch, channels_last, two_groups
 from tests.devices import here
@@ -412,11 +410,6 @@ def test_batches_are_made_as_they_are_used() -> None:
     lockstep("backward", lambda: adamw(Dropping(checkpointed=False)), step)
 
 
-def test_more_micro_batches_than_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "_AHEAD", 2)
-    lockstep("backward", lambda: adamw(Dropping(checkpointed=True)), of(usual, 6), steps=3)
-
-
 # What it is for.
 
 
@@ -459,8 +452,8 @@ def test_gradients_are_freed_while_backward_runs(count: int) -> None:
 
 
 def test_backward_walks_the_graphs_side_by_side() -> None:
-    """What torch does not document: of the nodes that are ready, that with the highest number comes first, and each
-    thread has numbers of its own. Where that is no longer so, sums are right, and no memory is saved."""
+    """What torch does not document: of the nodes that are ready, that with the highest number comes first, and the
+    number can be set. Where that is no longer so, sums are right, and no memory is saved."""
     order: list[tuple[int, int]] = []
 
     class Seen(torch.autograd.Function):
@@ -492,41 +485,27 @@ def test_backward_walks_the_graphs_side_by_side() -> None:
     assert order.index((7, 6)) < order.index((0, 0))
 
 
-# The thread.
+# The forwards.
 
 
-def test_a_forward_finds_the_state_of_the_loops_thread() -> None:
+def test_forwards_run_on_the_loops_thread() -> None:
+    """Whatever belongs to it is there: locks that are held, context variables, modes, what a profiler sees."""
     model, optimizer = _built()
-    setting = contextvars.ContextVar("setting", default="none")
-    setting.set("the loop's")
-    seen: list[Any] = []
+    lane, lock, seen = Contender(model, optimizer, {}), threading.RLock(), []
 
     def loss(seed: int) -> torch.Tensor:
-        seen.append((torch.get_num_threads(), setting.get(), torch.is_grad_enabled(), torch.get_default_device()))
-        seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
-        setting.set(f"of {seed}")
-        return usual(Contender(model, optimizer, {}), seed)
+        with lock:
+            seen.append(threading.get_ident())
+            return usual(lane, seed)
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    try:
-        with (
-            instep.attach(model, optimizer, schedule="backward") as overlap,
-            torch.device(here()),
-            torch.autocast("cpu", torch.float16),
-        ):
-            expected = (before + 1, "the loop's", True, torch.get_default_device()), (True, torch.float16)
-            overlap.micro_batches(loss, [0, 1])
-    finally:
-        torch.set_num_threads(before)
-    assert seen[:2] == list(expected)
-    assert seen[2] == (before + 1, "of 0", True, expected[0][3])
-    assert setting.get() == "of 1"
+    with instep.attach(model, optimizer, schedule="backward") as overlap, lock:
+        overlap.micro_batches(loss, range(3))
+        optimizer.step()
+    assert seen == [threading.get_ident()] * 3
 
 
-def test_no_thread_is_left_and_the_models_own_error_is_raised() -> None:
+def test_the_models_own_error_is_raised() -> None:
     model, optimizer = _built()
-    before = threading.active_count()
     old = [p.detach().clone() for p in model.parameters()]
 
     def loss(seed: int) -> torch.Tensor:
@@ -537,7 +516,6 @@ def test_no_thread_is_left_and_the_models_own_error_is_raised() -> None:
     with instep.attach(model, optimizer, schedule="backward") as overlap:
         with pytest.raises(ZeroDivisionError, match="of the model"):
             overlap.micro_batches(loss, range(4))
-        assert threading.active_count() == before
         assert overlap.state == "idle"
         assert all(map(torch.equal, old, model.parameters()))
         assert all(p.grad is None for p in model.parameters())
@@ -699,28 +677,55 @@ def test_a_parameter_that_is_frozen_in_the_middle_is_refused() -> None:
     refused(lambda: adamw(Blocks()), loss, r"'inner\.weight' was frozen")
 
 
-@pytest.mark.parametrize("made", ["by another thread", "by another thread, with numbers that are taken", "before"])
-def test_a_graph_from_elsewhere_is_refused(made: str) -> None:
+def on_a_thread(make: Callable[[], torch.Tensor]) -> torch.Tensor:
     found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(make()))
+    thread.start()
+    thread.join()
+    return found[0]
 
+
+@pytest.mark.parametrize("made", ["before", "by another thread", "by another thread, with higher numbers"])
+def test_a_part_of_the_graph_from_elsewhere(made: str) -> None:
+    """It keeps its place in the order of its own graph: the weight that it uses is used in the model, too."""
+
+    def penalty(lane: Contender, least: int) -> torch.Tensor:
+        found = lane.model.inner.weight.square()
+        while torch.autograd._get_sequence_nr() < least:
+            found = lane.model.inner.weight.square()
+        return found.sum()
+
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        before = {seed: penalty(lane, 0) for seed in range(3 * i, 3 * i + 3)}
+
+        def loss(seed: int) -> torch.Tensor:
+            if made == "before":
+                return usual(lane, seed) + before[seed]
+            least = torch.autograd._get_sequence_nr() + 1000 if "higher" in made else 0
+            return usual(lane, seed) + on_a_thread(partial(penalty, lane, least))
+
+        losses = accumulated(lane, loss, range(3 * i, 3 * i + 3))
+        finish(lane)
+        return losses
+
+    lockstep("backward", lambda: adamw(Blocks(depth=1)), step, steps=3)
+
+
+def test_nodes_of_two_threads_with_one_number_are_refused() -> None:
     def loss(model: Any, seed: int) -> torch.Tensor:
-        def more() -> None:
-            while torch.autograd._get_sequence_nr() < (260 if "taken" in made else 1000):
-                one = model.inner.weight.sum() * 2
-            found.append(one)
+        found = plain_loss(model, seed)
+        assert found.grad_fn is not None
+        number = found.grad_fn._sequence_nr()
 
-        if made != "before":
-            thread = threading.Thread(target=more)
-            thread.start()
-            thread.join()
-        return plain_loss(model, seed) + found.pop()
+        def same_number() -> torch.Tensor:
+            one = torch.zeros(1, requires_grad=True)
+            while torch.autograd._get_sequence_nr() < number:
+                one.view_as(one)
+            return model.inner.weight.sum()
 
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = Blocks()
-        found.extend(model.inner.weight.sum() * 2 for _ in range(2 * (made == "before")))
-        return adamw(model)
+        return found + on_a_thread(same_number)
 
-    refused(build, loss, "was made by another thread, or outside")
+    refused(lambda: adamw(Blocks()), loss, "two threads have made a micro-batch's graph")
 
 
 def test_a_gradient_from_before_is_refused() -> None:
@@ -769,7 +774,7 @@ class Watching(torch.overrides.TorchFunctionMode):
         self.seen = seen
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(threading.get_ident())
+        self.seen.append(1)
         return func(*args, **(kwargs or {}))
 
 
@@ -779,7 +784,7 @@ class Counting(TorchDispatchMode):
         self.seen = seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(threading.get_ident())
+        self.seen.append(1)
         return func(*args, **(kwargs or {}))
 
 
@@ -794,27 +799,7 @@ def test_modes_see_the_forwards(mode: Any) -> None:
         return losses
 
     lockstep("backward", lambda: adamw(Blocks()), step, steps=2)
-    assert len(set(seen) - {threading.get_ident()}) >= 1
-
-
-@pytest.mark.skipif(
-    not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"), reason="this torch does not tell of the hooks"
-)
-def test_hooks_for_saved_tensors_see_the_forwards() -> None:
-    saved: list[int] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(threading.get_ident())
-        return tensor
-
-    def step(lane: Contender, i: int) -> list[torch.Tensor]:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            losses = accumulated(lane, partial(usual, lane), range(3 * i, 3 * i + 3))
-        finish(lane)
-        return losses
-
-    lockstep("backward", lambda: adamw(Blocks()), step, steps=2)
-    assert len(set(saved)) >= 2
+    assert len(seen) > 2 * 3 * len(list(Blocks().parameters()))
 
 
 class Noisy(torch.autograd.Function):

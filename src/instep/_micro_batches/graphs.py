@@ -1,14 +1,16 @@
 """The graphs of micro-batches between their forwards and one backward of all: what may not be in them, and the sums.
 
 ``Graphs`` walks the graph of each loss, and refuses graphs whose one backward would not compute what a backward for
-each computes. ``add_in_order`` then puts a hook on each node that leads to a leaf (a parameter): there the
-contributions of all micro-batches to the leaf meet, and an ``OrderedSum`` adds them in the order of the plain loop.
+each computes. ``walk_side_by_side`` has backward come to all graphs layer by layer, and ``add_in_order`` puts a hook on
+each node that leads to a leaf (a parameter): there the contributions of all micro-batches to the leaf meet, and an
+``OrderedSum`` adds them in the order of the plain loop.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol, cast
+from operator import methodcaller
+from typing import Any, Protocol, cast
 
 import torch
 from torch.autograd.graph import Node
@@ -38,16 +40,15 @@ KeeperOf = Callable[[torch.Tensor, Sequence[int]], Keeper | None]
 _LEAF = "torch::autograd::AccumulateGrad"
 _NESTING = "CheckpointFunctionBackward"
 
+_NUMBER = methodcaller("_sequence_nr")
+"""The number of a node: in the count of the thread that has made it."""
+
 
 class Graphs:
     """The graphs of several losses, for one backward of all of them.
 
-    Autograd runs the node that was made last first, and each thread counts its nodes by itself. So graphs that were
-    made on a thread each are walked side by side, and the contributions to one parameter arrive together.
-
     Args:
         losses: the losses of the micro-batches, in order: two or more.
-        firsts: for each loss, the number of its forward's first node, in the count of the thread.
 
     Attributes:
         contributions: for each leaf, how many edges of each micro-batch's graph lead to it.
@@ -56,7 +57,7 @@ class Graphs:
         AccumulationError: one backward of all graphs would not compute what a backward for each of them does.
     """
 
-    def __init__(self, losses: Sequence[torch.Tensor], firsts: Sequence[int], name_of: Names) -> None:
+    def __init__(self, losses: Sequence[torch.Tensor], name_of: Names) -> None:
         self.contributions: dict[torch.Tensor, list[int]] = {}
         self._name_of = name_of
         self._count = len(losses)
@@ -64,8 +65,8 @@ class Graphs:
         self._number_of: dict[Node, int] = {}
         # For each node that leads to leaves: the places of these among its outputs, and the leaves.
         self._edges: dict[Node, list[tuple[int, torch.Tensor]]] = {}
-        for number, (loss, first) in enumerate(zip(losses, firsts, strict=True)):
-            self._walk(number, loss, first)
+        for number, loss in enumerate(losses):
+            self._walk(number, loss)
         for leaf, each in self.contributions.items():
             self._require_alike(leaf, each)
 
@@ -79,6 +80,25 @@ class Graphs:
             for _, leaf in edges:
                 yield self._number_of[node], node, leaf
 
+    def walk_side_by_side(self) -> None:
+        """Have backward come to a layer of all graphs before it comes to the next: of a layer's nodes to that of the
+        first micro-batch first. So the contributions to a parameter arrive together, in the plain loop's order.
+
+        Autograd numbers nodes as they are made, and backward takes, of the nodes that are ready, that with the highest
+        number. As they came, it would end the last forward's graph before it began the one before: all gradients would
+        be alive together. Within a graph the order stays what it was, and with it every sum that autograd makes there.
+
+        There is no public way to set a node's number; ``tests/parity/test_micro_batches.py`` fails clearly when torch
+        changes the private one, or the order.
+        """
+        graphs: list[list[Node]] = [[] for _ in range(self._count)]
+        for node, number in self._number_of.items():
+            graphs[number].append(node)
+        for number, nodes in enumerate(graphs):
+            nodes.sort(key=_NUMBER)
+            for place, node in enumerate(nodes):
+                cast(Any, node)._set_sequence_nr(self._count * place + self._count - 1 - number)
+
     def add_in_order(self, keeper_of: KeeperOf) -> None:
         """Have backward add the contributions to each leaf as the plain loop adds them."""
         sums = {leaf: _LeafSum(leaf, each, keeper_of(leaf, each)) for leaf, each in self.contributions.items()}
@@ -87,15 +107,15 @@ class Graphs:
             # Not on the leaf's own node, which gets several contributions of one graph as one sum.
             node.register_hook(partial(_contribute, self._number_of[node], places))
 
-    def _walk(self, number: int, loss: torch.Tensor, first: int) -> None:
+    def _walk(self, number: int, loss: torch.Tensor) -> None:
         """Visit each node of one graph once."""
         assert loss.grad_fn is not None
-        numbers = set(range(first, loss.grad_fn._sequence_nr() + 1))  # one for each node that the forward made
+        numbers: set[int] = set()
         todo: list[Node] = []
         self._come_to(number, loss.grad_fn, todo)
         while todo:
             node = todo.pop()
-            self._require_own(node, numbers)
+            self._require_in_order(node, numbers)
             for place, (following, _) in enumerate(node.next_functions):
                 if following is None:
                     continue
@@ -121,22 +141,22 @@ class Graphs:
         if getattr(node, "_saved_sparse", False):
             self._sparse[leaf] += 1
 
-    def _require_own(self, node: Node, numbers: set[int]) -> None:
-        """Raise unless the forward's thread has made ``node``, whose number is taken out of ``numbers``. Backward comes
-        to nodes in the order of their numbers, which tells nothing about nodes of another thread."""
+    def _require_in_order(self, node: Node, numbers: set[int]) -> None:
+        """Raise unless it is known when the plain loop's backward would come to ``node``, whose number is added to
+        ``numbers``, those of the nodes that were visited in the same graph."""
         if node.name() == _NESTING:
             raise AccumulationError(
                 "micro_batches() cannot look into torch.utils.checkpoint with use_reentrant=True, which runs a "
                 "backward of its own for each segment: give it use_reentrant=False"
             )
-        if node._sequence_nr() not in numbers:
+        number = _NUMBER(node)
+        if number in numbers:  # each thread counts by itself
             raise AccumulationError(
-                f"a part of a micro-batch's graph ({node.name()}) was made by another thread, or outside of "
-                "loss_of(batch): in which order backward comes to it is not the plain loop's. Compute in "
-                "loss_of(batch) all that depends on parameters; for a gradient penalty (create_graph=True) on an "
-                "accelerator use overlap.accumulate()"
+                f"two threads have made a micro-batch's graph, and have given a node each the same number "
+                f"({node.name()}): which of them backward comes to first is not known. Compute the loss on one thread; "
+                "for a gradient penalty (create_graph=True) on an accelerator use overlap.accumulate()"
             )
-        numbers.remove(node._sequence_nr())
+        numbers.add(number)
 
     def _require_alike(self, leaf: torch.Tensor, each: Sequence[int]) -> None:
         """Raise where the gradient of ``leaf`` would not be the plain loop's, by what the leaf is."""

@@ -1,12 +1,12 @@
 """``overlap.micro_batches``: one step's micro-batches, by one backward for all of them or by one for each.
 
-With one for all (``_together``), each forward runs on a thread of its own (``run_forward``), and ``Graphs`` has
-backward add the gradients in the plain loop's order. Each parameter's gradient is complete while backward still runs,
-so it can be stepped and freed there. What cannot be the plain loop's that way is refused before backward; whether
-backward has drawn random numbers or written buffers shows only after it (``BackwardSideEffects``).
+With one for all (``Together``) the losses are kept until all forwards have run. Then ``Graphs`` has one backward walk
+all graphs side by side, and add the gradients in the plain loop's order. Each parameter's gradient is complete while
+backward still runs, so it can be stepped and freed there. What cannot be the plain loop's that way is refused before
+backward; whether backward has drawn random numbers or written buffers shows only after it (``BackwardSideEffects``).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TypeVar
@@ -14,13 +14,11 @@ from typing import TypeVar
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from instep._micro_batches.forward import ThreadState, run_forward
 from instep._micro_batches.graphs import Graphs
 from instep._optim.random_numbers import Generators
 from instep._torch.engine import graph_task
 from instep._torch.versions import version_of
 from instep._wiring.build import Parts
-from instep._wiring.hooks import this_thread
 from instep.errors import AccumulationError, InstepError
 from instep.sources.ddp.instance import look_from
 from instep.sources.fsdp.micro_batches import OneBackward
@@ -131,38 +129,66 @@ def _one_by_one(
 def _together(
     parts: Parts, loss_of: Callable[[Batch], torch.Tensor], batches: Iterable[tuple[Batch, bool]]
 ) -> list[torch.Tensor]:
-    # Made on the loop's thread, whose state every forward gets.
-    state, thread = ThreadState(parts.schedule.parameters[0].spec.device), this_thread()
-    fsdp2 = OneBackward(parts.refs.model())
-    losses: list[torch.Tensor] = []
-    firsts: list[int] = []
-    for number, (batch, is_last) in enumerate(batches):
-        with _held_unless_last(parts, is_last), fsdp2.forward():
-            forward = run_forward(number, partial(loss_of, batch), state, thread)
-        losses.append(_require_loss(number, forward.loss))
-        firsts.append(forward.first)
-    if len(losses) < 2:  # one backward is the plain loop's own
-        for loss in losses:
-            parts.schedule.backward(loss, None, parts.late.adopt)
+    step = Together(parts)
+    for batch, is_last in batches:
+        # Copies of weights that autocast has kept would be a part of several graphs.
+        torch.clear_autocast_cache()
+        with _held_unless_last(parts, is_last), step.forward():
+            loss = loss_of(batch)
+        step.add(loss)
+    return step.backward()
+
+
+class Together:
+    """The micro-batches of one step, from the first one's forward to one backward for all.
+
+    Attributes:
+        losses: of the forwards that have run.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.losses: list[torch.Tensor] = []
+        self._parts = parts
+        self._fsdp2 = OneBackward(parts.refs.model())
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around a forward."""
+        return self._fsdp2.forward()
+
+    def add(self, loss: object) -> None:
+        """The forward of the next micro-batch has made ``loss``."""
+        self.losses.append(_require_loss(len(self.losses), loss))
+
+    def backward(self) -> list[torch.Tensor]:
+        """Run one backward for all. Returns the losses, detached."""
+        parts, losses = self._parts, self.losses
+        if len(losses) < 2:  # one backward is the plain loop's own
+            for loss in losses:
+                parts.schedule.backward(loss, None, parts.late.adopt)
+        else:
+            self._run_one(losses)
         return [loss.detach() for loss in losses]
-    # The forwards have run, and no gradient has changed yet: what is refused here leaves no step begun.
-    graphs = Graphs(losses, firsts, partial(_name_of, parts))
-    # Wrappers have seen several forwards, and are told that one backward follows.
-    for ddp in _ddps(parts):
-        look_from(ddp, losses)
-    fsdp2.join(len(losses), graphs.nodes(), graphs.edges())
-    graphs.add_in_order(fsdp2.wide)
-    _require_no_gradients(parts, graphs)
-    del graphs  # the nodes are freed as backward comes to them
-    if parts.sharding is not None:
-        parts.sharding.reduces_once()
-    side_effects = BackwardSideEffects(parts)
-    try:
-        parts.schedule.backward(losses, None, parts.late.adopt)
-    finally:
-        fsdp2.restore()  # an error may have come between two hooks of a node
-    side_effects.require_none()
-    return [loss.detach() for loss in losses]
+
+    def _run_one(self, losses: Sequence[torch.Tensor]) -> None:
+        parts, fsdp2 = self._parts, self._fsdp2
+        # The forwards have run, and no gradient has changed yet: what is refused here leaves no step begun.
+        graphs = Graphs(losses, partial(_name_of, parts))
+        # Wrappers have seen several forwards, and are told that one backward follows.
+        for ddp in _ddps(parts):
+            look_from(ddp, losses)
+        fsdp2.join(len(losses), graphs.nodes(), graphs.edges())
+        graphs.add_in_order(fsdp2.wide)
+        _require_no_gradients(parts, graphs)
+        graphs.walk_side_by_side()
+        del graphs  # the nodes are freed as backward comes to them
+        if parts.sharding is not None:
+            parts.sharding.reduces_once()
+        side_effects = BackwardSideEffects(parts)
+        try:
+            parts.schedule.backward(losses, None, parts.late.adopt)
+        finally:
+            fsdp2.restore()  # an error may have come between two hooks of a node
+        side_effects.require_none()
 
 
 def _held_unless_last(parts: Parts, is_last: bool) -> AbstractContextManager[None]:

@@ -5,7 +5,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -59,16 +58,6 @@ if TYPE_CHECKING:
 
 
 # A model is trained on one thread at a time.
-
-
-ACTING_FOR: ContextVar[int | None] = ContextVar("instep_acting_for", default=None)
-"""The thread that the running one is a part of: ``micro_batches()`` has threads of its own, and is called on one."""
-
-
-def this_thread() -> int:
-    """The thread that a forward which runs here belongs to."""
-    acting_for = ACTING_FOR.get()
-    return threading.get_ident() if acting_for is None else acting_for
 
 
 class Threads:
@@ -434,7 +423,7 @@ class BackwardHooks:
 
     def see_backward_from(self, output: object) -> None:
         """A forward has returned ``output``, at which a backward may begin."""
-        before_backward = UntracedHook(weakly(self.before_backward, this_thread()))
+        before_backward = UntracedHook(weakly(self.before_backward, threading.get_ident()))
         for node in nodes_of(output):
             node.register_prehook(before_backward)
         if self._sharding is not None:
@@ -526,7 +515,7 @@ class ForwardHooks:
         """Raise if the model was wrapped since, or is trained by another thread."""
         self._refuse_late_ddp()
         if torch.is_grad_enabled():
-            self._threads.require_one(this_thread(), "forward")
+            self._threads.require_one(threading.get_ident(), "forward")
 
     def _look(self) -> None:
         """Raise if the parameters are not those that were attached any more. Take in those that were added."""
