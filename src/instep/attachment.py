@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from instep._arguments import optimizers_of, require_model
 from instep._micro_batches.run import micro_batches
+from instep._micro_batches.waiting import Waiting
 from instep._optim.parameters import MIB, AttachedParameter, Plan
 from instep._step.state import Recorder
 from instep._wiring.advice import advice
@@ -97,6 +98,7 @@ class Attachment:
     def __init__(self, target: Target, options: Options) -> None:
         self._options = options
         self._parts = build(target, options)
+        self._waiting = Waiting(self._parts)
         try:
             connect(self._parts, target, options)
         except BaseException:
@@ -212,19 +214,46 @@ class Attachment:
             )
         return self._parts.accumulation.keep()
 
-    def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+    def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None, *, more: bool = False) -> None:
         """``loss.backward(gradient)``; with ``ClipNorm(mode="two_pass")`` twice, first to measure and then to step.
 
         Both passes run all hooks, and recompute what is checkpointed. They must compute the same gradients, bit for
         bit: use deterministic kernels. Under DDP, whose buckets hold all gradients anyway, one pass does.
 
+        With ``more=True`` this is a micro-batch of a step, and more of them follow: the numbers of the plain
+        accumulation loop, without all gradients in memory. With ``schedule="backward"`` nothing runs yet. The step's
+        last micro-batch, whose call is without ``more``, has one backward for all; what that needs, and what it
+        refuses, is said at ``micro_batches``. With ``schedule="forward"``, or ``INSTEP_DISABLE=1``, each call is a
+        backward. ``zero_grad()`` in between throws away what waits. Under DDP and FSDP2 calls with ``more`` belong
+        into ``no_sync()`` (``set_requires_gradient_sync(False)``), with their forwards.
+
+        Args:
+            loss: that backward begins from; with ``more``, and for the last micro-batch, a tensor of one number.
+            gradient: of ``loss``, if it has more than one number.
+            more: whether the loss is of a micro-batch that is not the last of its step.
+
         Raises:
             RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set. Nothing was updated.
-            InstepError: ``loss`` is no tensor.
+            AccumulationError: one backward for all micro-batches would not compute what the plain loop does. Nothing
+                was updated, and nothing waits any more. While they wait, also of who reads a gradient, or steps.
+            InstepError: ``loss`` is no tensor; ``gradient`` was given for one of several micro-batches.
         """
         if not isinstance(loss, torch.Tensor):
             raise InstepError(f"loss must be the tensor that backward() begins from, not {type(loss).__name__}")
-        self._parts.schedule.backward(loss, gradient, self._parts.late.adopt)
+        if gradient is not None and (more or self._waiting.count()):
+            raise InstepError("gradient was given for one of several micro-batches: give a loss of one number alone")
+        if not self._frees_in_backward:
+            step = None
+        elif more:
+            self._waiting.add(loss)
+            return
+        else:
+            step = self._waiting.take()
+        if step is None:
+            self._parts.schedule.backward(loss, gradient, self._parts.late.adopt)
+        else:
+            step.add(loss)
+            step.backward()
 
     def micro_batches(
         self, loss_of: Callable[[Batch], torch.Tensor] | None = None, batches: Iterable[Batch] | None = None
@@ -252,9 +281,12 @@ class Attachment:
                 step is torn.
             InstepError: ``loss_of`` returned no loss; or an argument is missing.
         """
-        options = self._options
-        together = options.schedule == "backward" and not options.disabled
-        return micro_batches(self._parts, loss_of, batches, together=together)
+        return micro_batches(self._parts, loss_of, batches, together=self._frees_in_backward)
+
+    @property
+    def _frees_in_backward(self) -> bool:
+        """Whether micro-batches have one backward for all, and not one each."""
+        return self._options.schedule == "backward" and not self._options.disabled
 
     def rollback(self) -> None:
         """Go back to where the last ``optimizer.step()`` left parameters and state, bit for bit, and clear all
@@ -266,6 +298,7 @@ class Attachment:
         Raises:
             InstepError: ``schedule="backward"`` without ``undo``.
         """
+        self._waiting.drop()
         self._parts.schedule.rollback()
 
     def synchronize(self) -> None:
@@ -358,7 +391,8 @@ class Attachment:
         ``optimizer.step()`` was called for is finished first. Of a step that backward has applied in part, the
         gradients that are left are clipped with ``clip=`` as those were that backward applied: the plain
         ``optimizer.step()`` completes the step. Weights that backward has updated stay so, and nobody is told who uses
-        them before that ``step()``. Otherwise nothing is clipped any more.
+        them before that ``step()``. Otherwise nothing is clipped any more. Micro-batches that wait for the last
+        (``backward(more=True)``) are thrown away, and a warning is logged.
 
         One thing stays: DDP cannot let go of a communication hook. It becomes the plain mean that DDP computes
         without one, or the ``comm_hook`` that was given, and a later ``attach`` takes it up again.
@@ -371,6 +405,8 @@ class Attachment:
 
     def _detach(self) -> None:
         parts = self._parts
+        if dropped := self._waiting.drop():
+            _logger.warning("detach() has thrown away %d micro-batches, which waited for the last of a step", dropped)
         for source in parts.sources:
             source.disconnect()
         for handle in parts.handles:

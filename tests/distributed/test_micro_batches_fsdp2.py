@@ -79,6 +79,22 @@ def step(loss: Losses, counts: Sequence[int], loop: Loop, i: int) -> torch.Tenso
     return torch.stack([one.detach() for one in losses])
 
 
+def step_that_waits(loss: Losses, counts: Sequence[int], loop: Loop, i: int) -> torch.Tensor:
+    """The plain loop, but for its call of backward."""
+    count = counts[i % len(counts)]
+    losses = []
+    for micro in range(count):
+        accumulate(loop.model, micro, count)
+        losses.append(loss(loop.model, 10 * i + micro, micro))
+        if loop.overlap is not None:
+            loop.overlap.backward(losses[-1], more=micro < count - 1)
+        else:
+            losses[-1].backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    return torch.stack([one.detach() for one in losses])
+
+
 def groups_in(model: nn.Module) -> Iterator[Any]:
     for module in fsdp2_in(model):
         yield from fsdp2_groups(module._get_fsdp_state())  # type: ignore[operator]
@@ -98,14 +114,20 @@ def train(
     loss: Losses = loss_of_blocks,
     way: str = "backward",
     counts: Sequence[int] = COUNTS,
+    iteration: Callable[[Losses, Sequence[int], Loop, int], torch.Tensor] = step,
     **options: Any,
 ) -> None:
-    both(way, shard, adamw, partial(step, loss, counts), build, steps=len(counts), **options)
+    both(way, shard, adamw, partial(iteration, loss, counts), build, steps=len(counts), **options)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way(two_ranks: RankPool, way: str) -> None:
     two_ranks.run(train, nested, way=way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_backward_that_waits(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(train, nested, way=way, iteration=step_that_waits)
 
 
 def test_three_ranks(three_ranks: RankPool) -> None:

@@ -60,9 +60,10 @@ def compare(
     loss: Losses,
     plain_source: str,
     source: str,
+    waits: bool = False,
     **options: Any,
 ) -> str | None:
-    """The first difference, in words."""
+    """The first difference, in words; by the verb, or ``waits``: by ``backward(more=True)``."""
     models, optimizers = [], []
     for name in (plain_source, source):
         torch.manual_seed(0)
@@ -75,7 +76,10 @@ def compare(
             plain_losses = _plain(models[0], loss, seeds, options)
             optimizers[0].step()
             optimizers[0].zero_grad()
-            losses = overlap.micro_batches(partial(loss, models[1]), seeds)
+            if waits:
+                losses = _waiting(overlap, models[1], loss, seeds)
+            else:
+                losses = overlap.micro_batches(partial(loss, models[1]), seeds)
             optimizers[1].step()
             optimizers[1].zero_grad()
             overlap.synchronize()
@@ -95,6 +99,16 @@ def _plain(model: Any, loss: Losses, seeds: list[int], options: Mapping[str, Any
     return [one.detach() for one in losses]
 
 
+def _waiting(overlap: instep.Attachment, model: Any, loss: Losses, seeds: list[int]) -> list[torch.Tensor]:
+    losses = []
+    for micro, seed in enumerate(seeds):
+        more = micro < COUNT - 1
+        with model.no_sync() if more else nullcontext():
+            losses.append(loss(model, seed))
+            overlap.backward(losses[-1], more=more)
+    return [one.detach() for one in losses]
+
+
 def _named(losses: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     return ((f"loss {number}", one) for number, one in enumerate(losses))
 
@@ -107,6 +121,32 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple
 @pytest.mark.parametrize("source", ["ddp", "ddp, views"])
 def test_ddp(three_ranks: RankPool, source: str, options: dict[str, Any]) -> None:
     assert three_ranks.run(compare, Blocks, blocks_loss, source, source, **options) == [None] * 3
+
+
+@pytest.mark.parametrize("options", [{}, {"undo": True}, {"clip": ClipNorm(0.1, mode="two_pass")}], ids=str)
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_backward_that_waits(two_ranks: RankPool, source: str, options: dict[str, Any]) -> None:
+    plain = "ddp" if source == "replicate" else source
+    build, loss = (Sometimes, experts_now_and_then) if source == "ddp, unused" else (Blocks, blocks_loss)
+    assert two_ranks.run(compare, build, loss, plain, source, True, **options) == [None] * 2
+
+
+def _outside_of_no_sync() -> None:
+    torch.manual_seed(0)
+    model = ddp(Blocks())
+    optimizer = optimizer_of(model)
+    with instep.attach(model, optimizer, schedule="backward") as overlap:
+        with pytest.raises(AccumulationError, match=r"came outside of no_sync\(\)"):
+            overlap.backward(blocks_loss(model, 0), more=True)
+        assert all(p.grad is None for p in model.parameters())
+        with overlap.accumulate():
+            overlap.backward(blocks_loss(model, 1), more=True)
+        overlap.backward(blocks_loss(model, 2))
+        optimizer.step()
+
+
+def test_a_backward_that_waits_outside_of_no_sync(two_ranks: RankPool) -> None:
+    two_ranks.run(_outside_of_no_sync)
 
 
 def test_a_tied_weight(three_ranks: RankPool) -> None:

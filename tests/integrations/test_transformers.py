@@ -46,7 +46,8 @@ SETTINGS: dict[str, Any] = {
     "log_level": "error",
 }
 ROWS = 14  # seven micro-batches on one rank, four on each of two: the last step of an epoch has fewer
-in_every_way = pytest.mark.parametrize("way", ["forward", "undo", "backward"])
+WAYS = ("forward", "undo", "backward", "together")
+in_every_way = pytest.mark.parametrize("way", WAYS)
 
 
 def callback(way: str, limit: float = LIMIT, world: int = 1) -> InstepCallback:
@@ -56,7 +57,7 @@ def callback(way: str, limit: float = LIMIT, world: int = 1) -> InstepCallback:
     if way == "undo":
         return InstepCallback(schedule="backward", undo=True, bucket_bytes=bucket_bytes)
     clip = ClipNorm(limit, mode="two_pass") if limit else None
-    return InstepCallback(schedule="backward", clip=clip, bucket_bytes=bucket_bytes)
+    return InstepCallback(schedule="backward", clip=clip, bucket_bytes=bucket_bytes, together=way == "together")
 
 
 class Witness(TrainerCallback):  # type: ignore[misc]  # its types are skipped
@@ -111,7 +112,7 @@ def require_was_attached(of: Trainer, way: str) -> None:
     assert f"{len(witness.seen)} steps" in witness.seen[-1]
     if kind != "DistributedDataParallel" or way != "forward":  # there it is one of 16 MiB
         assert "1 buckets" not in witness.seen[-1]
-    assert any(witness.spent) == (way == "backward")
+    assert any(witness.spent) == (way in ("backward", "together"))
     assert inside.overlap is None
     assert instep.attached(of.model_wrapped) is None
 

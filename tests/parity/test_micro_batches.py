@@ -196,6 +196,12 @@ def test_autocast(inside: bool) -> None:
     lockstep("backward", lambda: adamw(Blocks()), step)
 
 
+def test_one_block_of_autocast_around_many_steps() -> None:
+    """Copies of weights that autocast keeps grow old in it, in the plain loop, too."""
+    with torch.autocast(here().type, torch.bfloat16):
+        lockstep("backward", lambda: adamw(Blocks()), of(usual, 3))
+
+
 def test_complex_parameters() -> None:
     lockstep("backward", lambda: sgd(Rotations()), of(usual, 3))
 

@@ -46,31 +46,36 @@ def micro_batches(
             "manager. Call losses = overlap.micro_batches(lambda batch: loss_of(batch) / n, batches), and behind it "
             "optimizer.step(). For the micro-batches of a loop of your own: `with overlap.accumulate():`"
         )
-    _require_own_step(parts)
-    marked = _with_is_last(batches, needs_last=bool(parts.refs.wrapped) or parts.sharding is not None)
-    if together:
-        _refuse_wrappers(parts)
-        return _together(parts, loss_of, marked)
-    return _one_by_one(parts, loss_of, marked)
-
-
-def _require_own_step(parts: Parts) -> None:
-    """Raise unless the micro-batches can be all of a step."""
-    if graph_task() is not None:
-        raise InstepError("micro_batches() was called within a backward: call it where the loop would call backward()")
-    if parts.accumulation.steps > 1:
+    require_own_step(parts, "micro_batches()")
+    if waiting := parts.accumulation.waiting():
         raise AccumulationError(
-            f"micro_batches() runs all micro-batches of a step, and attach(accumulation_steps="
-            f"{parts.accumulation.steps}) counts backwards: leave out accumulation_steps"
+            f"micro_batches() runs all micro-batches of a step, and {waiting} wait for the last, by "
+            "backward(more=True). Use the one or the other"
         )
     if parts.accumulation.is_in_hold:
         raise AccumulationError(
             "micro_batches() was called within overlap.accumulate() or no_sync(): it runs all micro-batches of a step, "
             "and holds back all but the last by itself. Call it outside"
         )
+    marked = _with_is_last(batches, needs_last=bool(parts.refs.wrapped) or parts.sharding is not None)
+    if together:
+        refuse_wrappers(parts)
+        return _together(parts, loss_of, marked)
+    return _one_by_one(parts, loss_of, marked)
 
 
-def _refuse_wrappers(parts: Parts) -> None:
+def require_own_step(parts: Parts, verb: str) -> None:
+    """Raise unless the micro-batches can be all of a step."""
+    if graph_task() is not None:
+        raise InstepError(f"{verb} was called within a backward: call it where the loop would call backward()")
+    if parts.accumulation.steps > 1:
+        raise AccumulationError(
+            f"{verb} says which micro-batches make a step, and attach(accumulation_steps="
+            f"{parts.accumulation.steps}) counts backwards: leave out accumulation_steps"
+        )
+
+
+def refuse_wrappers(parts: Parts) -> None:
     """Raise for wrappers with which one backward of several forwards is not the sum of a backward for each."""
     if parts.sharding is not None and parts.sharding.in_fsdp1:
         raise AccumulationError(
@@ -78,7 +83,7 @@ def _refuse_wrappers(parts: Parts) -> None:
             "a layer's weights after each micro-batch's backward: use fully_shard (FSDP2), overlap.accumulate(), or "
             "schedule='forward'"
         )
-    for ddp in _ddps(parts):
+    for ddp in ddps_of(parts):
         if ddp.static_graph:
             raise AccumulationError(
                 "micro_batches() with schedule='backward' does not run with "
@@ -130,10 +135,9 @@ def _together(
     parts: Parts, loss_of: Callable[[Batch], torch.Tensor], batches: Iterable[tuple[Batch, bool]]
 ) -> list[torch.Tensor]:
     step = Together(parts)
+    step.begin()
     for batch, is_last in batches:
-        # Copies of weights that autocast has kept would be a part of several graphs.
-        torch.clear_autocast_cache()
-        with _held_unless_last(parts, is_last), step.forward():
+        with _held_unless_last(parts, is_last):
             loss = loss_of(batch)
         step.add(loss)
     return step.backward()
@@ -151,13 +155,16 @@ class Together:
         self._parts = parts
         self._fsdp2 = OneBackward(parts.refs.model())
 
-    def forward(self) -> AbstractContextManager[None]:
-        """Around a forward."""
-        return self._fsdp2.forward()
+    def begin(self) -> None:
+        """The first forward is about to run."""
+        self._fsdp2.begin()
 
     def add(self, loss: object) -> None:
         """The forward of the next micro-batch has made ``loss``."""
+        self._fsdp2.ran()
         self.losses.append(_require_loss(len(self.losses), loss))
+        # The copies of weights that an autocast block around several forwards has kept are a part of this graph.
+        torch.clear_autocast_cache()
 
     def backward(self) -> list[torch.Tensor]:
         """Run one backward for all. Returns the losses, detached."""
@@ -174,7 +181,7 @@ class Together:
         # The forwards have run, and no gradient has changed yet: what is refused here leaves no step begun.
         graphs = Graphs(losses, partial(_name_of, parts))
         # Wrappers have seen several forwards, and are told that one backward follows.
-        for ddp in _ddps(parts):
+        for ddp in ddps_of(parts):
             look_from(ddp, losses)
         fsdp2.join(len(losses), graphs.nodes(), graphs.edges())
         graphs.add_in_order(fsdp2.wide)
@@ -201,7 +208,7 @@ def _require_loss(number: int, loss: object) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise InstepError(
-            f"loss_of(batch) must return one loss, a tensor of one number: micro-batch {number + 1} gave {found}"
+            f"the loss of a micro-batch must be a tensor of one number: micro-batch {number + 1} gave {found}"
         )
     if loss.grad_fn is None:
         raise InstepError(
@@ -270,7 +277,7 @@ def _state_of(device: torch.device) -> list[int]:
     return state
 
 
-def _ddps(parts: Parts) -> list[DistributedDataParallel]:
+def ddps_of(parts: Parts) -> list[DistributedDataParallel]:
     return [one for one in parts.refs.living_wrappers() if isinstance(one, DistributedDataParallel)]
 
 

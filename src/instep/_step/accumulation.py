@@ -27,12 +27,16 @@ class Accumulation:
         steps: backwards in one step; 1: every one steps.
         wrapped: the living DDP instances (and FSDP models), whose ``no_sync`` a backward that only adds is run in.
         sharded: whether they are FSDP models.
+
+    Attributes:
+        waiting: returns how many micro-batches of the step wait, after their forward, for the last one's backward.
     """
 
     def __init__(
         self, steps: int, wrapped: Callable[[], Sequence[Syncing]], votes: StepVotes, *, sharded: bool
     ) -> None:
         self.steps = steps
+        self.waiting: Callable[[], int] = int
         self._sharded = sharded
         self._wrapped = wrapped
         self._votes = votes
@@ -137,7 +141,14 @@ class Accumulation:
         self._outermost = None
 
     def require_reduced(self) -> None:
-        """Before ``optimizer.step()``: raise ``AccumulationError`` if the mean of these gradients is still owed."""
+        """Before ``optimizer.step()``: raise ``AccumulationError`` if the mean of these gradients is still owed, or the
+        gradients themselves."""
+        if waiting := self.waiting():
+            raise AccumulationError(
+                f"optimizer.step() came while the backward of {waiting} micro-batches waits for that of the "
+                "step's last one. Nothing was updated. Call overlap.backward(loss) for the last, without more=True; "
+                "or zero_grad(), to throw them away"
+            )
         done = self._backwards % self.steps
         if done and self._wrapped():
             raise AccumulationError(

@@ -42,6 +42,15 @@ def while_measuring(name: str, operation: str) -> InstepError:
     )
 
 
+def while_waiting(name: str, operation: str) -> InstepError:
+    """In a step whose micro-batches wait for the backward of the last."""
+    return AccumulationError(
+        f"{user_call(operation)} met the gradient of {name!r}, which is not there yet: the backward of the step's "
+        "micro-batches runs with that of the last one. Look at gradients after that, or leave out "
+        "overlap.backward(more=True)"
+    )
+
+
 def after_update(name: str, operation: str, *, clips: bool) -> tuple[InstepError, bool]:
     """In the step that has applied it: the error, and whether weights are known to be wrong by now.
 

@@ -1,8 +1,8 @@
 """instep in Hugging Face's ``Trainer``: one callback, which attaches when training begins.
 
 A ``Trainer`` does not give its callbacks the model as it has wrapped it, nor its ``Accelerator``. So ``_trainer_of``
-looks for the ``Trainer``, which has both. Where instep clips, two methods of that ``Accelerator`` are replaced while
-training runs. Apart from that, only documented names of both libraries are used.
+looks for the ``Trainer``, which has both. Where instep clips, or micro-batches have one backward for all, methods of that
+``Accelerator`` are replaced while training runs. Apart from that, only documented names of both libraries are used.
 """
 
 import gc
@@ -52,6 +52,10 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         clip: clip by this in place of the ``Trainer``, whose ``max_grad_norm`` must be the same number, or 0. For
             ``ClipNorm(…, mode="two_pass")`` and the other modes of ``schedule="backward"``; else ``max_grad_norm``.
         undo: with ``schedule="backward"``, step on trial, and put back what turns out to need clipping.
+        together: with ``schedule="backward"`` and ``gradient_accumulation_steps``, one backward for all micro-batches
+            of a step, after their forwards: gradients are freed, and what the forwards keep for backward is in memory
+            for all micro-batches at once. It pays with short micro-batches, or with ``gradient_checkpointing``. See
+            ``Attachment.backward(more=True)``.
         nonfinite: what becomes of a step with a gradient that holds NaN or infinity, as for ``instep.attach``.
 
     Attributes:
@@ -70,13 +74,19 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         bucket_bytes: int | None = None,
         clip: ClipNorm | None = None,
         undo: bool | Literal["host"] = False,
+        together: bool = False,
         nonfinite: Policy = "allow",
     ) -> None:
         if clip is not None and not isinstance(clip, ClipNorm):
             raise AttachError(f"clip must be an instep.ClipNorm or None, not {clip!r}: the Trainer clips by norm")
+        if together and schedule != "backward":
+            raise AttachError(
+                f"together=True is one backward that frees gradients, and schedule={schedule!r} frees none: write "
+                "InstepCallback(schedule='backward', together=True, …), or leave it out"
+            )
         self.overlap: Attachment | None = None
         # For the settings of the Trainer that do not go with these.
-        self._schedule, self._clip, self._undo = schedule, clip, undo
+        self._schedule, self._clip, self._undo, self._together = schedule, clip, undo, together
         self._attach = partial(
             attach, schedule=schedule, defer=defer, bucket_bytes=bucket_bytes, undo=undo, nonfinite=nonfinite
         )
@@ -110,17 +120,15 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             clip=clip,
             # Under DDP the Trainer runs all but the last micro-batch in no_sync(), which tells. With fewer in the last
             # step of an epoch, optimizer.step() finds their gradients, and applies them.
-            accumulation_steps=1 if args.world_size > 1 else args.gradient_accumulation_steps,
+            accumulation_steps=1 if args.world_size > 1 or self._together else args.gradient_accumulation_steps,
         )
         self.overlap = overlap
-        if clip is None:
-            return
         self._accelerator = accelerator
         # On the instance: detach() takes them off, and the class's own are there again.
-        accelerator.clip_grad_norm_ = self._norm_after_step
-        if clip.mode == "two_pass":
-            # All that Accelerator.backward() is without a loss scale, DeepSpeed and LOMO.
-            accelerator.backward = lambda loss: overlap.backward(loss / accelerator.gradient_accumulation_steps)
+        if clip is not None:
+            accelerator.clip_grad_norm_ = self._norm_after_step
+        if self._together or (clip is not None and clip.mode == "two_pass"):
+            accelerator.backward = partial(_backward, overlap, accelerator, self._together)
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -223,6 +231,16 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
                 "fp16=True scales the loss, and leaves out the steps whose gradients are infinite, which "
                 "schedule='backward' has begun to apply. Use InstepCallback(schedule='forward'), or bf16=True"
             )
+
+
+def _backward(overlap: Attachment, accelerator: Any, together: bool, loss: torch.Tensor) -> None:
+    """All that ``Accelerator.backward()`` is without a loss scale, DeepSpeed and LOMO, by ``overlap``.
+
+    Args:
+        together: whether the micro-batches of a step have one backward for all.
+    """
+    more = together and not accelerator.sync_gradients
+    overlap.backward(loss / accelerator.gradient_accumulation_steps, more=more)
 
 
 def _trainer_of(state: TrainerState) -> Trainer:

@@ -9,8 +9,7 @@ Each private name of torch's that is used has a sentence; ``tests/distributed/te
 clearly when torch changes one.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -44,23 +43,22 @@ class OneBackward:
         for module, state in zip(modules, self._states, strict=True):
             for group in fsdp2_groups(state):
                 self._groups.setdefault(group, (module, repr(names[module] or "the outermost")))
-        self._has_run = False
+        self._noted: list[tuple[Any, int]] | None = None  # when the first forward had run
         # Of each leaf that is a gathered parameter: its group, and FSDP2's notes of it.
         self._leaves: dict[torch.Tensor, tuple[Any, Any]] = {}
         self._switches: list[_Switches] = []
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """A forward runs. FSDP2 notes each, and gathers ahead in backward what was noted before: all but the first of
-        these are forgotten, or it would gather groups again that are done."""
-        noted = noted_forwards(self._states)
-        if not self._has_run:
-            # Those of earlier forwards, too: no backward may have followed.
-            forget_forwards((state, 0) for state, count in noted if count)
-        yield
-        if self._has_run:
-            forget_forwards(noted)
-        self._has_run = True
+    def begin(self) -> None:
+        """The first forward is about to run. FSDP2 notes each, and gathers ahead in backward what was noted: earlier
+        ones, which no backward may have followed, are forgotten."""
+        forget_forwards((state, 0) for state, count in noted_forwards(self._states) if count)
+
+    def ran(self) -> None:
+        """A forward has run. All but the first are forgotten, or backward would gather groups again that are done."""
+        if self._noted is None:
+            self._noted = noted_forwards(self._states)
+        else:
+            forget_forwards(self._noted)
 
     def join(
         self,
