@@ -1,7 +1,7 @@
 """instep in Hugging Face's ``Trainer``: one callback, which attaches when training begins.
 
 A ``Trainer`` does not give its callbacks the model as it has wrapped it, nor its ``Accelerator``. So ``_trainer_of``
-looks for the ``Trainer``, which has both. Where instep clips, or micro-batches have one backward for all, methods of that
+looks for the ``Trainer``, which has both. Where instep clips, or micro-batches have one backward, two methods of that
 ``Accelerator`` are replaced while training runs. Apart from that, only documented names of both libraries are used.
 """
 
