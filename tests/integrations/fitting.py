@@ -18,6 +18,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward", "defer": True},
     "undo": {"schedule": "backward", "undo": True},
+    "together": {"schedule": "backward", "together": True},
 }
 BATCHES = 7
 

@@ -71,7 +71,7 @@ class Spy(Classifier):
 @ways
 def test_the_step_is_where_the_schedule_says(way: str) -> None:
     _, model = fit(WAYS[way], Spy)
-    assert model.spent == {way == "backward"}
+    assert model.spent == {way in ("backward", "together")}
     assert model.pending == {way == "forward"}
 
 
@@ -99,6 +99,39 @@ def test_accumulate_grad_batches(way: str) -> None:
 def test_accumulate_grad_batches_of_a_part_of_an_epoch(way: str) -> None:
     """Windows of three and two, the last of which only ``limit_train_batches`` ends."""
     assert_fits_the_same(way, 2 * 2, accumulate_grad_batches=3, limit_train_batches=5)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_clipping_by_the_norm_of_the_first_of_two_backwards(together: bool) -> None:
+    clip = instep.ClipNorm(0.5, mode="two_pass")
+    options = {"schedule": "backward", "clip": clip, "together": together, "bucket_bytes": 2_000}
+    settings: dict[str, Any] = {"build": OneGroup, "accumulate_grad_batches": 3}
+    trainer, model = fit(options, **settings)
+    plain = fit(None, gradient_clip_val=0.5, **settings)
+    assert_same(left_by(trainer, model), left_by(*plain))
+    assert "backward" not in vars(model)
+
+
+class MostGradients(Classifier):
+    """Notes the most bytes of gradients that are there when one is complete."""
+
+    def on_fit_start(self) -> None:
+        self.most = 0
+        for p in self.parameters():
+            p.register_post_accumulate_grad_hook(self.seen_one)
+
+    def seen_one(self, _: torch.Tensor) -> None:
+        there = sum(p.grad.nbytes for p in self.parameters() if type(p.grad) is torch.Tensor)
+        self.most = max(self.most, there)
+
+
+def test_accumulated_gradients_are_freed() -> None:
+    plain, alone, together = (
+        fit(None if way is None else {**WAYS[way], "bucket_bytes": 2_000}, MostGradients, accumulate_grad_batches=3)[1]
+        for way in (None, "backward", "together")
+    )
+    assert alone.most == plain.most
+    assert together.most < 0.5 * plain.most
 
 
 class SpentBy(Classifier):
@@ -455,7 +488,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "clipping by norm": (
         WAYS["backward"],
         {"gradient_clip_val": 1.0},
-        r"schedule='forward'\), or InstepCallback\(clip=instep.ClipNorm\(1.0\), undo=True",
+        r"or in place of gradient_clip_val InstepCallback\(clip=instep.ClipNorm\(1.0\), undo=True\), or .*two_pass",
     ),
     "clipping by value": (
         WAYS["backward"],
@@ -466,11 +499,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(1.0)},
         {"gradient_clip_val": 1.0},
         "Leave one of them out",
-    ),
-    "two passes": (
-        {**WAYS["backward"], "clip": instep.ClipNorm(1.0, mode="two_pass")},
-        {},
-        r"Lightning runs it once. Use InstepCallback\(schedule='forward'\)",
     ),
     "a loss scale": (
         WAYS["backward"],
@@ -495,6 +523,20 @@ def test_what_does_not_go_together_is_refused_with_what_does() -> None:
     for options, settings, said in REFUSED.values():
         with pytest.raises(AttachError, match=said):
             fit(options, **settings)
+
+
+class OwnBackward(Classifier):
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward(*args, **kwargs)
+
+
+def test_a_backward_of_the_modules_own() -> None:
+    for option in ({"together": True}, {"clip": instep.ClipNorm(1.0, mode="two_pass")}):
+        with pytest.raises(AttachError, match=r"OwnBackward has a backward\(\) of its own.* Leave out"):
+            fit({**WAYS["backward"], **option}, OwnBackward)
+    assert_fits_the_same("backward", 2 * BATCHES, build=OwnBackward)
+    with pytest.raises(AttachError, match="schedule='forward' frees none"):
+        InstepCallback(together=True)
 
 
 def test_other_strategies_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,6 +300,31 @@ def test_a_trainer_trains_twice(tmp_path: Path) -> None:
     assert [entry for _, entry, _ in plain] == [entry for _, entry, _ in other]
 
 
+def most_gradients(of: Trainer) -> int:
+    """The most bytes of gradients that are there when one is complete, while ``of`` trains."""
+    most = 0
+
+    def seen(_: torch.Tensor) -> None:
+        nonlocal most
+        most = max(most, sum(p.grad.nbytes for p in of.model.parameters() if type(p.grad) is torch.Tensor))
+
+    handles = [p.register_post_accumulate_grad_hook(seen) for p in of.model.parameters()]
+    of.train()
+    for handle in handles:
+        handle.remove()
+    return most
+
+
+def test_accumulated_gradients_are_freed(tmp_path: Path) -> None:
+    plain, by_itself, together = (
+        trainer(tmp_path, inside, gradient_accumulation_steps=4)
+        for inside in (None, callback("backward"), callback("together"))
+    )
+    most = most_gradients(plain)
+    assert most_gradients(by_itself) == most
+    assert most_gradients(together) < 0.5 * most
+
+
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
     """Without a length, and ends within an accumulation."""
 
@@ -310,11 +335,11 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
 def test_a_dataset_that_ends_within_an_accumulation(tmp_path: Path) -> None:
     """The ``Trainer`` adds the gradients that are left to those of the next epoch."""
     found = []
-    for inside in (None, callback("forward"), callback("undo"), callback("backward")):
+    for inside in (None, *map(callback, ("forward", "undo", "together", "backward"))):
         made = trainer(tmp_path, inside, max_steps=5)
         made.train_dataset = Stream()
         found.append(made)
-        if len(found) == 4:
+        if len(found) == 5:
             with pytest.raises(UncommittedStepError):
                 made.train()
             assert inside is not None
@@ -381,6 +406,8 @@ def test_settings_that_do_not_fit(tmp_path: Path) -> None:
         (eager, {"max_grad_norm": 0.0, "auto_find_batch_size": True}, "schedule='forward'.*undo=True.*=False"),
         (InstepCallback(), {"optim": "lomo"}, "optim='adamw_torch_fused'"),
     ]
+    with pytest.raises(AttachError, match=r"schedule='forward' frees none: write InstepCallback\(schedule='backward'"):
+        InstepCallback(together=True)
     for inside, settings, message in refused:
         with pytest.raises(AttachError, match=message):
             trainer(tmp_path, inside, **settings)

@@ -1,7 +1,8 @@
 """``InstepCallback``: Lightning's ``Trainer`` with the optimizer step inside backward, or behind the next forward.
 
-Lightning calls a callback at every point that instep needs, so nothing of Lightning's is replaced: ``setup`` refuses
-settings, ``on_train_start`` attaches, and ``on_train_end`` or ``on_exception`` detaches.
+Lightning calls a callback at every point that instep needs: ``setup`` refuses settings, ``on_train_start`` attaches,
+and ``on_train_end`` or ``on_exception`` detaches. One thing of Lightning's is replaced, where instep runs backward in
+another way (twice, or once for several batches): the module's ``backward``, a hook that Lightning documents.
 """
 
 from contextlib import ExitStack
@@ -49,6 +50,9 @@ class InstepCallback(Callback):
         bucket_bytes: as for ``instep.attach``; not under DDP.
         clip: clip all gradients, in place of ``gradient_clip_val``.
         undo: as for ``instep.attach``: step on trial, and put back what turns out otherwise.
+        together: with ``schedule="backward"`` and ``accumulate_grad_batches``, in automatic optimization, one backward
+            for all batches of a step, after their forwards: gradients are freed, and what the forwards keep for
+            backward is in memory for all of these batches at once. See ``Attachment.backward(more=True)``.
         nonfinite: as for ``instep.attach``.
         comm_hook: as for ``instep.attach``, in place of ``DDPStrategy(ddp_comm_hook=…)``.
         cross_iteration: as for ``instep.attach``; with ``DDPStrategy(gradient_as_bucket_view=True)``.
@@ -68,13 +72,20 @@ class InstepCallback(Callback):
         bucket_bytes: int | None = None,
         clip: ClipNorm | ClipValue | None = None,
         undo: bool | Literal["host"] = False,
+        together: bool = False,
         nonfinite: Policy = "allow",
         comm_hook: CommHook | None = None,
         cross_iteration: bool = False,
         shard_state: bool = False,
     ) -> None:
+        if together and schedule != "backward":
+            raise AttachError(
+                f"together=True is one backward that frees gradients, and schedule={schedule!r} frees none: write "
+                "InstepCallback(schedule='backward', together=True, …), or leave it out"
+            )
         # For the settings of the Trainer that do not go with these.
         self._schedule, self._clip, self._undo, self._shard_state = schedule, clip, undo, shard_state
+        self._together = together
         self._attach = partial(
             attach,
             schedule=schedule,
@@ -90,6 +101,7 @@ class InstepCallback(Callback):
         self._attachment: Attachment | None = None
         self._torn_by: BaseException | None = None
         self._accumulating = ExitStack()
+        self._runs_backward: LightningModule | None = None  # the module whose backward() is replaced
 
     @property
     def attachment(self) -> Attachment | None:
@@ -100,6 +112,10 @@ class InstepCallback(Callback):
     def _writes_in_backward(self) -> bool:
         """Whether backward writes weights that cannot be put back."""
         return self._schedule == "backward" and not self._undo
+
+    @property
+    def _has_two_passes(self) -> bool:
+        return isinstance(self._clip, ClipNorm) and self._clip.mode == "two_pass"
 
     # What Lightning calls, in the order of its calls.
 
@@ -114,6 +130,7 @@ class InstepCallback(Callback):
         self._refuse_strategy(trainer)
         self._refuse_precision(trainer)
         self._refuse_clipping(trainer)
+        self._refuse_backward(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._refuse_torn()
@@ -122,6 +139,10 @@ class InstepCallback(Callback):
             [o.optimizer if isinstance(o, LightningOptimizer) else o for o in trainer.optimizers],
             scaler=_scaler(trainer) if self._undo else None,
         )
+        if self._together or self._has_two_passes:
+            # On the instance: _detach() takes it off, and the class's own is there again.
+            self._runs_backward = pl_module
+            vars(pl_module)["backward"] = partial(self._backward, trainer, self._attachment)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # Lightning clears gradients between forward and backward. In its second forward DDP lays out its buckets anew,
@@ -133,7 +154,9 @@ class InstepCallback(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         # FSDP2 reduces the gradients of each micro-batch, with Lightning; accumulate() would add them up before.
-        if self._attachment is not None and _leaves_out_step(trainer) and not _is_sharded(trainer):
+        if self._attachment is None or self._together:
+            return
+        if _leaves_out_step(trainer) and not _is_sharded(trainer):
             self._accumulating.enter_context(self._attachment.accumulate())
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -163,8 +186,19 @@ class InstepCallback(Callback):
                 "fit(…, ckpt_path=…) with a checkpoint, or use another InstepCallback to go on from these weights"
             ) from self._torn_by
 
+    def _backward(self, trainer: Trainer, overlap: Attachment, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """In place of ``LightningModule.backward``."""
+        if args or kwargs:  # of manual_backward()
+            loss.backward(*args, **kwargs)
+            return
+        by_itself = trainer.lightning_module.automatic_optimization
+        overlap.backward(loss, more=self._together and by_itself and _leaves_out_step(trainer))
+
     def _detach(self) -> None:
         self._accumulating.close()
+        if self._runs_backward is not None:
+            vars(self._runs_backward).pop("backward", None)
+            self._runs_backward = None
         if self._attachment is not None:
             self._attachment.detach()
             self._attachment = None
@@ -176,7 +210,8 @@ class InstepCallback(Callback):
                 f"strategy={type(strategy).__name__} is not supported by InstepCallback: use a single device, "
                 "strategy='ddp', or, for sharded models, ModelParallelStrategy with fully_shard in configure_model()"
             )
-        if self._writes_in_backward and _is_sharded(trainer) and trainer.accumulate_grad_batches > 1:
+        frees = self._writes_in_backward or self._together
+        if frees and _is_sharded(trainer) and trainer.accumulate_grad_batches > 1:
             raise AttachError(
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches}: with {type(strategy).__name__} Lightning "
                 "reduces the gradients of every micro-batch, and schedule='backward' would step each of them. Use "
@@ -199,11 +234,6 @@ class InstepCallback(Callback):
 
     def _refuse_clipping(self, trainer: Trainer) -> None:
         value, clip = trainer.gradient_clip_val or None, self._clip
-        if isinstance(clip, ClipNorm) and clip.mode == "two_pass":
-            raise AttachError(
-                "ClipNorm(mode='two_pass') runs backward twice, and Lightning runs it once. Use "
-                "InstepCallback(schedule='forward') or InstepCallback(undo=True), with mode='exact'"
-            )
         if value is not None and clip is not None:
             raise AttachError(
                 f"gradient_clip_val={value} and InstepCallback(clip={clip!r}) would clip one after the other. Leave "
@@ -214,11 +244,20 @@ class InstepCallback(Callback):
             instead = (
                 f"InstepCallback(clip=instep.ClipValue({value})) in place of gradient_clip_val"
                 if by_value
-                else f"InstepCallback(clip=instep.ClipNorm({value}), undo=True) in place of gradient_clip_val"
+                else f"in place of gradient_clip_val InstepCallback(clip=instep.ClipNorm({value}), undo=True), or "
+                f"InstepCallback(clip=instep.ClipNorm({value}, mode='two_pass')): backward runs twice"
             )
             raise AttachError(
                 f"gradient_clip_val={value}: Lightning clips after backward, and schedule='backward' has applied the "
                 f"gradients by then. Use InstepCallback(schedule='forward'), or {instead}"
+            )
+
+    def _refuse_backward(self, module: LightningModule) -> None:
+        if (self._together or self._has_two_passes) and type(module).backward is not LightningModule.backward:
+            option = "together=True" if self._together else "ClipNorm(mode='two_pass')"
+            raise AttachError(
+                f"{type(module).__name__} has a backward() of its own, and InstepCallback({option}) runs backward in "
+                f"its place. Leave out {option}, or that method"
             )
 
 
